@@ -1,0 +1,105 @@
+"""The only way to print.
+
+Progress lines go to standard output, everything else to standard error. Before the mesh is open every process writes; once
+`set_rank` was called, `info` and `line` speak on one rank only, while `warning` and `error` always speak and name theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, TextIO
+
+from megatron.errors import ExitCode, MegatronError
+
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+
+
+@dataclass
+class _Voice:
+    """What this process may say: which rank it is and the least severe message it shows."""
+
+    rank: int | None = None
+    speaks_info: bool = True
+    speaks_lines: bool = True
+    level: int = _LEVELS["info"]
+
+
+_VOICE = _Voice()
+
+
+def set_rank(rank: int, world_size: int) -> None:
+    """Tells the log which rank this is: rank 0 speaks `info`, the last rank speaks `line` (upstream's habit)."""
+    _VOICE.rank = rank if world_size > 1 else None
+    _VOICE.speaks_info = rank == 0
+    _VOICE.speaks_lines = rank == world_size - 1
+
+
+def set_level(level: str) -> None:
+    """Sets the least severe message shown: debug, info, warning, error or critical."""
+    _VOICE.level = _LEVELS[level]
+
+
+def line(text: str) -> None:
+    """Prints a result line to standard output, from the last rank only."""
+    if _VOICE.speaks_lines:
+        _write(sys.stdout, text)
+
+
+def info(text: str) -> None:
+    """Prints a message to standard error, from rank 0 only."""
+    if _VOICE.speaks_info and _VOICE.level <= _LEVELS["info"]:
+        _write(sys.stderr, text)
+
+
+def debug(text: str) -> None:
+    """Prints a message to standard error from rank 0, if the level is debug."""
+    if _VOICE.speaks_info and _VOICE.level <= _LEVELS["debug"]:
+        _write(sys.stderr, text)
+
+
+def warning(text: str) -> None:
+    """Prints a warning to standard error, from any rank."""
+    if _VOICE.level <= _LEVELS["warning"]:
+        _write(sys.stderr, f"{_rank_prefix()}warning: {text}")
+
+
+def error(text: str) -> None:
+    """Prints an error to standard error, from any rank."""
+    _write(sys.stderr, f"{_rank_prefix()}error: {text}")
+
+
+def exit_with(main: Callable[[], int | None]) -> NoReturn:
+    """Runs an entry point and ends the process with its exit code.
+
+    A `MegatronError` is shown as its text; anything else with its traceback. The process leaves without running exit handlers
+    when it failed: a distributed one would otherwise wait there for ranks that are gone.
+    """
+    try:
+        code = int(main() or 0)
+    except MegatronError as failure:
+        error(str(failure))
+        code = int(failure.exit_code)
+    except KeyboardInterrupt:
+        error("interrupted from the keyboard")
+        code = 130
+    except Exception:
+        error(traceback.format_exc())
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code not in (ExitCode.DONE, ExitCode.USAGE):
+        os._exit(code)
+    sys.exit(code)
+
+
+def _rank_prefix() -> str:
+    return "" if _VOICE.rank is None else f"[rank {_VOICE.rank}] "
+
+
+def _write(stream: TextIO, text: str) -> None:
+    stream.write(text if text.endswith("\n") else text + "\n")
+    stream.flush()

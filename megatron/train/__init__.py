@@ -1,0 +1,1 @@
+"""The training program: wiring, the loop, what is reported, and when to stop."""
