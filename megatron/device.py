@@ -1,0 +1,104 @@
+"""CPU or CUDA: which device a process computes on, what it can do, and the environment variables it reads.
+
+With `kernels.py` the only place that calls `torch.cuda`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megatron.errors import LaunchError
+
+
+def environment(name: str, default: str | None = None) -> str | None:
+    """Value of an environment variable; an empty one counts as not set."""
+    return os.environ.get(name) or default
+
+
+def device_type() -> str:
+    """`"cuda"` if a GPU is usable and `DS_ACCELERATOR=cpu` does not forbid it, else `"cpu"`."""
+    if environment("DS_ACCELERATOR") == "cpu":
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_count() -> int:
+    """How many devices this process could choose from; 1 on CPU."""
+    return torch.cuda.device_count() if device_type() == "cuda" else 1
+
+
+def local_device(local_rank: int, *, one_device_per_process: bool = False) -> torch.device:
+    """Chooses this process's device and makes it the current one.
+
+    Args:
+        local_rank: number of this process on its node.
+        one_device_per_process: the launcher may show each process only its own GPU, so a single visible one is it.
+
+    Raises:
+        LaunchError: more processes on this node than GPUs.
+    """
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if one_device_per_process and count == 1:
+        local_rank = 0
+    if local_rank >= count:
+        raise LaunchError(
+            f"Local rank {local_rank} has no GPU of its own: {count} visible on this node (LOCAL_RANK={local_rank}, "
+            f"CUDA_VISIBLE_DEVICES={environment('CUDA_VISIBLE_DEVICES', 'not set')}). Start at most {count} processes per "
+            f"node, or set DS_ACCELERATOR=cpu to compute on the CPU."
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def current_device() -> torch.device:
+    """The device chosen by `local_device`."""
+    return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
+
+
+def device_name() -> str:
+    """What the device calls itself, for reports."""
+    return torch.cuda.get_device_name() if device_type() == "cuda" else "cpu"
+
+
+def default_backend() -> str:
+    """The torch.distributed backend that fits the device: `nccl` or `gloo`."""
+    return "nccl" if device_type() == "cuda" else "gloo"
+
+
+def supports_fp16() -> bool:
+    """Whether training in float16 is possible; on CPU DeepSpeed refuses it."""
+    return device_type() == "cuda"
+
+
+def supports_bf16() -> bool:
+    """Whether training in bfloat16 is possible."""
+    return device_type() == "cpu" or torch.cuda.is_bf16_supported()
+
+
+def synchronize() -> None:
+    """Waits until the device has done all that was asked of it."""
+    if device_type() == "cuda":
+        torch.cuda.synchronize()
+
+
+def memory_allocated_bytes() -> int:
+    """Bytes held by tensors on the GPU; 0 on CPU."""
+    return torch.cuda.memory_allocated() if device_type() == "cuda" else 0
+
+
+def peak_memory_allocated_bytes() -> int:
+    """The most bytes tensors have held on the GPU so far; 0 on CPU."""
+    return torch.cuda.max_memory_allocated() if device_type() == "cuda" else 0
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that torch's own random operations on `device` draw from."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.init()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator

@@ -1,0 +1,267 @@
+"""Who started this process: the variables of torchrun, deepspeed, srun, mpirun or a shell, read into one description."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron.errors import LaunchError
+
+_DEFAULT_PORT = 29500  # torch's own
+_LOWEST_JOB_PORT, _JOB_PORTS = 10_000, 20_000  # below Linux's ephemeral ports (32768 and up)
+# Slurm numbers its own steps from here: interactive, batch script, extern. They are not srun steps.
+_FIRST_SLURM_SPECIAL_STEP = 0xFFFFFFF0
+_LOCAL_RANK_NAMES = (
+    "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "SLURM_LOCALID",
+)
+_LOCAL_SIZE_NAMES = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+_MPI_NAMES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOBID")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all of them, and where they meet.
+
+    Args:
+        launcher: torchrun, deepspeed, srun, mpirun, environment (variables set by hand) or none.
+        is_one_node: all ranks are known to run on this machine.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_address: str
+    master_port: int
+    launcher: str
+    is_one_node: bool = False
+
+    @property
+    def has_parent_launcher(self) -> bool:
+        """Whether the parent process is a launcher that this rank should not outlive; a shell is not."""
+        return self.launcher in ("torchrun", "deepspeed", "srun", "mpirun")
+
+
+def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None, parent_process_id: int = 0) -> Ranks:
+    """Reads the launcher's variables; a function of its arguments only.
+
+    RANK wins (an srun that starts one torchrun per node sets both kinds), then MPI's variables, then those of an srun step.
+    Slurm's variables outside a step (salloc, sbatch script) mean one process.
+
+    Args:
+        local_rank: the value of `--local_rank`, used where no variable tells.
+        parent_process_id: tells two MPI jobs on one machine apart that carry no job name.
+
+    Raises:
+        LaunchError: variables are missing, not numbers, or contradict each other.
+    """
+    if _given(environ, "RANK"):
+        return _from_environment(environ, local_rank)
+    for rank_name, size_name in _MPI_NAMES:
+        if _given(environ, rank_name) and _given(environ, size_name):
+            return _from_mpi(environ, local_rank, rank_name, size_name, parent_process_id)
+    if _in_slurm_step(environ):
+        return _from_slurm(environ)
+    if _given(environ, "WORLD_SIZE") and _number(environ, "WORLD_SIZE") != 1:
+        raise LaunchError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not, so this process does not know which one it is. Start "
+            f"it with torchrun, deepspeed, srun or mpirun, or set RANK; unset WORLD_SIZE for a single process."
+        )
+    return Ranks(0, 1, 0, "127.0.0.1", _DEFAULT_PORT, "none", is_one_node=True)
+
+
+def expand_nodelist(nodelist: str) -> list[str]:
+    """The host names in Slurm's shorthand: `node[003-004,011],login` is node003, node004, node011, login.
+
+    Raises:
+        LaunchError: brackets do not match or a range is not one.
+
+    Source: the hostlist expressions of `scontrol show hostnames`.
+    """
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist):
+        pieces = re.split(r"\[([^\[\]]*)\]", item)
+        choices = [_expand_range(piece, nodelist) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        hosts.extend("".join(parts) for parts in itertools.product(*choices))
+    if (
+        not hosts
+        or nodelist.count("[") != nodelist.count("]")
+        or re.search(r"\[[^\]]*\[|\][^\[]*\]|^[^\[]*\]", nodelist)
+    ):
+        raise LaunchError(
+            f"Cannot read the node list {nodelist!r} (SLURM_STEP_NODELIST or SLURM_JOB_NODELIST). It must look like "
+            f"node[003-007,011]; set MASTER_ADDR to the host of rank 0 instead."
+        )
+    return hosts
+
+
+def _from_environment(environ: Mapping[str, str], flag: int | None) -> Ranks:
+    rank = _number(environ, "RANK")
+    world_size = _number(environ, "WORLD_SIZE") if _given(environ, "WORLD_SIZE") else 1
+    _check_rank(rank, world_size, "RANK", "WORLD_SIZE")
+    if world_size > 1 and not _given(environ, "MASTER_ADDR"):
+        raise LaunchError(
+            f"RANK={rank} and WORLD_SIZE={world_size} are set but MASTER_ADDR is not. Set MASTER_ADDR to the host of rank 0."
+        )
+    if _given(environ, "TORCHELASTIC_RUN_ID"):
+        launcher = "torchrun"
+    else:
+        launcher = "deepspeed" if _given(environ, "CROSS_SIZE") else "environment"
+    local = _local_rank(environ, flag, rank, world_size)
+    return Ranks(
+        rank, world_size, local, environ.get("MASTER_ADDR") or "127.0.0.1", _port(environ), launcher,
+        is_one_node=_local_size(environ, world_size) == world_size,
+    )  # fmt: skip
+
+
+def _from_mpi(
+    environ: Mapping[str, str], flag: int | None, rank_name: str, size_name: str, parent_process_id: int
+) -> Ranks:
+    rank, world_size = _number(environ, rank_name), _number(environ, size_name)
+    _check_rank(rank, world_size, rank_name, size_name)
+    _check_world_size(environ, world_size, size_name)
+    is_one_node = _local_size(environ, world_size) == world_size
+    local = _local_rank(environ, flag, rank, world_size)
+    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else _first_slurm_host(environ))
+    if address is None:
+        raise LaunchError(
+            f"mpirun started {world_size} ranks ({size_name}={world_size}) on several nodes and MASTER_ADDR is not set. Pass "
+            f"the host of rank 0, for instance with mpirun -x MASTER_ADDR=HOST."
+        )
+    job = next((environ[name] for name in _JOB_NAMES if environ.get(name)), None)
+    if job is None:
+        job = _slurm_job(environ) or (str(parent_process_id) if is_one_node else None)
+    return Ranks(rank, world_size, local, address, _port(environ, job), "mpirun", is_one_node)
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Ranks:
+    size_name = "SLURM_STEP_NUM_TASKS" if _given(environ, "SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    rank, world_size = _number(environ, "SLURM_PROCID"), _number(environ, size_name)
+    _check_rank(rank, world_size, "SLURM_PROCID", size_name)
+    _check_world_size(environ, world_size, size_name)
+    nodes_name = next((name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if _given(environ, name)), None)
+    is_one_node = world_size == 1 or (nodes_name is not None and _number(environ, nodes_name) == 1)
+    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else _first_slurm_host(environ))
+    if address is None:
+        raise LaunchError(
+            f"srun started {world_size} ranks ({size_name}={world_size}) but neither SLURM_STEP_NODELIST nor "
+            f"SLURM_JOB_NODELIST tells where. Set MASTER_ADDR to the host of rank 0."
+        )
+    local = _number(environ, "SLURM_LOCALID")
+    return Ranks(rank, world_size, local, address, _port(environ, _slurm_job(environ)), "srun", is_one_node)
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
+    return step.isdigit() and int(step) < _FIRST_SLURM_SPECIAL_STEP and _given(environ, "SLURM_PROCID")
+
+
+def _slurm_job(environ: Mapping[str, str]) -> str | None:
+    job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+    return None if job is None else f"{job}.{environ.get('SLURM_STEP_ID', '')}"
+
+
+def _first_slurm_host(environ: Mapping[str, str]) -> str | None:
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if _given(environ, name):
+            return expand_nodelist(environ[name])[0]
+    return None
+
+
+def _expand_range(piece: str, nodelist: str) -> list[str]:
+    numbers: list[str] = []
+    for part in piece.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(first) > int(last):
+            raise LaunchError(
+                f"Cannot read the range {part!r} in the node list {nodelist!r}. It must look like 003-007; set MASTER_ADDR to "
+                f"the host of rank 0 instead."
+            )
+        numbers.extend(f"{value:0{len(first)}d}" for value in range(int(first), int(last) + 1))
+    return numbers
+
+
+def _local_rank(environ: Mapping[str, str], flag: int | None, rank: int, world_size: int) -> int:
+    name = next((name for name in _LOCAL_RANK_NAMES if _given(environ, name)), None)
+    if name is not None:
+        local = _number(environ, name)
+    elif flag is not None and flag >= 0:
+        name, local = "--local_rank", flag
+    elif world_size == 1 or _local_size(environ, world_size) == world_size:
+        return rank
+    else:
+        raise LaunchError(
+            f"Rank {rank} of {world_size} does not know its number on its node: LOCAL_RANK is not set and --local_rank was not "
+            f"passed. Set LOCAL_RANK (0 for the first process of a node)."
+        )
+    size = _local_size(environ, world_size)
+    if local < 0 or (size is not None and local >= size) or local >= world_size > 1:
+        raise LaunchError(
+            f"{name}={local} does not fit {size or world_size} processes on the node (WORLD_SIZE={world_size}). It must be "
+            f"between 0 and {(size or world_size) - 1}; unset the stale variable."
+        )
+    return local
+
+
+def _local_size(environ: Mapping[str, str], world_size: int) -> int | None:
+    if world_size == 1:
+        return None
+    name = next((name for name in _LOCAL_SIZE_NAMES if _given(environ, name)), None)
+    return None if name is None else _number(environ, name)
+
+
+def _port(environ: Mapping[str, str], job: str | None = None) -> int:
+    if _given(environ, "MASTER_PORT"):
+        port = _number(environ, "MASTER_PORT")
+        if not 0 < port < 65536:
+            raise LaunchError(f"MASTER_PORT={port} is no TCP port. It must be between 1 and 65535.")
+        return port
+    return _DEFAULT_PORT if job is None else _LOWEST_JOB_PORT + zlib.crc32(job.encode()) % _JOB_PORTS
+
+
+def _check_rank(rank: int, world_size: int, rank_name: str, size_name: str) -> None:
+    if not 0 <= rank < world_size:
+        raise LaunchError(
+            f"{rank_name}={rank} does not fit {size_name}={world_size}. A rank must be between 0 and {world_size - 1}; set both "
+            f"variables, or start with torchrun, which does."
+        )
+
+
+def _check_world_size(environ: Mapping[str, str], world_size: int, size_name: str) -> None:
+    if _given(environ, "WORLD_SIZE") and _number(environ, "WORLD_SIZE") != world_size:
+        raise LaunchError(
+            f"WORLD_SIZE={environ['WORLD_SIZE']} contradicts {size_name}={world_size}. Unset WORLD_SIZE, or start as many "
+            f"processes as it says."
+        )
+
+
+def _given(environ: Mapping[str, str], name: str) -> bool:
+    return bool(environ.get(name))
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    try:
+        return int(text)
+    except ValueError:
+        raise LaunchError(
+            f"{name}={text!r} is not a whole number. The launcher must set it; unset a stale one."
+        ) from None

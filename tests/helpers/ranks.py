@@ -1,0 +1,163 @@
+"""Runs a function on several CPU processes that find each other the way torchrun's ranks do."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# Loaded once by the fork server, so that a rank starts in a fraction of a second.
+_PRELOADED = ["numpy", "pytest", "torch", "torch.distributed", "deepspeed"]
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not finish; the text is the first failing rank's traceback."""
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *arguments: Any, backend: str = "gloo", timeout_seconds: float = 120
+) -> list[Any]:
+    """Calls `fn(rank, *arguments)` on `world_size` processes and returns their results in rank order.
+
+    `fn` must live at the top of an importable module, and it, its arguments and its results must be picklable. A rank sees
+    the caller's environment plus torchrun's variables and one CPU thread; with `backend="gloo"` no GPU is visible to it. No
+    rank ends before all have returned, so none needs to close its process group.
+
+    Raises:
+        RankFailure: a rank failed; shows the traceback of the one that failed first.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if backend == "gloo" else "cuda")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    with tempfile.TemporaryDirectory() as stack_folder:
+        started = []
+        shared = _environment(world_size, backend)
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            stack_file = str(Path(stack_folder) / f"stack{rank}.txt")
+            process = context.Process(
+                target=_rank_main, args=(theirs, rank, shared, stack_file, timeout_seconds, fn, arguments), daemon=True
+            )
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+        patience_seconds = 0.0
+        try:
+            results = _collect([pipe for _, pipe in started], stack_folder, timeout_seconds)
+            patience_seconds = 5.0
+            return results
+        finally:
+            for _, pipe in started:
+                pipe.close()
+            for process, _ in started:
+                process.join(patience_seconds)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment(world_size: int, backend: str) -> dict[str, str]:
+    environment = dict(os.environ)
+    environment.update(
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        OMP_NUM_THREADS="1",
+    )
+    if backend == "gloo":
+        environment.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", GLOO_SOCKET_IFNAME="lo")
+    return environment
+
+
+def _collect(pipes: list[Connection], stack_folder: str, timeout_seconds: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[tuple[float, int, str]] = []
+    deadline = time.monotonic() + timeout_seconds + 5  # the ranks write their stacks at timeout_seconds
+    while len(results) + len(failures) < len(pipes) and not failures:
+        waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+        ready = wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            stacks = "\n".join(_stack(stack_folder, rank) for rank in range(len(pipes)) if rank not in results)
+            raise RankFailure(f"not finished after {timeout_seconds} s:\n{stacks}")
+        time.sleep(0.05 if len(results) + len(ready) < len(pipes) else 0)  # two failures close together: both arrive
+        for rank, pipe in enumerate(pipes):
+            if rank not in results and pipe.poll():
+                _receive(rank, pipe, results, failures, stack_folder)
+    if failures:
+        at, rank, text = min(failures)
+        raise RankFailure(f"rank {rank} failed first:\n{text}")
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _receive(
+    rank: int, pipe: Connection, results: dict[int, Any], failures: list[tuple[float, int, str]], stack_folder: str
+) -> None:
+    try:
+        ok, at, payload = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        # A rank that left by itself speaks after those that raised because of it, so it counts as the earliest.
+        failures.append(
+            (0.0, rank, f"rank {rank} ended without a word (killed, or os._exit)\n{_stack(stack_folder, rank)}")
+        )
+        return
+    if ok:
+        results[rank] = payload
+    else:
+        failures.append((at, rank, payload))
+
+
+def _stack(stack_folder: str, rank: int) -> str:
+    path = Path(stack_folder) / f"stack{rank}.txt"
+    return f"--- rank {rank} ---\n{path.read_text() if path.exists() else ''}"
+
+
+def _rank_main(
+    pipe: Connection,
+    rank: int,
+    environment: dict[str, str],
+    stack_file: str,
+    timeout_seconds: float,
+    fn: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    with Path(stack_file).open("w") as stacks:
+        faulthandler.dump_traceback_later(timeout_seconds, file=stacks)
+        try:
+            message = (True, time.time(), fn(rank, *arguments))
+            payload = pickle.dumps(message)
+        except BaseException:
+            payload = pickle.dumps((False, time.time(), traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
+        try:
+            pipe.send_bytes(payload)
+            pipe.poll(timeout_seconds)  # until the parent has heard all ranks and closes its end
+        except OSError:
+            pass
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
