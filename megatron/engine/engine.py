@@ -1,0 +1,262 @@
+"""Training steps: one `Engine` over DeepSpeed's plain and pipeline engines.
+
+Whatever the layout, the loss is the sum of the token losses of the global batch over the number of its counted tokens. DeepSpeed
+averages over micro-batches and replicas, so every token is weighted with (micro-batches * replicas / counted tokens) first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from megatron import log
+from megatron.config import OptimConfig, RunConfig
+from megatron.data.loader import Batch
+from megatron.engine.ds_config import deepspeed_config
+from megatron.engine.pipeline import MeshUnit, StagedModule
+from megatron.errors import ConfigError
+from megatron.model.gpt import build_dense, gpt_layers, language_model_loss
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_reduce_sum
+
+# Gradients are reduced before they are clipped at this value when the user wants no clipping; DeepSpeed computes no norm at 0.
+_NO_CLIPPING = 1.0e30
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; equal on all ranks.
+
+    Attributes:
+        loss: mean loss per counted token of the global batch, in nats.
+        gradient_norm: global 2-norm of the gradient before clipping.
+        sample_count: samples of the global batch.
+        token_count: tokens that counted in the loss.
+        skipped: the update was dropped because a half-precision gradient overflowed.
+        loss_scale: factor that was applied to the loss (1 outside fp16).
+    """
+
+    loss: float
+    gradient_norm: float
+    sample_count: int
+    token_count: int
+    skipped: bool
+    loss_scale: float
+
+
+class Engine:
+    """Forward, backward, reduce, clip and update for one layout.
+
+    Args:
+        config: the resolved run.
+        mesh: the open mesh.
+    """
+
+    def __init__(self, config: RunConfig, mesh: ParallelMesh) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.module = build_module(config, mesh)
+        if config.model.dtype_name != "float32":
+            self.module.to(getattr(torch, config.model.dtype_name))
+        self.deepspeed = _initialize(config, mesh, self.module)
+        self._last_norm = 0.0
+        if config.parallel.effective_zero_stage == 0:
+            self.deepspeed.clip_fp32_gradients = self._clip_gradients
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimizer at the bottom, whatever DeepSpeed wrapped around it."""
+        return self.deepspeed.basic_optimizer
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether several stages take part."""
+        return self.mesh.pp.size > 1
+
+    def train_batch(self, micro_batches: Iterable[Batch], learning_rate: float) -> StepResult:
+        """Trains one global batch.
+
+        Args:
+            micro_batches: this rank's micro-batches of the global batch, equally many on every rank.
+            learning_rate: the rate of this step.
+        """
+        batches = list(micro_batches)
+        samples = len(batches) * self.config.optim.micro_batch_size * self.mesh.dp.size
+        if samples != self.deepspeed.train_batch_size():
+            self.deepspeed.set_train_batch_size(samples)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        token_count, inputs = self._prepare(batches)
+        if self.is_pipelined:
+            loss = float(self.deepspeed.train_batch(data_iter=iter(inputs)))
+        else:
+            loss = self._train_plain(inputs)
+        skipped = not self.deepspeed.was_step_applied()
+        return StepResult(loss, self._gradient_norm(), samples, token_count, skipped, self._loss_scale())
+
+    def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
+        """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks; trains nothing."""
+        batches = list(micro_batches)
+        token_count, inputs = self._prepare(batches)
+        if self.is_pipelined:
+            mean = float(self.deepspeed.eval_batch(iter(inputs), num_micro_batches=len(inputs)))
+            self.module.train()
+        else:
+            self.module.eval()
+            with torch.no_grad():
+                mean = self._mean_over_replicas(sum(self._plain_loss(*entry) for entry in inputs) / len(inputs))
+            self.module.train()
+        return mean * token_count, token_count
+
+    def _prepare(self, batches: Sequence[Batch]) -> tuple[int, list[tuple[Any, Any]]]:
+        """Moves the micro-batches to the device and weights their tokens.
+
+        Shapes: tokens, labels, weights [b, s]; sample ids [b].
+        """
+        counted = torch.tensor([sum(float(batch.loss_mask.sum()) for batch in batches)], dtype=torch.float64)
+        total = float(all_reduce_sum(counted.to(self.mesh.device), self.mesh.dp)) if self.mesh.dp.size > 1 else float(counted)
+        scale = len(batches) * self.mesh.dp.size / max(total, 1.0)
+        return round(total), [self._to_device(batch, scale) for batch in batches]
+
+    def _to_device(self, batch: Batch, scale: float) -> tuple[Any, Any]:
+        def move(array: Any) -> torch.Tensor:
+            return torch.from_numpy(array).to(self.mesh.device, non_blocking=True)
+
+        inputs = [move(batch.tokens), move(batch.sample_ids)]
+        if batch.segment_ids is not None:
+            inputs.append(move(batch.segment_ids))
+        return tuple(inputs), (move(batch.labels), move(batch.loss_mask) * scale)
+
+    def _train_plain(self, inputs: Sequence[tuple[Any, Any]]) -> float:
+        total = torch.zeros((), device=self.mesh.device)
+        self.module.train()
+        for entry in inputs:
+            loss = self._plain_loss(*entry)
+            self.deepspeed.backward(loss)
+            self.deepspeed.step()
+            total += loss.detach()
+        return self._mean_over_replicas(total / len(inputs))
+
+    def _plain_loss(self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        labels, weights = targets
+        logits = self.deepspeed(*inputs)
+        return language_model_loss(logits, labels, weights, self.mesh.tp, self.config.model.vocab_size)
+
+    def _mean_over_replicas(self, value: torch.Tensor) -> float:
+        return float(all_reduce_sum(value.detach(), self.mesh.dp)) / self.mesh.dp.size
+
+    def _gradient_norm(self) -> float:
+        if self.config.parallel.effective_zero_stage == 0:
+            return self._last_norm
+        norm = self.deepspeed.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    def _loss_scale(self) -> float:
+        return float(getattr(self.deepspeed.optimizer, "cur_scale", None) or 1.0) if self.config.model.fp16 else 1.0
+
+    def _clip_gradients(self) -> None:
+        """Clips by the true global norm, in place of DeepSpeed's stage-0 clipping.
+
+        DeepSpeed's own counts the tied weight on both stages and leaves out replicated parameters of later stages.
+        """
+        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for parameter in parameters:
+            if counts_here(parameter, self.mesh):
+                square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
+        square = all_reduce_sum(all_reduce_sum(square, self.mesh.tp), self.mesh.pp)
+        self._last_norm = math.sqrt(float(square))
+        limit = self.config.optim.clip_grad
+        if limit > 0.0 and self._last_norm > limit:
+            torch._foreach_mul_([parameter.grad for parameter in parameters], limit / (self._last_norm + 1.0e-6))
+
+
+def counts_here(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
+    """Whether this rank is the one that accounts for a parameter among its tensor- and pipeline-parallel copies."""
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return mesh.tp.rank == 0 or bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def build_module(config: RunConfig, mesh: ParallelMesh) -> nn.Module:
+    """Builds this rank's part of the network: one stage of a pipeline, or the whole as one module."""
+    if mesh.pp.size == 1:
+        return build_dense(config.model, mesh)
+    with _quiet():
+        return StagedModule(gpt_layers(config.model, mesh), mesh, config.model.vocab_size)
+
+
+def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """Builds the torch optimizer with two groups: matrices decay, biases and norms do not.
+
+    Raises:
+        ConfigError: the optimizer is not one of ours, or this stage lacks one of the groups.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": optim.weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+    if not all(group["params"] for group in groups):
+        raise ConfigError(
+            "a pipeline stage holds no matrix or no bias/norm parameter, so its optimizer groups would differ from the other "
+            "stages'. Give every stage at least one transformer layer (--pipeline-model-parallel-size, --pp-partition-method)."
+        )
+    rate = optim.lr or 0.0
+    if optim.optimizer == "adam":
+        betas = (optim.adam_beta1, optim.adam_beta2)
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optim.adam_eps, fused=True)
+    if optim.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=optim.sgd_momentum)
+    raise ConfigError(f"--optimizer {optim.optimizer} is not known. Use adam or sgd.")
+
+
+def _initialize(config: RunConfig, mesh: ParallelMesh, module: nn.Module) -> Any:
+    settings = deepspeed_config(config)
+    if config.parallel.effective_zero_stage == 0 and not settings["gradient_clipping"]:
+        settings["gradient_clipping"] = _NO_CLIPPING
+    # On CPU deepspeed would compile its shared-memory collectives here (half a minute, and a failure without a compiler).
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with _quiet():
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=build_optimizer(config.optim, module),
+            config=settings,
+            mpu=None if mesh.pp.size > 1 else MeshUnit(mesh),
+            dist_init_required=False,
+        )
+    log.debug(f"DeepSpeed info: version={deepspeed.__version__}, engine={type(engine).__name__}, optimizer={type(engine.optimizer).__name__}")
+    return engine
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps DeepSpeed's set-up chatter off standard output, where only results go."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    sink = _Sink()
+    try:
+        with contextlib.redirect_stdout(sink):  # type: ignore[type-var]
+            yield
+    finally:
+        logger.setLevel(level if level > logging.WARNING else logging.WARNING)
+
+
+class _Sink:
+    """A stream that drops what is written, unless an error needs it."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()

@@ -1,0 +1,193 @@
+"""The fp32 weights and optimizer moments inside DeepSpeed, as named pieces.
+
+One walk (`fragments`) finds for every local parameter which flat range of it this rank holds and where its master weight and
+moments live, for every optimizer DeepSpeed may return. Saving and loading are two uses of that walk. The base optimizer's own
+state is addressed directly, so nothing depends on DeepSpeed's linking of fragments (which misses all groups but the first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron.engine.engine import Engine, counts_here
+from megatron.parallel.layers import Placement
+from megatron.parallel.pieces import Kind, PieceKey
+
+# Name of each stored moment in the state of the torch optimizer.
+_MOMENTS: dict[str, dict[Kind, str]] = {
+    "adam": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+    "sgd": {"exp_avg": "momentum_buffer"},
+}
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of one parameter that this rank updates.
+
+    Attributes:
+        name: global parameter name.
+        placement: where the local tensor sits in the global one.
+        first: flat start of the part in the local tensor, row-major.
+        master: the part's fp32 weight, 1-D, a view into the optimizer.
+        flat: the tensor the torch optimizer knows; key of its state.
+        offset: start of the part in `flat`.
+        is_owner: this rank writes the part to a checkpoint (replicas elsewhere do not).
+    """
+
+    name: str
+    placement: Placement
+    first: int
+    master: torch.Tensor
+    flat: torch.Tensor
+    offset: int
+    is_owner: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the part that exist in the global tensor (padding of the vocabulary does not)."""
+        box = 1
+        for start, stop in zip(self.placement.start, self.placement.stop, strict=True):
+            box *= max(0, stop - start)
+        return max(0, min(self.master.numel(), box - self.first))
+
+    def key(self, kind: Kind) -> PieceKey:
+        """The layout-free description of the part."""
+        place = self.placement
+        return PieceKey(self.name, kind, place.shape, place.start, place.stop, self.first, self.first + self.numel)
+
+
+def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tuple[PieceKey, torch.Tensor]]:
+    """Yields what this rank must write: over all ranks every element of every parameter and moment exactly once."""
+    for fragment in fragments(engine):
+        if not fragment.is_owner or fragment.numel == 0:
+            continue
+        first, last = 0, fragment.numel
+        if _is_replicated_over_data(engine):
+            first, last = _share(fragment.numel, engine.mesh.dp.rank, engine.mesh.dp.size)
+        if first == last:
+            continue
+        for kind, tensor in _tensors(engine, fragment, with_optimizer):
+            yield _narrowed(fragment.key(kind), first, last), tensor[first:last].detach()
+
+
+def wanted_pieces(
+    engine: Engine, *, with_optimizer: bool = True
+) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
+    """Yields what this rank must read, each with the function that puts the tensor in its place.
+
+    Call `refresh_weights` after the last one.
+    """
+    for fragment in fragments(engine):
+        if fragment.numel == 0:
+            continue
+        for kind, tensor in _tensors(engine, fragment, with_optimizer):
+            yield fragment.key(kind), _placer(tensor[: fragment.numel])
+
+
+@torch.no_grad()
+def refresh_weights(engine: Engine, update_count: int | None) -> None:
+    """Makes the model's weights follow the loaded masters and sets the optimizer's update counter.
+
+    Args:
+        engine: the engine whose pieces were accepted.
+        update_count: optimizer updates that made the loaded moments (bias correction depends on it); None when only weights
+            were loaded, which starts the optimizer afresh.
+    """
+    for state in engine.optimizer.state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"].fill_(float(update_count or 0))
+    wrapper = engine.deepspeed.optimizer
+    if hasattr(wrapper, "fp32_partitioned_groups_flat"):
+        _refresh_stage_three(wrapper)
+    elif hasattr(wrapper, "update_lp_params"):
+        wrapper.update_lp_params()
+
+
+def fragments(engine: Engine) -> Iterator[Fragment]:
+    """Walks over the local parameters in a fixed order."""
+    wrapper = engine.deepspeed.optimizer
+    for parameter in engine.module.parameters():
+        if hasattr(wrapper, "fp32_partitioned_groups_flat"):
+            yield from _stage_three_fragment(engine, wrapper, parameter)
+        elif wrapper is engine.optimizer:
+            yield Fragment(*_identity(parameter), 0, parameter.data.view(-1), parameter, 0, counts_here(parameter, engine.mesh))
+        else:
+            yield from _partitioned_fragment(engine, parameter)
+
+
+def _partitioned_fragment(engine: Engine, parameter: nn.Parameter) -> Iterator[Fragment]:
+    """ZeRO-1/2 and the BF16 optimizer: a flat fp32 partition per parameter group, cut over the data-parallel ranks."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return
+    flat = engine.optimizer.param_groups[mapping.param_group_index]["params"][0]
+    address = mapping.hp_fragment_address
+    master = flat.data.narrow(0, address.start, address.numel)
+    owner = counts_here(parameter, engine.mesh)
+    yield Fragment(*_identity(parameter), mapping.lp_fragment_address.start, master, flat, address.start, owner)
+
+
+def _stage_three_fragment(engine: Engine, wrapper: object, parameter: nn.Parameter) -> Iterator[Fragment]:
+    """ZeRO-3: every parameter is cut in equal, padded parts; sub-groups hold the fp32 parts one after another."""
+    group, offset, length = wrapper.grad_position[wrapper.get_param_id(parameter)]  # type: ignore[attr-defined]
+    flat = wrapper.fp32_partitioned_groups_flat[group]  # type: ignore[attr-defined]
+    first = engine.mesh.dp.rank * length
+    held = max(0, min(length, parameter.ds_numel - first))  # type: ignore[attr-defined]
+    if held:
+        master = flat.data.narrow(0, offset, held)
+        yield Fragment(*_identity(parameter), first, master, flat, offset, counts_here(parameter, engine.mesh))
+
+
+def _refresh_stage_three(wrapper: object) -> None:
+    """Copies the fp32 parts into the model's partitions and into parameters that stay whole on every rank."""
+    for group, flat in enumerate(wrapper.fp32_partitioned_groups_flat):  # type: ignore[attr-defined]
+        for parameter in wrapper.fp16_groups[group]:  # type: ignore[attr-defined]
+            _, offset, length = wrapper.grad_position[wrapper.get_param_id(parameter)]  # type: ignore[attr-defined]
+            parameter.ds_tensor.data.copy_(flat.data.narrow(0, offset, length))
+    persistent = wrapper.persistent_parameters  # type: ignore[attr-defined]
+    if persistent:
+        persistent[0].partition(persistent)
+        persistent[0].all_gather(persistent)
+
+
+def _identity(parameter: nn.Parameter) -> tuple[str, Placement]:
+    return parameter.global_name, parameter.placement  # type: ignore[attr-defined]
+
+
+def _tensors(engine: Engine, fragment: Fragment, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
+    """The weight or master of a fragment, then its moments; moments that do not exist yet are made as zeros."""
+    yield "weight" if engine.config.model.dtype_name == "float32" else "master", fragment.master
+    if not with_optimizer:
+        return
+    state = engine.optimizer.state[fragment.flat]
+    length = fragment.master.numel()
+    if engine.config.optim.optimizer == "adam" and "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=fragment.flat.device)
+    for kind, name in _MOMENTS[engine.config.optim.optimizer].items():
+        if state.get(name) is None:
+            state[name] = torch.zeros_like(fragment.flat)
+        yield kind, state[name].view(-1).narrow(0, fragment.offset, length)
+
+
+def _placer(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def place(source: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(source)
+
+    return place
+
+
+def _is_replicated_over_data(engine: Engine) -> bool:
+    return engine.deepspeed.optimizer is engine.optimizer
+
+
+def _share(length: int, rank: int, size: int) -> tuple[int, int]:
+    return length * rank // size, length * (rank + 1) // size
+
+
+def _narrowed(key: PieceKey, first: int, last: int) -> PieceKey:
+    return PieceKey(key.name, key.kind, key.shape, key.start, key.stop, key.first + first, key.first + last)

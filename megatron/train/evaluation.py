@@ -1,0 +1,38 @@
+"""Validation and test losses: the same first samples every time, weighted by tokens, without touching training state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.data.gpt_dataset import SampleOrder
+from megatron.train.build import Run
+
+
+def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, float]:
+    """Evaluates every named group of a split and reports it.
+
+    Args:
+        run: the run; its progress and data position stay as they are.
+        prefix: where in training this is, for the log ("iteration 100").
+        split: "valid" or "test".
+
+    Returns:
+        Mean loss per counted token, in nats, by group name; empty when the split holds nothing.
+    """
+    losses = {}
+    for name, dataset in run.evaluation_datasets(split).items():
+        losses[name] = mean_loss(run, dataset)
+        run.report.evaluation(run.progress, name, prefix, losses[name])
+    return losses
+
+
+def mean_loss(run: Run, dataset: SampleOrder) -> float:
+    """Mean loss per token over the first `--eval-iters` global batches; the last one may be partly filled."""
+    loss_sum, token_count = 0.0, 0
+    batch_size = run.config.optim.global_batch_size
+    limit = min(len(dataset), run.config.control.eval_iters * batch_size)
+    for first in range(0, limit, batch_size):
+        batch_sum, batch_tokens = run.engine.evaluate(run.micro_batches(dataset, first, batch_size, limit))
+        loss_sum += batch_sum
+        token_count += batch_tokens
+    return loss_sum / max(token_count, 1)

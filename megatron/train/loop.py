@@ -1,0 +1,71 @@
+"""The order of events. Everything that happens in a run is called from here."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from megatron import log
+from megatron.errors import ExitCode, NumericsError
+from megatron.train.build import Run
+from megatron.train.checkpoints import save_run
+from megatron.train.evaluation import evaluate
+from megatron.train.progress import learning_rate
+from megatron.train.stop import Verdict
+
+
+def train(run: Run) -> ExitCode:
+    """Trains until the planned samples are consumed or something asks to stop; saves before it leaves."""
+    run.report.started(run.progress)
+    while not run.is_done:
+        run.skip_unwanted_data()
+        started_at = time.monotonic()
+        rate = learning_rate(run.config.optim, run.progress.consumed_samples)
+        step = run.engine.train_batch(run.train_batches(), rate)
+        run.progress = run.progress.after(step.sample_count, step.sample_count * run.config.model.seq_length, step.skipped)
+        run.report.step(run.progress, step, rate, time.monotonic() - started_at)
+        check_numbers(run, step.loss, step.gradient_norm)
+        if run.is_due(run.config.control.eval_interval):
+            evaluate(run, f"iteration {run.progress.step}")
+        if run.is_due(run.config.control.save_interval):
+            save_run(run)
+        verdict = run.should_stop()
+        if verdict is not Verdict.GO_ON:
+            return stop(run, verdict)
+    return finish(run)
+
+
+def finish(run: Run) -> ExitCode:
+    """Ends a run that consumed all its samples: last checkpoint, then validation and test."""
+    save_run(run)
+    evaluate(run, f"the end of training for {'val'} data")
+    return ExitCode.DONE
+
+
+def stop(run: Run, verdict: Verdict) -> ExitCode:
+    """Ends a run early, at a step all ranks agreed on."""
+    save_run(run)
+    log.line(run.stop_message(verdict))
+    return verdict.exit_code
+
+
+def evaluate_only(run: Run) -> ExitCode:
+    """Evaluates the loaded weights and trains nothing."""
+    evaluate(run, f"iteration {run.progress.step}")
+    return ExitCode.DONE
+
+
+def check_numbers(run: Run, loss: float, gradient_norm: float) -> None:
+    """Ends the run when a loss or norm is not a number; the poisoned step is not saved.
+
+    Overflows in fp16 are not meant: they are skipped by the loss scaler.
+
+    Raises:
+        NumericsError: always in that case.
+    """
+    if run.config.model.fp16 or (math.isfinite(loss) and math.isfinite(gradient_norm)):
+        return
+    raise NumericsError(
+        f"iteration {run.progress.step}: loss {loss}, gradient norm {gradient_norm}. The weights are no longer usable and were not "
+        "saved; resume from the last checkpoint with a lower --lr, a longer warm-up or --skip-train-iteration-range."
+    )

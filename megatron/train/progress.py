@@ -1,0 +1,232 @@
+"""How far a run is, and what follows from it: learning rate, batch size, micro-batches and the end of training.
+
+Everything here is a pure function of the configuration and of what was consumed, so a resumed run needs no scheduler state. Two
+things differ from upstream on purpose: a step that is skipped because of an overflow consumed its samples and so advances the
+schedule, and the rate that is reported is the one that was applied (upstream prints the next step's).
+
+Source: bigscience-workshop/Megatron-DeepSpeed, megatron/microbatches.py, megatron/learning_rates.py and megatron/training.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config import ControlConfig, OptimConfig
+from megatron.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What has happened in a run so far.
+
+    Attributes:
+        step: optimizer steps taken, skipped ones included.
+        consumed_samples: training samples consumed, those of skipped steps included.
+        consumed_tokens: the same in tokens.
+        skipped_steps: steps whose update was dropped because a half-precision gradient overflowed.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_steps: int = 0
+
+    def after(self, samples: int, tokens: int, skipped: bool = False) -> Progress:
+        """Progress after one more step that consumed so many samples and tokens."""
+        return Progress(
+            step=self.step + 1,
+            consumed_samples=self.consumed_samples + samples,
+            consumed_tokens=self.consumed_tokens + tokens,
+            skipped_steps=self.skipped_steps + int(skipped),
+        )
+
+    def to_json(self) -> dict[str, int]:
+        """A JSON object with one entry per field."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Progress:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            CheckpointError: a field is missing, unknown, or no whole number >= 0.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        wrong = sorted(names ^ set(value))
+        wrong += sorted(name for name in names & set(value) if type(value[name]) is not int or value[name] < 0)
+        if wrong:
+            raise CheckpointError(
+                f"The stored progress {dict(value)!r} cannot be used: {', '.join(wrong)} missing, unknown or no whole number >= 0. "
+                "Resume from another checkpoint of this run (--load)."
+            )
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate's course, counted in samples.
+
+    Attributes:
+        warmup_samples: samples over which the rate rises from 0 to its peak; not always whole (a fraction of the decay).
+        decay_samples: samples after which the rate has reached its floor.
+    """
+
+    warmup_samples: float
+    decay_samples: float
+
+
+def learning_rate(optim: OptimConfig, consumed_samples: int, tokens_per_sample: int | None = None) -> float:
+    """Learning rate of the step that starts after so many consumed samples.
+
+    The first step of a run with warm-up therefore runs at rate 0, as upstream's does.
+
+    Args:
+        optim: the resolved optimizer area.
+        consumed_samples: training samples consumed before the step.
+        tokens_per_sample: sequence length; only needed with --lr-decay-tokens.
+
+    Raises:
+        ConfigError: the schedule cannot be built from the flags.
+    """
+    course = schedule(optim, tokens_per_sample)
+    peak, floor = optim.lr or 0.0, optim.min_lr
+    if course.warmup_samples > 0 and consumed_samples <= course.warmup_samples:
+        return peak * consumed_samples / course.warmup_samples
+    if optim.lr_decay_style == "constant":
+        return peak
+    if consumed_samples > course.decay_samples:
+        return floor
+    ratio = (consumed_samples - course.warmup_samples) / (course.decay_samples - course.warmup_samples)
+    if optim.lr_decay_style == "linear":
+        remaining = 1.0 - ratio
+    elif optim.lr_decay_style == "cosine":
+        remaining = 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    else:
+        raise ConfigError(f"--lr-decay-style {optim.lr_decay_style} is not known. Use constant, linear or cosine.")
+    return floor + remaining * (peak - floor)
+
+
+def schedule(optim: OptimConfig, tokens_per_sample: int | None = None) -> Schedule:
+    """Warm-up and decay of the learning rate in samples, whatever unit they were given in.
+
+    Raises:
+        ConfigError: no length is known, or the warm-up does not end before the decay does.
+    """
+    batch = _full_batch(optim)
+    if optim.train_samples is None:
+        decay = _first(optim.lr_decay_iters, optim.train_iters, 0) * batch
+        warmup: float = optim.lr_warmup_iters * batch
+        unit = f"--lr-decay-iters or --train-iters {_first(optim.lr_decay_iters, optim.train_iters)}"
+    else:
+        decay = _first(optim.lr_decay_samples, optim.train_samples, 0)
+        warmup = optim.lr_warmup_samples
+        unit = f"--lr-decay-samples or --train-samples {decay}"
+    if optim.lr_warmup_fraction is not None:
+        warmup = optim.lr_warmup_fraction * decay
+    if optim.lr_decay_tokens is not None:
+        if not tokens_per_sample:
+            raise ConfigError(
+                f"--lr-decay-tokens {optim.lr_decay_tokens} needs the tokens of a sample to become samples (--seq-length)."
+            )
+        decay, unit = optim.lr_decay_tokens / tokens_per_sample, f"--lr-decay-tokens {optim.lr_decay_tokens}"
+    if not 0 <= warmup < decay:
+        raise ConfigError(
+            f"The learning rate would warm up over {warmup:g} samples but decay over only {decay:g} ({unit}, --global-batch-size "
+            f"{batch}). The warm-up must end before the decay does: lower --lr-warmup-fraction, --lr-warmup-iters or "
+            "--lr-warmup-samples, or train longer."
+        )
+    return Schedule(warmup, decay)
+
+
+def global_batch_size(optim: OptimConfig, consumed_samples: int) -> int:
+    """Samples of the step that starts after so many consumed samples.
+
+    With --rampup-batch-size START INCREMENT SAMPLES the size grows from START by INCREMENT in equal shares of SAMPLES. The
+    division is upstream's floating-point one, so the sizes agree step by step.
+    """
+    full = _full_batch(optim)
+    if optim.rampup_batch_size is None:
+        return full
+    start, increment, ramp_samples = optim.rampup_batch_size
+    increments = (full - start) // increment
+    if consumed_samples > ramp_samples or increments == 0 or ramp_samples == 0:
+        return full
+    return min(full, start + int(consumed_samples / (ramp_samples / increments)) * increment)
+
+
+def micro_batches(optim: OptimConfig, consumed_samples: int, data_parallel_size: int) -> int:
+    """Micro-batches per replica of the step that starts after so many consumed samples.
+
+    Raises:
+        ConfigError: the step's global batch does not split evenly.
+    """
+    size = global_batch_size(optim, consumed_samples)
+    together = (optim.micro_batch_size or 1) * data_parallel_size
+    if size % together:
+        raise ConfigError(
+            f"A global batch of {size} samples (after {consumed_samples} consumed; --global-batch-size {optim.global_batch_size}, "
+            f"--rampup-batch-size {optim.rampup_batch_size}) does not split into micro-batches of {optim.micro_batch_size} on "
+            f"{data_parallel_size} replicas. Every size must be a multiple of {together}: change --micro-batch-size, the sizes or "
+            "the number of processes."
+        )
+    return size // together
+
+
+def is_done(optim: OptimConfig, progress: Progress) -> bool:
+    """Whether the planned iterations or samples are used up; a batch that would exceed the samples is not started."""
+    if optim.train_samples is not None:
+        after_next = progress.consumed_samples + global_batch_size(optim, progress.consumed_samples)
+        return after_next > optim.train_samples
+    return progress.step >= (optim.train_iters or 0)
+
+
+def planned_iterations(optim: OptimConfig, progress: Progress | None = None) -> int:
+    """Iterations at the end of training: those already done plus those that the rest takes.
+
+    Upstream's rule where that one makes sense. Where a ramp-up is longer than the whole run, upstream's count is off; this one
+    stops before the first batch that would exceed --train-samples.
+    """
+    progress = progress or Progress()
+    if optim.train_samples is None:
+        return optim.train_iters or 0
+    step, consumed = progress.step, progress.consumed_samples
+    ramp_samples = optim.rampup_batch_size[2] if optim.rampup_batch_size else -1
+    while consumed <= ramp_samples and consumed + global_batch_size(optim, consumed) <= optim.train_samples:
+        consumed += global_batch_size(optim, consumed)
+        step += 1
+    if consumed <= ramp_samples:
+        return step
+    return step + max(0, optim.train_samples - consumed) // _full_batch(optim)
+
+
+def planned_samples(optim: OptimConfig, control: ControlConfig, progress: Progress | None = None) -> tuple[int, int, int]:
+    """Samples that training, validation and test want over the whole run; what the index files are built for.
+
+    Args:
+        optim: the resolved optimizer area.
+        control: intervals and lengths of evaluation.
+        progress: where the run resumes, so that a changed batch size still gives enough samples.
+    """
+    progress = progress or Progress()
+    batch = _full_batch(optim)
+    iterations = planned_iterations(optim, progress)
+    if optim.train_samples is not None:
+        train = optim.train_samples
+    else:
+        train = progress.consumed_samples + max(0, iterations - progress.step) * batch
+    evaluations = iterations // control.eval_interval + 1 if control.eval_interval else 1
+    return train, evaluations * control.eval_iters * batch, control.eval_iters * batch
+
+
+def _full_batch(optim: OptimConfig) -> int:
+    """The global batch after any ramp-up; `resolve` has set it."""
+    return optim.global_batch_size or optim.micro_batch_size or 1
+
+
+def _first(*values: int | None) -> int:
+    """The first value that is set; 0 when none is."""
+    return next((value for value in values if value is not None), 0)

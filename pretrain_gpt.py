@@ -1,0 +1,27 @@
+"""Pretrains a GPT language model: flags in, checkpoints and metrics out.
+
+Only `megatron.config` is imported before the flags are known to be good, so `--help` and a wrong flag answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megatron import log
+from megatron.config import parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the flags, builds the run, trains it, and returns the exit code of `megatron.errors.ExitCode`."""
+    config = parse(sys.argv[1:] if argv is None else argv)
+
+    from megatron.train.build import open_run
+    from megatron.train.loop import evaluate_only, train
+
+    with open_run(config) as run:
+        return evaluate_only(run) if run.config.control.eval_only else train(run)
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

@@ -1,0 +1,101 @@
+"""Trains the reference recipe through the real stack, on one rank of some layout."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
+from megatron.data.loader import Batch
+from megatron.engine.engine import Engine
+from megatron.parallel.mesh import ParallelMesh, open_mesh
+from tests.parity.reference import Recipe, batch_mask, batch_tokens
+
+# tp, pp, dp with a world of at most four processes
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+
+
+def legal_zero_stages(pp: int) -> list[int]:
+    """The ZeRO stages DeepSpeed runs at a pipeline size."""
+    return [0, 1] if pp > 1 else [0, 1, 2, 3]
+
+
+def layout_flags(recipe: Recipe, layout: tuple[int, int, int], zero_stage: int, extra: list[str]) -> list[str]:
+    """The command line of the recipe in a layout."""
+    tp, pp, _ = layout
+    pairs = {
+        "--num-layers": recipe.num_layers,
+        "--hidden-size": recipe.hidden_size,
+        "--num-attention-heads": recipe.heads,
+        "--seq-length": recipe.sequence_length,
+        "--max-position-embeddings": recipe.sequence_length,
+        "--micro-batch-size": recipe.micro_batch_size,
+        "--global-batch-size": recipe.global_batch_size,
+        "--train-iters": recipe.steps,
+        "--lr": recipe.learning_rate,
+        "--lr-decay-style": "constant",
+        "--weight-decay": recipe.weight_decay,
+        "--clip-grad": recipe.clip,
+        "--hidden-dropout": 0,
+        "--attention-dropout": 0,
+        "--tensor-model-parallel-size": tp,
+        "--pipeline-model-parallel-size": pp,
+        "--zero-stage": zero_stage,
+        "--make-vocab-size-divisible-by": 8,
+    }
+    flags = [str(part) for pair in pairs.items() for part in pair]
+    return [*flags, "--data-path", "none", "--vocab-file", "none", "--merge-file", "none", *extra]
+
+
+def layout_config(recipe: Recipe, layout: tuple[int, int, int], zero_stage: int, extra: list[str]) -> RunConfig:
+    """The resolved configuration of the recipe in a layout."""
+    tp, pp, dp = layout
+    machine = Machine(device_type="cpu", world_size=tp * pp * dp, supports_fp16=False, supports_bf16=True)
+    tokenizer = TokenizerFacts(vocab_size=recipe.vocab_size, eod_id=0, fingerprint="none")
+    return resolve(parse(layout_flags(recipe, layout, zero_stage, extra)), machine, tokenizer)
+
+
+def local_batches(recipe: Recipe, config: RunConfig, mesh: ParallelMesh, step: int, uneven: bool) -> list[Batch]:
+    """This rank's micro-batches of one global batch, dealt as the loader deals them."""
+    tokens = batch_tokens(recipe, step).numpy()
+    mask = batch_mask(recipe, step, uneven).numpy()
+    micro, copies = config.optim.micro_batch_size, mesh.dp.size
+    batches = []
+    for first in range(mesh.dp.rank * micro, len(tokens), micro * copies):
+        rows = slice(first, first + micro)
+        ids = np.arange(first, first + micro, dtype=np.int64) + step * len(tokens)
+        batches.append(
+            Batch(
+                np.ascontiguousarray(tokens[rows, :-1]),
+                np.ascontiguousarray(tokens[rows, 1:]),
+                np.ascontiguousarray(mask[rows]),
+                ids,
+                None,
+            )
+        )
+    return batches
+
+
+def train_layouts(
+    rank: int,
+    recipe: Recipe,
+    layout: tuple[int, int, int],
+    zero_stages: list[int],
+    extra: list[str],
+    uneven: bool = False,
+    evaluate_at: int | None = None,
+) -> dict[int, list[tuple[float, float]]]:
+    """Trains the recipe once per ZeRO stage and returns the curves of (loss, gradient norm)."""
+    curves = {}
+    mesh = None
+    for stage in zero_stages:
+        config = layout_config(recipe, layout, stage, extra)
+        mesh = mesh or open_mesh(config.parallel)
+        engine = Engine(config, mesh)
+        curve = []
+        for step in range(recipe.steps):
+            if step == evaluate_at:
+                engine.evaluate(local_batches(recipe, config, mesh, step, uneven))
+            result = engine.train_batch(local_batches(recipe, config, mesh, step, uneven), recipe.learning_rate)
+            curve.append((result.loss, result.gradient_norm))
+        curves[stage] = curve
+    return curves

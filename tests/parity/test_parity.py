@@ -1,0 +1,67 @@
+"""The proof: every legal layout trains like one process of plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.model.gpt import build_dense
+from megatron.parallel.mesh import ParallelMesh
+from tests.helpers.ranks import run_ranks
+from tests.parity.layouts import LAYOUTS, layout_config, legal_zero_stages, train_layouts
+from tests.parity.reference import Recipe, train_reference
+
+RECIPE = Recipe()
+LOSS_RATIO = 1.0e-5
+NORM_RATIO = 1.0e-4
+# bf16 keeps 8 bits: one rounding is 4e-3; the losses of 20 steps stay within a few of them.
+BF16_LOSS_RATIO = 3.0e-2
+
+
+def initial_weights(recipe: Recipe):
+    """The weights every layout starts from, under their global names, without vocabulary padding."""
+    config = layout_config(recipe, (1, 1, 1), 0, [])
+    module = build_dense(config.model, ParallelMesh.single())
+    return {p.global_name: p.detach()[: p.placement.shape[0]].clone() for p in module.parameters()}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return train_reference(initial_weights(RECIPE), RECIPE)
+
+
+def check_curve(curve, expected, label):
+    assert len(curve) == len(expected)
+    for step, ((loss, norm), (true_loss, true_norm)) in enumerate(zip(curve, expected, strict=True)):
+        assert loss == pytest.approx(true_loss, rel=LOSS_RATIO), f"{label}: loss of step {step}"
+        assert norm == pytest.approx(true_norm, rel=NORM_RATIO), f"{label}: gradient norm of step {step}"
+
+
+def test_recipe_is_demanding(reference):
+    losses, norms = zip(*reference, strict=True)
+    assert losses[-1] < losses[0] - 0.3, "the recipe must learn something"
+    assert max(norms) > RECIPE.clip, "clipping must be active"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "tp%d-pp%d-dp%d" % layout)
+def test_fp32_layout_equals_reference(layout, reference):
+    tp, pp, dp = layout
+    curves = run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, legal_zero_stages(pp), [], False, 7)
+    for rank, per_stage in enumerate(curves):
+        for stage, curve in per_stage.items():
+            check_curve(curve, reference, f"rank {rank}, ZeRO-{stage}")
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], ids=lambda layout: "tp%d-pp%d-dp%d" % layout)
+def test_uneven_masks_weigh_tokens_not_micro_batches(layout):
+    expected = train_reference(initial_weights(RECIPE), RECIPE, uneven=True)
+    curves = run_ranks(train_layouts, layout[0] * layout[1] * layout[2], RECIPE, layout, [1], [], True)
+    check_curve(curves[0][1], expected, "uneven masks")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "tp%d-pp%d-dp%d" % layout)
+def test_bf16_layout_stays_near_reference(layout, reference):
+    tp, pp, dp = layout
+    curves = run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, legal_zero_stages(pp)[1:], ["--bf16"])
+    for stage, curve in curves[0].items():
+        for step, ((loss, _), (true_loss, _)) in enumerate(zip(curve, reference, strict=True)):
+            assert loss == pytest.approx(true_loss, rel=BF16_LOSS_RATIO), f"ZeRO-{stage}: loss of step {step}"
