@@ -1,0 +1,335 @@
+"""Reader and writer of Megatron's token files: a `.bin` of token ids back to back and an `.idx` that says where each sequence is.
+
+Source: the byte layouts are those of bigscience Megatron-DeepSpeed and NVIDIA Megatron-LM (`indexed_dataset.py`).
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from megatron.data.atomic_files import storage_error, sync_directory, temporary_beside
+from megatron.data.token_index import (
+    CODE_OF_DTYPE,
+    FORMAT_VERSION,
+    LONGEST_SEQUENCE_TOKENS,
+    MMAP_HEADER,
+    MMAP_MAGIC,
+    read_token_index,
+)
+from megatron.errors import DataError
+
+_NARROW_VOCABULARY_LIMIT = 65500
+_COPY_ENTRIES = 1 << 20
+_COPY_BYTES = 1 << 24
+
+
+def width_for(vocab_size: int | None) -> np.dtype:
+    """The dtype in which ids of a vocabulary are written: uint16 below 65500 entries, int32 otherwise or when unknown."""
+    narrow = vocab_size is not None and vocab_size < _NARROW_VOCABULARY_LIMIT
+    return np.dtype(np.uint16 if narrow else np.int32)
+
+
+class IndexedDataset:
+    """Random access to the sequences of one `.bin/.idx` pair, checked when it is opened.
+
+    The tables are mapped; token ids are read with exact-length positioned reads, so that a file cut while it is in use gives an
+    error and neither a bus error nor stray memory. Safe to use from several threads.
+
+    Shapes:
+        lengths: int32 [N]; pointers: int64 [N] in bytes; documents: int64 [D].
+
+    Args:
+        prefix: path of the pair without `.bin` and `.idx`.
+
+    Raises:
+        DataError: a file is missing, damaged, or the two do not belong together.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self.bin_path = Path(self.prefix + ".bin")
+        self.idx_path = Path(self.prefix + ".idx")
+        for path in (self.idx_path, self.bin_path):
+            if not path.is_file():
+                raise DataError(_missing_file_text(self.prefix, path))
+        try:
+            self._bin = self.bin_path.open("rb", buffering=0)
+            self._index = read_token_index(self.idx_path, self.bin_path, os.fstat(self._bin.fileno()).st_size)
+        except OSError as failure:
+            raise DataError(f"Cannot read {failure.filename or self.idx_path}: {failure.strerror}.") from failure
+        self.dtype = self._index.dtype
+        self.lengths = self._index.lengths
+        self.pointers = self._index.pointers
+        self.documents = self._index.documents
+        self.modes = self._index.modes
+        self.tokens = self._index.tokens
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return f"IndexedDataset({self.prefix!r}, sequences={len(self)}, tokens={self.tokens}, dtype={self.dtype.name})"
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        return IndexedDataset, (self.prefix,)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the header, the lengths and the document table."""
+        return self._index.fingerprint()
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Reads tokens [offset, offset + length) of a sequence; without a length, all from the offset on.
+
+        Raises:
+            IndexError: the sequence, or the range inside it, does not exist.
+            DataError: the `.bin` file ended early.
+        """
+        sequence, offset = operator.index(sequence), operator.index(offset)
+        if not 0 <= sequence < len(self):
+            raise IndexError(f"{self.prefix} has {len(self)} sequences; there is no sequence {sequence}.")
+        available = int(self.lengths[sequence])
+        length = available - offset if length is None else operator.index(length)
+        if offset < 0 or length < 0 or offset + length > available:
+            raise IndexError(
+                f"{self.prefix}: sequence {sequence} has {available} tokens; tokens {offset} to {offset + length} do not exist."
+            )
+        start = int(self.pointers[sequence]) + offset * self.dtype.itemsize
+        return np.frombuffer(self._read(start, length * self.dtype.itemsize), dtype=self.dtype)
+
+    @overload
+    def __getitem__(self, item: int | np.integer) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, item: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, item: int | np.integer | slice) -> np.ndarray | list[np.ndarray]:
+        """One sequence, or a list of them for a slice without step.
+
+        Raises:
+            IndexError: there is no such sequence.
+            ValueError: the slice has a step.
+        """
+        if isinstance(item, slice):
+            start, stop, step = item.indices(len(self))
+            if step != 1:
+                raise ValueError(f"Sequences are read in order: a slice with step {step} is not possible.")
+            return [self.get(sequence) for sequence in range(start, stop)]
+        sequence = operator.index(item)
+        return self.get(sequence + len(self) if sequence < 0 else sequence)
+
+    def _read(self, start: int, size: int) -> bytes:
+        parts: list[bytes] = []
+        missing = size
+        while missing:
+            part = os.pread(self._bin.fileno(), missing, start + size - missing)
+            if not part:
+                raise DataError(
+                    f"{self.bin_path}: the file ended {missing} bytes short of byte offset {start + size}. "
+                    "It was cut while it was in use: restore it and start again."
+                )
+            parts.append(part)
+            missing -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class IndexedWriter:
+    """Writes one `.bin/.idx` pair; the two appear under their names, `.idx` last, only when everything is on disk.
+
+    Use as a context manager; an exception inside leaves nothing behind. Memory does not grow with the data: lengths and
+    document ends go to unnamed temporary files in the same folder.
+
+    Args:
+        prefix: path of the pair without suffix; its folder is made if it does not exist.
+        dtype: element type of the `.bin` file, see `width_for`.
+
+    Raises:
+        DataError: ids do not fit the element type, or lengths and tokens disagree.
+        StorageError: the file system refused a write.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
+        self.bin_path = Path(str(prefix) + ".bin")
+        self.idx_path = Path(str(prefix) + ".idx")
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODE_OF_DTYPE or self.dtype.kind not in "iu":
+            raise DataError(f"Token ids cannot be written as {self.dtype.name}; use uint16 or int32 (see width_for).")
+        self.sequences = 0
+        self.tokens = 0
+        self.document_count = 0
+        self._temporary_bin = temporary_beside(self.bin_path)
+        try:
+            self.bin_path.parent.mkdir(parents=True, exist_ok=True)
+            self._bin: BinaryIO = self._temporary_bin.open("xb", buffering=1 << 20)
+            self._lengths = tempfile.TemporaryFile(dir=self.bin_path.parent, buffering=1 << 18)
+            self._documents = tempfile.TemporaryFile(dir=self.bin_path.parent, buffering=1 << 18)
+        except OSError as failure:
+            raise storage_error(self.bin_path, failure) from failure
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._abandon()
+
+    def add_document(self, sequences: Iterable[ArrayLike]) -> None:
+        """Appends one document made of sequences of token ids; without sequences it is an empty document."""
+        arrays = [np.asarray(sequence) for sequence in sequences]
+        lengths = [array.size for array in arrays]
+        tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
+        self.add_batch(tokens, lengths, [len(lengths)])
+
+    def add_batch(
+        self, tokens: ArrayLike, lengths: Sequence[int] | np.ndarray, sequences_per_document: ArrayLike | None = None
+    ) -> None:
+        """Appends many sequences at once.
+
+        Shapes:
+            tokens: [sum of lengths]; lengths: [n]; sequences_per_document: [documents], summing to n.
+
+        Args:
+            sequences_per_document: how the sequences form documents; each is a document of its own if this is left out.
+        """
+        ids = self._checked_tokens(np.asarray(tokens))
+        counts = np.asarray(lengths, dtype=np.int64)
+        per_document = np.ones(len(counts), np.int64) if sequences_per_document is None else np.asarray(sequences_per_document)
+        if counts.size and (counts.min() < 0 or counts.max() > LONGEST_SEQUENCE_TOKENS):
+            worst = int(counts.min() if counts.min() < 0 else counts.max())
+            raise DataError(f"{self.bin_path}: a sequence of {worst} tokens cannot be stored; 0 to {LONGEST_SEQUENCE_TOKENS} can.")
+        if int(counts.sum()) != ids.size:
+            raise DataError(f"{self.bin_path}: {ids.size} tokens were given, but the lengths sum to {int(counts.sum())}.")
+        if int(per_document.sum()) != len(counts) or (per_document.size and per_document.min() < 0):
+            raise DataError(
+                f"{self.bin_path}: {len(counts)} sequences were given, but the documents hold {int(per_document.sum())}."
+            )
+        self._append(ids.view(np.uint8).data, counts, self.sequences + np.cumsum(per_document, dtype=np.int64))
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Appends a whole pair, byte for byte, with its documents (merging).
+
+        Raises:
+            DataError: its element type is another one.
+        """
+        if dataset.dtype != self.dtype:
+            raise DataError(
+                f"{dataset.bin_path} holds {dataset.dtype.name} and cannot be appended to {self.dtype.name} ({self.bin_path}). "
+                "Merge files of one element type; preprocess the others again with the same vocabulary."
+            )
+        first = self.sequences
+        try:
+            for start in range(0, dataset.tokens * self.dtype.itemsize, _COPY_BYTES):
+                size = min(_COPY_BYTES, dataset.tokens * self.dtype.itemsize - start)
+                self._bin.write(dataset._read(start, size))
+        except OSError as failure:
+            raise storage_error(self.bin_path, failure) from failure
+        for start in range(0, len(dataset), _COPY_ENTRIES):
+            self._append(b"", dataset.lengths[start : start + _COPY_ENTRIES].astype(np.int64), np.empty(0, np.int64))
+        for start in range(1, len(dataset.documents), _COPY_ENTRIES):
+            ends = dataset.documents[start : start + _COPY_ENTRIES] + first
+            self._append(b"", np.empty(0, np.int64), ends)
+
+    def _checked_tokens(self, tokens: np.ndarray) -> np.ndarray:
+        if tokens.size == 0:
+            return np.empty(0, self.dtype)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(f"{self.bin_path}: token ids must be a row of integers, not {tokens.ndim}-D {tokens.dtype.name}.")
+        if tokens.dtype != self.dtype:
+            limits = np.iinfo(self.dtype)
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < limits.min or high > limits.max:
+                wrong = low if low < limits.min else high
+                raise DataError(
+                    f"{self.bin_path}: token id {wrong} does not fit {self.dtype.name} ({limits.min} to {limits.max}). "
+                    "Open the writer with width_for(vocabulary size)."
+                )
+            tokens = tokens.astype(self.dtype)
+        return np.ascontiguousarray(tokens)
+
+    def _append(self, data: bytes | memoryview, lengths: np.ndarray, document_ends: np.ndarray) -> None:
+        try:
+            self._bin.write(data)
+            self._lengths.write(lengths.astype("<i4").tobytes())
+            self._documents.write(document_ends.astype("<i8").tobytes())
+        except OSError as failure:
+            raise storage_error(self.bin_path, failure) from failure
+        self.sequences += len(lengths)
+        self.tokens += int(lengths.sum())
+        self.document_count += len(document_ends)
+
+    def _finish(self) -> None:
+        """Writes the `.idx` file and gives both their names; a crash in between leaves no pair that does not match."""
+        temporary_idx = temporary_beside(self.idx_path)
+        try:
+            self._bin.flush()
+            os.fsync(self._bin.fileno())
+            with temporary_idx.open("xb", buffering=1 << 20) as stream:
+                self._write_index(stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            if self.idx_path.exists():
+                self.idx_path.unlink()
+                sync_directory(self.idx_path.parent)
+            self._temporary_bin.replace(self.bin_path)
+            sync_directory(self.bin_path.parent)
+            temporary_idx.replace(self.idx_path)
+            sync_directory(self.idx_path.parent)
+        except OSError as failure:
+            raise storage_error(self.idx_path, failure) from failure
+        finally:
+            temporary_idx.unlink(missing_ok=True)
+
+    def _write_index(self, stream: BinaryIO) -> None:
+        code = CODE_OF_DTYPE[self.dtype]
+        stream.write(MMAP_HEADER.pack(MMAP_MAGIC, FORMAT_VERSION, code, self.sequences, self.document_count + 1))
+        for spilled in (self._lengths, self._documents):
+            spilled.flush()
+        for chunk in _chunks(self._lengths, 4):
+            stream.write(chunk)
+        pointer = 0
+        for chunk in _chunks(self._lengths, 4):
+            ends = np.cumsum(np.frombuffer(chunk, "<i4"), dtype="<i8") * self.dtype.itemsize + pointer
+            stream.write(np.concatenate([[pointer], ends[:-1]]).astype("<i8").tobytes())
+            pointer = int(ends[-1])
+        stream.write(bytes(8))
+        for chunk in _chunks(self._documents, 8):
+            stream.write(chunk)
+
+    def _abandon(self) -> None:
+        for stream in (self._bin, self._lengths, self._documents):
+            try:
+                stream.close()
+            except OSError:
+                continue
+        self._temporary_bin.unlink(missing_ok=True)
+
+
+def _chunks(stream: BinaryIO, entry_bytes: int) -> Iterable[bytes]:
+    stream.seek(0)
+    while chunk := stream.read(_COPY_ENTRIES * entry_bytes):
+        yield chunk
+
+
+def _missing_file_text(prefix: str, path: Path) -> str:
+    """Says which file is missing and, where the folder shows it, which prefix was probably meant."""
+    for suffix in (".bin", ".idx"):
+        if prefix.endswith(suffix):
+            return f"{path} does not exist. A data prefix is given without its suffix: use {prefix.removesuffix(suffix)}."
+    folder = Path(prefix).parent
+    near = sorted(str(found.with_suffix("")) for found in folder.glob("*.idx")) if folder.is_dir() else []
+    likely = [name for name in near if name.startswith(prefix)] or near
+    hint = f"That folder holds {', '.join(likely[:3])}." if likely else f"There is no .idx file in {folder}."
+    return f"{path} does not exist (data prefix {prefix}). {hint}"
