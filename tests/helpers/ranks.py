@@ -103,7 +103,7 @@ def _collect(pipes: list[Connection], stack_folder: str, timeout_seconds: float)
             if rank not in results and pipe.poll():
                 _receive(rank, pipe, results, failures, stack_folder)
     if failures:
-        at, rank, text = min(failures)
+        _, rank, text = min(failures)
         raise RankFailure(f"rank {rank} failed first:\n{text}")
     return [results[rank] for rank in range(len(pipes))]
 
@@ -150,7 +150,7 @@ def _rank_main(
         try:
             message = (True, time.time(), fn(rank, *arguments))
             payload = pickle.dumps(message)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever ended the rank, the parent must hear of it
             payload = pickle.dumps((False, time.time(), traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()
         try:
