@@ -1,0 +1,178 @@
+"""What only a machine and a tokenizer can tell: world size, dtype, padded vocabulary, steps from samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the machine offers."""
+
+    device_type: str  # cpu or cuda
+    world_size: int
+    supports_fp16: bool
+    supports_bf16: bool
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What the configuration must know of a tokenizer."""
+
+    vocab_size: int
+    eod_id: int
+    fingerprint: str
+
+
+def resolve(config: RunConfig, machine: Machine, tokenizer: TokenizerFacts) -> RunConfig:
+    """Completes a parsed configuration with what the machine and the tokenizer decide.
+
+    Raises:
+        ConfigError: with all problems together.
+    """
+    problems: list[str] = []
+    notices: list[str] = list(config.notices)
+    problems.extend(_dtype_problems(config, machine))
+    problems.extend(_layout_problems(config, machine))
+    padded, found = padded_vocab_size(config, tokenizer.vocab_size)
+    problems.extend(found)
+    copies = max(1, machine.world_size // config.parallel.model_parallel_size)
+    batch, found = _global_batch(config, copies)
+    problems.extend(found)
+    steps = _train_steps(config, batch)
+    backend, backend_notices = _backend(config, machine)
+    stage, stage_notices = _zero_stage(config)
+    if problems:
+        raise ConfigError(problems)
+    changes: dict[str, Any] = {
+        "model": dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded),
+        "parallel": dataclasses.replace(
+            config.parallel,
+            world_size=machine.world_size,
+            data_parallel_size=copies,
+            effective_zero_stage=stage,
+            distributed_backend=backend,
+        ),
+        "optim": dataclasses.replace(config.optim, global_batch_size=batch, train_iters=steps),
+        "notices": (*notices, *backend_notices, *stage_notices),
+    }
+    return dataclasses.replace(config, **changes)
+
+
+def padded_vocab_size(config: RunConfig, vocab_size: int) -> tuple[int, list[str]]:
+    """Rows of the word embedding over all ranks, and what is wrong with them.
+
+    Source: bigscience Megatron-DeepSpeed `megatron/tokenizer/tokenizer.py`, `_vocab_size_with_padding`.
+    """
+    model, ranks = config.model, config.parallel.tensor_model_parallel_size
+    size = model.pad_vocab_size_to
+    if size is None:
+        multiple = model.make_vocab_size_divisible_by * ranks
+        return -(-vocab_size // multiple) * multiple, []
+    problems = []
+    if size < vocab_size:
+        problems.append(
+            f"--pad-vocab-size-to {size} is less than the tokenizer's {vocab_size} tokens. Use at least {vocab_size}."
+        )
+    if size % ranks:
+        problems.append(
+            f"--pad-vocab-size-to: {size} is not divisible by {ranks} (--tensor-model-parallel-size), so the word embedding "
+            f"cannot be split evenly. Use --pad-vocab-size-to {-(-size // ranks) * ranks}."
+        )
+    return size, problems
+
+
+def steps_from_samples(config: RunConfig, global_batch_size: int, samples: int) -> int:
+    """Steps that consume `samples`, the batch-size ramp-up walked step by step.
+
+    Source: bigscience Megatron-DeepSpeed `megatron/training.py`, `update_train_iters`.
+    """
+    if config.optim.rampup_batch_size is None:
+        return samples // global_batch_size
+    start, increment, ramp_samples = config.optim.rampup_batch_size
+    steps = consumed = 0
+    while consumed <= ramp_samples and consumed < samples:
+        increments = (global_batch_size - start) // increment
+        if increments == 0 or consumed > ramp_samples:
+            batch = global_batch_size
+        else:
+            batch = min(global_batch_size, start + int(consumed / (ramp_samples / increments)) * increment) if ramp_samples else 0
+        batch = batch or global_batch_size
+        consumed += batch
+        steps += 1
+    return steps + max(0, samples - consumed) // global_batch_size
+
+
+def _dtype_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
+    if config.model.fp16 and not machine.supports_fp16:
+        yield f"--fp16 does not train on this machine ({machine.device_type}). Use --bf16, or drop --fp16 for float32."
+    if config.model.bf16 and not machine.supports_bf16:
+        yield f"--bf16 does not train on this machine ({machine.device_type}). Use --fp16, or drop --bf16 for float32."
+
+
+def _layout_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
+    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+    world = machine.world_size
+    if world % (tp * pp):
+        legal = [
+            f"{t} x {p}"
+            for t in range(1, world + 1)
+            for p in range(1, world + 1)
+            if world % (t * p) == 0 and config.model.num_attention_heads % t == 0 and p <= config.model.num_layers
+        ]
+        shown = ", ".join(legal[:12]) + (", ..." if len(legal) > 12 else "")
+        yield (
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} needs a multiple of {tp * pp} processes, and "
+            f"{world} {'was' if world == 1 else 'were'} started. Start {-(-world // (tp * pp)) * tp * pp}, or use a tensor x "
+            f"pipeline layout that fits {world}: {shown}."
+        )
+
+
+def _global_batch(config: RunConfig, copies: int) -> tuple[int, list[str]]:
+    micro = config.optim.micro_batch_size
+    batch = config.optim.global_batch_size
+    if batch is None:
+        return micro * copies, []
+    problems = []
+    unit = micro * copies
+    if batch % unit:
+        lower = batch // unit * unit
+        problems.append(
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {copies} data-parallel copies = {unit}. "
+            f"Use {f'{lower} or ' if lower else ''}{lower + unit}."
+        )
+    ramp = config.optim.rampup_batch_size
+    if ramp is not None and (ramp[0] % unit or ramp[1] % unit):
+        problems.append(
+            f"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: start and increment must be multiples of --micro-batch-size {micro} "
+            f"x {copies} data-parallel copies = {unit}. Use multiples of {unit} or fewer processes."
+        )
+    return batch, problems
+
+
+def _train_steps(config: RunConfig, batch: int) -> int:
+    if config.optim.train_samples is None:
+        return config.optim.train_iters
+    return steps_from_samples(config, batch, config.optim.train_samples)
+
+
+def _backend(config: RunConfig, machine: Machine) -> tuple[str, list[str]]:
+    asked = config.parallel.distributed_backend
+    if asked == "nccl" and machine.device_type != "cuda":
+        return "gloo", ["--distributed-backend nccl needs CUDA, and this machine has none: gloo is used."]
+    return asked or ("nccl" if machine.device_type == "cuda" else "gloo"), []
+
+
+def _zero_stage(config: RunConfig) -> tuple[int, list[str]]:
+    if config.parallel.zero_stage == 0 and config.model.dtype_name != "float32":
+        return 1, [
+            f"--zero-stage 0 in {config.model.dtype_name} runs as stage 1 with float32 accumulation: DeepSpeed's half-precision "
+            "optimizer without ZeRO takes a wrong first step."
+        ]
+    return config.parallel.zero_stage, []

@@ -1,0 +1,114 @@
+"""The whole request: five areas, where each value came from, and the rules between areas."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.control import ControlConfig
+from megatron.config.data import DataConfig
+from megatron.config.flags import Area
+from megatron.config.model import ModelConfig
+from megatron.config.optim import OptimConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.errors import ConfigError
+
+GIVEN = "given"
+FILE = "file"
+DEFAULT = "default"
+
+AREAS: Mapping[str, type[Area]] = types.MappingProxyType(
+    {"model": ModelConfig, "parallel": ParallelConfig, "optim": OptimConfig, "data": DataConfig, "control": ControlConfig}
+)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What was asked for; frozen, and the only configuration there is.
+
+    `provenance` maps "area.field" to given, file or default. `notices` are sentences the user should see once, such as flags
+    that were accepted and ignored.
+
+    Raises:
+        ConfigError: a rule between two areas is broken.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    optim: OptimConfig
+    data: DataConfig
+    control: ControlConfig
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        found = list(cross_problems(self))
+        if found:
+            raise ConfigError(found)
+
+    def was_given(self, area_field: str) -> bool:
+        """Whether "area.field" was set by the user, on the command line or in a file."""
+        return self.provenance.get(area_field, DEFAULT) != DEFAULT
+
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as JSON values; `from_json` reads it back."""
+        found: dict[str, Any] = {name: _plain(dataclasses.asdict(getattr(self, name))) for name in AREAS}
+        return {**found, "provenance": dict(self.provenance)}
+
+    @staticmethod
+    def from_json(saved: Mapping[str, Any]) -> RunConfig:
+        """Reads what `to_json` wrote; entries that an older version did not have get their defaults.
+
+        Raises:
+            ConfigError: an entry is unknown, so the text was written by a newer version, or a value breaks a rule.
+        """
+        areas = {}
+        for name, cls in AREAS.items():
+            entries = saved.get(name, {})
+            known = {one.name for one in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            unknown = sorted(set(entries) - known)
+            if unknown:
+                raise ConfigError(
+                    f"the saved configuration has {name}.{unknown[0]} = {entries[unknown[0]]!r}, which this version does not "
+                    "know. It was written by a newer version; use that one."
+                )
+            areas[name] = cls(**{key: _frozen(value) for key, value in entries.items()})
+        return RunConfig(**areas, provenance=dict(saved.get("provenance", {})))  # type: ignore[arg-type]
+
+
+def cross_problems(config: RunConfig) -> Iterator[str]:
+    """One sentence for every broken rule between areas."""
+    model, parallel = config.model, config.parallel
+    ranks, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    heads = model.num_attention_heads
+    if heads > 0 and ranks > 0 and heads % ranks:
+        legal = [size for size in range(1, heads + 1) if heads % size == 0]
+        yield (
+            f"{heads} attention heads cannot be split over {ranks} ranks (--num-attention-heads {heads}, "
+            f"--tensor-model-parallel-size {ranks}). Heads must be a multiple of the ranks; use one of "
+            f"{', '.join(map(str, legal))} ranks, or {-(-heads // ranks) * ranks} heads."
+        )
+    if ranks > 0 and model.ffn_hidden_size and model.ffn_hidden_size % ranks:
+        yield (
+            f"--ffn-hidden-size {model.ffn_hidden_size} cannot be split over --tensor-model-parallel-size {ranks} ranks. It must be "
+            f"a multiple of them; use --ffn-hidden-size {-(-model.ffn_hidden_size // ranks) * ranks}."
+        )
+    if 0 < model.num_layers < stages:
+        yield (
+            f"{model.num_layers} layers cannot fill {stages} pipeline stages (--num-layers {model.num_layers}, "
+            f"--pipeline-model-parallel-size {stages}). A stage without a layer has fewer optimizer parameter groups than the "
+            f"others, and DeepSpeed waits for them for ever; use at most {model.num_layers} stages."
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
