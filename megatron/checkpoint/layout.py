@@ -1,0 +1,281 @@
+"""Which bytes of which stored piece make up a wanted piece: box arithmetic without any layout.
+
+Everything here is a pure function of `PieceKey`s. The work is proportional to the contiguous rows that two pieces share, never
+to their elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.errors import CheckpointError
+from megatron.parallel.pieces import Kind, PieceKey
+
+Integers = npt.NDArray[np.int64]
+
+KINDS: tuple[Kind, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
+# Half precision stores the fp32 master only, fp32 the weight only: one can stand in for the other.
+_STAND_IN: dict[Kind, Kind] = {"weight": "master", "master": "weight"}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Contiguous copies from one piece to another; offsets and lengths in elements, counted from the start of each piece."""
+
+    source: Integers
+    destination: Integers
+    length: Integers
+
+    @property
+    def numel(self) -> int:
+        """How many elements are copied in all."""
+        return int(self.length.sum())
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A piece that lies in a file: `file` is its number in the manifest, `begin_bytes` its place in that file."""
+
+    key: PieceKey
+    dtype: str
+    item_bytes: int
+    file: int
+    begin_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        """The first byte behind the piece."""
+        return self.begin_bytes + self.key.numel * self.item_bytes
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All stored pieces of a checkpoint, found by tensor name and kind."""
+
+    pieces: dict[tuple[str, Kind], list[StoredPiece]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, pieces: Iterable[StoredPiece]) -> Catalogue:
+        """Sorts pieces by name and kind."""
+        catalogue = cls()
+        for piece in pieces:
+            catalogue.pieces.setdefault((piece.key.name, piece.key.kind), []).append(piece)
+        return catalogue
+
+    def names(self) -> list[str]:
+        """The names of the stored tensors, each once, sorted."""
+        return sorted({name for name, _ in self.pieces})
+
+    def served_kind(self, name: str, kind: Kind) -> Kind | None:
+        """The kind from which `kind` of this tensor is read: itself, its stand-in, or None when neither is stored."""
+        stand_in = _STAND_IN.get(kind)
+        if (name, kind) in self.pieces:
+            return kind
+        return stand_in if stand_in is not None and (name, stand_in) in self.pieces else None
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """The global shape of a stored tensor, or None when it is not stored."""
+        for kind in KINDS:
+            if (name, kind) in self.pieces:
+                return self.pieces[name, kind][0].key.shape
+        return None
+
+
+def copy_runs(stored: PieceKey, wanted: PieceKey) -> Runs:
+    """The elements that two pieces of one tensor share, as contiguous copies in the order of both."""
+    dimensions = len(stored.shape)
+    low = [max(a, b) for a, b in zip(stored.start, wanted.start, strict=True)]
+    high = [min(a, b) for a, b in zip(stored.stop, wanted.stop, strict=True)]
+    if dimensions:  # flat ranges bound the first dimension: a slice of a big box must not cost all its rows
+        for key in (stored, wanted):
+            row = max(1, math.prod(key.box_shape[1:]))
+            low[0] = max(low[0], key.start[0] + key.first // row)
+            high[0] = min(high[0], key.start[0] - (-key.last // row))
+    sides = [b - a for a, b in zip(low, high, strict=True)]
+    if min(sides, default=1) <= 0:
+        return _no_runs()
+    inner = dimensions  # dimensions >= inner are whole in both boxes, so a run goes through them
+    while inner > 0 and sides[inner - 1] == stored.box_shape[inner - 1] == wanted.box_shape[inner - 1]:
+        inner -= 1
+    outer = max(0, inner - 1)  # the innermost dimension that is not whole is still contiguous
+    length = math.prod(sides[outer:])
+    source = _offsets(stored, low, sides, outer)
+    destination = _offsets(wanted, low, sides, outer)
+    skip = np.maximum(0, np.maximum(stored.first - source, wanted.first - destination))
+    until = np.minimum(length, np.minimum(stored.last - source, wanted.last - destination))
+    kept = until > skip
+    source, destination, skip, until = source[kept], destination[kept], skip[kept], until[kept]
+    return Runs(source + skip - stored.first, destination + skip - wanted.first, until - skip)
+
+
+def plan_piece(wanted: PieceKey, catalogue: Catalogue) -> list[tuple[StoredPiece, Runs]]:
+    """Where every element of a wanted piece is read.
+
+    Raises:
+        CheckpointError: the tensor is not stored, has another shape, or some element is stored never or twice.
+    """
+    kind = catalogue.served_kind(wanted.name, wanted.kind)
+    shape = catalogue.shape(wanted.name)
+    if shape is not None and shape != wanted.shape:
+        raise CheckpointError(
+            f"tensor {wanted.name} has shape {list(shape)} in the checkpoint, but this run's model needs "
+            f"{list(wanted.shape)}. The model flags must be those the checkpoint was made with."
+        )
+    if kind is None:
+        raise CheckpointError(_absent(wanted, catalogue))
+    found: list[tuple[StoredPiece, Runs]] = []
+    for piece in catalogue.pieces[wanted.name, kind]:
+        runs = copy_runs(piece.key, wanted)
+        if runs.length.size:
+            found.append((piece, runs))
+    _check_covered(wanted, found)
+    return found
+
+
+def check_complete(keys: Iterable[PieceKey]) -> None:
+    """Checks that pieces make up whole tensors: every element of every (name, kind) in exactly one piece.
+
+    The boxes of a tensor must be disjoint and fill it, and flat ranges must fill each box.
+
+    Raises:
+        CheckpointError: elements are missing or written twice, or pieces disagree about a tensor's shape.
+    """
+    tensors: dict[tuple[str, Kind], dict[tuple[tuple[int, ...], tuple[int, ...]], list[PieceKey]]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key in keys:
+        if shapes.setdefault(key.name, key.shape) != key.shape:
+            raise CheckpointError(
+                f"pieces of tensor {key.name} disagree about its shape: {list(shapes[key.name])} and {list(key.shape)}. "
+                "All ranks must describe the same global tensor."
+            )
+        tensors.setdefault((key.name, key.kind), {}).setdefault((key.start, key.stop), []).append(key)
+    for (name, kind), boxes in tensors.items():
+        for (start, stop), members in boxes.items():
+            _check_tiled(f"tensor {name} ({kind}), box {_box_text(start, stop)}", members)
+        _check_boxes(name, kind, shapes[name], sorted(boxes))
+
+
+def whole(name: str, kind: Kind, shape: tuple[int, ...]) -> PieceKey:
+    """The piece that is a whole tensor."""
+    return PieceKey(name, kind, shape, (0,) * len(shape), shape, 0, math.prod(shape))
+
+
+def key_problem(key: PieceKey) -> str | None:
+    """Why a piece's numbers make no sense, or None: dimensions agree, the box lies in the tensor, the range in the box."""
+    if not len(key.shape) == len(key.start) == len(key.stop):
+        return "shape, start and stop have different lengths"
+    for size, start, stop in zip(key.shape, key.start, key.stop, strict=True):
+        if not 0 <= start < stop <= size:
+            return f"box {_box_text(key.start, key.stop)} does not lie in shape {list(key.shape)}"
+    if not 0 <= key.first < key.last <= key.box_numel:
+        return f"range {key.first}:{key.last} does not lie in a box of {key.box_numel} elements"
+    return None
+
+
+def _offsets(key: PieceKey, low: Sequence[int], sides: Sequence[int], outer: int) -> Integers:
+    """Row-major numbers, in `key`'s box, of the first elements of all runs."""
+    box = key.box_shape
+    strides = [math.prod(box[dimension + 1 :]) for dimension in range(len(box))]
+    base = sum((place - start) * stride for place, start, stride in zip(low, key.start, strides, strict=True))
+    offsets = np.array([base], dtype=np.int64)
+    for dimension in range(outer):
+        steps = np.arange(sides[dimension], dtype=np.int64) * strides[dimension]
+        offsets = (offsets[:, None] + steps).ravel()
+    return offsets
+
+
+def _no_runs() -> Runs:
+    nothing = np.empty(0, dtype=np.int64)
+    return Runs(nothing, nothing, nothing)
+
+
+def _absent(wanted: PieceKey, catalogue: Catalogue) -> str:
+    stored = sorted({kind for name, kind in catalogue.pieces if name == wanted.name})
+    if stored:
+        return (
+            f"the checkpoint holds no {wanted.kind} of tensor {wanted.name} (it holds {', '.join(stored)}). "
+            "If it was saved without the optimizer, load it with --no-load-optim or --finetune."
+        )
+    return (
+        f"tensor {wanted.name} is not in the checkpoint, which holds {len(catalogue.names())} tensors. "
+        "The model flags must be those the checkpoint was made with."
+    )
+
+
+def _check_covered(wanted: PieceKey, found: list[tuple[StoredPiece, Runs]]) -> None:
+    if not found:
+        raise CheckpointError(_gap_text(wanted, 0, wanted.numel))
+    start = np.concatenate([runs.destination for _, runs in found])
+    length = np.concatenate([runs.length for _, runs in found])
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], (start + length)[order]
+    expected = np.concatenate([[0], end[:-1]])
+    wrong = np.flatnonzero(start != expected)
+    if wrong.size:
+        at = int(wrong[0])
+        if start[at] > expected[at]:
+            raise CheckpointError(_gap_text(wanted, int(expected[at]), int(start[at])))
+        raise CheckpointError(
+            f"tensor {wanted.name} ({wanted.kind}): element {int(start[at])} of the wanted piece is stored twice. "
+            "The checkpoint was written wrongly; use another one."
+        )
+    if end[-1] != wanted.numel:
+        raise CheckpointError(_gap_text(wanted, int(end[-1]), wanted.numel))
+
+
+def _gap_text(wanted: PieceKey, first: int, last: int) -> str:
+    return (
+        f"tensor {wanted.name} ({wanted.kind}): elements {wanted.first + first}:{wanted.first + last} of box "
+        f"{_box_text(wanted.start, wanted.stop)} of shape {list(wanted.shape)} are not in the checkpoint. "
+        "It was saved incompletely; use another one."
+    )
+
+
+def _check_tiled(what: str, members: list[PieceKey]) -> None:
+    reached = 0
+    for key in sorted(members, key=lambda key: key.first):
+        if key.first != reached:
+            problem = "are in no piece" if key.first > reached else "are in two pieces"
+            low, high = sorted((key.first, reached))
+            raise CheckpointError(f"{what}: elements {low}:{high} {problem}. The ranks must write each exactly once.")
+        reached = key.last
+    if reached != members[0].box_numel:
+        raise CheckpointError(
+            f"{what}: elements {reached}:{members[0].box_numel} are in no piece. The ranks must write each exactly once."
+        )
+
+
+def _check_boxes(
+    name: str, kind: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    volume = 0
+    for number, (start, stop) in enumerate(boxes):
+        volume += math.prod(b - a for a, b in zip(start, stop, strict=True))
+        for other_start, other_stop in boxes[number + 1 :]:
+            if start and other_start[0] >= stop[0]:
+                break  # sorted by the first coordinate: no later box can meet this one
+            if all(max(a, c) < min(b, d) for a, b, c, d in zip(start, stop, other_start, other_stop, strict=True)):
+                raise CheckpointError(
+                    f"tensor {name} ({kind}): boxes {_box_text(start, stop)} and {_box_text(other_start, other_stop)} "
+                    "overlap. The ranks must write each element exactly once."
+                )
+    if volume != math.prod(shape):
+        raise CheckpointError(
+            f"tensor {name} ({kind}): the ranks wrote {volume} of its {math.prod(shape)} elements (shape {list(shape)}). "
+            "Each must be written exactly once."
+        )
+
+
+def _box_text(start: tuple[int, ...], stop: tuple[int, ...]) -> str:
+    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(start, stop, strict=True)) + "]"
+
+
+def as_kind(text: object) -> Kind | None:
+    """The text as a kind, or None when it is not one."""
+    return cast(Kind, text) if text in KINDS else None

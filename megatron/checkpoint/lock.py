@@ -1,0 +1,333 @@
+"""One writer for a checkpoint directory: a second job is refused, a dead one's lock is taken over.
+
+Three signs tell whether the holder lives, the strongest that applies counts: the kernel's lock on the file (`flock`; it ends
+with the holder, also by SIGKILL, and some network file systems carry it between machines), the holder's process on this very
+machine, and a counter in the file that a living holder keeps raising. The counter is compared with a monotonic clock of the
+one who looks; no file time and no wall clock is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from megatron import log
+from megatron.checkpoint.together import on_first
+from megatron.errors import CheckpointError, LaunchError, StorageError
+from megatron.parallel.mesh import ParallelMesh
+
+LOCK_NAME = ".run.lock"
+
+_RECORD_BYTES = 1024
+_SETTLE_SECONDS = 1.0
+_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock: `machine` differs between kernels (and their restarts), `processes` between containers of one."""
+
+    run: str
+    host: str
+    machine: str
+    processes: str
+    process_id: int
+    born: str
+    counter: int = 0
+    released: bool = False
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        """A new holder that is this process."""
+        process_id = os.getpid()
+        return cls(
+            secrets.token_hex(8),
+            socket.gethostname(),
+            _first_line(Path("/proc/sys/kernel/random/boot_id")),
+            _link(Path("/proc/self/ns/pid")),
+            process_id,
+            _born(process_id),
+        )
+
+    def __str__(self) -> str:
+        return f"run {self.run} (process {self.process_id} on host {self.host})"
+
+
+@final
+class CheckpointLock:
+    """Holds `directory` for this run; a context manager, collective over the mesh on entry and exit.
+
+    Only global rank 0 touches the file; it raises the counter from a thread of its own.
+
+    Args:
+        heartbeat_seconds: how often the counter rises.
+        stale_seconds: how long a counter must stand still before its holder on another machine counts as dead.
+    """
+
+    def __init__(
+        self, directory: Path, mesh: ParallelMesh, *, heartbeat_seconds: float = 5, stale_seconds: float = 60
+    ) -> None:
+        self._path = Path(directory) / LOCK_NAME
+        self._mesh = mesh
+        self._heartbeat_seconds = heartbeat_seconds
+        self._stale_seconds = stale_seconds
+        self._handle: int | None = None
+        self._own: Holder | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> CheckpointLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Takes the lock, on every rank or on none.
+
+        Raises:
+            LaunchError: another living job holds it; names that job.
+            StorageError: the lock file cannot be made or written.
+        """
+        refusal, trouble = on_first(self._mesh, self._try_acquire)
+        if refusal:
+            raise LaunchError(refusal)
+        if trouble:
+            raise StorageError(trouble)
+
+    def check(self) -> None:
+        """Does nothing on ranks other than 0.
+
+        Raises:
+            CheckpointError: another job has taken the lock over, because this one looked dead.
+        """
+        if self._own is None or self._handle is None:
+            return
+        holder: Holder | None = None
+        try:
+            holder = _read_path(self._path)
+        except OSError as failure:
+            if not isinstance(failure, FileNotFoundError):
+                log.warning(f"cannot see whether {self._path} is still ours: {failure}")
+                return
+        else:
+            if holder is None or holder.run == self._own.run:
+                return
+        taker = "nobody" if holder is None else str(holder)
+        raise CheckpointError(
+            f"{self._path} no longer belongs to this job but to {taker}. This job stood still too long, or the file was "
+            "deleted; it must not write any more. Stop it."
+        )
+
+    def release(self) -> None:
+        """Gives the lock back; does nothing when it is not held."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._handle is None or self._own is None:
+            return
+        with contextlib.suppress(OSError):
+            holder = _read_path(self._path)
+            if holder is not None and holder.run == self._own.run:
+                _write_holder(self._handle, replace(self._own, released=True))
+                os.unlink(self._path)
+        os.close(self._handle)
+        self._handle = None
+
+    def _try_acquire(self) -> tuple[str | None, str | None]:
+        """The reason of a refusal and the trouble with the file; both None when the lock is held now."""
+        self._stop.clear()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            refusal = self._contend()
+        except OSError as failure:
+            name = errno.errorcode.get(failure.errno or 0, "unknown error")
+            return None, (
+                f"cannot lock {self._path}: {failure.strerror or failure} ({name}). "
+                "--save must be a directory in which this user can write."
+            )
+        if refusal is None:
+            self._thread = threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True)
+            self._thread.start()
+        return refusal, None
+
+    def _contend(self) -> str | None:
+        """Tries until the file that was locked is also the one that has the name; gives the reason of a refusal."""
+        while True:
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            keep = False
+            try:
+                locked = _flock(handle)
+                holder = _read_holder(handle)
+                if locked is False and not (holder and _is_gone(holder)):
+                    return self._refusal(holder)
+                if not _same_file(handle, self._path):
+                    continue
+                if locked is False:  # a child of the dead holder still has its lock: leave it that file, take a new one
+                    log.warning(f"taking over {self._path} from {holder}, whose process is gone")
+                    os.unlink(self._path)
+                    continue
+                if holder and not holder.released and not self._is_dead(holder, locked):
+                    return self._refusal(holder)
+                if not _same_file(handle, self._path):
+                    continue
+                own = Holder.this_process()
+                _write_holder(handle, own)
+                os.fsync(handle)
+                if locked is None:  # without a lock of the kernel two may get here at once: the later writer has it
+                    time.sleep(_SETTLE_SECONDS)
+                    winner = _read_holder(handle)
+                    if winner is not None and winner.run != own.run:
+                        return self._refusal(winner)
+                self._own = own
+                self._handle = handle
+                keep = True
+                return None
+            finally:
+                if not keep:
+                    os.close(handle)
+
+    def _is_dead(self, holder: Holder, locked: bool | None) -> bool:
+        """Whether the holder in a file that we could lock, or that cannot be locked here, is dead."""
+        here = Holder.this_process()
+        if locked and holder.machine and holder.machine == here.machine:
+            log.warning(f"taking over {self._path} from {holder}, which is dead")
+            return True
+        if _is_gone(holder):
+            log.warning(f"taking over {self._path} from {holder}, whose process is gone")
+            return True
+        log.warning(
+            f"{self._path} belongs to {holder}, which cannot be asked from here; "
+            f"waiting {self._stale_seconds:g} s for a sign of life"
+        )
+        began_at = time.monotonic()
+        while time.monotonic() - began_at < self._stale_seconds:
+            time.sleep(min(self._heartbeat_seconds, self._stale_seconds) / 4)
+            try:
+                seen = _read_path(self._path)
+            except FileNotFoundError:
+                return True
+            if seen is not None and seen.released:
+                return True
+            if seen is not None and (seen.run, seen.counter) != (holder.run, holder.counter):
+                return False
+        log.warning(f"taking over {self._path} from {holder}, which gave no sign of life")
+        return True
+
+    def _refusal(self, holder: Holder | None) -> str:
+        return (
+            f"{self._path.parent} is in use by {holder or 'another job'}: two jobs must not save to one directory. "
+            "Stop that job, or give --save another directory."
+        )
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._heartbeat_seconds):
+            if self._own is None or self._handle is None:
+                return
+            try:
+                self.check()
+                self._own = replace(self._own, counter=self._own.counter + 1)
+                _write_holder(self._handle, self._own)
+            except CheckpointError as lost:
+                log.error(str(lost))
+                return
+            except OSError as failure:
+                log.warning(f"cannot renew {self._path}: {failure}")
+
+
+def _flock(handle: int) -> bool | None:
+    """True: locked now; False: somebody else has it; None: this file system has no such locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as failure:
+        if failure.errno in _NO_FLOCK:
+            return None
+        raise
+    return True
+
+
+def _is_gone(holder: Holder) -> bool:
+    """Whether the holder is certainly dead: it ran on this machine, where its process number is free or another's."""
+    here = Holder.this_process()
+    if not holder.machine or (holder.machine, holder.processes) != (here.machine, here.processes):
+        return False
+    return _born(holder.process_id) != holder.born
+
+
+def _born(process_id: int) -> str:
+    """When a process started (clock ticks since the machine's start), empty when there is none: tells reused numbers apart."""
+    try:
+        text = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()  # field 22 of proc(5), counted from behind the name; Z is dead already
+    return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
+
+
+def _write_holder(handle: int, holder: Holder) -> None:
+    text = json.dumps(asdict(holder)).encode()
+    os.pwrite(handle, text[: _RECORD_BYTES - 1].ljust(_RECORD_BYTES - 1) + b"\n", 0)
+
+
+def _read_holder(handle: int) -> Holder | None:
+    """Who the file names; None when it names nobody (new, or its writer died within the first write)."""
+    try:
+        values = json.loads(os.pread(handle, _RECORD_BYTES, 0))
+        holder = Holder(**values)
+        whole = isinstance(holder.counter, int) and isinstance(holder.process_id, int) and isinstance(holder.run, str)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return holder if whole else None
+
+
+def _read_path(path: Path) -> Holder | None:
+    """Who the file of that name names now; opened anew, so that a network file system asks its server.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return _read_holder(handle)
+    finally:
+        os.close(handle)
+
+
+def _same_file(handle: int, path: Path) -> bool:
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    here = os.fstat(handle)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

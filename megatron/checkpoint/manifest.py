@@ -1,0 +1,329 @@
+"""The manifest: what a checkpoint folder holds, with a digest of every 16 MiB, of every file, and of itself.
+
+`manifest.json` is JSON text whose last entry is the SHA-256 of all bytes before that entry, so no byte of it can change
+unnoticed. Nothing in it is trusted before it was checked: names are plain, numbers are in range, sizes match the files.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.checkpoint.layout import KINDS, StoredPiece, as_kind, key_problem
+from megatron.checkpoint.storage import Storage, opened, read_exactly
+from megatron.errors import CheckpointError, StorageError
+from megatron.parallel.pieces import PieceKey
+
+FORMAT = "megatron-pieces"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+CHUNK_BYTES = 16 * 2**20
+# safetensors name of an element type -> bytes per element (Source: safetensors README, "Format").
+ITEM_BYTES: Mapping[str, int] = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+}
+
+_LARGEST_MANIFEST_BYTES = 512 * 2**20
+_LARGEST_NUMBER = 2**62
+_SEAL = re.compile(rb'"digest": "([0-9a-f]{64})"\n}\n\Z')
+_SEAL_BYTES = len(b'"digest": "') + 64 + len(b'"\n}\n')
+_FILE_NAME = re.compile(r"pieces_[0-9]{5,7}\.safetensors\Z")
+_FOLDER_NAME = re.compile(r"(?:\.old-)?iter_([0-9]{7,18})(?:-[0-9a-f]+)?\Z")
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+# Errors of the operating system that are about this process, not about the file: an older checkpoint would not help.
+_NOT_THE_FILE = ("EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM")
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint whose bytes are not those that were written; an older one may still be good."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of a checkpoint: its size and the SHA-256 of the whole and of each chunk."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+    chunks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint folder holds."""
+
+    step: int
+    run: str
+    record: dict[str, Any]
+    chunk_bytes: int
+    files: tuple[StoredFile, ...]
+    pieces: tuple[StoredPiece, ...]
+    digest: str
+
+
+def manifest_bytes(
+    step: int,
+    run: str,
+    record: Mapping[str, Any],
+    chunk_bytes: int,
+    files: Sequence[StoredFile],
+    pieces: Sequence[StoredPiece],
+) -> bytes:
+    """The text of a manifest, digest included.
+
+    Raises:
+        CheckpointError: the record is not JSON.
+    """
+    tensors: dict[tuple[str, tuple[int, ...]], int] = {}
+    rows: list[list[Any]] = []
+    types = list(ITEM_BYTES)
+    for piece in pieces:
+        key = piece.key
+        tensor = tensors.setdefault((key.name, key.shape), len(tensors))
+        kind, dtype = KINDS.index(key.kind), types.index(piece.dtype)
+        rows.append([tensor, kind, dtype, key.start, key.stop, key.first, key.last, piece.file, piece.begin_bytes])
+    head = {"format": FORMAT, "format_version": FORMAT_VERSION, "step": step, "run": run}
+    entries = {
+        "chunk_bytes": chunk_bytes,
+        "files": [[file.name, file.size_bytes, file.sha256, file.chunks] for file in files],
+        "tensors": list(tensors),
+        "kinds": KINDS,
+        "types": types,
+        "pieces": rows,
+    }
+    lines = [f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}" for name, value in head.items()]
+    lines.append(f'"record": {record_text(record)}')
+    lines += [f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}" for name, value in entries.items()]
+    body = ("{\n" + ",\n".join(lines) + ",\n").encode()
+    return body + b'"digest": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
+
+
+def record_text(record: Mapping[str, Any]) -> str:
+    """The caller's record as JSON.
+
+    Raises:
+        CheckpointError: it holds something that JSON cannot hold (NaN and infinities included).
+    """
+    try:
+        text = json.dumps(record, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as failure:
+        raise CheckpointError(
+            f"the record that goes with the checkpoint is not JSON: {failure}. It may hold numbers (finite), texts, "
+            "true, false, null, lists and objects with text keys."
+        ) from failure
+    return text
+
+
+def read_manifest(folder: Path, storage: Storage | None = None) -> Manifest:
+    """Reads and checks the manifest of one checkpoint folder; tensor files are not opened.
+
+    Raises:
+        DamagedError: it is missing, changed, or says impossible things.
+        CheckpointError: it was written in another format version.
+        StorageError: the system refused for a reason that has nothing to do with the file.
+    """
+    path = folder / MANIFEST_NAME
+    storage = storage or Storage()
+    if folder.is_dir() and not storage.exists(path):
+        raise DamagedError(
+            f"{folder} has no {MANIFEST_NAME}: it is not complete, or another program wrote it (then convert it first)."
+        )
+    text = _read_whole(storage, path)
+    seal = _SEAL.search(text[-_SEAL_BYTES:])
+    if seal is None:
+        raise DamagedError(f"{path} is damaged: it does not end with its digest. Use another checkpoint.")
+    digest = seal.group(1).decode()
+    if hashlib.sha256(text[:-_SEAL_BYTES]).hexdigest() != digest:
+        raise DamagedError(f"{path} is damaged: its content does not have the digest {digest}. Use another checkpoint.")
+    values = _parse(path, text)
+    if values.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {values.get('format')!r}, not {FORMAT!r}: another program wrote it.")
+    if values.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {values.get('format_version')!r}; this program reads {FORMAT_VERSION}. "
+            "Read it with the program version that wrote it."
+        )
+    manifest = _Parser(path, values).manifest(digest)
+    number = folder_step(folder.name)
+    if number is not None and number != manifest.step:
+        raise DamagedError(
+            f"{path} is of step {manifest.step}, not of its folder's step {number}. Use another checkpoint."
+        )
+    return manifest
+
+
+def folder_step(name: str) -> int | None:
+    """The step in a checkpoint folder's name, or None when the name is not one."""
+    match = _FOLDER_NAME.match(name)
+    return int(match.group(1)) if match else None
+
+
+def folder_name(step: int) -> str:
+    """The name of a checkpoint folder."""
+    return f"iter_{step:07d}"
+
+
+def file_name(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"pieces_{rank:05d}.safetensors"
+
+
+def unreadable(path: Path, failure: OSError) -> CheckpointError | StorageError:
+    """The error for a file that the system did not let us read: damage, or a trouble of this process."""
+    if failure.errno is not None and _errno_name(failure.errno) in _NOT_THE_FILE:
+        return StorageError(
+            f"cannot read {path}: {failure.strerror} ({_errno_name(failure.errno)}). "
+            "The file may be good; give this user the right or the resource and start again."
+        )
+    return DamagedError(f"cannot read {path}: {failure.strerror or failure}. Use another checkpoint.")
+
+
+def _errno_name(number: int) -> str:
+    return errno.errorcode.get(number, str(number))
+
+
+def _read_whole(storage: Storage, path: Path) -> bytes:
+    try:
+        with opened(storage, path) as (handle, size_bytes):
+            if size_bytes > _LARGEST_MANIFEST_BYTES:
+                raise DamagedError(
+                    f"{path} has {size_bytes} bytes; a manifest has at most {_LARGEST_MANIFEST_BYTES}. Use another checkpoint."
+                )
+            content = bytearray(size_bytes)
+            read_exactly(storage, handle, memoryview(content), 0)
+            return bytes(content)
+    except OSError as failure:
+        raise unreadable(path, failure) from failure
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as failure:
+        raise DamagedError(f"{path} is not a manifest: {failure}. Use another checkpoint.") from failure
+    if not isinstance(values, dict):
+        raise DamagedError(f"{path} is not a manifest: it holds no object. Use another checkpoint.")
+    return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name appears twice in one object")
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+class _Parser:
+    """Turns the parsed JSON into a `Manifest` and refuses what cannot be."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path = path
+        self.values = values
+
+    def manifest(self, digest: str) -> Manifest:
+        chunk_bytes = self._number(self.values.get("chunk_bytes"), "chunk_bytes")
+        if not 64 <= chunk_bytes <= 2**30:
+            self._refuse(f"chunk_bytes is {chunk_bytes}")
+        record = self.values.get("record")
+        if not isinstance(record, dict):
+            self._refuse("record is no object")
+        run = self.values.get("run")
+        files = tuple(self._file(row, chunk_bytes) for row in self._rows("files", 4))
+        if len({file.name for file in files}) != len(files):
+            self._refuse("a file appears twice")
+        tensors = [self._tensor(row) for row in self._rows("tensors", 2)]
+        if len({name for name, _ in tensors}) != len(tensors):
+            self._refuse("a tensor appears twice")
+        pieces = tuple(self._piece(row, files, tensors) for row in self._rows("pieces", 9))
+        types: dict[tuple[str, str], str] = {}
+        for piece in pieces:
+            if types.setdefault((piece.key.name, piece.key.kind), piece.dtype) != piece.dtype:
+                self._refuse(f"the pieces of tensor {piece.key.name} ({piece.key.kind}) have different element types")
+        step = self._number(self.values.get("step"), "step")
+        return Manifest(step, str(run), record, chunk_bytes, files, pieces, digest)
+
+    def _file(self, row: list[Any], chunk_bytes: int) -> StoredFile:
+        name, size, digest, chunks = row
+        if not isinstance(name, str) or not _FILE_NAME.match(name):
+            self._refuse(f"file name {name!r} is not of the form pieces_00000.safetensors")
+        size_bytes = self._number(size, f"size of {name}")
+        if not isinstance(chunks, list) or len(chunks) != -(-size_bytes // chunk_bytes):
+            self._refuse(f"{name} has {size_bytes} bytes, which does not fit its number of chunk digests")
+        for text in [digest, *chunks]:
+            if not isinstance(text, str) or not _DIGEST.match(text):
+                self._refuse(f"{text!r} is not a SHA-256 digest of {name}")
+        return StoredFile(name, size_bytes, digest, tuple(chunks))
+
+    def _tensor(self, row: list[Any]) -> tuple[str, tuple[int, ...]]:
+        name, shape = row
+        if not isinstance(name, str) or not name:
+            self._refuse(f"tensor name {name!r} is no text")
+        return name, self._numbers(shape, f"shape of {name}")
+
+    def _piece(
+        self, row: list[Any], files: tuple[StoredFile, ...], tensors: list[tuple[str, tuple[int, ...]]]
+    ) -> StoredPiece:
+        first, last, begin = (self._number(row[place], "a piece") for place in (5, 6, 8))
+        name, shape = self._entry(tensors, row[0])
+        kind = as_kind(self._entry(self.values.get("kinds"), row[1]))
+        dtype = self._entry(self.values.get("types"), row[2])
+        file = self._entry(files, row[7])
+        if kind is None or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+            self._refuse(f"tensor {name} has unknown kind or element type {dtype!r}")
+        start, stop = self._numbers(row[3], f"start of {name}"), self._numbers(row[4], f"stop of {name}")
+        key = PieceKey(name, kind, shape, start, stop, first, last)
+        problem = key_problem(key)
+        if problem is not None:
+            self._refuse(f"a piece of tensor {name}: {problem}")
+        piece = StoredPiece(key, dtype, ITEM_BYTES[dtype], row[7], begin)
+        if piece.end_bytes > file.size_bytes:
+            self._refuse(f"a piece of tensor {name} ends at byte {piece.end_bytes} of {file.name}, behind its end")
+        return piece
+
+    def _rows(self, name: str, width: int) -> list[list[Any]]:
+        rows = self.values.get(name)
+        if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == width for row in rows):
+            self._refuse(f"{name} is no list of rows of {width}")
+        return rows
+
+    def _entry(self, table: Any, number: Any) -> Any:
+        place = self._number(number, "an index")
+        if not isinstance(table, list | tuple) or place >= len(table):
+            self._refuse(f"index {place} points behind its table")
+        return table[place]
+
+    def _numbers(self, values: Any, what: str) -> tuple[int, ...]:
+        if not isinstance(values, list) or len(values) > 16:
+            self._refuse(f"{what} is no list of numbers")
+        product = 1
+        for value in values:
+            product *= max(1, self._number(value, what))
+        if product > _LARGEST_NUMBER:
+            self._refuse(f"{what} is too large")
+        return tuple(values)
+
+    def _number(self, value: Any, what: str) -> int:
+        if type(value) is not int or not 0 <= value <= _LARGEST_NUMBER:
+            self._refuse(f"{what} is {value!r}, not a whole number in range")
+        return value
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise DamagedError(f"{self.path} is not a valid manifest: {problem}. Use another checkpoint.")

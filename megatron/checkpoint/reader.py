@@ -1,0 +1,277 @@
+"""Reads wanted pieces out of checkpoint files: verifies every chunk that it needs first, then copies.
+
+Two passes, so that no tensor changes anywhere unless all bytes that all ranks need are good, and yet no more than one piece
+and one chunk are ever in memory. The first pass keeps a checksum of each span it will need; the second compares it, so bytes
+that change in between are found too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+import numpy as np
+import torch
+
+from megatron.checkpoint.layout import Catalogue, Integers, Runs, StoredPiece, plan_piece
+from megatron.checkpoint.manifest import DamagedError, Manifest, StoredFile, unreadable
+from megatron.checkpoint.storage import Storage, read_exactly
+from megatron.checkpoint.writer import TORCH_TYPES
+from megatron.parallel.pieces import PieceKey
+
+Accept = Callable[[torch.Tensor], None]
+Wanted = Iterable[tuple[PieceKey, Accept]]
+
+_OPEN_FILES = 32
+
+
+@dataclass
+class _Span:
+    """A stretch of bytes inside one chunk of one file, with the copies from it into one wanted piece (all in bytes)."""
+
+    file: int
+    chunk: int
+    low: int
+    high: int
+    source: Integers  # from `low`
+    destination: Integers
+    length: Integers
+    checksum: int = 0
+
+
+@dataclass
+class _WantedPiece:
+    """A wanted piece and where its bytes are."""
+
+    key: PieceKey
+    accept: Accept
+    dtype: torch.dtype
+    spans: list[_Span] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where its first span lies: pieces are read in this order, so that files are read forward."""
+        return (self.spans[0].file, self.spans[0].low) if self.spans else (-1, 0)
+
+
+class CheckpointReader:
+    """What one rank reads of one checkpoint: `verify()` first, then `deliver()`.
+
+    Args:
+        wanted: pieces and what to do with their values; `accept` gets a flat CPU tensor in the stored element type, in fp32
+            for masters and moments, and may cast it into its own. The order of the calls is that of the files.
+
+    Raises:
+        CheckpointError: something wanted is not stored.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, wanted: Wanted, storage: Storage | None = None) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._storage = storage or Storage()
+        catalogue = Catalogue.of(manifest.pieces)
+        self._wanted = [self._plan(key, accept, catalogue) for key, accept in wanted]
+        self._wanted.sort(key=lambda piece: piece.place)
+
+    def needed_chunks(self) -> dict[tuple[int, int], list[_Span]]:
+        """The chunks to read, in file order, as (file number, chunk number), each with the spans that lie in it."""
+        chunks: dict[tuple[int, int], list[_Span]] = {}
+        for piece in self._wanted:
+            for span in piece.spans:
+                chunks.setdefault((span.file, span.chunk), []).append(span)
+        return dict(sorted(chunks.items()))
+
+    def verify(self) -> None:
+        """Reads every needed chunk once and compares its digest; no tensor is touched.
+
+        Raises:
+            DamagedError: a file is missing, has another size, or a chunk another digest; names file, byte range and tensor.
+        """
+        names = {span_id: piece.key.name for piece in self._wanted for span_id in map(id, piece.spans)}
+        size = self._manifest.chunk_bytes
+        needed = self.needed_chunks()
+        largest = max((min(size, self._file(file).size_bytes - chunk * size) for file, chunk in needed), default=0)
+        buffer = memoryview(bytearray(largest))
+        with _OpenFiles(self._folder, self._manifest.files, self._storage) as files:
+            for (file, chunk), spans in needed.items():
+                stored = self._file(file)
+                start = chunk * size
+                content = buffer[: min(size, stored.size_bytes - start)]
+                files.read(file, content, start)
+                if hashlib.sha256(content).hexdigest() != stored.chunks[chunk]:
+                    raise DamagedError(
+                        f"{self._folder / stored.name} is damaged between bytes {start} and {start + len(content)}, where "
+                        f"tensor {names[id(spans[0])]} lies: the digest differs from the manifest's. Use another checkpoint."
+                    )
+                for span in spans:
+                    span.checksum = zlib.crc32(content[span.low - start : span.high - start])
+
+    def deliver(self) -> None:
+        """Reads each wanted piece and hands it over; only after `verify()`.
+
+        Raises:
+            DamagedError: the bytes are no longer those that were verified; tensors may be half loaded then.
+        """
+        with _OpenFiles(self._folder, self._manifest.files, self._storage) as files:
+            for piece in self._wanted:
+                values = torch.empty(piece.key.numel, dtype=piece.dtype)
+                target = values.view(torch.uint8).numpy().data if piece.key.numel else memoryview(b"")
+                for span in piece.spans:
+                    self._copy(files, span, target, piece.key.name)
+                if piece.key.kind != "weight" and values.dtype != torch.float32:
+                    values = values.to(torch.float32)
+                piece.accept(values)
+
+    def _copy(self, files: _OpenFiles, span: _Span, target: memoryview, name: str) -> None:
+        direct = span.length.size == 1  # one stretch: read it where it belongs
+        first = int(span.destination[0])
+        content = (
+            target[first : first + span.high - span.low] if direct else memoryview(bytearray(span.high - span.low))
+        )
+        files.read(span.file, content, span.low)
+        if zlib.crc32(content) != span.checksum:
+            raise DamagedError(
+                f"{self._folder / self._file(span.file).name} changed between bytes {span.low} and {span.high}, where tensor "
+                f"{name} lies, while it was read. Tensors may be half loaded; load another checkpoint before going on."
+            )
+        if not direct:
+            for source, destination, length in zip(
+                span.source.tolist(), span.destination.tolist(), span.length.tolist(), strict=True
+            ):
+                target[destination : destination + length] = content[source : source + length]
+
+    def _plan(self, key: PieceKey, accept: Accept, catalogue: Catalogue) -> _WantedPiece:
+        if key.numel == 0:
+            return _WantedPiece(key, accept, torch.float32)
+        parts = plan_piece(key, catalogue)
+        piece = _WantedPiece(key, accept, TORCH_TYPES[parts[0][0].dtype])
+        for stored, runs in parts:
+            piece.spans.extend(_spans(stored, runs, self._manifest.chunk_bytes))
+        piece.spans.sort(key=lambda span: (span.file, span.low))
+        return piece
+
+    def _file(self, number: int) -> StoredFile:
+        return self._manifest.files[number]
+
+
+def _spans(stored: StoredPiece, runs: Runs, chunk_bytes: int) -> Iterator[_Span]:
+    """Cuts copies at the borders of chunks; copies come in file order, so each chunk takes a stretch of them."""
+    low = stored.begin_bytes + runs.source * stored.item_bytes
+    high = low + runs.length * stored.item_bytes
+    destination = runs.destination * stored.item_bytes
+    chunk = int(low[0]) // chunk_bytes
+    while True:
+        border = (chunk + 1) * chunk_bytes
+        begin = int(np.searchsorted(high, border - chunk_bytes, side="right"))
+        end = int(np.searchsorted(low, border, side="left"))
+        part_low = np.maximum(low[begin:end], border - chunk_bytes)
+        part_high = np.minimum(high[begin:end], border)
+        base = int(part_low[0])
+        yield _Span(
+            stored.file,
+            chunk,
+            base,
+            int(part_high[-1]),
+            part_low - base,
+            destination[begin:end] + part_low - low[begin:end],
+            part_high - part_low,
+        )
+        if int(high[-1]) <= border:
+            return
+        following = end - 1 if int(high[end - 1]) > border else end
+        chunk = max(int(low[following]), border) // chunk_bytes
+
+
+@final
+class _OpenFiles:
+    """The files being read: a few stay open; each is checked for its size when it is opened."""
+
+    def __init__(self, folder: Path, files: Sequence[StoredFile], storage: Storage) -> None:
+        self._folder = folder
+        self._files = files
+        self._storage = storage
+        self._handles: dict[int, int] = {}
+
+    def __enter__(self) -> _OpenFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handle in self._handles.values():
+            self._storage.close(handle)
+
+    def read(self, number: int, target: memoryview, offset_bytes: int) -> None:
+        """Fills `target` from a place of a file."""
+        path = self._folder / self._files[number].name
+        try:
+            handle = self._handles.get(number)
+            if handle is None:
+                handle = self._open(number, path)
+            read_exactly(self._storage, handle, target, offset_bytes)
+        except OSError as failure:
+            raise unreadable(path, failure) from failure
+
+    def _open(self, number: int, path: Path) -> int:
+        if len(self._handles) >= _OPEN_FILES:
+            oldest = next(iter(self._handles))
+            self._storage.close(self._handles.pop(oldest))
+        handle, size_bytes = self._storage.open_to_read(path)
+        self._handles[number] = handle
+        if size_bytes != self._files[number].size_bytes:
+            raise DamagedError(
+                f"{path} has {size_bytes} bytes, but its manifest says {self._files[number].size_bytes}. "
+                "Use another checkpoint."
+            )
+        return handle
+
+
+def check_files(folder: Path, manifest: Manifest, storage: Storage) -> None:
+    """Opens every file of a checkpoint and compares its size, without reading it.
+
+    Raises:
+        DamagedError: a file is missing, not plain, or has another size.
+    """
+    for stored in manifest.files:
+        path = folder / stored.name
+        try:
+            handle, size_bytes = storage.open_to_read(path)
+            storage.close(handle)
+        except OSError as failure:
+            raise unreadable(path, failure) from failure
+        if size_bytes != stored.size_bytes:
+            raise DamagedError(
+                f"{path} has {size_bytes} bytes, but its manifest says {stored.size_bytes}. Use another checkpoint."
+            )
+
+
+def verify_files(folder: Path, manifest: Manifest, storage: Storage) -> None:
+    """Reads every byte of a checkpoint and compares all digests, those of chunks and those of files.
+
+    Raises:
+        DamagedError: something differs from the manifest.
+    """
+    check_files(folder, manifest, storage)
+    size = manifest.chunk_bytes
+    buffer = memoryview(bytearray(min(size, max((file.size_bytes for file in manifest.files), default=0))))
+    with _OpenFiles(folder, manifest.files, storage) as files:
+        for number, stored in enumerate(manifest.files):
+            whole = hashlib.sha256()
+            for chunk, digest in enumerate(stored.chunks):
+                content = buffer[: min(size, stored.size_bytes - chunk * size)]
+                files.read(number, content, chunk * size)
+                whole.update(content)
+                if hashlib.sha256(content).hexdigest() != digest:
+                    raise DamagedError(
+                        f"{folder / stored.name} is damaged between bytes {chunk * size} and {chunk * size + len(content)}: "
+                        "the digest differs from the manifest's. Use another checkpoint."
+                    )
+            if whole.hexdigest() != stored.sha256:
+                raise DamagedError(
+                    f"{folder / stored.name} does not have the digest in its manifest. Use another checkpoint."
+                )

@@ -1,0 +1,147 @@
+"""Finds the checkpoint to go on from: the newest that verifies, never a silent fresh start."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron import log
+from megatron.checkpoint.manifest import MANIFEST_NAME, DamagedError, folder_step, read_manifest
+from megatron.checkpoint.reader import Wanted, check_files
+from megatron.checkpoint.save_load import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX, load
+from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.together import on_first
+from megatron.errors import CheckpointError, StorageError
+from megatron.parallel.mesh import ParallelMesh
+
+# What Megatron, DeepSpeed, torch, Hugging Face and this program's own older forms leave in a checkpoint directory.
+_CHECKPOINT_LIKE = re.compile(
+    r"iter_.*|\.old-iter_.*|global_step.*|step[-_]?\d+.*|checkpoint.*|epoch.*|release|mp_rank_.*|zero_pp_rank_.*|layer_\d+.*|"
+    r"latest.*|\.metadata|metadata\.json|common\.pt|model_optim_rng.*|model_states.*|optim_states.*|pytorch_model.*|"
+    r".*\.(pt|pth|bin|ckpt|distcp|safetensors|nemo|npz|msgpack|zarr)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A folder that may be a checkpoint; nothing of it has been verified."""
+
+    path: Path
+    step: int
+
+
+def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
+    """The checkpoint folders in a directory, newest first; none when it is absent or holds nothing of the kind.
+
+    A directory that is a checkpoint folder itself is its own only candidate. `latest_checkpointed_iteration.txt` is not asked.
+
+    Raises:
+        CheckpointError: there is no checkpoint folder, but something that looks like another program's checkpoint.
+        StorageError: the directory cannot be listed.
+    """
+    directory = Path(directory)
+    storage = storage or Storage()
+    try:
+        names = storage.names(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as failure:
+        raise StorageError(
+            f"cannot list {directory}: {failure.strerror or failure}. Give --load a directory that this user can read."
+        ) from failure
+    if MANIFEST_NAME in names:
+        return [Candidate(directory, folder_step(directory.name) or 0)]
+    found = [
+        (step, not name.startswith(ASIDE_PREFIX), name) for name in names if (step := folder_step(name)) is not None
+    ]
+    if found:
+        return [Candidate(directory / name, step) for step, _, name in sorted(found, reverse=True)]
+    foreign = [name for name in names if _CHECKPOINT_LIKE.fullmatch(name)]
+    if foreign:
+        raise CheckpointError(
+            f"{directory} holds no checkpoint of this program, but something like one: {', '.join(foreign[:5])}. "
+            "Convert it first, or give --load a directory that is empty to start from scratch."
+        )
+    if any(name.startswith(TEMPORARY_PREFIX) for name in names):
+        log.warning(
+            f"{directory} holds an unfinished first save and nothing else: there is no checkpoint to go on from"
+        )
+    return []
+
+
+def load_newest(
+    directory: Path, wanted: Callable[[], Wanted], mesh: ParallelMesh, *, storage: Storage | None = None
+) -> tuple[dict[str, Any], Path] | None:
+    """Loads the newest checkpoint that verifies on every rank; collective over the whole mesh.
+
+    Damaged ones are skipped with a warning that says why. None means that there is nothing there at all.
+
+    Args:
+        wanted: called once for each attempt; must yield all tensors every time.
+
+    Raises:
+        CheckpointError: there are checkpoints and all are damaged, or the newest good one does not fit the run.
+        StorageError: the system refused for a reason that has nothing to do with the checkpoints.
+    """
+
+    def attempt(path: Path) -> dict[str, Any]:
+        return load(path, wanted(), mesh, storage=storage)
+
+    return _newest(Path(directory), attempt, mesh, storage or Storage())
+
+
+def newest_record(
+    directory: Path, mesh: ParallelMesh, *, storage: Storage | None = None
+) -> tuple[dict[str, Any], Path] | None:
+    """The record of the newest checkpoint whose manifest and file sizes are good; reads no tensors; collective.
+
+    Raises:
+        CheckpointError: there are checkpoints and all are damaged.
+    """
+    storage = storage or Storage()
+
+    def look(path: Path) -> dict[str, Any]:
+        manifest = read_manifest(path, storage)
+        check_files(path, manifest, storage)
+        return manifest.record
+
+    return _newest(Path(directory), lambda path: on_first(mesh, lambda: look(path)), mesh, storage)
+
+
+def _newest(
+    directory: Path, attempt: Callable[[Path], dict[str, Any]], mesh: ParallelMesh, storage: Storage
+) -> tuple[dict[str, Any], Path] | None:
+    names = on_first(mesh, lambda: [str(candidate.path) for candidate in find(directory, storage=storage)])
+    skipped: list[str] = []
+    for path in map(Path, names):
+        try:
+            record = attempt(path)
+        except DamagedError as damage:
+            if mesh.world.rank == 0:
+                log.warning(f"skipping checkpoint {path}: {damage}")
+            skipped.append(f"{path.name}: {damage}")
+            continue
+        if mesh.world.rank == 0:
+            _compare_with_hint(directory, path, skipped)
+        return record, path
+    if skipped:
+        raise CheckpointError(
+            f"none of the {len(skipped)} checkpoints in {directory} can be used:\n" + "\n".join(skipped) + "\n"
+            "Restore one from a copy, or give --load an empty directory to start from scratch."
+        )
+    return None
+
+
+def _compare_with_hint(directory: Path, path: Path, skipped: list[str]) -> None:
+    if skipped:
+        log.warning(f"going on from {path}, which is older than {len(skipped)} damaged checkpoint(s)")
+    try:
+        hint = (directory / HINT_NAME).read_text(errors="replace")[:40].strip()
+    except OSError:
+        return
+    if hint != str(folder_step(path.name)) and not skipped:
+        log.warning(f"{directory / HINT_NAME} says {hint!r}; ignoring it, the newest good checkpoint is {path.name}")

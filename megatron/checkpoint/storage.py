@@ -1,0 +1,154 @@
+"""Every file operation of the room, in one small class, so that a test can make any of them fail.
+
+Methods raise `OSError` as the operating system does; the callers turn it into a sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.errors import StorageError
+
+
+class Storage:
+    """The real file system. Reads never follow a symbolic link and never open anything but a plain file."""
+
+    def make_directory(self, path: Path) -> None:
+        """Makes one directory that must not exist yet."""
+        os.mkdir(path)
+
+    def make_directories(self, path: Path) -> None:
+        """Makes a directory and those above it, where they are missing."""
+        missing = [place for place in (path, *path.parents) if not place.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        for place in missing:
+            self.sync_directory(place.parent)
+
+    def names(self, path: Path) -> list[str]:
+        """The names of a directory's entries, sorted."""
+        return sorted(os.listdir(path))
+
+    def exists(self, path: Path) -> bool:
+        """Whether there is an entry of that name."""
+        return os.path.lexists(path)
+
+    def create(self, path: Path) -> int:
+        """Opens a file for writing that must not exist yet."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+    def write(self, handle: int, content: memoryview) -> int:
+        """Writes some of the bytes and says how many."""
+        return os.write(handle, content)
+
+    def sync(self, handle: int) -> None:
+        """Waits until the file's content is on the disk."""
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        """Closes a file."""
+        os.close(handle)
+
+    def sync_directory(self, path: Path) -> None:
+        """Waits until the directory's entries are on the disk."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        except OSError as failure:
+            if failure.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems have no such thing
+                raise
+        finally:
+            os.close(handle)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Renames; a file at the target is replaced in one step, a directory there must not exist."""
+        os.rename(source, target)
+
+    def remove_tree(self, path: Path) -> None:
+        """Removes a directory and everything in it; a missing one is fine."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)
+
+    def remove_file(self, path: Path) -> None:
+        """Removes a file; a missing one is fine."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def free_bytes(self, path: Path) -> int | None:
+        """Bytes this user can still write there, or None where the file system does not say."""
+        figures = os.statvfs(path)
+        return figures.f_bavail * figures.f_frsize if figures.f_blocks else None
+
+    def open_to_read(self, path: Path) -> tuple[int, int]:
+        """Opens a plain file and gives its handle and its size in bytes."""
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(handle)
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        return handle, status.st_size
+
+    def read_into(self, handle: int, target: memoryview, offset_bytes: int) -> int:
+        """Reads from a place of a file into `target` and says how many bytes came (0 at the end)."""
+        return os.preadv(handle, [target], offset_bytes)
+
+
+@contextlib.contextmanager
+def opened(storage: Storage, path: Path) -> Iterator[tuple[int, int]]:
+    """Opens a plain file for reading and closes it again; gives (handle, size in bytes)."""
+    handle, size_bytes = storage.open_to_read(path)
+    try:
+        yield handle, size_bytes
+    finally:
+        storage.close(handle)
+
+
+def read_exactly(storage: Storage, handle: int, target: memoryview, offset_bytes: int) -> None:
+    """Fills `target` from a place of a file; a file that ends too early is an `OSError`."""
+    done = 0
+    while done < len(target):
+        count = storage.read_into(handle, target[done:], offset_bytes + done)
+        if count <= 0:
+            raise OSError(errno.EIO, f"the file ends at byte {offset_bytes + done}")
+        done += count
+
+
+def write_all(storage: Storage, handle: int, content: memoryview) -> None:
+    """Writes all bytes, however many calls that takes."""
+    while len(content):
+        count = storage.write(handle, content)
+        if count <= 0:
+            raise OSError(errno.EIO, "the file system accepts no more bytes")
+        content = content[count:]
+
+
+def write_file(storage: Storage, path: Path, content: bytes) -> None:
+    """Writes a new file and waits until it is on the disk."""
+    handle = storage.create(path)
+    try:
+        write_all(storage, handle, memoryview(content))
+        storage.sync(handle)
+    finally:
+        storage.close(handle)
+
+
+def cannot_write(storage: Storage, path: Path, need_bytes: int, failure: OSError) -> StorageError:
+    """The sentence for a write that the file system refused."""
+    try:
+        free = storage.free_bytes(path.parent)
+    except OSError:
+        free = None
+    name = errno.errorcode.get(failure.errno or 0, "unknown error")
+    space = "an unknown number of" if free is None else str(free)
+    way_out = "Free space there or give --save another directory."
+    if failure.errno == errno.ENOENT:
+        way_out = "All nodes must see the same --save directory; give one that is shared."
+    return StorageError(
+        f"cannot write {path}: {failure.strerror or failure} ({name}); this file needs {need_bytes} bytes, {space} bytes "
+        f"are free there. Earlier checkpoints are untouched. {way_out}"
+    )
