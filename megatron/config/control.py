@@ -33,7 +33,9 @@ class ControlConfig(Area):
     exit_on_signal: bool = flag(
         True, "on SIGTERM or SIGUSR1 save and leave with code 75", spelled=("--exit-signal-handler",)
     )
-    kill_switch_path: str | None = flag(None, "save and leave as soon as this file exists", spelled=("--kill-switch-file",))
+    kill_switch_path: str | None = flag(
+        None, "save and leave as soon as this file exists", spelled=("--kill-switch-file",)
+    )
     skip_train_iteration_range: tuple[str, ...] = flag(
         (), "ranges A-B of steps whose data is consumed without training on it", nargs="+"
     )

@@ -35,8 +35,12 @@ class DataConfig(Area):
     """Token files, their split or blend, and the tokenizer."""
 
     data_path: tuple[str, ...] = flag((), "one prefix, or weight prefix weight prefix ...", nargs="+")
-    split: str = flag("969, 30, 1", "shares of train, validation and test when --data-path is used", resume=RUN_MUST_MATCH)
-    train_weighted_split_paths: tuple[str, ...] = flag((), 'one group "NAME: W S:E PREFIX, W S:E PREFIX" to train on', nargs="+")
+    split: str = flag(
+        "969, 30, 1", "shares of train, validation and test when --data-path is used", resume=RUN_MUST_MATCH
+    )
+    train_weighted_split_paths: tuple[str, ...] = flag(
+        (), 'one group "NAME: W S:E PREFIX, W S:E PREFIX" to train on', nargs="+"
+    )
     valid_weighted_split_paths: tuple[str, ...] = flag((), "groups to validate on, each on its own", nargs="+")
     test_weighted_split_paths: tuple[str, ...] = flag((), "groups to test on, each on its own", nargs="+")
     train_weighted_split_paths_path: str | None = flag(None, "file that holds the training group")
@@ -48,7 +52,9 @@ class DataConfig(Area):
     tokenizer_type: str = flag("GPT2BPETokenizer", "tokenizer family", choices=_TOKENIZERS)
     vocab_file: str | None = flag(None, "vocabulary file of the tokenizer", spelled=("--vocab",))
     merge_file: str | None = flag(None, "byte-pair merges of the tokenizer", spelled=("--merge",))
-    tokenizer_name_or_path: str | None = flag(None, "folder or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",))
+    tokenizer_name_or_path: str | None = flag(
+        None, "folder or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
+    )
     data_impl: str = flag(
         "infer",
         "on-disk format of the token files",
@@ -61,7 +67,9 @@ class DataConfig(Area):
     reset_attention_mask: bool = flag(False, "no attention across documents", resume=RUN_MUST_MATCH)
     data_cache_path: str | None = flag(None, "folder for cached indices; beside the token files if unset")
     index_epoch_rule: str = flag(
-        "bigscience", "when a last partial epoch is shuffled apart: bigscience 0.95, nvidia 0.80", choices=_INDEX_RULES,
+        "bigscience",
+        "when a last partial epoch is shuffled apart: bigscience 0.95, nvidia 0.80",
+        choices=_INDEX_RULES,
         resume=FROM_CHECKPOINT,
     )
 
@@ -116,7 +124,9 @@ def read_split(text: str) -> tuple[float, float, float]:
     except ValueError:
         raise ConfigError(f"--split {text} is not a list of numbers. Write it like 969,30,1.") from None
     if len(shares) > 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
-        raise ConfigError(f"--split {text} must be up to three shares, none negative, not all 0. Write it like 969,30,1.")
+        raise ConfigError(
+            f"--split {text} must be up to three shares, none negative, not all 0. Write it like 969,30,1."
+        )
     shares += [0.0] * (3 - len(shares))
     total = sum(shares)
     return shares[0] / total, shares[1] / total, shares[2] / total

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import operator
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -116,7 +117,9 @@ def flags_of(cls: type) -> list[Flag]:
         if facts is not None:
             element, is_tuple, count = _read_type(hints[field.name])
             required = field.default is dataclasses.MISSING
-            found.append(Flag(field.name, element, facts, None if required else field.default, required, is_tuple, count))
+            found.append(
+                Flag(field.name, element, facts, None if required else field.default, required, is_tuple, count)
+            )
     return found
 
 
@@ -166,13 +169,13 @@ def bound_problems(area: Any) -> Iterator[str]:
             if facts.choices and value not in facts.choices:
                 allowed = ", ".join(str(choice) for choice in facts.choices)
                 yield f"{one.positive_name} {value} is not known. Use one of: {allowed}.{_after(facts.way_out)}"
-            for bound, holds, words in (
-                (facts.at_least, lambda limit: value >= limit, "at least"),
-                (facts.above, lambda limit: value > limit, "more than"),
-                (facts.at_most, lambda limit: value <= limit, "at most"),
-                (facts.below, lambda limit: value < limit, "less than"),
+            for bound, breaks, words in (
+                (facts.at_least, operator.lt, "at least"),
+                (facts.above, operator.le, "more than"),
+                (facts.at_most, operator.gt, "at most"),
+                (facts.below, operator.ge, "less than"),
             ):
-                if bound is not None and not holds(bound):
+                if bound is not None and breaks(value, bound):
                     yield f"{one.positive_name} {value} is out of range. It must be {words} {bound}.{_after(facts.way_out)}"
 
 
@@ -265,7 +268,11 @@ def missing_problems(flags: Iterable[Flag], values: Mapping[str, Any], broken: s
 def without_repeats(sentences: Iterable[str], broken: Iterable[str]) -> list[str]:
     """Drops the sentences about fields whose value is already refused or missing."""
     names = ["--" + field.replace("_", "-") for field in broken]
-    return [text for text in sentences if not any(name in text.replace(",", " ").replace(")", " ").split() for name in names)]
+    return [
+        text
+        for text in sentences
+        if not any(name in text.replace(",", " ").replace(")", " ").split() for name in names)
+    ]
 
 
 def value_from_words(one: Flag, option: str, words: Sequence[str]) -> Any:
@@ -394,9 +401,15 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def _build_parser(
-    flags: Mapping[str, Flag], prog: str | None, description: str, groups: Sequence[tuple[str, Sequence[str]]], epilog: str
+    flags: Mapping[str, Flag],
+    prog: str | None,
+    description: str,
+    groups: Sequence[tuple[str, Sequence[str]]],
+    epilog: str,
 ) -> tuple[_Parser, list[str]]:
-    parser = _Parser(prog=prog, description=description, epilog=epilog, allow_abbrev=False, formatter_class=_HelpFormatter)
+    parser = _Parser(
+        prog=prog, description=description, epilog=epilog, allow_abbrev=False, formatter_class=_HelpFormatter
+    )
     known = ["--help"]
     for title, destinations in groups:
         group = parser.add_argument_group(title)

@@ -18,7 +18,9 @@ class ModelConfig(Area):
     hidden_size: int = flag(help="width of the model", at_least=1, resume=MUST_MATCH)
     num_attention_heads: int = flag(help="attention heads per block", at_least=1, resume=MUST_MATCH)
     ffn_hidden_size: int = flag(None, "inner width of the MLP; 4 x hidden size if unset", at_least=1, resume=MUST_MATCH)
-    kv_channels: int = flag(None, "width of one attention head; hidden size / heads if unset", at_least=1, resume=MUST_MATCH)
+    kv_channels: int = flag(
+        None, "width of one attention head; hidden size / heads if unset", at_least=1, resume=MUST_MATCH
+    )
     seq_length: int = flag(
         help="tokens per sample", spelled=("--encoder-seq-length",), at_least=1, resume=RUN_MUST_MATCH
     )
@@ -33,11 +35,15 @@ class ModelConfig(Area):
     openai_gelu: bool = flag(False, "tanh form of GELU, as OpenAI's code has it", resume=MUST_MATCH)
     hidden_dropout: float = flag(0.1, "dropout on block outputs and on the embedding", at_least=0, below=1)
     attention_dropout: float = flag(0.1, "dropout on attention probabilities", at_least=0, below=1)
-    init_method_std: float = flag(0.02, "standard deviation of the normal distribution weights are drawn from", at_least=0)
+    init_method_std: float = flag(
+        0.02, "standard deviation of the normal distribution weights are drawn from", at_least=0
+    )
     seed: int = flag(1234, "seed of weights, dropout and data order", at_least=1, resume=RUN_MUST_MATCH)
     fp16: bool = flag(False, "train in float16 with loss scaling; CUDA only")
     bf16: bool = flag(False, "train in bfloat16")
-    checkpoint_activations: bool = flag(False, "recompute each block in the backward pass instead of keeping its activations")
+    checkpoint_activations: bool = flag(
+        False, "recompute each block in the backward pass instead of keeping its activations"
+    )
     checkpoint_num_layers: int = flag(
         1,
         "blocks per recompute chunk",

@@ -24,7 +24,9 @@ class OptimConfig(Area):
     optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
     lr: float | None = flag(None, "peak learning rate", at_least=0)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", at_least=0)
-    lr_decay_style: str = flag("linear", "shape of the schedule after warm-up", choices=("constant", "linear", "cosine"))
+    lr_decay_style: str = flag(
+        "linear", "shape of the schedule after warm-up", choices=("constant", "linear", "cosine")
+    )
     lr_decay_iters: int | None = flag(None, "length of the decay in steps; --train-iters if unset", at_least=1)
     lr_decay_samples: int | None = flag(None, "length of the decay in samples; --train-samples if unset", at_least=1)
     lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay", at_least=0, below=1)
@@ -60,13 +62,13 @@ class OptimConfig(Area):
                 "--override-lr-scheduler and --use-checkpoint-lr-scheduler contradict each other. Drop one: the first takes the "
                 "schedule from the command line, the second from the checkpoint."
             )
-        if self.global_batch_size is not None and self.micro_batch_size > 0:
-            if self.global_batch_size % self.micro_batch_size:
-                lower = self.global_batch_size // self.micro_batch_size * self.micro_batch_size
-                yield (
-                    f"--global-batch-size {self.global_batch_size} is not a multiple of --micro-batch-size "
-                    f"{self.micro_batch_size}. Use {lower or self.micro_batch_size} or {lower + self.micro_batch_size}."
-                )
+        micro, batch = self.micro_batch_size, self.global_batch_size
+        if batch is not None and micro > 0 and batch % micro:
+            lower = batch // micro * micro
+            yield (
+                f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro}. "
+                f"Use {f'{lower} or ' if lower else ''}{lower + micro}."
+            )
         yield from self._rampup_problems()
 
     def _rampup_problems(self) -> Iterator[str]:

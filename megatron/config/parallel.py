@@ -24,8 +24,12 @@ class ParallelConfig(Area):
         None, "communication library; nccl on CUDA and gloo on CPU if unset", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = flag(10, "minutes after which a waiting collective gives up", at_least=1)
-    local_rank: int | None = flag(None, "device number of this process; filled in by launchers", spelled=("--local-rank",))
-    deepspeed: bool = flag(False, "accepted for old launch scripts; DeepSpeed is always the engine", spelled=("--deepscale",))
+    local_rank: int | None = flag(
+        None, "device number of this process; filled in by launchers", spelled=("--local-rank",)
+    )
+    deepspeed: bool = flag(
+        False, "accepted for old launch scripts; DeepSpeed is always the engine", spelled=("--deepscale",)
+    )
     deepspeed_config: str | None = flag(
         None,
         "JSON file with further DeepSpeed settings",

@@ -54,8 +54,7 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunConfig:
         areas[area] = without_instance_check(cls, given)
     for instance in areas.values():
         problems.extend(without_repeats(instance.all_problems(), silent))
-    draft = without_instance_check(RunConfig, {**areas, "provenance": provenance})
-    problems.extend(without_repeats(cross_problems(draft), silent))
+    problems.extend(without_repeats(cross_problems(areas["model"], areas["parallel"]), silent))
     if problems:
         raise ConfigError(problems)
     return RunConfig(**areas, provenance=provenance)

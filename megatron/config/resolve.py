@@ -102,7 +102,11 @@ def steps_from_samples(config: RunConfig, global_batch_size: int, samples: int) 
         if increments == 0 or consumed > ramp_samples:
             batch = global_batch_size
         else:
-            batch = min(global_batch_size, start + int(consumed / (ramp_samples / increments)) * increment) if ramp_samples else 0
+            batch = (
+                min(global_batch_size, start + int(consumed / (ramp_samples / increments)) * increment)
+                if ramp_samples
+                else 0
+            )
         batch = batch or global_batch_size
         consumed += batch
         steps += 1
@@ -171,8 +175,9 @@ def _backend(config: RunConfig, machine: Machine) -> tuple[str, list[str]]:
 
 def _zero_stage(config: RunConfig) -> tuple[int, list[str]]:
     if config.parallel.zero_stage == 0 and config.model.dtype_name != "float32":
-        return 1, [
-            f"--zero-stage 0 in {config.model.dtype_name} runs as stage 1 with float32 accumulation: DeepSpeed's half-precision "
-            "optimizer without ZeRO takes a wrong first step."
-        ]
+        notice = (
+            f"--zero-stage 0 in {config.model.dtype_name} runs as stage 1 with float32 accumulation: DeepSpeed's "
+            "half-precision optimizer without ZeRO takes a wrong first step."
+        )
+        return 1, [notice]
     return config.parallel.zero_stage, []

@@ -21,7 +21,13 @@ FILE = "file"
 DEFAULT = "default"
 
 AREAS: Mapping[str, type[Area]] = types.MappingProxyType(
-    {"model": ModelConfig, "parallel": ParallelConfig, "optim": OptimConfig, "data": DataConfig, "control": ControlConfig}
+    {
+        "model": ModelConfig,
+        "parallel": ParallelConfig,
+        "optim": OptimConfig,
+        "data": DataConfig,
+        "control": ControlConfig,
+    }
 )
 
 
@@ -45,7 +51,7 @@ class RunConfig:
     notices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        found = list(cross_problems(self))
+        found = list(cross_problems(self.model, self.parallel))
         if found:
             raise ConfigError(found)
 
@@ -79,9 +85,8 @@ class RunConfig:
         return RunConfig(**areas, provenance=dict(saved.get("provenance", {})))  # type: ignore[arg-type]
 
 
-def cross_problems(config: RunConfig) -> Iterator[str]:
+def cross_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """One sentence for every broken rule between areas."""
-    model, parallel = config.model, config.parallel
     ranks, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     heads = model.num_attention_heads
     if heads > 0 and ranks > 0 and heads % ranks:
