@@ -61,4 +61,6 @@ def storage_error(path: Path, failure: OSError) -> StorageError:
     except OSError:
         free = "its folder cannot be examined"
     reason = failure.strerror or str(failure)
-    return StorageError(f"Cannot write {path}: {reason} ({free}). Free some space or choose a folder that can be written.")
+    return StorageError(
+        f"Cannot write {path}: {reason} ({free}). Free some space or choose a folder that can be written."
+    )

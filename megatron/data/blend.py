@@ -69,7 +69,9 @@ class BlendedDataset:
         self.taken = tuple(int(count) for count in np.bincount(sources, minlength=len(datasets)))
         for dataset, count in zip(self.datasets, self.taken, strict=True):
             if count > len(dataset):
-                raise DataError(f"The blend takes {count} samples of {dataset.prefix}, which has {len(dataset)} planned.")
+                raise DataError(
+                    f"The blend takes {count} samples of {dataset.prefix}, which has {len(dataset)} planned."
+                )
 
     def __len__(self) -> int:
         return len(self._sources)

@@ -52,7 +52,9 @@ class GPTDataset:
         except IndexError as failure:
             if not 0 <= sample < len(self):
                 raise
-            raise DataError(f"The sample index of {self.prefix} is damaged: {failure} Delete the index cache.") from failure
+            raise DataError(
+                f"The sample index of {self.prefix} is damaged: {failure} Delete the index cache."
+            ) from failure
         tokens = np.concatenate(pieces, dtype=np.int64, casting="unsafe")
         if len(tokens) != self.sequence_length + 1:
             raise DataError(

@@ -79,7 +79,9 @@ def plan_epochs(tokens: int, sequence_length: int, samples: int, epoch_rule: str
         DataError: there are no tokens to take samples from.
     """
     if tokens <= 0:
-        raise DataError(f"{samples} samples were asked of documents that hold {tokens} tokens. Use a corpus that is not empty.")
+        raise DataError(
+            f"{samples} samples were asked of documents that hold {tokens} tokens. Use a corpus that is not empty."
+        )
     epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
     total = (epochs * tokens - 1) // sequence_length
     if epochs == 1:
@@ -91,7 +93,12 @@ def plan_epochs(tokens: int, sequence_length: int, samples: int, epoch_rule: str
 
 
 def build_indices(
-    lengths: np.ndarray, documents: np.ndarray, sequence_length: int, samples: int, seed: int, epoch_rule: str = "bigscience"
+    lengths: np.ndarray,
+    documents: np.ndarray,
+    sequence_length: int,
+    samples: int,
+    seed: int,
+    epoch_rule: str = "bigscience",
 ) -> Indices:
     """Builds document, sample and shuffle index.
 

@@ -206,12 +206,18 @@ class IndexedWriter:
         """
         ids = self._checked_tokens(np.asarray(tokens))
         counts = np.asarray(lengths, dtype=np.int64)
-        per_document = np.ones(len(counts), np.int64) if sequences_per_document is None else np.asarray(sequences_per_document)
+        per_document = (
+            np.ones(len(counts), np.int64) if sequences_per_document is None else np.asarray(sequences_per_document)
+        )
         if counts.size and (counts.min() < 0 or counts.max() > LONGEST_SEQUENCE_TOKENS):
             worst = int(counts.min() if counts.min() < 0 else counts.max())
-            raise DataError(f"{self.bin_path}: a sequence of {worst} tokens cannot be stored; 0 to {LONGEST_SEQUENCE_TOKENS} can.")
+            raise DataError(
+                f"{self.bin_path}: a sequence of {worst} tokens cannot be stored; 0 to {LONGEST_SEQUENCE_TOKENS} can."
+            )
         if int(counts.sum()) != ids.size:
-            raise DataError(f"{self.bin_path}: {ids.size} tokens were given, but the lengths sum to {int(counts.sum())}.")
+            raise DataError(
+                f"{self.bin_path}: {ids.size} tokens were given, but the lengths sum to {int(counts.sum())}."
+            )
         if int(per_document.sum()) != len(counts) or (per_document.size and per_document.min() < 0):
             raise DataError(
                 f"{self.bin_path}: {len(counts)} sequences were given, but the documents hold {int(per_document.sum())}."
@@ -246,7 +252,9 @@ class IndexedWriter:
         if tokens.size == 0:
             return np.empty(0, self.dtype)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise DataError(f"{self.bin_path}: token ids must be a row of integers, not {tokens.ndim}-D {tokens.dtype.name}.")
+            raise DataError(
+                f"{self.bin_path}: token ids must be a row of integers, not {tokens.ndim}-D {tokens.dtype.name}."
+            )
         if tokens.dtype != self.dtype:
             limits = np.iinfo(self.dtype)
             low, high = int(tokens.min()), int(tokens.max())
@@ -327,7 +335,9 @@ def _missing_file_text(prefix: str, path: Path) -> str:
     """Says which file is missing and, where the folder shows it, which prefix was probably meant."""
     for suffix in (".bin", ".idx"):
         if prefix.endswith(suffix):
-            return f"{path} does not exist. A data prefix is given without its suffix: use {prefix.removesuffix(suffix)}."
+            return (
+                f"{path} does not exist. A data prefix is given without its suffix: use {prefix.removesuffix(suffix)}."
+            )
     folder = Path(prefix).parent
     near = sorted(str(found.with_suffix("")) for found in folder.glob("*.idx")) if folder.is_dir() else []
     likely = [name for name in near if name.startswith(prefix)] or near

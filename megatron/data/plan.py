@@ -148,11 +148,6 @@ class DataPlan:
         except (KeyError, TypeError, ValueError, AttributeError) as failure:
             raise DataError(f"The stored data plan is incomplete ({type(failure).__name__}: {failure}).") from failure
 
-    def describe(self) -> list[str]:
-        """One line per source for the log: weight, samples and epochs."""
-        groups = [group for group in (self.train, *self.valid, *self.test) if group is not None and group.samples]
-        return [line for group in groups for line in _describe_group(group, self.sequence_length)]
-
 
 def segment_seed(seed: int, segment: int) -> int:
     """The seed of the k-th segment: the run's own for the first (so that it is Megatron's order), a hash of it for later ones."""
@@ -168,18 +163,6 @@ def _extended_source(source: SourcePlan, needed: int, sequence_length: int, seed
     rows = plan_epochs(source.tokens, sequence_length, missing, epoch_rule).samples
     segment = Segment(missing, segment_seed(seed, len(source.segments)), rows)
     return dataclasses.replace(source, segments=(*source.segments, segment))
-
-
-def _describe_group(group: GroupPlan, sequence_length: int) -> list[str]:
-    lines = []
-    for source in group.sources:
-        samples = group.samples * source.weight if group.blended else group.samples
-        epochs = samples * sequence_length / source.tokens
-        lines.append(
-            f"{group.name}: {source.prefix} [{source.first}, {source.last}): {source.tokens:,} tokens, weight {source.weight:.4f}, "
-            f"about {samples:,.0f} samples = {epochs:.2f} epochs"
-        )
-    return lines
 
 
 def _group_from_json(value: Mapping[str, Any]) -> GroupPlan:
@@ -200,6 +183,7 @@ def _source_from_json(value: Mapping[str, Any]) -> SourcePlan:
         tokens=int(value["tokens"]),
         weight=float(value["weight"]),
         segments=tuple(
-            Segment(int(segment["samples"]), int(segment["seed"]), int(segment["rows"])) for segment in value["segments"]
+            Segment(int(segment["samples"]), int(segment["seed"]), int(segment["rows"]))
+            for segment in value["segments"]
         ),
     )

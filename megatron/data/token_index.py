@@ -145,7 +145,9 @@ def _read_cached_layout(path: Path, raw: memoryview, bin_path: Path, bin_bytes: 
     dimensions = _table(raw, "<i8", CACHED_HEADER.size, sequences + 1)
     wrong = np.flatnonzero(dimensions != np.arange(sequences + 1))
     if wrong.size:
-        raise _entry_error(path, "dimension offset", int(wrong[0]), CACHED_HEADER.size, 8, dimensions, f"must be {wrong[0]}")
+        raise _entry_error(
+            path, "dimension offset", int(wrong[0]), CACHED_HEADER.size, 8, dimensions, f"must be {wrong[0]}"
+        )
     sizes = _table(raw, "<i8", at_sizes, sequences)
     _check_lengths(path, sizes, at_sizes, 8)
     lengths = sizes.astype(np.int32)
@@ -180,12 +182,16 @@ def _token_count(lengths: np.ndarray) -> int:
 
 def _check_header_fits(path: Path, raw: memoryview, needed: int) -> None:
     if len(raw) < needed:
-        raise DataError(f"{path}: the file has {len(raw)} bytes, its header alone takes {needed}. It was cut: copy it again.")
+        raise DataError(
+            f"{path}: the file has {len(raw)} bytes, its header alone takes {needed}. It was cut: copy it again."
+        )
 
 
 def _check_version(path: Path, version: int, offset: int) -> None:
     if version != FORMAT_VERSION:
-        raise DataError(f"{path}: layout version {version} (byte offset {offset}) is unknown; version {FORMAT_VERSION} is read.")
+        raise DataError(
+            f"{path}: layout version {version} (byte offset {offset}) is unknown; version {FORMAT_VERSION} is read."
+        )
 
 
 def _dtype_of(path: Path, code: int, offset: int, tokens: int, bin_bytes: int) -> np.dtype:
@@ -266,4 +272,6 @@ def _entry_error(
     path: Path, what: str, entry: int, table_offset: int, entry_bytes: int, table: np.ndarray, rule: str
 ) -> DataError:
     at = table_offset + entry_bytes * entry
-    return DataError(f"{path}: {what} {entry} (byte offset {at}) is {int(table[entry])}; it {rule}. The file is damaged.")
+    return DataError(
+        f"{path}: {what} {entry} (byte offset {at}) is {int(table[entry])}; it {rule}. The file is damaged."
+    )
