@@ -109,7 +109,11 @@ def hard_texts(special_tokens: Sequence[str]) -> list[str]:
     drawn = random.Random(1234)
     letters = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
     for start in range(0, len(letters), 64):
-        texts.append("".join(letter + drawn.choice(("", " ", "a", "1", "\n", "'s", letter)) for letter in letters[start : start + 64]))
+        texts.append(
+            "".join(
+                letter + drawn.choice(("", " ", "a", "1", "\n", "'s", letter)) for letter in letters[start : start + 64]
+            )
+        )
     return texts
 
 

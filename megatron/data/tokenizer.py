@@ -60,9 +60,7 @@ class TokenizerChoice:
     @staticmethod
     def of(flags: TokenizerFlags) -> TokenizerChoice:
         """Copies the four flags out of a larger bag of them."""
-        return TokenizerChoice(
-            flags.tokenizer_type, flags.vocab_file, flags.merge_file, flags.tokenizer_name_or_path
-        )
+        return TokenizerChoice(flags.tokenizer_type, flags.vocab_file, flags.merge_file, flags.tokenizer_name_or_path)
 
 
 class Tokenizer(Protocol):
@@ -211,7 +209,9 @@ def read_tokenizer_file(path: str | Path, what: str) -> str:
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as failure:
         raise ConfigError(f"{what} {path} is not a file. Give the path of an existing one.") from failure
     except (OSError, UnicodeDecodeError) as failure:
-        raise DataError(f"{path} ({what}) cannot be read as UTF-8 text: {failure}. Fetch or write the file again.") from failure
+        raise DataError(
+            f"{path} ({what}) cannot be read as UTF-8 text: {failure}. Fetch or write the file again."
+        ) from failure
 
 
 def parse_json(text: str, path: str | Path) -> Any:
@@ -260,7 +260,9 @@ def _gpt2_vocabulary(path: str) -> dict[str, int]:
         raise DataError(f"{path} (--vocab-file) must hold one JSON object of token to id, as GPT-2's vocab.json does.")
     for token, number in vocabulary.items():
         if type(number) is not int or not 0 <= number < 2**31:
-            raise DataError(f"{path} (--vocab-file): token {token!r} has id {number!r}; ids are whole numbers from 0 to 2^31 - 1.")
+            raise DataError(
+                f"{path} (--vocab-file): token {token!r} has id {number!r}; ids are whole numbers from 0 to 2^31 - 1."
+            )
     if len(set(vocabulary.values())) != len(vocabulary):
         raise DataError(f"{path} (--vocab-file) gives one id to two tokens; every token needs an id of its own.")
     return vocabulary
@@ -306,7 +308,9 @@ def _hugging_face(kind: str, source: str | None) -> LibraryTokenizer:
         )
     files = _hugging_face_files(source)
     if "tokenizer.json" in files:
-        description = parse_json(read_tokenizer_file(files["tokenizer.json"], "tokenizer.json"), files["tokenizer.json"])
+        description = parse_json(
+            read_tokenizer_file(files["tokenizer.json"], "tokenizer.json"), files["tokenizer.json"]
+        )
         where = str(files["tokenizer.json"])
     else:
         description = _converted_by_transformers(source)
@@ -314,7 +318,9 @@ def _hugging_face(kind: str, source: str | None) -> LibraryTokenizer:
     reference = _reference_from_json(description, where)
     canonical = json.dumps(description, sort_keys=True, separators=(",", ":"))
     eod_id = _hugging_face_eod(reference, files)
-    return LibraryTokenizer(f"{kind}:{source}", reference, _checked_fast_encoder(reference, source), eod_id, _sha256(canonical))
+    return LibraryTokenizer(
+        f"{kind}:{source}", reference, _checked_fast_encoder(reference, source), eod_id, _sha256(canonical)
+    )
 
 
 def _hugging_face_files(source: str) -> dict[str, Path]:
@@ -389,7 +395,9 @@ def _hugging_face_eod(reference: Any, files: dict[str, Path]) -> int | None:
         if isinstance(token, str):
             number = reference.token_to_id(token)
             if number is None:
-                raise DataError(f"{files[name]} names eos_token {token!r}, which is not in the vocabulary of tokenizer.json.")
+                raise DataError(
+                    f"{files[name]} names eos_token {token!r}, which is not in the vocabulary of tokenizer.json."
+                )
             return int(number)
     found = (reference.token_to_id(token) for token in _END_OF_DOCUMENT_GUESSES)
     return next((int(number) for number in found if number is not None), None)

@@ -1,0 +1,103 @@
+"""Blocks of lines to token ids: the part of preprocessing that runs in every worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.corpus.lines import BadLine, parse_lines
+from megatron.corpus.sources import Block
+from megatron.data.indexed import width_for
+from megatron.data.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer, surround
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """What decides the ids, apart from the tokenizer's files; the same in every worker.
+
+    Args:
+        tokenizer: the flags that choose it.
+        keys: JSON keys whose texts are encoded, each into files of its own.
+        append_eod: end every document that is not empty with the end-of-document id.
+        skip_bad_lines: leave bad lines out instead of stopping at the first.
+    """
+
+    tokenizer: TokenizerChoice
+    keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    skip_bad_lines: bool = False
+
+
+@dataclass(frozen=True)
+class EncodedKey:
+    """The documents of one key of a block; those that gave no ids are left out.
+
+    Shapes:
+        ids: [sum of lengths], in the width of the output file; lengths: int64 [documents].
+    """
+
+    ids: npt.NDArray[np.integer]
+    lengths: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """What became of one block.
+
+    Args:
+        keys: one entry for each key.
+        lines: lines in the block, bad ones included.
+        empty: documents, over all keys, that gave no ids.
+        bad: the first few bad lines; `bad_count` is all of them.
+    """
+
+    keys: tuple[EncodedKey, ...]
+    lines: int
+    empty: int
+    bad: tuple[BadLine, ...]
+    bad_count: int
+
+
+class Encoder:
+    """Encodes blocks; made once in each worker.
+
+    Raises:
+        ConfigError: the tokenizer's flags are wrong, or it has no end-of-document token and one is asked for.
+        DataError: the tokenizer's files are damaged.
+    """
+
+    def __init__(self, options: EncodeOptions) -> None:
+        self.options = options
+        self.tokenizer: Tokenizer = build_tokenizer(options.tokenizer)
+        self.dtype = width_for(self.tokenizer.vocab_size)
+        self._suffix = [self.tokenizer.eod_id] if options.append_eod else []
+
+    def encode(self, block: Block) -> EncodedBlock:
+        """Parses and encodes the lines of a block.
+
+        Raises:
+            DataError: the block cannot be read.
+        """
+        parsed = parse_lines(block.read(), self.options.keys, block.start == 0, self.options.skip_bad_lines)
+        if parsed.bad and not self.options.skip_bad_lines:
+            return EncodedBlock((), parsed.lines, 0, tuple(parsed.bad), parsed.bad_count)
+        keys = []
+        empty = 0
+        for texts in parsed.texts:
+            count = len(texts)
+            encoded = self._encode_texts(texts)
+            texts.clear()
+            empty += count - len(encoded.lengths)
+            keys.append(encoded)
+        return EncodedBlock(tuple(keys), parsed.lines, empty, tuple(parsed.bad), parsed.bad_count)
+
+    def _encode_texts(self, texts: list[str]) -> EncodedKey:
+        ids, lengths = self.tokenizer.encode_flat(texts)
+        narrow = ids.astype(self.dtype)
+        if len(lengths) and not lengths.all():
+            lengths = lengths[lengths > 0]
+        if self._suffix:
+            return EncodedKey(*surround(narrow, lengths, [], self._suffix))
+        return EncodedKey(narrow, lengths)

@@ -1,0 +1,196 @@
+"""Lines of JSON to texts, and where exactly a bad line is.
+
+`orjson` parses where it is installed. A line that it refuses is tried again by the standard library, which upstream uses and which
+accepts more (NaN, for one); a line is bad when both refuse it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SHOWN_BAD_LINES = 5
+_REFUSALS = (ValueError, KeyError, TypeError, RecursionError)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that gives no document.
+
+    Args:
+        line: its number inside the block, from 0.
+        offset: byte offset of the fault inside the block.
+        reason: what is wrong, in words.
+    """
+
+    line: int
+    offset: int
+    reason: str
+
+
+@dataclass
+class ParsedLines:
+    """What a block of lines holds.
+
+    Args:
+        texts: for each key, the texts of the good lines in order.
+        lines: number of lines, bad ones included.
+        bad: the first few bad lines; all of them count in `bad_count`.
+    """
+
+    texts: list[list[str]]
+    lines: int = 0
+    bad: list[BadLine] = field(default_factory=list)
+    bad_count: int = 0
+
+
+def parse_lines(data: bytes, keys: Sequence[str], is_first: bool, skip_bad: bool) -> ParsedLines:
+    """Takes the texts under `keys` out of every line of a block.
+
+    Args:
+        is_first: the block starts its file, so a byte order mark may come first.
+        skip_bad: go on after a bad line; else stop at it.
+    """
+    skipped_bytes = len(_BYTE_ORDER_MARK) if is_first and data.startswith(_BYTE_ORDER_MARK) else 0
+    lines = data[skipped_bytes:].split(b"\n") if skipped_bytes else data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    if len(keys) == 1:
+        parsed = _parse_one_key(lines, keys[0], skip_bad)
+    else:
+        parsed = _parse_keys(lines, keys, skip_bad)
+    if parsed.bad:
+        parsed.bad = _with_offsets(parsed.bad, lines, skipped_bytes)
+    return parsed
+
+
+def _parse_one_key(lines: list[bytes], key: str, skip_bad: bool) -> ParsedLines:
+    texts: list[str] = []
+    parsed = ParsedLines([texts], len(lines))
+    append, loads = texts.append, _LOADS
+    for number, line in enumerate(lines):
+        try:
+            text = loads(line)[key]
+        except _REFUSALS:
+            text = None
+        if type(text) is str:
+            append(text)
+            continue
+        found = _second_look(line, [key], number)
+        if isinstance(found, BadLine):
+            _note(parsed, found)
+            if not skip_bad:
+                break
+        else:
+            append(found[0])
+    return parsed
+
+
+def _parse_keys(lines: list[bytes], keys: Sequence[str], skip_bad: bool) -> ParsedLines:
+    parsed = ParsedLines([[] for _ in keys], len(lines))
+    for number, line in enumerate(lines):
+        found = _second_look(line, keys, number)
+        if isinstance(found, BadLine):
+            _note(parsed, found)
+            if not skip_bad:
+                break
+            continue
+        for texts, text in zip(parsed.texts, found, strict=True):
+            texts.append(text)
+    return parsed
+
+
+def _note(parsed: ParsedLines, bad: BadLine) -> None:
+    parsed.bad_count += 1
+    if len(parsed.bad) < _SHOWN_BAD_LINES:
+        parsed.bad.append(bad)
+
+
+def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str] | BadLine:
+    """The texts of one line, or what is wrong with it; `offset` is inside the line."""
+    if not line.strip():
+        return BadLine(number, 0, "the line is empty, not a JSON object")
+    may_hold_surrogates = False
+    try:
+        entry = _LOADS(line)
+    except _REFUSALS:
+        entry = _parse_slowly(line, number)
+        may_hold_surrogates = True
+    if isinstance(entry, BadLine):
+        return entry
+    if not isinstance(entry, dict):
+        return BadLine(number, 0, f"the line holds a JSON {_kind(entry)}, not an object")
+    texts = []
+    for key in keys:
+        if key not in entry:
+            return BadLine(
+                number,
+                0,
+                f"key {key!r} (--json-keys) is missing; the line has {', '.join(map(repr, list(entry)[:8])) or 'no keys'}",
+            )
+        text = entry[key]
+        if not isinstance(text, str):
+            return BadLine(number, 0, f"key {key!r} holds a JSON {_kind(text)}, not a string")
+        surrogate = _LONE_SURROGATE.search(text) if may_hold_surrogates else None
+        if surrogate:
+            return BadLine(
+                number, 0, f"key {key!r} holds the lone surrogate U+{ord(surrogate.group()):04X}, which is no character"
+            )
+        texts.append(text)
+    return texts
+
+
+def _parse_slowly(line: bytes, number: int) -> Any:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as failure:
+        return BadLine(number, failure.start, f"not UTF-8: byte 0x{line[failure.start]:02x} ({failure.reason})")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as failure:
+        return BadLine(number, len(text[: failure.pos].encode("utf-8")), f"not JSON: {failure.msg}")
+    except RecursionError:
+        return BadLine(number, 0, "nested too deeply for JSON")
+    except ValueError as failure:
+        return BadLine(number, 0, f"not JSON: {failure}")
+
+
+def _with_offsets(bad: list[BadLine], lines: list[bytes], skipped_bytes: int) -> list[BadLine]:
+    """Turns offsets inside a line into offsets inside the block."""
+    placed = []
+    start, reached = skipped_bytes, 0
+    for entry in bad:
+        start += sum(len(line) + 1 for line in lines[reached : entry.line])
+        reached = entry.line
+        placed.append(BadLine(entry.line, start + entry.offset, entry.reason))
+    return placed
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return kinds.get(type(value), "value")
+
+
+def _fastest_loads() -> Callable[[bytes], Any]:
+    try:
+        import orjson
+    except ImportError:
+        return _standard_loads
+    return orjson.loads
+
+
+def _standard_loads(line: bytes) -> Any:
+    """The standard library's parser, refusing like `orjson` what may hold a lone surrogate: the second look decides."""
+    if b"\\ud" in line.lower():
+        raise ValueError("an escaped surrogate, which may be a lone one")
+    return json.loads(line.decode("utf-8"))
+
+
+_LOADS = _fastest_loads()

@@ -1,0 +1,109 @@
+"""Turns jsonl files into the token files that training reads: `<prefix>_<key>_document.bin` and `.idx`.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix my-gpt2 --vocab-file vocab.json \
+        --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod --workers 2
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config.flags import Area, flag, parse_flags
+
+_TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
+
+
+@dataclass(frozen=True)
+class PreprocessFlags(Area):
+    """Upstream's flags of this tool, and `--on-bad-line`."""
+
+    input: tuple[str, ...] = flag(help="jsonl files, also .gz .bz2 .xz .zst; - is standard input", nargs="+")
+    output_prefix: str = flag(help="path of the outputs without _<key>_document.bin/.idx")
+    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(_TOKENIZERS)}", choices=_TOKENIZERS)
+    json_keys: tuple[str, ...] = flag(
+        ("text",), "keys whose texts are encoded, each into files of its own", nargs="+", spelled=("--json-key",)
+    )
+    vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
+    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
+    tokenizer_name_or_path: str | None = flag(
+        None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
+    )
+    append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
+    dataset_impl: str = flag(
+        "mmap", "format of the outputs", choices=("mmap",), way_out="mmap is what the trainer reads fastest."
+    )
+    workers: int = flag(1, "processes that encode; 1 encodes in this one. The outputs do not depend on it", at_least=1)
+    log_interval: int = flag(100, "documents between two progress lines (at most one a second)", at_least=1)
+    on_bad_line: str = flag(
+        "error",
+        "what a line that is no good JSON document does: stop, or be left out and counted",
+        choices=("error", "skip"),
+    )
+    split_sentences: bool = flag(False, "one sequence a sentence (not available yet)")
+    keep_newlines: bool = flag(False, "keep newlines between sentences; has an effect with --split-sentences only")
+    datasets: tuple[str, ...] = flag((), "read by no version of this tool; accepted", nargs="+")
+    make_vocab_size_divisible_by: int = flag(
+        128, "accepted; the width of an id follows from the unpadded vocabulary", at_least=1
+    )
+    pad_vocab_size_to: int | None = flag(
+        None, "accepted; the width of an id follows from the unpadded vocabulary", at_least=1
+    )
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if self.split_sentences:
+            yield "--split-sentences is not available yet. Leave it out for GPT data, or split the sentences into lines beforehand."
+        if len(set(self.json_keys)) != len(self.json_keys):
+            yield f"--json-keys {' '.join(self.json_keys)} names a key twice; each key gets files of its own, so name it once."
+
+
+def main() -> int:
+    """Runs the tool on the command line's flags."""
+    flags = parse_flags(PreprocessFlags, sys.argv[1:], prog="preprocess_data.py", description=__doc__ or "")
+    from megatron.corpus.encode import EncodeOptions
+    from megatron.corpus.preprocess import preprocess
+    from megatron.corpus.progress import Progress
+    from megatron.corpus.sources import total_bytes
+    from megatron.data.tokenizer import TokenizerChoice
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    for name, given in (("--datasets", flags.datasets), ("--keep-newlines", flags.keep_newlines)):
+        if given:
+            log.warning(f"{name} changes nothing here and is ignored.")
+    log.info(f"Opening {', '.join(flags.input)}")
+    options = EncodeOptions(TokenizerChoice.of(flags), flags.json_keys, flags.append_eod, flags.on_bad_line == "skip")
+    progress = Progress(
+        total_bytes(flags.input), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None
+    )
+    try:
+        result = preprocess(flags.input, flags.output_prefix, options, flags.workers, progress)
+    except BaseException:
+        progress.clear()
+        raise
+    progress.finish()
+    log.info(
+        f"Wrote {', '.join(result.prefixes)} (.bin, .idx): {result.documents} documents, {result.tokens} tokens; "
+        f"{result.empty} empty documents and {result.skipped} bad lines left out."
+    )
+    return 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Turns SIGTERM into the keyboard's interrupt, so that temporary files are removed."""
+    raise KeyboardInterrupt
+
+
+def _write_terminal(text: str) -> None:
+    os.write(sys.stderr.fileno(), text.encode())
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
