@@ -2,10 +2,12 @@
 
 Progress lines go to standard output, everything else to standard error. Before the mesh is open every process writes; once
 `set_rank` was called, `info` and `line` speak on one rank only, while `warning` and `error` always speak and name theirs.
+`copy_to` keeps a file of what this process was told to say, lines that another rank prints included.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -26,6 +28,7 @@ class _Voice:
     speaks_info: bool = True
     speaks_lines: bool = True
     level: int = _LEVELS["info"]
+    copy: TextIO | None = None
 
 
 _VOICE = _Voice()
@@ -43,10 +46,19 @@ def set_level(level: str) -> None:
     _VOICE.level = _LEVELS[level]
 
 
+def copy_to(path: str | os.PathLike[str] | None) -> None:
+    """Appends every further message to a file as well; None ends that. Meant for one rank."""
+    if _VOICE.copy is not None:
+        _VOICE.copy.close()
+    _VOICE.copy = None if path is None else open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+
+
 def line(text: str) -> None:
     """Prints a result line to standard output, from the last rank only."""
     if _VOICE.speaks_lines:
         _write(sys.stdout, text)
+    else:
+        _keep(text)
 
 
 def info(text: str) -> None:
@@ -103,3 +115,12 @@ def _rank_prefix() -> str:
 def _write(stream: TextIO, text: str) -> None:
     stream.write(text if text.endswith("\n") else text + "\n")
     stream.flush()
+    _keep(text)
+
+
+def _keep(text: str) -> None:
+    """Adds a message to the copy; a full disk must not end training for the sake of a log."""
+    if _VOICE.copy is not None:
+        with contextlib.suppress(OSError):
+            _VOICE.copy.write(text if text.endswith("\n") else text + "\n")
+            _VOICE.copy.flush()

@@ -79,20 +79,15 @@ class Schedule:
     decay_samples: float
 
 
-def learning_rate(optim: OptimConfig, consumed_samples: int, tokens_per_sample: int | None = None) -> float:
+def learning_rate(optim: OptimConfig, consumed_samples: int) -> float:
     """Learning rate of the step that starts after so many consumed samples.
 
     The first step of a run with warm-up therefore runs at rate 0, as upstream's does.
 
-    Args:
-        optim: the resolved optimizer area.
-        consumed_samples: training samples consumed before the step.
-        tokens_per_sample: sequence length; only needed with --lr-decay-tokens.
-
     Raises:
-        ConfigError: the schedule cannot be built from the flags.
+        ConfigError: the warm-up is longer than the decay.
     """
-    course = schedule(optim, tokens_per_sample)
+    course = schedule(optim)
     peak, floor = optim.lr or 0.0, optim.min_lr
     if course.warmup_samples > 0 and consumed_samples <= course.warmup_samples:
         return peak * consumed_samples / course.warmup_samples
@@ -101,43 +96,32 @@ def learning_rate(optim: OptimConfig, consumed_samples: int, tokens_per_sample: 
     if consumed_samples > course.decay_samples:
         return floor
     ratio = (consumed_samples - course.warmup_samples) / (course.decay_samples - course.warmup_samples)
-    if optim.lr_decay_style == "linear":
-        remaining = 1.0 - ratio
-    elif optim.lr_decay_style == "cosine":
-        remaining = 0.5 * (math.cos(math.pi * ratio) + 1.0)
-    else:
-        raise ConfigError(f"--lr-decay-style {optim.lr_decay_style} is not known. Use constant, linear or cosine.")
+    remaining = 1.0 - ratio if optim.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
     return floor + remaining * (peak - floor)
 
 
-def schedule(optim: OptimConfig, tokens_per_sample: int | None = None) -> Schedule:
+def schedule(optim: OptimConfig) -> Schedule:
     """Warm-up and decay of the learning rate in samples, whatever unit they were given in.
 
     Raises:
-        ConfigError: no length is known, or the warm-up does not end before the decay does.
+        ConfigError: the warm-up does not end before the decay does.
     """
     batch = _full_batch(optim)
+    warmup: float
     if optim.train_samples is None:
-        decay = _first(optim.lr_decay_iters, optim.train_iters, 0) * batch
-        warmup: float = optim.lr_warmup_iters * batch
-        unit = f"--lr-decay-iters or --train-iters {_first(optim.lr_decay_iters, optim.train_iters)}"
+        decay = (optim.lr_decay_iters or optim.train_iters or 0) * batch
+        warmup = optim.lr_warmup_iters * batch
     else:
-        decay = _first(optim.lr_decay_samples, optim.train_samples, 0)
+        decay = optim.lr_decay_samples or optim.train_samples
         warmup = optim.lr_warmup_samples
-        unit = f"--lr-decay-samples or --train-samples {decay}"
     if optim.lr_warmup_fraction is not None:
         warmup = optim.lr_warmup_fraction * decay
-    if optim.lr_decay_tokens is not None:
-        if not tokens_per_sample:
-            raise ConfigError(
-                f"--lr-decay-tokens {optim.lr_decay_tokens} needs the tokens of a sample to become samples (--seq-length)."
-            )
-        decay, unit = optim.lr_decay_tokens / tokens_per_sample, f"--lr-decay-tokens {optim.lr_decay_tokens}"
     if not 0 <= warmup < decay:
         raise ConfigError(
-            f"The learning rate would warm up over {warmup:g} samples but decay over only {decay:g} ({unit}, --global-batch-size "
-            f"{batch}). The warm-up must end before the decay does: lower --lr-warmup-fraction, --lr-warmup-iters or "
-            "--lr-warmup-samples, or train longer."
+            f"The learning rate would warm up over {warmup:g} samples but decay over only {decay:g} (--train-iters "
+            f"{optim.train_iters}, --train-samples {optim.train_samples}, --global-batch-size {batch}). The warm-up must end "
+            "before the decay does: lower --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples, or raise "
+            "--lr-decay-iters or --lr-decay-samples."
         )
     return Schedule(warmup, decay)
 
@@ -165,7 +149,7 @@ def micro_batches(optim: OptimConfig, consumed_samples: int, data_parallel_size:
         ConfigError: the step's global batch does not split evenly.
     """
     size = global_batch_size(optim, consumed_samples)
-    together = (optim.micro_batch_size or 1) * data_parallel_size
+    together = optim.micro_batch_size * data_parallel_size
     if size % together:
         raise ConfigError(
             f"A global batch of {size} samples (after {consumed_samples} consumed; --global-batch-size {optim.global_batch_size}, "
@@ -203,7 +187,9 @@ def planned_iterations(optim: OptimConfig, progress: Progress | None = None) -> 
     return step + max(0, optim.train_samples - consumed) // _full_batch(optim)
 
 
-def planned_samples(optim: OptimConfig, control: ControlConfig, progress: Progress | None = None) -> tuple[int, int, int]:
+def planned_samples(
+    optim: OptimConfig, control: ControlConfig, progress: Progress | None = None
+) -> tuple[int, int, int]:
     """Samples that training, validation and test want over the whole run; what the index files are built for.
 
     Args:
@@ -224,9 +210,4 @@ def planned_samples(optim: OptimConfig, control: ControlConfig, progress: Progre
 
 def _full_batch(optim: OptimConfig) -> int:
     """The global batch after any ramp-up; `resolve` has set it."""
-    return optim.global_batch_size or optim.micro_batch_size or 1
-
-
-def _first(*values: int | None) -> int:
-    """The first value that is set; 0 when none is."""
-    return next((value for value in values if value is not None), 0)
+    return optim.global_batch_size or optim.micro_batch_size

@@ -1,0 +1,223 @@
+"""What is known about a training step, as one record; and the mean of such records over a log interval.
+
+Source: TFLOPs formula and the meaning of each figure of the log line: bigscience-workshop/Megatron-DeepSpeed,
+megatron/training.py (`training_log`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.config import ModelConfig
+from megatron.train.progress import Progress
+
+
+class StepOutcome(Protocol):
+    """What the engine says about a step; equal on all ranks."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per counted token, in nats."""
+
+    @property
+    def gradient_norm(self) -> float:
+        """2-norm of the whole gradient before clipping."""
+
+    @property
+    def sample_count(self) -> int:
+        """Samples of the global batch."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was dropped."""
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor applied to the loss."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What turns samples and seconds into rates; fixed for a run.
+
+    Attributes:
+        tokens_per_sample: sequence length.
+        flops_per_sample: floating-point operations of one sample, forward, backward and recompute.
+        device_count: processes that share the work.
+        replica_count: data-parallel replicas.
+        parameters_without_embeddings: parameters of the whole network without its embedding tables.
+    """
+
+    tokens_per_sample: int
+    flops_per_sample: float
+    device_count: int = 1
+    replica_count: int = 1
+    parameters_without_embeddings: int = 0
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, *, device_count: int, replica_count: int, parameters_without_embeddings: int = 0
+    ) -> Workload:
+        """The workload of a resolved model on so many devices."""
+        return cls(
+            model.seq_length, flops_per_sample(model), device_count, replica_count, parameters_without_embeddings
+        )
+
+    def gigaflops_without_embeddings(self, tokens: int) -> float:
+        """10^9 operations that so many tokens cost, by the 6 N rule without embeddings and recompute."""
+        return 6.0 * tokens * self.parameters_without_embeddings / 1e9
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One training step, or the mean over several.
+
+    Attributes:
+        iteration: last step that is covered.
+        train_iterations: planned steps of the run.
+        consumed_samples: training samples consumed after that step.
+        consumed_tokens: training tokens consumed after that step.
+        seconds_per_iteration: wall time of a step, evaluation and saving excluded.
+        learning_rate: rate of the last step.
+        global_batch_size: samples of the last step.
+        lm_loss: mean loss per token in nats over the steps that were not skipped; NaN if there was none.
+        loss_scale: factor on the loss in fp16; None otherwise.
+        gradient_norm: global gradient norm of the last step before clipping; None if unknown.
+        zero_count: zeros in the last gradient; None unless asked for.
+        parameter_norm: norm of all parameters; None unless asked for.
+        skipped_iterations: steps in here whose update was dropped.
+        nan_iterations: steps in here whose loss was NaN or infinite.
+        samples_per_second: over all replicas.
+        tokens_per_second: over all replicas.
+        teraflops_per_device: 10^12 floating-point operations per second and device.
+        gigaflops_without_embeddings: 10^9 operations of the whole run so far, embeddings left out.
+    """
+
+    iteration: int
+    train_iterations: int
+    consumed_samples: int
+    consumed_tokens: int
+    seconds_per_iteration: float
+    learning_rate: float
+    global_batch_size: int
+    lm_loss: float
+    loss_scale: float | None
+    gradient_norm: float | None
+    zero_count: float | None
+    parameter_norm: float | None
+    skipped_iterations: int
+    nan_iterations: int
+    samples_per_second: float
+    tokens_per_second: float
+    teraflops_per_device: float
+    gigaflops_without_embeddings: float
+
+
+def measure(
+    progress: Progress,
+    outcome: StepOutcome,
+    workload: Workload,
+    *,
+    train_iterations: int,
+    learning_rate: float,
+    seconds: float,
+    loss_scale: float | None = None,
+    zero_count: float | None = None,
+    parameter_norm: float | None = None,
+) -> Metrics:
+    """The record of one step.
+
+    Args:
+        progress: after the step.
+        outcome: what the engine returned.
+        workload: what turns samples into tokens and operations.
+        train_iterations: planned steps of the run.
+        learning_rate: the rate that was applied.
+        seconds: wall time of the step.
+        loss_scale: the scale, in fp16 only.
+        zero_count: zeros in the gradient, if counted.
+        parameter_norm: norm of all parameters, if computed.
+    """
+    samples_per_second = outcome.sample_count / seconds if seconds > 0.0 else 0.0
+    return Metrics(
+        iteration=progress.step,
+        train_iterations=train_iterations,
+        consumed_samples=progress.consumed_samples,
+        consumed_tokens=progress.consumed_tokens,
+        seconds_per_iteration=seconds,
+        learning_rate=learning_rate,
+        global_batch_size=outcome.sample_count,
+        lm_loss=outcome.loss,
+        loss_scale=loss_scale,
+        gradient_norm=outcome.gradient_norm,
+        zero_count=zero_count,
+        parameter_norm=parameter_norm,
+        skipped_iterations=int(outcome.skipped),
+        nan_iterations=int(not math.isfinite(outcome.loss)),
+        samples_per_second=samples_per_second,
+        tokens_per_second=samples_per_second * workload.tokens_per_sample,
+        teraflops_per_device=samples_per_second * workload.flops_per_sample / workload.device_count / 1e12,
+        gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
+    )
+
+
+def mean_of(steps: Sequence[Metrics]) -> Metrics:
+    """Joins the records of consecutive steps into one, as the log line shows them.
+
+    The loss is the mean over the steps that were not skipped, so one NaN among them makes it NaN. Rates are totals over total
+    time. State (rate, batch size, scale, norms, counters) is the last step's; skipped and NaN steps are counted.
+    """
+    last = steps[-1]
+    losses = [step.lm_loss for step in steps if not step.skipped_iterations]
+    seconds = math.fsum(step.seconds_per_iteration for step in steps)
+
+    def rate(name: str) -> float:
+        """Mean of a rate, weighted with the time it held."""
+        if seconds <= 0.0:
+            return 0.0
+        return math.fsum(getattr(step, name) * step.seconds_per_iteration for step in steps) / seconds
+
+    return dataclasses.replace(
+        last,
+        seconds_per_iteration=seconds / len(steps),
+        lm_loss=sum(losses) / len(losses) if losses else math.nan,
+        skipped_iterations=sum(step.skipped_iterations for step in steps),
+        nan_iterations=sum(step.nan_iterations for step in steps),
+        samples_per_second=rate("samples_per_second"),
+        tokens_per_second=rate("tokens_per_second"),
+        teraflops_per_device=rate("teraflops_per_device"),
+    )
+
+
+class Interval:
+    """Collects the steps since the last log line."""
+
+    def __init__(self) -> None:
+        self._steps: list[Metrics] = []
+
+    def add(self, step: Metrics) -> None:
+        """Takes the record of one step."""
+        self._steps.append(step)
+
+    def close(self) -> Metrics | None:
+        """The mean over the steps since the last call, None if there was none; then starts anew."""
+        steps, self._steps = self._steps, []
+        return mean_of(steps) if steps else None
+
+
+def flops_per_sample(model: ModelConfig) -> float:
+    """Floating-point operations to train on one sequence, by upstream's formula.
+
+    24 * f * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)) with f = 3, or 4 with recompute. (Upstream has 32 in place of 24 for gated
+    MLPs, which this model does not have yet.)
+
+    Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; Narayanan et al. 2021 (arXiv 2104.04473), appendix.
+    """
+    layers, hidden, sequence = model.num_layers, model.hidden_size, model.seq_length
+    passes = 4 if model.checkpoint_activations else 3
+    shares = 1.0 + sequence / (6.0 * hidden) + model.padded_vocab_size / (16.0 * layers * hidden)
+    return 24 * passes * sequence * layers * hidden**2 * shares
