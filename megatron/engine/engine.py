@@ -64,6 +64,7 @@ class Engine:
     def __init__(self, config: RunConfig, mesh: ParallelMesh) -> None:
         self.config = config
         self.mesh = mesh
+        join_deepspeed()
         self.module = build_module(config, mesh)
         if config.model.dtype_name != "float32":
             self.module.to(getattr(torch, config.model.dtype_name))
@@ -180,6 +181,14 @@ class Engine:
             torch._foreach_mul_([parameter.grad for parameter in parameters], limit / (self._last_norm + 1.0e-6))
 
 
+def join_deepspeed() -> None:
+    """Lets DeepSpeed use the process groups that the mesh opened; doing it twice changes nothing."""
+    # On CPU deepspeed would compile its shared-memory collectives here (half a minute, and a failure without a compiler).
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with _quiet():
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
 def counts_here(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
     """Whether this rank is the one that accounts for a parameter among its tensor- and pipeline-parallel copies."""
     if getattr(parameter, "ds_pipe_replicated", False):
@@ -189,10 +198,14 @@ def counts_here(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
 
 def build_module(config: RunConfig, mesh: ParallelMesh) -> nn.Module:
     """Builds this rank's part of the network: one stage of a pipeline, or the whole as one module."""
+    resets = {
+        "reset_position_ids": config.data.reset_position_ids,
+        "reset_attention_mask": config.data.reset_attention_mask,
+    }
     if mesh.pp.size == 1:
-        return build_dense(config.model, mesh)
+        return build_dense(config.model, mesh, **resets)
     with _quiet():
-        return StagedModule(gpt_layers(config.model, mesh), mesh, config.model.vocab_size)
+        return StagedModule(gpt_layers(config.model, mesh, **resets), mesh, config.model.vocab_size)
 
 
 def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
@@ -224,8 +237,6 @@ def _initialize(config: RunConfig, mesh: ParallelMesh, module: nn.Module) -> Any
     settings = deepspeed_config(config)
     if config.parallel.effective_zero_stage == 0 and not settings["gradient_clipping"]:
         settings["gradient_clipping"] = _NO_CLIPPING
-    # On CPU deepspeed would compile its shared-memory collectives here (half a minute, and a failure without a compiler).
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with _quiet():
         engine, *_ = deepspeed.initialize(
             model=module,
@@ -234,7 +245,10 @@ def _initialize(config: RunConfig, mesh: ParallelMesh, module: nn.Module) -> Any
             mpu=None if mesh.pp.size > 1 else MeshUnit(mesh),
             dist_init_required=False,
         )
-    log.debug(f"DeepSpeed info: version={deepspeed.__version__}, engine={type(engine).__name__}, optimizer={type(engine.optimizer).__name__}")
+    log.info(
+        f"DeepSpeed info: version={deepspeed.__version__}, engine={type(engine).__name__}, "
+        f"optimizer={type(engine.optimizer).__name__}, ZeRO stage={config.parallel.effective_zero_stage}"
+    )
     return engine
 
 

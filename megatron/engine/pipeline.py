@@ -12,7 +12,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.model.gpt import LayerSpec, language_model_loss, word_logits
+from megatron.model.embedding import word_logits
+from megatron.model.gpt import BLOCK_PREFIX, WORD_EMBEDDINGS, LayerSpec, language_model_loss
 from megatron.parallel.mesh import ParallelMesh
 
 
@@ -43,7 +44,7 @@ def stage_bounds(specs: Sequence[LayerSpec], stages: int) -> list[int]:
 
     What precedes the first block belongs to the first stage, what follows the last block to the last.
     """
-    blocks = [index for index, spec in enumerate(specs) if spec.name.startswith("decoder.layers.")]
+    blocks = [index for index, spec in enumerate(specs) if spec.name.startswith(BLOCK_PREFIX)]
     bounds = [0]
     taken = 0
     for count in blocks_per_stage(len(blocks), stages)[:-1]:
@@ -128,7 +129,7 @@ class _OwnTiedSpec(TiedLayerSpec):
 def _adapt(spec: LayerSpec) -> DeepSpeedSpec:
     if spec.tied_to is not None:
         return _OwnTiedSpec(spec, _module_key(spec.tied_to), _head)
-    if spec.name == "embedding.word_embeddings":
+    if spec.name == WORD_EMBEDDINGS:
         return _OwnTiedSpec(spec, _module_key(spec.name), None)
     return _OwnSpec(spec)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron.engine.engine import Engine, counts_here
-from megatron.parallel.layers import Placement
+from megatron.parallel.placement import Placement, placement_of
 from megatron.parallel.pieces import Kind, PieceKey
 
 # Name of each stored moment in the state of the torch optimizer.
@@ -155,7 +155,7 @@ def _refresh_stage_three(wrapper: object) -> None:
 
 
 def _identity(parameter: nn.Parameter) -> tuple[str, Placement]:
-    return parameter.global_name, parameter.placement  # type: ignore[attr-defined]
+    return parameter.global_name, placement_of(parameter)  # type: ignore[attr-defined]
 
 
 def _tensors(engine: Engine, fragment: Fragment, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:

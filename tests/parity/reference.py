@@ -100,5 +100,5 @@ def train_reference(
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), recipe.clip)
         optimizer.step()
-        curve.append((float(loss), float(norm)))
+        curve.append((loss.item(), norm.item()))
     return curve
