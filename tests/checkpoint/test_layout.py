@@ -1,0 +1,113 @@
+"""Box arithmetic against plain indexing, and what must be refused."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.checkpoint.layout import Catalogue, StoredPiece, check_complete, copy_runs, key_problem, plan_piece, whole
+from megatron.errors import CheckpointError
+from megatron.parallel.pieces import PieceKey
+from tests.checkpoint.fake_pieces import cut_keys, cut_out
+
+
+def stored(keys: list[PieceKey]) -> Catalogue:
+    return Catalogue.of(StoredPiece(key, "F32", 4, 0, 0) for key in keys)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 7), max_size=4), st.integers(0, 2**32))
+def test_any_cut_read_by_any_other_cut_gives_the_tensor(shape: list[int], seed: int) -> None:
+    random_cuts = random.Random(seed)
+    tensor = torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape)
+    saved = cut_keys("a", "weight", tuple(shape), random_cuts)
+    check_complete(saved)
+    values = {key: cut_out(tensor, key) for key in saved}
+    catalogue = stored(saved)
+    for key in cut_keys("a", "weight", tuple(shape), random_cuts):
+        result = torch.full((key.numel,), float("nan"))
+        for piece, runs in plan_piece(key, catalogue):
+            assert np.all(np.diff(runs.source) > 0)
+            for source, destination, length in zip(runs.source, runs.destination, runs.length, strict=True):
+                result[destination : destination + length] = values[piece.key][source : source + length]
+        assert torch.equal(result, cut_out(tensor, key))
+
+
+def test_work_is_proportional_to_rows_shared_not_to_elements() -> None:
+    shape = (4096, 65536)
+    column = PieceKey("a", "weight", shape, (0, 8192), (4096, 16384), 0, 4096 * 8192)
+    began = time.perf_counter()
+    assert copy_runs(whole("a", "weight", shape), column).length.size == 4096
+    assert time.perf_counter() - began < 1
+    rows = PieceKey("a", "weight", shape, (1024, 0), (2048, 65536), 0, 1024 * 65536)
+    assert copy_runs(whole("a", "weight", shape), rows).length.size == 1
+    few = PieceKey("a", "weight", shape, (0, 0), shape, 5 * 65536, 7 * 65536)
+    assert copy_runs(few, column).length.size == 2
+
+
+def test_pieces_that_do_not_meet_share_nothing() -> None:
+    left = PieceKey("a", "weight", (4, 4), (0, 0), (4, 2), 0, 8)
+    right = PieceKey("a", "weight", (4, 4), (0, 2), (4, 4), 0, 8)
+    assert copy_runs(left, right).numel == 0
+
+
+def test_weight_and_master_stand_in_for_each_other() -> None:
+    master, weight = whole("a", "master", (4,)), whole("a", "weight", (4,))
+    assert plan_piece(weight, stored([master]))[0][0].key.kind == "master"
+    assert plan_piece(master, stored([weight]))[0][0].key.kind == "weight"
+    assert plan_piece(weight, stored([master, weight]))[0][0].key.kind == "weight"
+
+
+def test_refusals_name_tensor_and_range() -> None:
+    key = whole("mlp.weight", "weight", (4, 4))
+    top = PieceKey("mlp.weight", "weight", (4, 4), (0, 0), (2, 4), 0, 8)
+    with pytest.raises(CheckpointError, match=r"mlp.weight .*elements 8:16 of box \[0:4, 0:4\]"):
+        plan_piece(key, stored([top]))
+    with pytest.raises(CheckpointError, match=r"elements 0:8 of box"):
+        plan_piece(PieceKey("mlp.weight", "weight", (4, 4), (2, 0), (4, 4), 0, 8), stored([top]))
+    inner = PieceKey("mlp.weight", "weight", (4, 4), (0, 0), (4, 4), 10, 16)
+    with pytest.raises(CheckpointError, match="elements 8:10 of box"):
+        plan_piece(key, stored([top, inner]))
+    with pytest.raises(CheckpointError, match="element 0 of the wanted piece is stored twice"):
+        plan_piece(key, stored([top, key]))
+    with pytest.raises(CheckpointError, match=r"has shape \[4, 4\] in the checkpoint.* needs \[8, 4\]"):
+        plan_piece(whole("mlp.weight", "weight", (8, 4)), stored([key]))
+    with pytest.raises(CheckpointError, match=r"no exp_avg of tensor mlp.weight \(it holds weight\).*--no-load-optim"):
+        plan_piece(whole("mlp.weight", "exp_avg", (4, 4)), stored([key]))
+    with pytest.raises(CheckpointError, match="tensor other is not in the checkpoint"):
+        plan_piece(whole("other", "weight", (4, 4)), stored([key]))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [
+        ([((0,), (4,), 0, 4), ((4,), (9,), 0, 4)], r"box \[4:9\]: elements 4:5 are in no piece"),
+        ([((0,), (4,), 0, 4), ((4,), (9,), 0, 3), ((4,), (9,), 2, 5)], r"box \[4:9\]: elements 2:3 are in two pieces"),
+        ([((0,), (4,), 0, 4), ((4,), (9,), 2, 5)], r"box \[4:9\]: elements 0:2 are in no piece"),
+        ([((0,), (5,), 0, 5), ((4,), (9,), 0, 5)], r"boxes \[0:5\] and \[4:9\] overlap"),
+        ([((0,), (4,), 0, 4)], "wrote 4 of its 9 elements"),
+    ],
+)
+def test_a_save_must_cover_every_element_once(
+    pieces: list[tuple[tuple[int, ...], tuple[int, ...], int, int]], text: str
+) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        check_complete(PieceKey("a", "weight", (9,), *piece) for piece in pieces)
+
+
+def test_pieces_must_agree_about_the_shape() -> None:
+    with pytest.raises(CheckpointError, match=r"disagree about its shape: \[4\] and \[5\]"):
+        check_complete([whole("a", "weight", (4,)), whole("a", "weight", (5,))])
+
+
+def test_impossible_numbers_are_named() -> None:
+    assert key_problem(whole("a", "weight", (4, 2))) is None
+    assert "different lengths" in str(key_problem(PieceKey("a", "weight", (4,), (0, 0), (4,), 0, 4)))
+    assert "does not lie in shape" in str(key_problem(PieceKey("a", "weight", (4,), (0,), (5,), 0, 5)))
+    assert "range 2:6 does not lie in a box of 4" in str(key_problem(PieceKey("a", "weight", (4,), (0,), (4,), 2, 6)))
