@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron import kernels
 from megatron.errors import ConfigError
@@ -71,6 +72,8 @@ class SelfAttention(nn.Module):
 
     Shapes: `[b, s, h]` to the same, replicated over the axis; inside `[b, a/t, s, d]`.
 
+    With `--recompute-granularity selective` the core (scores, softmax, weighting) runs again during backward.
+
     Raises:
         ConfigError: the tensor-parallel size does not divide the heads.
     """
@@ -83,6 +86,7 @@ class SelfAttention(nn.Module):
         self.head_size = size
         self.dropout = config.attention_dropout
         self.separate_segments = separate_segments
+        self.recompute = config.recompute_granularity == "selective"
         self.linear_qkv = ColumnParallelLinear(config.hidden_size, 3 * heads * size, mesh.tp, device=mesh.device)
         self.linear_proj = RowParallelLinear(heads * size, config.hidden_size, mesh.tp, device=mesh.device)
 
@@ -107,7 +111,11 @@ class SelfAttention(nn.Module):
             before = cache.length
             key, value = cache.append(key, value)  # [b, a/t, k, d]
         mask = self._mask(segment_ids, before, length, hidden.device)
-        context = self._attend(query, key, value, mask, length, sample_ids)
+        core = (query, key, value, mask, length, sample_ids)
+        if self.recompute and self.training and torch.is_grad_enabled():
+            context = checkpoint(self._attend, *core, use_reentrant=False, preserve_rng_state=False)
+        else:
+            context = self._attend(*core)
         return self.linear_proj(context.transpose(1, 2).reshape(batch, length, -1))
 
     def _mask(

@@ -138,7 +138,7 @@ def _kept(
     shape: Sequence[int], threshold: int, seed: int, layer: int, sample_ids: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
     """Which entries stay, `[b, s, h]` bool: one 32-bit hash decides two neighbouring channels by 16 bits each."""
-    samples, length, channels = shape
+    _, length, channels = shape
     pairs = (channels + 1) // 2
     row_base, channel_base = mix(_STREAM_ROW, seed, layer), mix(_STREAM_CHANNEL, seed, layer)
     row = _mix_64(sample_ids.to(device, torch.int64) ^ _signed(row_base, 64))  # [b]

@@ -1,0 +1,137 @@
+"""Launcher discovery: which variables win, what they mean, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.errors import LaunchError
+from megatron.parallel.launchers import discover_ranks, expand_nodelist
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "1234",
+    "TORCHELASTIC_RUN_ID": "none",
+}  # fmt: skip
+DEEPSPEED = {
+    "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+SRUN = {
+    "SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_JOB_NODELIST": "gpu[01-04]",
+}  # fmt: skip
+ALLOCATION = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_NODELIST": "a",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-1",
+}  # fmt: skip
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "flag", "expected"),
+    [
+        (TORCHRUN, None, (3, 4, 1, "head", 1234, "torchrun")),
+        (DEEPSPEED, None, (1, 2, 1, "127.0.0.1", 29500, "deepspeed")),
+        (DEEPSPEED, 0, (1, 2, 1, "127.0.0.1", 29500, "deepspeed")),
+        ({**TORCHRUN, **SRUN}, None, (3, 4, 1, "head", 1234, "torchrun")),
+        ({**TORCHRUN, **ALLOCATION}, None, (3, 4, 1, "head", 1234, "torchrun")),
+        ({**OPEN_MPI, **SRUN}, None, (1, 2, 1, "127.0.0.1", None, "mpirun")),
+        ({**SRUN, "MASTER_PORT": "6000"}, None, (5, 8, 1, "gpu03", 6000, "srun")),
+        ({**SRUN, "MASTER_ADDR": "x", "MASTER_PORT": "6000"}, None, (5, 8, 1, "x", 6000, "srun")),
+        (ALLOCATION, None, (0, 1, 0, "127.0.0.1", None, "none")),
+        ({**ALLOCATION, "SLURM_STEP_ID": "4294967290"}, None, (0, 1, 0, "127.0.0.1", None, "none")),
+        (HYDRA, None, (0, 2, 0, "127.0.0.1", None, "mpirun")),
+        ({"MASTER_ADDR": "localhost", "MASTER_PORT": "9994", "RANK": "0", "LOCAL_RANK": "0"}, None,
+         (0, 1, 0, "localhost", 9994, "environment")),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, 1, (1, 2, 1, "h", 29500, "environment")),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "SLURM_LOCALID": "1"}, None, (1, 2, 1, "h", 29500, "environment")),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "LOCAL_WORLD_SIZE": "2"}, None, (1, 2, 1, "h", 29500, "environment")),
+        ({}, None, (0, 1, 0, "127.0.0.1", None, "none")),
+        ({}, 0, (0, 1, 0, "127.0.0.1", None, "none")),
+        ({"RANK": "", "WORLD_SIZE": "1"}, None, (0, 1, 0, "127.0.0.1", None, "none")),
+    ],
+)  # fmt: skip
+def test_every_launcher_is_read(environ: dict[str, str], flag: int | None, expected: tuple) -> None:
+    found = discover_ranks(environ, local_rank=flag)
+    rank, world_size, local_rank, address, port, launcher = expected
+    assert (found.rank, found.world_size, found.local_rank) == (rank, world_size, local_rank)
+    assert (found.master_address, found.launcher) == (address, launcher)
+    assert port is None or found.master_port == port
+    assert found.has_parent_launcher == (launcher in ("torchrun", "deepspeed", "srun", "mpirun"))
+
+
+def test_port_is_the_jobs_own() -> None:
+    ports = {discover_ranks({**SRUN, "SLURM_JOB_ID": str(job)}).master_port for job in range(50)}
+    assert len(ports) > 45
+    assert all(10_000 <= port < 30_000 for port in ports)
+    assert discover_ranks(SRUN) == discover_ranks(dict(SRUN))
+    assert discover_ranks({**SRUN, "SLURM_STEP_ID": "1"}).master_port != discover_ranks(SRUN).master_port
+    one, other = (discover_ranks(HYDRA, parent_process_id=parent).master_port for parent in (100, 200))
+    assert one != other
+
+
+def test_one_node_is_recognised() -> None:
+    assert discover_ranks(OPEN_MPI).is_one_node
+    assert discover_ranks(DEEPSPEED).is_one_node
+    assert not discover_ranks(TORCHRUN).is_one_node
+    assert not discover_ranks(SRUN).is_one_node
+    assert discover_ranks({**SRUN, "SLURM_STEP_NUM_NODES": "1"}).master_address == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "flag", "words"),
+    [
+        ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "h"}, None, "RANK=4 does not fit WORLD_SIZE=4"),
+        ({"RANK": "1"}, None, "RANK=1 does not fit WORLD_SIZE=1"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, None, "MASTER_ADDR is not"),
+        ({"RANK": "zero"}, None, "RANK='zero' is not a whole number"),
+        ({"WORLD_SIZE": "2"}, None, "WORLD_SIZE=2 is set but RANK is not"),
+        ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h"}, None, "LOCAL_RANK is not set and --local_rank was not"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, None, "LOCAL_RANK=2 does not fit 2 processes"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, 2, "--local_rank=2 does not fit 2 processes"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, None, "MASTER_PORT=70000 is no TCP port"),
+        ({**SRUN, "WORLD_SIZE": "4"}, None, "WORLD_SIZE=4 contradicts SLURM_STEP_NUM_TASKS=8"),
+        ({**OPEN_MPI, "WORLD_SIZE": "4"}, None, "WORLD_SIZE=4 contradicts OMPI_COMM_WORLD_SIZE=2"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None, "mpirun -x MASTER_ADDR=HOST"),
+        ({**SRUN, "SLURM_PROCID": "8"}, None, "SLURM_PROCID=8 does not fit SLURM_STEP_NUM_TASKS=8"),
+        ({**SRUN, "SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, None, "neither SLURM_STEP_NODELIST nor"),
+        ({**SRUN, "SLURM_LOCALID": ""}, None, "SLURM_LOCALID='' is not a whole number"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(environ: dict[str, str], flag: int | None, words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        discover_ranks(environ, local_rank=flag)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("node[003-005,011]", ["node003", "node004", "node005", "node011"]),
+        ("a,b[1-2],c-d", ["a", "b1", "b2", "c-d"]),
+        ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]),
+        ("n[1-2]-ib.cluster", ["n1-ib.cluster", "n2-ib.cluster"]),
+        ("n[98-101]", ["n98", "n99", "n100", "n101"]),
+    ],
+)
+def test_nodelist_expands(nodelist: str, hosts: list[str]) -> None:
+    assert expand_nodelist(nodelist) == hosts
+
+
+@pytest.mark.parametrize("nodelist", ["", "node[1-2", "node1-2]", "node[[1]]"])
+def test_broken_nodelist_is_refused(nodelist: str) -> None:
+    with pytest.raises(LaunchError, match="Cannot read the node list"):
+        expand_nodelist(nodelist)
+
+
+@pytest.mark.parametrize("nodelist", ["node[5-3]", "node[a-b]", "node[]"])
+def test_broken_range_is_refused(nodelist: str) -> None:
+    with pytest.raises(LaunchError, match="Cannot read the range"):
+        expand_nodelist(nodelist)
