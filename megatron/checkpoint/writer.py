@@ -159,7 +159,9 @@ def _write_tensor(file: _HashingFile, piece: StoredPiece, tensor: torch.Tensor) 
     done = 0
     while done < piece.key.numel:
         room = max(1, file.room_bytes() // piece.item_bytes)
-        part = flat[done : done + room].to("cpu").contiguous()
+        part = flat[done : done + room].to("cpu")
+        if part.stride(0) != 1:  # also a single element can have another stride, and then has no view as bytes
+            part = torch.empty(part.shape, dtype=part.dtype).copy_(part)
         file.write(part.view(torch.uint8).numpy().data)
         done += part.numel()
 
