@@ -73,7 +73,10 @@ class ControlConfig(Area):
 
     def problems(self) -> Iterator[str]:
         if self.save is not None and self.save_interval is None:
-            yield f"--save {self.save} needs --save-interval, the steps between checkpoints, for example --save-interval 500."
+            yield (
+                f"--save {self.save} needs --save-interval, the steps between checkpoints, for example --save-interval "
+                "500."
+            )
         for text in self.skip_train_iteration_range:
             try:
                 _read_range(text)
@@ -82,7 +85,9 @@ class ControlConfig(Area):
         if self.from_scratch and self.finetune:
             yield "--from-scratch and --finetune contradict each other: the first loads nothing. Drop one."
         if self.from_scratch and self.eval_only:
-            yield "--from-scratch and --eval-only contradict each other: there would be no weights to evaluate. Drop one."
+            yield (
+                "--from-scratch and --eval-only contradict each other: there would be no weights to evaluate. Drop one."
+            )
         if self.exit_on_missing_checkpoint and self.load is None:
             yield "--exit-on-missing-checkpoint needs --load, the folder that must hold a checkpoint."
 

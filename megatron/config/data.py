@@ -107,8 +107,8 @@ class DataConfig(Area):
                 yield from failure.problems
         if len(self.train_weighted_split_paths) > 1:
             yield (
-                f"--train-weighted-split-paths has {len(self.train_weighted_split_paths)} groups. Training reads exactly one; "
-                "separate its entries by commas inside one quoted text."
+                f"--train-weighted-split-paths has {len(self.train_weighted_split_paths)} groups. Training reads "
+                "exactly one; separate its entries by commas inside one quoted text."
             )
 
 

@@ -1,7 +1,8 @@
 """Typed dataclass fields <-> command-line flags; the only file that knows argparse.
 
-A field declared with `flag()` becomes the flag of its name with dashes. A boolean field gets `--name` and `--no-name`, and either
-may carry a word (`--eval-only false`). Everything that is wrong with a command line is collected, never just the first thing.
+A field declared with `flag()` becomes the flag of its name with dashes. A boolean field gets `--name` and `--no-name`,
+and either may carry a word (`--eval-only false`). Everything that is wrong with a command line is collected, never just
+the first thing.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
     """Declares a dataclass field that is also a flag.
 
     Args:
-        default: value when the flag is absent; left out, the flag is required. None is allowed for any type: it stands for
-            "derived" where the type has no None.
+        default: value when the flag is absent; left out, the flag is required. None is allowed for any type: it stands
+            for "derived" where the type has no None.
         help: one sentence for `--help`.
-        **facts: the other fields of `FlagFacts`: `spelled` (further spellings; for a boolean one that starts with `--no-` turns
-            it off), `nargs` ("+": at least one value), `choices`, the bounds `at_least above at_most below`, `resume` (what a
-            resume does with it), `ignored` (why giving it changes nothing), `way_out` (what to use instead of an unknown choice).
+        **facts: the other fields of `FlagFacts`: `spelled` (further spellings; for a boolean one that starts with
+            `--no-` turns it off), `nargs` ("+": at least one value), `choices`, the bounds `at_least above at_most
+            below`, `resume` (what a resume does with it), `ignored` (why giving it changes nothing), `way_out` (what
+            to use instead of an unknown choice).
     """
     return dataclasses.field(default=default, metadata={"flag": FlagFacts(help=help, **facts)}, kw_only=True)
 
@@ -176,7 +178,10 @@ def bound_problems(area: Any) -> Iterator[str]:
                 (facts.below, operator.ge, "less than"),
             ):
                 if bound is not None and breaks(value, bound):
-                    yield f"{one.positive_name} {value} is out of range. It must be {words} {bound}.{_after(facts.way_out)}"
+                    yield (
+                        f"{one.positive_name} {value} is out of range. It must be {words} "
+                        f"{bound}.{_after(facts.way_out)}"
+                    )
 
 
 def without_instance_check(cls: type[Instance], values: Mapping[str, Any]) -> Instance:
@@ -212,6 +217,7 @@ def read_command_line(
     description: str,
     groups: Sequence[tuple[str, Sequence[str]]],
     epilog: str = "",
+    hidden: Sequence[str] = (),
 ) -> Reading:
     """Reads `argv` against a set of flags; prints the help and leaves if asked to.
 
@@ -222,8 +228,9 @@ def read_command_line(
         description: what the program does, for the help.
         groups: (title, destinations) in the order of the help.
         epilog: printed after the flags.
+        hidden: destinations that are read but not shown in the help.
     """
-    parser, known = _build_parser(flags, prog, description, groups, epilog)
+    parser, known = _build_parser(flags, prog, description, [*groups, (argparse.SUPPRESS, hidden)], epilog)
     namespace = argparse.Namespace(occurrences=[])
     _, extra = parser.parse_known_args(list(argv), namespace)
     reading = Reading({}, _unknown_problems(extra, known), set(), {})
@@ -424,7 +431,7 @@ def _build_parser(
                 nargs="*",
                 default=argparse.SUPPRESS,
                 metavar="" if one.element is bool and not one.is_tuple else one.type_name,
-                help=_help_text(one),
+                help=argparse.SUPPRESS if title == argparse.SUPPRESS else _help_text(one),
             )
     return parser, known
 

@@ -85,8 +85,9 @@ class ModelConfig(Area):
             )
         if self.max_position_embeddings < self.seq_length:
             yield (
-                f"--max-position-embeddings {self.max_position_embeddings} is less than --seq-length {self.seq_length}. "
-                f"Every position needs a row; use --max-position-embeddings {self.seq_length} or shorter samples."
+                f"--max-position-embeddings {self.max_position_embeddings} is less than --seq-length "
+                f"{self.seq_length}. Every position needs a row; use --max-position-embeddings {self.seq_length} or "
+                "shorter samples."
             )
         if self.fp16 and self.bf16:
             yield "--fp16 and --bf16 are both given. A run has one dtype; drop one of them."

@@ -56,11 +56,14 @@ class OptimConfig(Area):
 
     def problems(self) -> Iterator[str]:
         if self.lr is not None and self.min_lr > self.lr:
-            yield f"--min-lr {self.min_lr} is more than --lr {self.lr}. The schedule falls from --lr to --min-lr; swap them."
+            yield (
+                f"--min-lr {self.min_lr} is more than --lr {self.lr}. The schedule falls from --lr to --min-lr; swap "
+                "them."
+            )
         if self.override_lr_scheduler and self.use_checkpoint_lr_scheduler:
             yield (
-                "--override-lr-scheduler and --use-checkpoint-lr-scheduler contradict each other. Drop one: the first takes the "
-                "schedule from the command line, the second from the checkpoint."
+                "--override-lr-scheduler and --use-checkpoint-lr-scheduler contradict each other. Drop one: the first "
+                "takes the schedule from the command line, the second from the checkpoint."
             )
         micro, batch = self.micro_batch_size, self.global_batch_size
         if batch is not None and micro > 0 and batch % micro:
@@ -85,11 +88,12 @@ class OptimConfig(Area):
             yield f"{given} starts above --global-batch-size {self.global_batch_size}. Start at or below it."
         elif (self.global_batch_size - start) % increment:
             yield (
-                f"{given}: from {start} to --global-batch-size {self.global_batch_size} is {self.global_batch_size - start}, no "
-                f"multiple of the increment {increment}. Use an increment that divides it."
+                f"{given}: from {start} to --global-batch-size {self.global_batch_size} is "
+                f"{self.global_batch_size - start}, no multiple of the increment {increment}. Use an increment that "
+                "divides it."
             )
         if self.micro_batch_size > 0 and (start % self.micro_batch_size or increment % self.micro_batch_size):
             yield (
-                f"{given}: start and increment must be multiples of --micro-batch-size {self.micro_batch_size}, or some step "
-                "could not be cut into micro-batches."
+                f"{given}: start and increment must be multiples of --micro-batch-size {self.micro_batch_size}, or "
+                "some step could not be cut into micro-batches."
             )

@@ -48,14 +48,15 @@ class ParallelConfig(Area):
         stages = self.pipeline_model_parallel_size
         if stages > 1 and self.zero_stage >= 2:
             yield (
-                f"--zero-stage {self.zero_stage} cannot be used with --pipeline-model-parallel-size {stages}: a pipeline sums "
-                "gradients over micro-batches that these stages would already have scattered. Use --zero-stage 0 or 1, or "
-                f"--pipeline-model-parallel-size 1 (--tensor-model-parallel-size may take its place)."
+                f"--zero-stage {self.zero_stage} cannot be used with --pipeline-model-parallel-size {stages}: a "
+                "pipeline sums gradients over micro-batches that these stages would already have scattered. Use "
+                "--zero-stage 0 or 1, or --pipeline-model-parallel-size 1 (--tensor-model-parallel-size may take its "
+                "place)."
             )
         method = self.pp_partition_method
         if method is not None and method not in _EVEN_PARTITIONS:
             yield (
-                f"--pp-partition-method {method} could leave a stage without a transformer block; it would have fewer optimizer "
-                "parameter groups than the others, and DeepSpeed waits for them for ever. Use type:transformer, which spreads "
-                "the blocks evenly, or drop the flag."
+                f"--pp-partition-method {method} could leave a stage without a transformer block; it would have fewer "
+                "optimizer parameter groups than the others, and DeepSpeed waits for them for ever. Use "
+                "type:transformer, which spreads the blocks evenly, or drop the flag."
             )

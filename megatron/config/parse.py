@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron.config.config_file import FileReading, read_config_file
 from megatron.config.flags import (
     Flag,
     flags_of,
@@ -14,7 +15,9 @@ from megatron.config.flags import (
     without_instance_check,
     without_repeats,
 )
-from megatron.config.run import AREAS, DEFAULT, GIVEN, RunConfig, cross_problems
+from megatron.config.legacy import DEPRECATED, IGNORED, REFUSED, Legacy, legacy_flags
+from megatron.config.request import read_group_files, request_problems
+from megatron.config.run import AREAS, DEFAULT, FILE, GIVEN, RunConfig, cross_problems
 from megatron.errors import ConfigError
 
 _TITLES: Mapping[str, str] = types.MappingProxyType(
@@ -26,35 +29,84 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
         "control": "checkpoints, evaluation, exits and reports",
     }
 )
+_DESCRIPTION = "Pretrains a GPT language model with tensor, pipeline and data parallelism."
 
 
-def known_flags() -> dict[str, Flag]:
-    """Every flag of the trainer by its destination "area.field"."""
+def field_flags() -> dict[str, Flag]:
+    """Every flag that sets a field, by its destination "area.field"."""
     return {f"{area}.{one.field}": one for area, cls in AREAS.items() for one in flags_of(cls)}
 
 
 def parse(argv: Sequence[str], prog: str | None = None) -> RunConfig:
-    """Reads the trainer's command line.
+    """Reads the trainer's command line, and the file of `--config` if one is given.
+
+    Looks at nothing but the words and the files they name: no torch, no environment, no network. Prints the help and
+    leaves the process for `--help`.
 
     Raises:
         ConfigError: with all problems together.
     """
-    flags = known_flags()
-    groups = [(title, [name for name in flags if name.startswith(f"{area}.")]) for area, title in _TITLES.items()]
-    reading = read_command_line(flags, argv, prog=prog, description="Pretrains a GPT language model.", groups=groups)
-    values, problems = reading.values, list(reading.problems)
-    areas: dict[str, Any] = {}
-    provenance = {name: GIVEN if name in values else DEFAULT for name in flags}
-    silent: set[str] = set(reading.broken)
-    for area, cls in AREAS.items():
-        own = {name: one for name, one in flags.items() if name.startswith(f"{area}.")}
-        given = {one.field: values[name] for name, one in own.items() if name in values}
-        problems.extend(missing_problems(own.values(), given, reading.broken))
-        silent.update(one.field for name, one in own.items() if one.required and name not in values)
-        areas[area] = without_instance_check(cls, given)
-    for instance in areas.values():
-        problems.extend(without_repeats(instance.all_problems(), silent))
-    problems.extend(without_repeats(cross_problems(areas["model"], areas["parallel"]), silent))
+    own, legacy = field_flags(), legacy_flags()
+    flags = {**own, **{name: entry.flag for name, entry in legacy.items()}}
+    groups = [(title, [name for name in own if name.startswith(f"{area}.")]) for area, title in _TITLES.items()]
+    reading = read_command_line(
+        flags, argv, prog=prog, description=_DESCRIPTION, groups=groups, epilog=_epilog(legacy), hidden=list(legacy)
+    )
+    file = FileReading()
+    if "control.config" in reading.values:
+        file = read_config_file(reading.values["control.config"], flags, AREAS)
+    values = {**file.values, **reading.values}
+    provenance = {name: GIVEN if name in reading.values else FILE if name in file.values else DEFAULT for name in own}
+    problems = [*reading.problems, *file.problems]
+    notices = [*_deprecated_notices(reading.spellings.values())]
+    for name, entry in legacy.items():
+        sentence = entry.sentence(reading.spellings.get(name, entry.flag.positive_name), values.get(name, False))
+        if sentence is not None:
+            (problems if entry.status == REFUSED else notices).append(sentence)
+    values, group_problems = read_group_files(values)
+    areas, area_problems = _build_areas(own, values, provenance, reading.broken | file.broken)
+    problems += [*group_problems, *area_problems]
     if problems:
         raise ConfigError(problems)
-    return RunConfig(**areas, provenance=provenance)
+    notices += _ignored_notices(own, values)
+    return RunConfig(**areas, provenance=provenance, notices=tuple(notices))
+
+
+def _build_areas(
+    own: Mapping[str, Flag], values: Mapping[str, Any], provenance: Mapping[str, str], broken: set[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Builds every area and lists what is wrong with them, leaving out values that are refused already."""
+    missing = [one for name, one in own.items() if one.required and name not in values]
+    problems = missing_problems(missing, {}, broken)
+    areas: dict[str, Any] = {}
+    for area, cls in AREAS.items():
+        fields = {one.field: values[f"{area}.{one.field}"] for one in flags_of(cls) if f"{area}.{one.field}" in values}
+        areas[area] = without_instance_check(cls, fields)
+    rules: list[str] = [text for instance in areas.values() for text in instance.all_problems()]
+    rules.extend(cross_problems(areas["model"], areas["parallel"]))
+    rules.extend(request_problems(areas["optim"], areas["data"], areas["control"], areas["parallel"], provenance))
+    return areas, problems + without_repeats(rules, broken | {one.field for one in missing})
+
+
+def _ignored_notices(own: Mapping[str, Flag], values: Mapping[str, Any]) -> Iterator[str]:
+    for name, one in own.items():
+        if one.facts.ignored and name in values and values[name] != one.default:
+            yield f"{one.name} is accepted and ignored: {one.facts.ignored}."
+    if values.get("model.recompute_granularity") == "selective":
+        yield (
+            "--recompute-granularity selective is accepted and ignored: attention never keeps its score matrix, which "
+            "is what this would recompute."
+        )
+
+
+def _deprecated_notices(spellings: Any) -> Iterator[str]:
+    for option in spellings:
+        if option in DEPRECATED:
+            yield f"{option} is deprecated: {DEPRECATED[option]}"
+
+
+def _epilog(legacy: Mapping[str, Legacy]) -> str:
+    def names(status: str) -> str:
+        return " ".join(sorted(entry.flag.positive_name for entry in legacy.values() if entry.status == status))
+
+    return f"Accepted with a warning and ignored: {names(IGNORED)}. Refused, each with the way out: {names(REFUSED)}."

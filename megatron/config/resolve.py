@@ -82,8 +82,8 @@ def padded_vocab_size(config: RunConfig, vocab_size: int) -> tuple[int, list[str
         )
     if size % ranks:
         problems.append(
-            f"--pad-vocab-size-to: {size} is not divisible by {ranks} (--tensor-model-parallel-size), so the word embedding "
-            f"cannot be split evenly. Use --pad-vocab-size-to {-(-size // ranks) * ranks}."
+            f"--pad-vocab-size-to: {size} is not divisible by {ranks} (--tensor-model-parallel-size), so the word "
+            f"embedding cannot be split evenly. Use --pad-vocab-size-to {-(-size // ranks) * ranks}."
         )
     return size, problems
 
@@ -132,9 +132,9 @@ def _layout_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
         ]
         shown = ", ".join(legal[:12]) + (", ..." if len(legal) > 12 else "")
         yield (
-            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} needs a multiple of {tp * pp} processes, and "
-            f"{world} {'was' if world == 1 else 'were'} started. Start {-(-world // (tp * pp)) * tp * pp}, or use a tensor x "
-            f"pipeline layout that fits {world}: {shown}."
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} needs a multiple of {tp * pp} "
+            f"processes, and {world} {'was' if world == 1 else 'were'} started. Start "
+            f"{-(-world // (tp * pp)) * tp * pp}, or use a tensor x pipeline layout that fits {world}: {shown}."
         )
 
 
@@ -148,14 +148,15 @@ def _global_batch(config: RunConfig, copies: int) -> tuple[int, list[str]]:
     if batch % unit:
         lower = batch // unit * unit
         problems.append(
-            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {copies} data-parallel copies = {unit}. "
-            f"Use {f'{lower} or ' if lower else ''}{lower + unit}."
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {copies} data-parallel "
+            f"copies = {unit}. Use {f'{lower} or ' if lower else ''}{lower + unit}."
         )
     ramp = config.optim.rampup_batch_size
     if ramp is not None and (ramp[0] % unit or ramp[1] % unit):
         problems.append(
-            f"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: start and increment must be multiples of --micro-batch-size {micro} "
-            f"x {copies} data-parallel copies = {unit}. Use multiples of {unit} or fewer processes."
+            f"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: start and increment must be multiples of "
+            f"--micro-batch-size {micro} x {copies} data-parallel copies = {unit}. Use multiples of {unit} or fewer "
+            "processes."
         )
     return batch, problems
 

@@ -35,8 +35,8 @@ AREAS: Mapping[str, type[Area]] = types.MappingProxyType(
 class RunConfig:
     """What was asked for; frozen, and the only configuration there is.
 
-    `provenance` maps "area.field" to given, file or default. `notices` are sentences the user should see once, such as flags
-    that were accepted and ignored.
+    `provenance` maps "area.field" to given, file or default. `notices` are sentences the user should see once, such as
+    flags that were accepted and ignored.
 
     Raises:
         ConfigError: a rule between two areas is broken.
@@ -78,8 +78,8 @@ class RunConfig:
             unknown = sorted(set(entries) - known)
             if unknown:
                 raise ConfigError(
-                    f"the saved configuration has {name}.{unknown[0]} = {entries[unknown[0]]!r}, which this version does not "
-                    "know. It was written by a newer version; use that one."
+                    f"the saved configuration has {name}.{unknown[0]} = {entries[unknown[0]]!r}, which this version "
+                    "does not know. It was written by a newer version; use that one."
                 )
             areas[name] = cls(**{key: _frozen(value) for key, value in entries.items()})
         return RunConfig(**areas, provenance=dict(saved.get("provenance", {})))  # type: ignore[arg-type]
@@ -98,14 +98,14 @@ def cross_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
         )
     if ranks > 0 and model.ffn_hidden_size and model.ffn_hidden_size % ranks:
         yield (
-            f"--ffn-hidden-size {model.ffn_hidden_size} cannot be split over --tensor-model-parallel-size {ranks} ranks. It must be "
-            f"a multiple of them; use --ffn-hidden-size {-(-model.ffn_hidden_size // ranks) * ranks}."
+            f"--ffn-hidden-size {model.ffn_hidden_size} cannot be split over --tensor-model-parallel-size {ranks} "
+            f"ranks. It must be a multiple of them; use --ffn-hidden-size {-(-model.ffn_hidden_size // ranks) * ranks}."
         )
     if 0 < model.num_layers < stages:
         yield (
             f"{model.num_layers} layers cannot fill {stages} pipeline stages (--num-layers {model.num_layers}, "
-            f"--pipeline-model-parallel-size {stages}). A stage without a layer has fewer optimizer parameter groups than the "
-            f"others, and DeepSpeed waits for them for ever; use at most {model.num_layers} stages."
+            f"--pipeline-model-parallel-size {stages}). A stage without a layer has fewer optimizer parameter groups "
+            f"than the others, and DeepSpeed waits for them for ever; use at most {model.num_layers} stages."
         )
 
 

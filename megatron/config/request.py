@@ -1,0 +1,166 @@
+"""Rules about what was asked, as opposed to what a run is: exclusive modes, and flags that need each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config.control import ControlConfig
+from megatron.config.data import DataConfig
+from megatron.config.optim import OptimConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.errors import ConfigError
+
+
+def request_problems(
+    optim: OptimConfig,
+    data: DataConfig,
+    control: ControlConfig,
+    parallel: ParallelConfig,
+    provenance: Mapping[str, str],
+) -> Iterator[str]:
+    """One sentence for every broken rule between flags that were given."""
+    yield from _length_problems(optim, control)
+    yield from _schedule_problems(optim)
+    yield from _data_problems(data, provenance)
+    yield from _tokenizer_problems(data)
+    if control.load is None:
+        for name, asked in (("--eval-only", control.eval_only), ("--finetune", control.finetune)):
+            if asked:
+                yield f"{name} needs --load, the folder of the checkpoint to take the weights from."
+    if parallel.deepspeed_config is not None:
+        yield from _deepspeed_file_problems(parallel.deepspeed_config)
+
+
+def read_group_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replaces each `--*-weighted-split-paths-path FILE` by the groups the file holds.
+
+    Source: the file format is bigscience Megatron-DeepSpeed's: one line, each group in double quotes, a blank between
+    groups.
+    """
+    found, problems = dict(values), []
+    for split in ("train", "valid", "test"):
+        place, file_place = f"data.{split}_weighted_split_paths", f"data.{split}_weighted_split_paths_path"
+        path = values.get(file_place)
+        if path is None:
+            continue
+        name = f"--{split}-weighted-split-paths"
+        if place in values:
+            problems.append(f"{name} and {name}-path are both given. Drop one of them.")
+            continue
+        try:
+            found[place] = _read_group_file(path, f"{name}-path")
+        except ConfigError as failure:
+            problems.extend(failure.problems)
+    return found, problems
+
+
+def _read_group_file(path: str, name: str) -> tuple[str, ...]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failure:
+        raise ConfigError(f"{name} {path} cannot be read: {failure}. Give a readable text file.") from None
+    line = text.strip()
+    if len(line.splitlines()) != 1 or len(line) < 2 or line[0] != '"' or line[-1] != '"':
+        raise ConfigError(
+            f'{name} {path} must hold one line of groups in double quotes: "NAME: W S:E PREFIX" "NAME: ...".'
+        )
+    return tuple(line[1:-1].split('" "'))
+
+
+def _length_problems(optim: OptimConfig, control: ControlConfig) -> Iterator[str]:
+    if control.eval_only:
+        return
+    if optim.train_iters is None and optim.train_samples is None:
+        yield "--train-iters or --train-samples is required: how long to train."
+    if optim.lr is None:
+        yield "--lr is required: the peak learning rate, for example 1.5e-4."
+    if optim.train_iters is not None and optim.train_samples is not None:
+        yield (
+            f"--train-iters {optim.train_iters} and --train-samples {optim.train_samples} are both given. A run is as "
+            "long as one of them says; drop the other."
+        )
+
+
+def _schedule_problems(optim: OptimConfig) -> Iterator[str]:
+    by_samples = optim.train_samples is not None
+    unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
+    length = optim.train_samples if by_samples else optim.train_iters
+    if length is None:
+        return
+    foreign_decay = optim.lr_decay_iters if by_samples else optim.lr_decay_samples
+    foreign_warmup = optim.lr_warmup_iters if by_samples else optim.lr_warmup_samples
+    if foreign_decay is not None:
+        yield f"--lr-decay-{other} {foreign_decay} does not go with --train-{unit}. Use --lr-decay-{unit}."
+    if foreign_warmup:
+        yield f"--lr-warmup-{other} {foreign_warmup} does not go with --train-{unit}. Use --lr-warmup-{unit}."
+    if optim.rampup_batch_size is not None and not by_samples:
+        shown = " ".join(map(str, optim.rampup_batch_size))
+        yield f"--rampup-batch-size {shown} does not go with --train-iters. Use --train-samples."
+    warmup = optim.lr_warmup_samples if by_samples else optim.lr_warmup_iters
+    if optim.lr_warmup_fraction is not None and warmup:
+        yield (
+            f"--lr-warmup-fraction {optim.lr_warmup_fraction} and --lr-warmup-{unit} {warmup} are both given. The "
+            "warm-up has one length; drop one of them."
+        )
+    decay = (optim.lr_decay_samples if by_samples else optim.lr_decay_iters) or length
+    if warmup >= decay:
+        source = (
+            f"--lr-decay-{unit}"
+            if (optim.lr_decay_samples if by_samples else optim.lr_decay_iters)
+            else f"--train-{unit}"
+        )
+        yield (
+            f"--lr-warmup-{unit} {warmup} is not less than {source} {decay}, the length of the decay that contains it. "
+            f"Use a shorter warm-up or a longer --lr-decay-{unit}."
+        )
+
+
+def _data_problems(data: DataConfig, provenance: Mapping[str, str]) -> Iterator[str]:
+    splits = ("train", "valid", "test")
+    weighted = [f"--{split}-weighted-split-paths" for split in splits if getattr(data, f"{split}_weighted_split_paths")]
+    separate = [f"--{split}-data-path" for split in splits if getattr(data, f"{split}_data_path")]
+    modes = [names for names in (["--data-path"] if data.data_path else [], weighted, separate) if names]
+    if not modes:
+        yield "--data-path is required: the prefix of the token files that tools/preprocess_data.py wrote."
+    if len(modes) > 1:
+        yield (
+            f"{' and '.join(names[0] for names in modes)} are both given. They name the data in different ways; keep "
+            "one."
+        )
+    if len(modes) == 1 and not data.data_path:
+        if provenance.get("data.split", "default") != "default":
+            yield (
+                f"--split {data.split} does not go with {modes[0][0]}, which says itself what is trained on. Drop "
+                "--split."
+            )
+        training = ("--train-weighted-split-paths", "--train-data-path")
+        if modes[0][0] not in training:
+            yield (
+                f"{modes[0][0]} is given without {training[0] if modes[0] is weighted else training[1]}: there is "
+                "nothing to train on."
+            )
+
+
+def _tokenizer_problems(data: DataConfig) -> Iterator[str]:
+    if data.tokenizer_type == "GPT2BPETokenizer":
+        for name, value in (("--vocab-file", data.vocab_file), ("--merge-file", data.merge_file)):
+            if value is None:
+                yield f"{name} is required by --tokenizer-type GPT2BPETokenizer: its vocabulary has two files."
+    elif data.tokenizer_name_or_path is None:
+        yield f"--tokenizer-name-or-path is required by --tokenizer-type {data.tokenizer_type}: a folder or a hub name."
+
+
+def _deepspeed_file_problems(path: str) -> Iterator[str]:
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as failure:
+        yield f"--deepspeed_config {path} cannot be read: {failure.strerror}. Give a readable JSON file."
+        return
+    except ValueError as failure:
+        yield f"--deepspeed_config {path} is not JSON: {failure}. Mend the file."
+        return
+    if not isinstance(value, dict):
+        yield f"--deepspeed_config {path} holds a {type(value).__name__}. It must hold one JSON object."
