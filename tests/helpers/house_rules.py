@@ -1,0 +1,405 @@
+"""The house rules as functions of one parsed file: each yields (line, sentence) for what breaks it.
+
+`test_architecture.py` applies them to the project, and each of them to a snippet that breaks it.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from tests.helpers.syntax import (
+    changed_name,
+    defined_names,
+    dotted,
+    foreign_names,
+    imports,
+    is_function,
+    is_shadowed,
+    is_true,
+    is_type_checking,
+    makes_mutable,
+)
+
+Finding = tuple[int, str]
+
+# Left to right: a file imports what stands in a lower place; `train` and `inference` share one.
+ROOM_PLACES = {
+    "errors": 0,
+    "log": 1,
+    "device": 2,
+    "config": 3,
+    "kernels": 4,
+    "data": 5,
+    "corpus": 6,
+    "parallel": 7,
+    "model": 8,
+    "engine": 9,
+    "checkpoint": 10,
+    "train": 11,
+    "inference": 11,
+}
+PROGRAM_PLACE = 12
+NEVER_BY_TRAINING = "corpus"  # imported by tools only
+
+# What is foreign, and the files that may touch it. A name covers its attributes.
+HOMES = {
+    "argparse": ("megatron/config/flags.py",),
+    "deepspeed": ("megatron/engine/",),
+    "torch.cuda": ("megatron/device.py", "megatron/kernels.py"),
+    "torch.distributed": ("megatron/parallel/",),
+    "os.environ": ("megatron/device.py", "megatron/parallel/mesh.py"),
+    "os.getenv": ("megatron/device.py",),
+    "os.putenv": (),
+    "sys.exit": ("megatron/log.py",),
+    "os._exit": ("megatron/log.py", "megatron/train/watchdog.py", "megatron/corpus/workers.py"),
+    "pickle": (),
+    "cPickle": (),
+    "dill": (),
+    "cloudpickle": (),
+    "joblib": (),
+    "shelve": (),
+    "marshal": (),
+    "torch.load": (),
+    "torch.save": (),
+    "torch.serialization": (),
+    "os.system": (),
+    "os.popen": (),
+    "subprocess.getoutput": (),
+    "subprocess.getstatusoutput": (),
+    "runpy": (),
+}
+
+# Packages that may be imported inside a function: they are optional or slow, and one file owns each.
+OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
+    "yaml": ("megatron/config/config_file.py",),
+    "fcntl": ("megatron/corpus/workers.py",),  # not on every system
+    "tokenizers": ("megatron/data/tokenizer.py", "megatron/corpus/vocab.py"),
+    "huggingface_hub": ("megatron/data/tokenizer.py",),
+    "transformers": ("megatron/data/tokenizer.py",),
+    "gigatoken": ("megatron/data/fast_encoder.py",),
+    "orjson": ("megatron/corpus/lines.py",),
+    "zstandard": ("megatron/corpus/sources.py",),
+    "matplotlib": ("tools/plot_run.py",),
+    "plotext": ("tools/plot_run.py",),
+    "wandb": ("megatron/train/weights_and_biases.py",),
+    "tensorboard": ("megatron/train/tensorboard.py",),
+    "torch.utils.tensorboard": ("megatron/train/tensorboard.py",),
+    "megatron.data._index_builder": ("megatron/data/index_map.py",),
+}
+
+# The only module state: which rank speaks, set once by the mesh.
+STATEFUL_FILES = ("megatron/log.py",)
+
+# Who may see the whole RunConfig; everybody else takes the smallest area.
+SEES_THE_WHOLE = (
+    "megatron/config/",
+    "megatron/train/build.py",
+    "megatron/engine/ds_config.py",
+    "megatron/engine/estimate.py",
+)
+
+BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}
+# Methods that a base class describes: an override says nothing new.
+DESCRIBED_BY_THEIR_BASE = {"problems", "complete", "forward", "backward"}
+MAXIMUM_FILE_LINES = 500
+MAXIMUM_FUNCTION_LINES = 80
+
+
+@dataclass(frozen=True)
+class Source:
+    """One parsed file and where it stands in the repository."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @classmethod
+    def of(cls, path: str, text: str) -> Source:
+        """Parses a file's text."""
+        return cls(path, text, ast.parse(text, path))
+
+    @property
+    def room(self) -> str | None:
+        """The room of a file under megatron/; None for the package's own `__init__` and for everything outside."""
+        parts = PurePosixPath(self.path).with_suffix("").parts
+        return parts[1] if parts[0] == "megatron" and parts[1] != "__init__" else None
+
+    @property
+    def is_library(self) -> bool:
+        """Whether the file belongs to the package."""
+        return self.path.startswith("megatron/")
+
+    @property
+    def is_program(self) -> bool:
+        """Whether the file is an entry point."""
+        return self.path.startswith(("pretrain_", "tools/"))
+
+    def is_in(self, homes: tuple[str, ...]) -> bool:
+        """Whether the file is one of these files or lies in one of these folders."""
+        return any(self.path == home or (home.endswith("/") and self.path.startswith(home)) for home in homes)
+
+
+Rule = Callable[[Source], Iterator[Finding]]
+
+
+def imports_only_to_the_left(source: Source) -> Iterator[Finding]:
+    """A room imports only rooms to its left, never sideways; the corpus only from tools; never relatively."""
+    own = source.room
+    for node, module in imports(source.tree):
+        if module.startswith("."):
+            yield node.lineno, f"relative import of {module}: write the whole name"
+            continue
+        parts = module.split(".")
+        if parts[0] == "tests" and (source.is_library or source.is_program):
+            yield node.lineno, "the product imports its tests"
+        if source.is_library and (parts[0].startswith("pretrain_") or parts[0] == "tools"):
+            yield node.lineno, f"a room imports the program {module}"
+        if parts[0] != "megatron" or len(parts) < 2 or own is None:
+            continue
+        other = parts[1]
+        if other == own or other.startswith("__"):
+            continue
+        if other not in ROOM_PLACES or own not in ROOM_PLACES:
+            yield (
+                node.lineno,
+                f"{other if own in ROOM_PLACES else own} is no room of the house; give it a place in ROOM_PLACES",
+            )
+        elif ROOM_PLACES[other] >= ROOM_PLACES[own]:
+            yield node.lineno, f"{own} imports {other}, which does not stand to its left"
+        elif other == NEVER_BY_TRAINING:
+            yield node.lineno, f"{own} imports {other}, which only tools may"
+
+
+def one_place_per_foreign_thing(source: Source) -> Iterator[Finding]:
+    """Each foreign thing is touched in its home only; the `*_object` collectives nowhere."""
+    for node, name in foreign_names(source.tree):
+        for thing, homes in HOMES.items():
+            if (name == thing or name.startswith(thing + ".")) and not source.is_in(homes):
+                yield node.lineno, f"{name} outside of {', '.join(homes) or 'any place'}"
+        last = name.rsplit(".", 1)[-1]
+        if "_object" in last and ("distributed" in name or name.startswith("dist.")):
+            yield node.lineno, f"{last} pickles; send JSON over parallel/messages.py"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and is_true(node.value):
+            yield node.value.lineno, "allow_pickle=True"
+
+
+def no_global(source: Source) -> Iterator[Finding]:
+    """No `global` statement."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno, f"global {', '.join(node.names)}"
+
+
+def no_print(source: Source) -> Iterator[Finding]:
+    """Only tools print; the package speaks through `log.py`."""
+    if source.path == "megatron/log.py" or source.path.startswith("tools/"):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield node.lineno, "print; use megatron.log"
+        if source.is_library and isinstance(node, ast.Attribute) and dotted(node) in ("sys.stdout", "sys.stderr"):
+            yield node.lineno, f"{dotted(node)}; use megatron.log"
+
+
+def no_mutable_module_state(source: Source) -> Iterator[Finding]:
+    """Module-level containers are constants: upper case, never changed; no object at module level is written to."""
+    if source.path in STATEFUL_FILES:
+        return
+    names: set[str] = set()
+    for node in source.tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        for target in targets:
+            if not isinstance(target, ast.Name):
+                continue
+            names.add(target.id)
+            is_constant = target.id.upper() == target.id or target.id.startswith("__")
+            if node.value is not None and makes_mutable(node.value) and not is_constant:
+                yield node.lineno, f"{target.id} is a mutable value at module level; a constant is upper case"
+    for node in ast.walk(source.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
+                if makes_mutable(default):
+                    yield default.lineno, f"{node.name} has a mutable default value"
+        changed = changed_name(node)
+        if changed in names and not is_shadowed(source.tree, node, changed):
+            yield node.lineno, f"{changed} stands at module level and is changed here"
+
+
+def no_hidden_code(source: Source) -> Iterator[Finding]:
+    """No eval, exec, compile, `__import__`, and no shell."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec", "compile", "__import__"}:
+                yield node.lineno, f"{node.func.id}()"
+            for keyword in node.keywords:
+                if keyword.arg == "shell" and not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                ):
+                    yield node.lineno, "shell=True"
+
+
+def files_and_functions_are_short(source: Source) -> Iterator[Finding]:
+    """A file has at most 500 lines, a function at most 80."""
+    lines = source.text.count("\n")
+    if lines > MAXIMUM_FILE_LINES:
+        yield 1, f"{lines} lines; a file has at most {MAXIMUM_FILE_LINES}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAXIMUM_FUNCTION_LINES:
+                yield node.lineno, f"{node.name} has {length} lines; a function has at most {MAXIMUM_FUNCTION_LINES}"
+
+
+def imports_stand_at_the_top(source: Source) -> Iterator[Finding]:
+    """Inside a function only an optional package in the file that owns it; entry points are free there."""
+    for function in ast.walk(source.tree):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        for node, module in imports(function):
+            owners = [
+                files
+                for package, files in OPTIONAL_PACKAGES.items()
+                if module == package or module.startswith(package + ".")
+            ]
+            if any(source.is_in(files) for files in owners):
+                continue
+            if source.is_program:
+                continue
+            yield node.lineno, f"{function.name} imports {module}; imports stand at the top of the file"
+
+
+def entry_points_start_light(source: Source) -> Iterator[Finding]:
+    """At its top an entry point imports the standard library and `errors`, `log`, `config` of the package."""
+    if not source.is_program:
+        return
+    for node in source.tree.body:
+        for inner, module in imports(node) if not is_type_checking(node) and not is_function(node) else ():
+            root = module.split(".")[0]
+            if root == "megatron":
+                light = ("megatron", "megatron.log", "megatron.errors", "megatron.config")
+                if module in light or module.startswith("megatron.config."):
+                    continue
+            elif root in sys.stdlib_module_names:
+                continue
+            yield (
+                inner.lineno,
+                f"{module} at the top of an entry point: --help would wait for it; import it inside main()",
+            )
+
+
+def config_is_pure(source: Source) -> Iterator[Finding]:
+    """`config/` needs only the standard library: no torch, no numpy, nothing to install."""
+    if source.room != "config":
+        return
+    for node, module in imports(source.tree):
+        root = module.split(".")[0]
+        owned = source.is_in(OPTIONAL_PACKAGES.get(root, ()))
+        if root not in sys.stdlib_module_names and root != "megatron" and not owned:
+            yield node.lineno, f"config imports {module}"
+
+
+def names_are_whole_words(source: Source) -> Iterator[Finding]:
+    """No module, class, function, argument or variable of the package is called args, cfg, utils and the like."""
+    if not source.is_library:
+        return
+    for part in PurePosixPath(source.path).with_suffix("").parts:
+        for word in _banned_words(part):
+            yield 1, f'the file or folder name {part} contains "{word}"'
+    for line, name in defined_names(source.tree):
+        for word in _banned_words(name):
+            yield line, f'{name} contains "{word}"'
+
+
+def everything_public_is_described(source: Source) -> Iterator[Finding]:
+    """Modules, public functions, classes and methods have a docstring."""
+    if not (source.is_library or source.is_program):
+        return
+    if not ast.get_docstring(source.tree):
+        yield 1, "the module has no docstring"
+    for node in source.tree.body:
+        yield from _undescribed(node, "")
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            is_protocol = any(dotted(base).endswith("Protocol") for base in node.bases)
+            for member in node.body:
+                if not is_protocol:
+                    yield from _undescribed(member, node.name + ".")
+
+
+def nothing_is_asserted(source: Source) -> Iterator[Finding]:
+    """The product raises typed errors; `assert` disappears under `python -O`."""
+    if source.is_library or source.is_program:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Assert):
+                yield node.lineno, "assert; raise an error that says what to do"
+
+
+def rooms_open_without_side_effects(source: Source) -> Iterator[Finding]:
+    """An `__init__.py` holds a docstring, imports and constants."""
+    if not (source.is_library and source.path.endswith("/__init__.py")):
+        return
+    for position, node in enumerate(source.tree.body):
+        is_docstring = position == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_constant = isinstance(node, (ast.Assign, ast.AnnAssign)) and not any(
+            isinstance(inner, ast.Call) for inner in ast.walk(node)
+        )
+        if not (is_docstring or is_constant or isinstance(node, (ast.Import, ast.ImportFrom))):
+            yield node.lineno, "an __init__.py only imports"
+
+
+def few_see_the_whole(source: Source) -> Iterator[Finding]:
+    """Only the three files that need it see `RunConfig`; everybody else takes the smallest area."""
+    if not source.is_library or source.is_in(SEES_THE_WHOLE):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "RunConfig" for alias in node.names):
+            yield node.lineno, "imports RunConfig; take the smallest area of it"
+
+
+def the_model_knows_little(source: Source) -> Iterator[Finding]:
+    """The model room takes `ModelConfig` from config and nothing else."""
+    if source.room != "model":
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.config"):
+            for alias in node.names:
+                if alias.name != "ModelConfig":
+                    yield node.lineno, f"imports {alias.name}; a layer takes ModelConfig only"
+
+
+RULES: tuple[Rule, ...] = (
+    imports_only_to_the_left,
+    one_place_per_foreign_thing,
+    no_global,
+    no_print,
+    no_mutable_module_state,
+    no_hidden_code,
+    files_and_functions_are_short,
+    imports_stand_at_the_top,
+    entry_points_start_light,
+    config_is_pure,
+    names_are_whole_words,
+    everything_public_is_described,
+    nothing_is_asserted,
+    rooms_open_without_side_effects,
+    few_see_the_whole,
+    the_model_knows_little,
+)
+
+
+def _banned_words(name: str) -> list[str]:
+    snake = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
+    return sorted(BANNED_WORDS.intersection(snake.split("_")))
+
+
+def _undescribed(node: ast.stmt, owner: str) -> Iterator[Finding]:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        inherited = bool(owner) and node.name in DESCRIBED_BY_THEIR_BASE
+        if not node.name.startswith("_") and not inherited and not ast.get_docstring(node):
+            yield node.lineno, f"{owner}{node.name} has no docstring"
