@@ -1,6 +1,7 @@
 """Files that appear under their final name only when they are complete.
 
-Every file is written beside its final place under a temporary name, synced, then renamed; a reader never meets half of one.
+Every file is written beside its final place under a temporary name, synced, then renamed; a reader never meets half of
+one.
 """
 
 from __future__ import annotations

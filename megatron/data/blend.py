@@ -23,8 +23,8 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.nda
     The choice at a position does not depend on `size`, so a longer order continues a shorter one.
 
     Shapes:
-        result: source of each sample, uint8 [size] below 255 sources (int16, int32 above), and its number in that source,
-        int64 [size].
+        result: source of each sample, uint8 [size] below 255 sources (int16, int32 above), and its number in that
+        source, int64 [size].
     """
     builder = compiled_builder()
     dtype = np.uint8 if len(weights) < _SMALL_BLEND else np.int16 if len(weights) < _WIDE_BLEND else np.int32

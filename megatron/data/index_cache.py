@@ -1,12 +1,14 @@
 """Index arrays kept on disk, built once and shared by every process that needs the same ones.
 
-A name is the hash of everything that determines the content, so a stale file cannot be taken for a fresh one. Arrays are written
-first and a description with their checksums last, each by temporary file, sync and rename: what has a description is complete.
+A name is the hash of everything that determines the content, so a stale file cannot be taken for a fresh one. Arrays
+are written first and a description with their checksums last, each by temporary file, sync and rename: what has a
+description is complete.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import time
@@ -38,12 +40,13 @@ Arrays = dict[str, np.ndarray]
 class IndexCache:
     """A folder of index arrays.
 
-    The lock only spares two jobs the same work: it is released by the system when its owner dies, and where the file system
-    offers none both jobs write the same bytes.
+    The lock only spares two jobs the same work: it is released by the system when its owner dies, and where the file
+    system offers none both jobs write the same bytes.
 
     Args:
         directory: where the arrays are kept.
-        build: whether this process writes missing arrays. Others load them, or compute them in memory if they are absent.
+        build: whether this process writes missing arrays. Others load them, or compute them in memory if they are
+            absent.
         required: whether a folder that cannot be written is an error (the user named it) or costs only a warning.
     """
 
@@ -70,8 +73,8 @@ class IndexCache:
             return found
         if not self.build:
             log.warning(
-                f"no index {stem} in {self.directory}: is this folder shared with the process that built it? It is computed in "
-                "the memory of this process instead; the order of samples is the same."
+                f"no index {stem} in {self.directory}: is this folder shared with the process that built it? It is "
+                "computed in the memory of this process instead; the order of samples is the same."
             )
             return make()
         return self._build(stem, record, make)
@@ -88,7 +91,7 @@ class IndexCache:
                 return self._load(stem, record) or arrays
         except (OSError, StorageError) as failure:
             reason = failure.strerror if isinstance(failure, OSError) else str(failure)
-            text = f"The index cache {self.directory} cannot be written: {reason}. Choose another folder with --data-cache-path."
+            text = f"The index cache {self.directory} cannot be written: {reason}. Set --data-cache-path."
             if self.required:
                 raise StorageError(text) from failure
             log.warning(f"{text} Until then each process computes the order of samples in its own memory.")
@@ -98,10 +101,10 @@ class IndexCache:
         files: dict[str, dict[str, object]] = {}
         for name, array in arrays.items():
             path = self._array_path(stem, name)
-            write_atomically(path, lambda stream, array=array: _save_array(stream, array))
+            write_atomically(path, functools.partial(_save_array, array))
             files[name] = {"bytes": path.stat().st_size, "crc32": _crc32(path)}
         text = json.dumps({"description": record, "files": files}, indent=1, sort_keys=True)
-        write_atomically(self._description_path(stem), lambda stream: _write_all(stream, text.encode()))
+        write_atomically(self._description_path(stem), functools.partial(_write_all, text.encode()))
 
     def _load(self, stem: str, record: dict[str, object]) -> Arrays | None:
         """Maps and verifies stored arrays; None if there are none or they are damaged (which is said once)."""
@@ -169,11 +172,11 @@ def _wait_for_lock(stream: BinaryIO, directory: Path) -> None:
             return
 
 
-def _save_array(stream: BinaryIO, array: np.ndarray) -> None:
+def _save_array(array: np.ndarray, stream: BinaryIO) -> None:
     np.save(stream, array, allow_pickle=False)
 
 
-def _write_all(stream: BinaryIO, data: bytes) -> None:
+def _write_all(data: bytes, stream: BinaryIO) -> None:
     stream.write(data)
 
 

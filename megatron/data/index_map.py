@@ -1,17 +1,18 @@
 """The order in which a GPT run sees its sequences: document, sample and shuffle index, bit-identical to Megatron's.
 
-The documents of all epochs are laid end to end in a shuffled order (document index), cut into samples of `sequence length + 1`
-tokens that overlap by one (sample index), and the samples are shuffled (shuffle index). The compiled builder
-(`csrc/index_builder`) and the NumPy code below give the same bytes.
+The documents of all epochs are laid end to end in a shuffled order (document index), cut into samples of `sequence
+length + 1` tokens that overlap by one (sample index), and the samples are shuffled (shuffle index). The compiled
+builder (`csrc/index_builder`) and the NumPy code below give the same bytes.
 
-Source: bigscience Megatron-DeepSpeed `megatron/data/gpt_dataset.py` (`_build_index_mappings`) and `helpers.cpp`; the 0.80 rule
-is NVIDIA Megatron-LM's and deepspeedai's.
+Source: bigscience Megatron-DeepSpeed `megatron/data/gpt_dataset.py` (`_build_index_mappings`) and `helpers.cpp`; the
+0.80 rule is NVIDIA Megatron-LM's and deepspeedai's.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from megatron.errors import DataError
 try:
     from megatron.data import _index_builder as _compiled
 except ImportError:
-    _compiled = None
+    _compiled = None  # type: ignore[assignment]
 
 SEPARATE_BELOW_RATIO = {"bigscience": 0.95, "nvidia": 0.80}
 """The last epoch is shuffled on its own when less than this share of it is needed."""
@@ -125,7 +126,8 @@ def build_indices(
 def sample_index(lengths: np.ndarray, document: np.ndarray, sequence_length: int, samples: int) -> np.ndarray:
     """Cuts the documents, laid end to end in the given order, into samples.
 
-    Row k is the place of token `k * sequence_length`, the last of sample k - 1 and the first of sample k; row 0 is (0, 0).
+    Row k is the place of token `k * sequence_length`, the last of sample k - 1 and the first of sample k; row 0 is (0,
+    0).
 
     Shapes:
         result: [samples + 1, 2], int32 if every entry fits, else int64.
@@ -142,13 +144,13 @@ def sample_index(lengths: np.ndarray, document: np.ndarray, sequence_length: int
 
 
 @functools.cache
-def compiled_builder() -> _compiled | None:  # type: ignore[valid-type]
+def compiled_builder() -> ModuleType | None:
     """The compiled index builder, or None (with one warning) where it was not built."""
     if _compiled is not None and _compiled.INTERFACE == _BUILDER_INTERFACE:
         return _compiled
     log.warning(
-        "the compiled index builder is not installed; NumPy builds the same sample order with more memory, and orders of "
-        "blended data sets about 50 times slower. A C++ compiler and `pip install .` give the compiled one."
+        "the compiled index builder is not installed; NumPy builds the same sample order with more memory, and orders "
+        "of blended data sets about 50 times slower. A C++ compiler and `pip install .` give the compiled one."
     )
     return None
 

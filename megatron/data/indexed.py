@@ -1,4 +1,5 @@
-"""Reader and writer of Megatron's token files: a `.bin` of token ids back to back and an `.idx` that says where each sequence is.
+"""Reader and writer of Megatron's token files: a `.bin` of token ids back to back and an `.idx` that says where each
+sequence is.
 
 Source: the byte layouts are those of bigscience Megatron-DeepSpeed and NVIDIA Megatron-LM (`indexed_dataset.py`).
 """
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, overload
+from typing import IO, BinaryIO, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -34,7 +35,9 @@ _COPY_BYTES = 1 << 24
 
 
 def width_for(vocab_size: int | None) -> np.dtype:
-    """The dtype in which ids of a vocabulary are written: uint16 below 65500 entries, int32 otherwise or when unknown."""
+    """The dtype in which ids of a vocabulary are written: uint16 below 65500 entries, int32 otherwise or when
+    unknown.
+    """
     narrow = vocab_size is not None and vocab_size < _NARROW_VOCABULARY_LIMIT
     return np.dtype(np.uint16 if narrow else np.int32)
 
@@ -42,8 +45,8 @@ def width_for(vocab_size: int | None) -> np.dtype:
 class IndexedDataset:
     """Random access to the sequences of one `.bin/.idx` pair, checked when it is opened.
 
-    The tables are mapped; token ids are read with exact-length positioned reads, so that a file cut while it is in use gives an
-    error and neither a bus error nor stray memory. Safe to use from several threads.
+    The tables are mapped; token ids are read with exact-length positioned reads, so that a file cut while it is in use
+    gives an error and neither a bus error nor stray memory. Safe to use from several threads.
 
     Shapes:
         lengths: int32 [N]; pointers: int64 [N] in bytes; documents: int64 [D].
@@ -102,7 +105,8 @@ class IndexedDataset:
         length = available - offset if length is None else operator.index(length)
         if offset < 0 or length < 0 or offset + length > available:
             raise IndexError(
-                f"{self.prefix}: sequence {sequence} has {available} tokens; tokens {offset} to {offset + length} do not exist."
+                f"{self.prefix}: sequence {sequence} has {available} tokens; tokens {offset} to {offset + length} do "
+                "not exist."
             )
         start = int(self.pointers[sequence]) + offset * self.dtype.itemsize
         return np.frombuffer(self._read(start, length * self.dtype.itemsize), dtype=self.dtype)
@@ -220,7 +224,8 @@ class IndexedWriter:
             )
         if int(per_document.sum()) != len(counts) or (per_document.size and per_document.min() < 0):
             raise DataError(
-                f"{self.bin_path}: {len(counts)} sequences were given, but the documents hold {int(per_document.sum())}."
+                f"{self.bin_path}: {len(counts)} sequences were given, but the documents hold "
+                f"{int(per_document.sum())}."
             )
         self._append(ids.view(np.uint8).data, counts, self.sequences + np.cumsum(per_document, dtype=np.int64))
 
@@ -232,8 +237,9 @@ class IndexedWriter:
         """
         if dataset.dtype != self.dtype:
             raise DataError(
-                f"{dataset.bin_path} holds {dataset.dtype.name} and cannot be appended to {self.dtype.name} ({self.bin_path}). "
-                "Merge files of one element type; preprocess the others again with the same vocabulary."
+                f"{dataset.bin_path} holds {dataset.dtype.name} and cannot be appended to {self.dtype.name} "
+                f"({self.bin_path}). Merge files of one element type; preprocess the others again with the same "
+                "vocabulary."
             )
         first = self.sequences
         try:
@@ -325,7 +331,7 @@ class IndexedWriter:
         self._temporary_bin.unlink(missing_ok=True)
 
 
-def _chunks(stream: BinaryIO, entry_bytes: int) -> Iterable[bytes]:
+def _chunks(stream: IO[bytes], entry_bytes: int) -> Iterable[bytes]:
     stream.seek(0)
     while chunk := stream.read(_COPY_ENTRIES * entry_bytes):
         yield chunk

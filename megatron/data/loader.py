@@ -1,7 +1,7 @@
 """Samples to batches: which rank gets which samples of a global batch, and reading the next one ahead.
 
-The samples of a global batch are fixed by its first sample and its size alone; data-parallel size and micro-batch size only
-deal them out.
+The samples of a global batch are fixed by its first sample and its size alone; data-parallel size and micro-batch size
+only deal them out.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ class BatchOptions:
     def __post_init__(self) -> None:
         if self.eod_id is None and (self.eod_mask_loss or self.segments):
             raise ConfigError(
-                "--eod-mask-loss, --reset-position-ids and --reset-attention-mask need an end-of-document token, which the "
-                "tokenizer does not have. Leave them off or use a tokenizer that defines one."
+                "--eod-mask-loss, --reset-position-ids and --reset-attention-mask need an end-of-document token, "
+                "which the tokenizer does not have. Leave them off or use a tokenizer that defines one."
             )
 
 
 class MicroBatches:
     """This rank's micro batches of one global batch: samples [first_sample, first_sample + global_batch_size).
 
-    In micro step m, rank r owns the `micro_batch_size` samples from `first_sample + (m * dp_size + r) * micro_batch_size`.
-    Samples from `stop_sample` on do not exist: they are filled with padding that has no loss (the last batch of an evaluation).
+    In micro step m, rank r owns the `micro_batch_size` samples from `first_sample + (m * dp_size + r) *
+    micro_batch_size`. Samples from `stop_sample` on do not exist: they are filled with padding that has no loss (the
+    last batch of an evaluation).
 
     Raises:
         ConfigError: the global batch cannot be dealt out evenly.
@@ -84,8 +85,8 @@ class MicroBatches:
         together = micro_batch_size * dp_size
         if global_batch_size % together:
             raise ConfigError(
-                f"A global batch of {global_batch_size} samples cannot be dealt out to {dp_size} data-parallel ranks with "
-                f"--micro-batch-size {micro_batch_size}: it must be a multiple of {together}."
+                f"A global batch of {global_batch_size} samples cannot be dealt out to {dp_size} data-parallel ranks "
+                f"with --micro-batch-size {micro_batch_size}: it must be a multiple of {together}."
             )
         self.dataset = dataset
         self.first_sample = first_sample
@@ -139,8 +140,8 @@ class MicroBatches:
             return
         row, position = (int(value) for value in np.argwhere((text >= limit) | (text < 0))[0])
         raise DataError(
-            f"{self.dataset.locate(first + row, position)} has id {int(text[row, position])}, but the vocabulary has {limit} "
-            "entries. The data was made with another tokenizer, or it is damaged."
+            f"{self.dataset.locate(first + row, position)} has id {int(text[row, position])}, but the vocabulary has "
+            f"{limit} entries. The data was made with another tokenizer, or it is damaged."
         )
 
 
@@ -157,8 +158,8 @@ def segment_ids(tokens: np.ndarray, eod_id: int | None) -> np.ndarray:
 class BatchLoader:
     """Gives the micro batches of one global batch after the other, reading the likely next one in a thread meanwhile.
 
-    The guess (same size, next sample) is wrong at a ramp-up step or a skipped range; then that batch is read when asked for.
-    An error met while reading ahead is raised when that batch is asked for, not before.
+    The guess (same size, next sample) is wrong at a ramp-up step or a skipped range; then that batch is read when asked
+    for. An error met while reading ahead is raised when that batch is asked for, not before.
 
     Args:
         read_ahead: whether to use the thread.

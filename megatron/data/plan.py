@@ -1,9 +1,9 @@
 """The data plan: what fixes the order of samples of a run, small enough for a checkpoint.
 
-Megatron's order depends on the number of samples asked for, so that asking for more on a resume repeats and skips data. Here
-the order is a list of segments. The first is Megatron's order for the samples planned at the start; a prolonged run appends
-another segment of whole further epochs with a seed of its own, and all samples of a segment are used before the next begins.
-Whatever was once planned is never reordered.
+Megatron's order depends on the number of samples asked for, so that asking for more on a resume repeats and skips data.
+Here the order is a list of segments. The first is Megatron's order for the samples planned at the start; a prolonged
+run appends another segment of whole further epochs with a seed of its own, and all samples of a segment are used before
+the next begins. Whatever was once planned is never reordered.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ class DataPlan:
 
 
 def segment_seed(seed: int, segment: int) -> int:
-    """The seed of the k-th segment: the run's own for the first (so that it is Megatron's order), a hash of it for later ones."""
+    """The seed of the k-th segment: the run's own for the first (so that it is Megatron's order), a hash of it for
+    later ones.
+    """
     if segment == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"data segment {segment} of seed {seed}".encode()).digest()[:4], "little")

@@ -87,7 +87,9 @@ def build_split_datasets(
 
 
 def data_fingerprint(data: DataConfig) -> dict[str, Any]:
-    """What identifies the token files, for a checkpoint's manifest: per prefix sizes, dtype and the SHA-256 of the `.idx` tables."""
+    """What identifies the token files, for a checkpoint's manifest: per prefix sizes, dtype and the SHA-256 of the
+    `.idx` tables.
+    """
     prefixes = [prefix for _, prefix in read_blend(data.data_path, "--data-path")]
     groups = (*data.train_groups, *data.valid_groups, *data.test_groups)
     prefixes += [entry.prefix for group in groups for entry in group.entries]
@@ -117,7 +119,8 @@ def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
             epochs = count * plan.sequence_length / source.tokens
             lines.append(
                 f"{group.name}: {source.prefix} [{source.first}, {source.last}): {count:,} samples "
-                f"({count / sum(taken):.2%}, asked {source.weight:.2%}), {epochs:.2f} epochs of {source.tokens:,} tokens"
+                f"({count / sum(taken):.2%}, asked {source.weight:.2%}), {epochs:.2f} epochs of {source.tokens:,} "
+                "tokens"
             )
     return lines
 
@@ -211,8 +214,8 @@ def _group(name: str, blended: bool, ranges: Sequence[_Range], files: _OpenFiles
     for part in ranges:
         if part not in kept:
             log.warning(
-                f"{name}: {part.prefix} has no sequences in its range [{part.first}, {part.last}); it is left out and its "
-                f"weight {part.weight:g} is shared by the others."
+                f"{name}: {part.prefix} has no sequences in its range [{part.first}, {part.last}); it is left out and "
+                f"its weight {part.weight:g} is shared by the others."
             )
     total = sum(part.weight for part in kept)
     return GroupPlan(name, blended, tuple(_source(name, part, total, files) for part in kept))
@@ -239,8 +242,8 @@ def _continued(fresh: DataPlan, stored: DataPlan) -> DataPlan:
         asked, had = getattr(fresh, what), getattr(stored, what)
         if asked != had:
             raise DataError(
-                f"The order of samples was planned with {flag} {had}, this run has {flag} {asked}. Keep {had}, or start a new "
-                "order with --finetune."
+                f"The order of samples was planned with {flag} {had}, this run has {flag} {asked}. Keep {had}, or "
+                "start a new order with --finetune."
             )
     old, new = stored.train, fresh.train
     if old is not None and (new is None or not old.same_data(new)):
@@ -288,8 +291,8 @@ def _no_training_data_text(data: DataConfig) -> str:
     if not (data.data_path or data.train_groups):
         return "There is no training data. Name it with --data-path PREFIX."
     return (
-        f"No sequences are left for training: --data-path {' '.join(data.data_path)} with --split {data.split} gives the training "
-        "range none. Use a larger share or a corpus with more documents."
+        f"No sequences are left for training: --data-path {' '.join(data.data_path)} with --split {data.split} gives "
+        "the training range none. Use a larger share or a corpus with more documents."
     )
 
 

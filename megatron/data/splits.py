@@ -1,7 +1,7 @@
 """How `--split` and weighted ranges cut a file's sequences into training, validation and test.
 
-Source: bigscience Megatron-DeepSpeed `megatron/data/dataset_utils.py` (`get_train_valid_test_split_`); NVIDIA Megatron-LM
-`megatron/core/datasets/blended_megatron_dataset_config.py` and `blended_megatron_dataset_builder.py`.
+Source: bigscience Megatron-DeepSpeed `megatron/data/dataset_utils.py` (`get_train_valid_test_split_`); NVIDIA
+Megatron-LM `megatron/core/datasets/blended_megatron_dataset_config.py` and `blended_megatron_dataset_builder.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ def split_boundaries(
 ) -> tuple[int, int, int, int]:
     """Cuts `size` sequences into three consecutive ranges: [b0, b1), [b1, b2), [b2, b3).
 
-    Rounding leaves a surplus or a gap at the end; bigscience (and deepspeedai) takes it from all three upper boundaries, NVIDIA
-    rounds running sums and has none. Boundaries that the correction would push outside the file are clipped to it.
+    Rounding leaves a surplus or a gap at the end; bigscience (and deepspeedai) takes it from all three upper
+    boundaries, NVIDIA rounds running sums and has none. Boundaries that the correction would push outside the file are
+    clipped to it.
 
     Args:
         shares: of training, validation and test, summing to 1.

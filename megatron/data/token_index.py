@@ -1,10 +1,11 @@
 """The tables of an `.idx` file: where each sequence of token ids lies in its `.bin` file.
 
 Two layouts exist in the Megatron family: `MMIDIDX` (written by every current preprocessing tool) and the older `TNTIDX`
-("cached" and "lazy"), which is read only. Every entry of every table is checked against the sizes of both files when an index
-is opened, so that a damaged pair is refused at the start and not on the day its bad sequence is drawn.
+("cached" and "lazy"), which is read only. Every entry of every table is checked against the sizes of both files when an
+index is opened, so that a damaged pair is refused at the start and not on the day its bad sequence is drawn.
 
-Source: bigscience Megatron-DeepSpeed `megatron/data/indexed_dataset.py`; NVIDIA Megatron-LM `megatron/core/datasets/indexed_dataset.py`.
+Source: bigscience Megatron-DeepSpeed `megatron/data/indexed_dataset.py`; NVIDIA Megatron-LM
+`megatron/core/datasets/indexed_dataset.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CACHED_HEADER = struct.Struct("<8sQQQQQQ")
 FORMAT_VERSION = 1
 LONGEST_SEQUENCE_TOKENS = 2**31 - 1
 
-DTYPE_OF_CODE = {
+DTYPE_OF_CODE: dict[int, np.dtype] = {
     1: np.dtype("<u1"),
     2: np.dtype("<i1"),
     3: np.dtype("<i2"),
@@ -35,7 +36,9 @@ DTYPE_OF_CODE = {
     6: np.dtype("<f8"),
     8: np.dtype("<u2"),
 }
-"""What each dtype code means. Code 7 is float64 to bigscience and float32 to NVIDIA; the size of the `.bin` file decides."""
+"""What each dtype code means. Code 7 is float64 to bigscience and float32 to NVIDIA; the size of the `.bin` file
+decides.
+"""
 
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
@@ -98,7 +101,9 @@ def read_token_index(path: Path, bin_path: Path, bin_bytes: int) -> TokenIndex:
 
 
 def _read_mmap_layout(path: Path, raw: memoryview, bin_path: Path, bin_bytes: int) -> TokenIndex:
-    """Reads `MMIDIDX`: header, int32 lengths, int64 pointers, int64 documents, and maybe int8 modes; nothing is aligned."""
+    """Reads `MMIDIDX`: header, int32 lengths, int64 pointers, int64 documents, and maybe int8 modes; nothing is
+    aligned.
+    """
     _check_header_fits(path, raw, MMAP_HEADER.size)
     _, version, code, sequences, entries = MMAP_HEADER.unpack_from(raw)
     _check_version(path, version, 9)
@@ -107,8 +112,8 @@ def _read_mmap_layout(path: Path, raw: memoryview, bin_path: Path, bin_bytes: in
     end = at_documents + 8 * entries
     if len(raw) not in (end, end + sequences):
         raise DataError(
-            f"{path}: the header (byte offset 18) announces {sequences} sequences and {entries} document entries, which take "
-            f"{end} bytes; the file has {len(raw)}. It was cut or overwritten: copy or preprocess it again."
+            f"{path}: the header (byte offset 18) announces {sequences} sequences and {entries} document entries, "
+            f"which take {end} bytes; the file has {len(raw)}. It was cut or overwritten: copy or preprocess it again."
         )
     lengths = _table(raw, "<i4", MMAP_HEADER.size, sequences)
     _check_lengths(path, lengths, MMAP_HEADER.size, 4)
@@ -134,8 +139,9 @@ def _read_cached_layout(path: Path, raw: memoryview, bin_path: Path, bin_bytes: 
     end = at_documents + 8 * entries
     if len(raw) != end:
         raise DataError(
-            f"{path}: the header (byte offset 32) announces {sequences} sequences, {sizes_count} sizes and {entries} document "
-            f"entries, which take {end} bytes; the file has {len(raw)}. It was cut or overwritten: copy or preprocess it again."
+            f"{path}: the header (byte offset 32) announces {sequences} sequences, {sizes_count} sizes and {entries} "
+            f"document entries, which take {end} bytes; the file has {len(raw)}. It was cut or overwritten: copy or "
+            "preprocess it again."
         )
     if sizes_count != sequences:
         raise DataError(
@@ -155,14 +161,15 @@ def _read_cached_layout(path: Path, raw: memoryview, bin_path: Path, bin_bytes: 
     dtype = _dtype_of(path, code, 16, tokens, bin_bytes)
     if element_bytes != dtype.itemsize:
         raise DataError(
-            f"{path}: byte offset 24 says {element_bytes} bytes per element, but dtype code {code} has {dtype.itemsize}."
+            f"{path}: byte offset 24 says {element_bytes} bytes per element, but dtype code {code} has "
+            f"{dtype.itemsize}."
         )
     offsets = _table(raw, "<i8", at_data, sequences + 1)
     _check_offsets(path, offsets[:-1], lengths, 1, at_data, "data offset", bin_path, bin_bytes // dtype.itemsize)
     if int(offsets[-1]) != tokens or bin_bytes != tokens * dtype.itemsize:
         raise DataError(
-            f"{path}: the last data offset (byte offset {at_sizes - 8}) is {int(offsets[-1])}; the sizes sum to {tokens} "
-            f"elements of {dtype.itemsize} bytes and {bin_path} has {bin_bytes} bytes. The three must agree."
+            f"{path}: the last data offset (byte offset {at_sizes - 8}) is {int(offsets[-1])}; the sizes sum to "
+            f"{tokens} elements of {dtype.itemsize} bytes and {bin_path} has {bin_bytes} bytes. The three must agree."
         )
     documents = _table(raw, "<i8", at_documents, entries)
     _check_documents(path, documents, sequences, at_documents)
@@ -223,7 +230,9 @@ def _check_offsets(
     bin_path: Path,
     bin_units: int,
 ) -> None:
-    """Checks that offsets are the exclusive running sum of the lengths (times `unit`) and end where the `.bin` file ends."""
+    """Checks that offsets are the exclusive running sum of the lengths (times `unit`) and end where the `.bin` file
+    ends.
+    """
     total = 0
     for start in range(0, len(offsets), _CHUNK_ENTRIES):
         ends = np.cumsum(lengths[start : start + _CHUNK_ENTRIES], dtype=np.int64) * unit + total
@@ -240,14 +249,15 @@ def _check_offsets(
         if beyond.size:
             entry = start + int(beyond[0])
             raise DataError(
-                f"{path}: sequence {entry} ({what} at byte offset {table_offset + 8 * entry}) ends at {int(ends[beyond[0]])}, "
-                f"but {bin_path} ends at {bin_units}. One of the two files was cut or is of another run: copy both again."
+                f"{path}: sequence {entry} ({what} at byte offset {table_offset + 8 * entry}) ends at "
+                f"{int(ends[beyond[0]])}, but {bin_path} ends at {bin_units}. One of the two files was cut or is of "
+                "another run: copy both again."
             )
         total = int(ends[-1])
     if total != bin_units:
         raise DataError(
-            f"{bin_path}: the file has {bin_units - total} bytes after byte offset {total}, where the last sequence of {path} ends. "
-            "The two files do not belong together: copy both again."
+            f"{bin_path}: the file has {bin_units - total} bytes after byte offset {total}, where the last sequence of "
+            f"{path} ends. The two files do not belong together: copy both again."
         )
 
 
@@ -261,7 +271,8 @@ def _check_documents(path: Path, documents: np.ndarray, sequences: int, table_of
         wrong = np.flatnonzero((chunk[1:] < chunk[:-1]) | (chunk[1:] > sequences))
         if wrong.size:
             entry = start + int(wrong[0]) + 1
-            rule = f"must lie between the entry before it ({int(documents[entry - 1])}) and the number of sequences ({sequences})"
+            before = int(documents[entry - 1])
+            rule = f"must lie between the entry before it ({before}) and the number of sequences ({sequences})"
             raise _entry_error(path, "document", entry, table_offset, 8, documents, rule)
     if documents[-1] != sequences:
         rule = f"must be the number of sequences ({sequences}); an old merge tool may have lost the table"

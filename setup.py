@@ -1,0 +1,77 @@
+"""Builds the optional compiled index builder; everything else about the package is in pyproject.toml.
+
+The build needs a C++17 compiler and pybind11 (a build requirement), not torch and not CUDA. Without a compiler the
+package installs all the same and NumPy does the work, with the same results.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SKIP_VARIABLE = "MEGATRON_SKIP_EXTENSIONS"
+
+
+class OptionalBuild(build_ext):
+    """Turns the failure of an extension into a warning that says what is slower without it."""
+
+    def run(self) -> None:
+        if os.environ.get(SKIP_VARIABLE):
+            _warn(f"{SKIP_VARIABLE} is set")
+            return
+        super().run()
+
+    def build_extension(self, extension: Extension) -> None:
+        try:
+            super().build_extension(extension)
+        except Exception as failure:  # a compiler that is missing or broken shows itself in many ways
+            self.extensions = [other for other in self.extensions if other is not extension]
+            _warn(f"{type(failure).__name__}: {failure}")
+
+    def copy_extensions_to_source(self) -> None:
+        built = [extension for extension in self.extensions if os.path.exists(self._built_path(extension))]
+        self.extensions, every = built, self.extensions
+        try:
+            super().copy_extensions_to_source()
+        finally:
+            self.extensions = every
+
+    def get_outputs(self) -> list[str]:
+        return [path for path in super().get_outputs() if os.path.exists(path)]
+
+    def _built_path(self, extension: Extension) -> str:
+        return os.path.join(self.build_lib, self.get_ext_filename(self.get_ext_fullname(extension.name)))
+
+
+def _warn(reason: str) -> None:
+    sys.stderr.write(
+        f"\nwarning: the compiled index builder was not built ({reason}).\n"
+        "Training is not slower; the first build of a data order takes more time and memory (NumPy builds the same "
+        "one).\n"
+        "Install a C++17 compiler (for example `apt-get install g++`) and install again to get it.\n\n"
+    )
+
+
+def _compile_flags() -> list[str]:
+    if sys.platform == "win32":
+        return ["/std:c++17", "/O2", "/fp:precise"]
+    # Contracting multiply and subtract into one rounding would change the blend order on CPUs that can.
+    return ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "megatron.data._index_builder",
+            sources=["csrc/index_builder/index_builder.cpp"],
+            include_dirs=[pybind11.get_include()],
+            extra_compile_args=_compile_flags(),
+            language="c++",
+        )
+    ],
+    cmdclass={"build_ext": OptionalBuild},
+)
