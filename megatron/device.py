@@ -24,6 +24,11 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def choose_accelerator() -> None:
+    """Tells DeepSpeed which device to use, so that it neither guesses nor warns; to be called before it is imported."""
+    os.environ.setdefault("DS_ACCELERATOR", device_type())
+
+
 def device_count() -> int:
     """How many devices this process could choose from; 1 on CPU."""
     return torch.cuda.device_count() if device_type() == "cuda" else 1
@@ -47,8 +52,8 @@ def local_device(local_rank: int, *, one_device_per_process: bool = False) -> to
     if local_rank >= count:
         raise LaunchError(
             f"Local rank {local_rank} has no GPU of its own: {count} visible on this node (LOCAL_RANK={local_rank}, "
-            f"CUDA_VISIBLE_DEVICES={environment('CUDA_VISIBLE_DEVICES', 'not set')}). Start at most {count} processes per "
-            f"node, or set DS_ACCELERATOR=cpu to compute on the CPU."
+            f"CUDA_VISIBLE_DEVICES={environment('CUDA_VISIBLE_DEVICES', 'not set')}). Start at most {count} processes "
+            f"per node, or set DS_ACCELERATOR=cpu to compute on the CPU."
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

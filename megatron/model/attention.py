@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron import kernels
+from megatron.config import ModelConfig
 from megatron.errors import ConfigError
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear, check_divisible
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.rng import attention_seed, seeded
-
-if TYPE_CHECKING:
-    from megatron.config import ModelConfig
+from megatron.parallel.rng import attention_dropout, attention_seed, seeded
 
 
 class KeyValueCache:
@@ -39,8 +37,8 @@ class KeyValueCache:
         stop = self.length + keys.shape[2]
         if stop > self.capacity:
             raise ConfigError(
-                f"{stop} tokens do not fit into a cache of {self.capacity}. Generate fewer tokens or shorten the prompt "
-                f"(--out-seq-length, --max-position-embeddings)."
+                f"{stop} tokens do not fit into a cache of {self.capacity}. Generate fewer tokens or shorten the "
+                f"prompt (--out-seq-length, --max-position-embeddings)."
             )
         if self._keys is None or self._values is None:
             batch, heads, _, size = keys.shape
@@ -67,8 +65,8 @@ class KeyValueCache:
 class SelfAttention(nn.Module):
     """Multi-head causal attention.
 
-    The rows of `linear_qkv` are ordered [heads, (query, key, value), head size], Megatron's order, so that a rank's block of
-    rows is whole heads.
+    The rows of `linear_qkv` are ordered [heads, (query, key, value), head size], Megatron's order, so that a rank's
+    block of rows is whole heads.
 
     Shapes: `[b, s, h]` to the same, replicated over the axis; inside `[b, a/t, s, d]`.
 
@@ -145,12 +143,25 @@ class SelfAttention(nn.Module):
         causal = mask is None and length > 1
         if not self.training or self.dropout == 0:
             return kernels.attention(query, key, value, mask=mask, causal=causal)
+        if not query.is_cuda:
+            return kernels.explicit_attention(query, key, value, partial(self._drop, sample_ids), mask=mask)
         with seeded(attention_seed(self.seed, sample_ids, self.layer, self.tp_rank), query.device):
             return kernels.attention(query, key, value, mask=mask, causal=causal, dropout=self.dropout)
 
+    def _drop(self, sample_ids: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
+        return attention_dropout(
+            probabilities,
+            self.dropout,
+            seed=self.seed,
+            layer=self.layer,
+            sample_ids=sample_ids,
+            first_head=self.tp_rank * probabilities.shape[1],
+        )
+
 
 def segment_mask(segment_ids: torch.Tensor) -> torch.Tensor:
-    """Which keys a query sees: not later, and in the same document. Kept on the tensor, so a stage builds it once a micro batch.
+    """Which keys a query sees: not later, and in the same document. Kept on the tensor, so a stage builds it once a
+    micro batch.
 
     Shapes: `[b, s]` to `[b, 1, s, s]` bool.
     """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.config import ModelConfig
 from megatron.errors import DataError
 from megatron.model.transformer import EMBEDDING_DROPOUT
 from megatron.parallel.collectives import copy_to
@@ -15,9 +14,6 @@ from megatron.parallel.layers import LayerNorm, VocabParallelEmbedding
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.placement import Placement, place
 from megatron.parallel.rng import hidden_dropout
-
-if TYPE_CHECKING:
-    from megatron.config import ModelConfig
 
 
 class WordEmbedding(VocabParallelEmbedding):
@@ -60,8 +56,8 @@ class PositionEmbedding(nn.Module):
         last = offset + hidden.shape[1]
         if last > self.weight.shape[0]:
             raise DataError(
-                f"The sequence has {last} tokens and there are {self.weight.shape[0]} positions (--max-position-embeddings "
-                f"{self.weight.shape[0]}). Shorten the text, or train with more positions."
+                f"The sequence has {last} tokens and there are {self.weight.shape[0]} positions "
+                f"(--max-position-embeddings {self.weight.shape[0]}). Shorten the text, or train with more positions."
             )
         if self.restart and rest:
             vectors = F.embedding(restarted_positions(rest[0]), self.weight)  # [b, s, h]

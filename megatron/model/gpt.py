@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from megatron.config import ModelConfig
 from megatron.errors import ConfigError
 from megatron.model.attention import KeyValueCache
 from megatron.model.embedding import FinalLayerNorm, PositionEmbedding, WordEmbedding, word_logits
@@ -19,9 +19,6 @@ from megatron.parallel.collectives import gather_from
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.rng import normal_
-
-if TYPE_CHECKING:
-    from megatron.config import ModelConfig
 
 WORD_EMBEDDINGS = "embedding.word_embeddings"
 POSITION_EMBEDDINGS = "embedding.position_embeddings"
@@ -52,8 +49,8 @@ def gpt_layers(
 ) -> list[LayerSpec]:
     """The network as a list: word table, positions, blocks, final norm, tied head.
 
-    The first layer takes `(tokens [b, s], sample_ids [b][, segment_ids [b, s]])`, each maps one tuple to the next, and the head
-    returns `logits [b, s, v/t]`.
+    The first layer takes `(tokens [b, s], sample_ids [b][, segment_ids [b, s]])`, each maps one tuple to the next, and
+    the head returns `logits [b, s, v/t]`.
 
     Args:
         reset_position_ids: number positions from 0 in every segment.
@@ -134,7 +131,8 @@ def build_dense(
     """
     if mesh.pp.size > 1:
         raise ConfigError(
-            f"One module cannot be spread over {mesh.pp.size} stages (--pipeline-model-parallel-size {mesh.pp.size}). Use 1."
+            f"One module cannot be spread over {mesh.pp.size} stages "
+            f"(--pipeline-model-parallel-size {mesh.pp.size}). Use 1."
         )
     return DenseGPT(
         gpt_layers(config, mesh, reset_position_ids=reset_position_ids, reset_attention_mask=reset_attention_mask)
@@ -163,8 +161,8 @@ def whole_logits(logits: torch.Tensor, axis: Axis, vocab_size: int) -> torch.Ten
 def initial_std(config: ModelConfig, parameter_name: str) -> float:
     """Standard deviation of a weight's initial values.
 
-    Source: Radford et al., "Language models are unsupervised multitask learners", 2019, section 2.3 (residual layers scaled by
-    1/sqrt(N)), with N = 2 * num_layers as in Megatron-LM `scaled_init_method_normal`.
+    Source: Radford et al., "Language models are unsupervised multitask learners", 2019, section 2.3 (residual layers
+    scaled by 1/sqrt(N)), with N = 2 * num_layers as in Megatron-LM `scaled_init_method_normal`.
     """
     if parameter_name.endswith(_RESIDUAL_PROJECTIONS):
         return config.init_method_std / math.sqrt(2 * config.num_layers)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron import kernels
+from megatron.config import ModelConfig
 from megatron.model.attention import KeyValueCache, SelfAttention
 from megatron.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import hidden_dropout
-
-if TYPE_CHECKING:
-    from megatron.config import ModelConfig
 
 EMBEDDING_DROPOUT = 0  # the layer slots of hidden dropout: the embedding's, then two a block
 
@@ -23,8 +19,8 @@ EMBEDDING_DROPOUT = 0  # the layer slots of hidden dropout: the embedding's, the
 class FeedForward(nn.Module):
     """`fc2(gelu(fc1(x)))`, the inner dimension split over the tensor axis.
 
-    The tanh form of GELU is the default, as in Megatron's fused kernel and in GPT-2; `--no-bias-gelu-fusion` takes the exact
-    one unless `--openai-gelu` asks for the tanh form by name.
+    The tanh form of GELU is the default, as in Megatron's fused kernel and in GPT-2; `--no-bias-gelu-fusion` takes the
+    exact one unless `--openai-gelu` asks for the tanh form by name.
 
     Shapes: `[b, s, h]` to the same; inside `[b, s, f/t]`.
     """
@@ -44,9 +40,9 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Block `index` of the network, from one tuple to the next.
 
-    With `--checkpoint-activations` only its input is kept, and the block runs again during backward. It needs no saved random
-    state, because dropout is a function of what it drops. One block is one unit: `--checkpoint-num-layers` above 1 would
-    only be coarser.
+    With `--checkpoint-activations` only its input is kept, and the block runs again during backward. It needs no saved
+    random state, because dropout is a function of what it drops. One block is one unit: `--checkpoint-num-layers` above
+    1 would only be coarser.
 
     Shapes: `(hidden [b, s, h], sample_ids [b][, segment_ids [b, s]])` to the same.
     """

@@ -12,7 +12,8 @@ from megatron.parallel.mesh import Axis
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Hands a replicated tensor to ranks that each use it for their part: forward nothing, backward sums the gradients."""
+    """Hands a replicated tensor to ranks that each use it for their part: forward nothing, backward sums the
+    gradients."""
     return x if axis.size == 1 else _CopyTo.apply(x, axis)
 
 

@@ -17,8 +17,8 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """Minus the log-probability of every label, in float32.
 
-    Padded columns (ids of `vocab_size` and more) count as minus infinity: probability and gradient are exactly 0. Only the
-    logits and one number a token are kept for backward; blocks of rows are converted to float32 one at a time.
+    Padded columns (ids of `vocab_size` and more) count as minus infinity: probability and gradient are exactly 0. Only
+    the logits and one number a token are kept for backward; blocks of rows are converted to float32 one at a time.
 
     Shapes: logits `[b, s, v/t]`, labels `[b, s]` int64; result `[b, s]` float32, the same on every rank of the axis.
 
@@ -67,7 +67,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _row_statistics(rows: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of every row: its largest logit, the sum of exp(logit - largest), and the logit at `local`; each `[n]` float32."""
+    """Of every row: its largest logit, the sum of exp(logit - largest), and the logit at `local`; each `[n]`
+    float32."""
     count, valid = rows.shape
     largest = torch.full((count,), torch.finfo(torch.float32).min, device=rows.device)
     total, target = torch.zeros_like(largest), torch.zeros_like(largest)

@@ -1,4 +1,4 @@
-"""Who started this process: the variables of torchrun, deepspeed, srun, mpirun or a shell, read into one description."""
+"""Who started this process: the variables of torchrun, deepspeed, srun, mpirun or a shell, as one description."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Ranks:
 def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None, parent_process_id: int = 0) -> Ranks:
     """Reads the launcher's variables; a function of its arguments only.
 
-    RANK wins (an srun that starts one torchrun per node sets both kinds), then MPI's variables, then those of an srun step.
-    Slurm's variables outside a step (salloc, sbatch script) mean one process.
+    RANK wins (an srun that starts one torchrun per node sets both kinds), then MPI's variables, then those of an srun
+    step. Slurm's variables outside a step (salloc, sbatch script) mean one process.
 
     Args:
         local_rank: the value of `--local_rank`, used where no variable tells.
@@ -81,8 +81,8 @@ def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None,
         return _from_slurm(environ)
     if _given(environ, "WORLD_SIZE") and _number(environ, "WORLD_SIZE") != 1:
         raise LaunchError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not, so this process does not know which one it is. Start "
-            f"it with torchrun, deepspeed, srun or mpirun, or set RANK; unset WORLD_SIZE for a single process."
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not, so this process does not know which one it is. "
+            f"Start it with torchrun, deepspeed, srun or mpirun, or set RANK; unset WORLD_SIZE for a single process."
         )
     return Ranks(0, 1, 0, "127.0.0.1", _DEFAULT_PORT, "none", is_one_node=True)
 
@@ -118,7 +118,8 @@ def _from_environment(environ: Mapping[str, str], flag: int | None) -> Ranks:
     _check_rank(rank, world_size, "RANK", "WORLD_SIZE")
     if world_size > 1 and not _given(environ, "MASTER_ADDR"):
         raise LaunchError(
-            f"RANK={rank} and WORLD_SIZE={world_size} are set but MASTER_ADDR is not. Set MASTER_ADDR to the host of rank 0."
+            f"RANK={rank} and WORLD_SIZE={world_size} are set but MASTER_ADDR is not. "
+            f"Set MASTER_ADDR to the host of rank 0."
         )
     if _given(environ, "TORCHELASTIC_RUN_ID"):
         launcher = "torchrun"
@@ -142,8 +143,8 @@ def _from_mpi(
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if is_one_node else _first_slurm_host(environ))
     if address is None:
         raise LaunchError(
-            f"mpirun started {world_size} ranks ({size_name}={world_size}) on several nodes and MASTER_ADDR is not set. Pass "
-            f"the host of rank 0, for instance with mpirun -x MASTER_ADDR=HOST."
+            f"mpirun started {world_size} ranks ({size_name}={world_size}) on several nodes and MASTER_ADDR is not "
+            f"set. Pass the host of rank 0, for instance with mpirun -x MASTER_ADDR=HOST."
         )
     job = next((environ[name] for name in _JOB_NAMES if environ.get(name)), None)
     if job is None:
@@ -192,8 +193,8 @@ def _expand_range(piece: str, nodelist: str) -> list[str]:
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(first) > int(last):
             raise LaunchError(
-                f"Cannot read the range {part!r} in the node list {nodelist!r}. It must look like 003-007; set MASTER_ADDR to "
-                f"the host of rank 0 instead."
+                f"Cannot read the range {part!r} in the node list {nodelist!r}. It must look like 003-007; set "
+                f"MASTER_ADDR to the host of rank 0 instead."
             )
         numbers.extend(f"{value:0{len(first)}d}" for value in range(int(first), int(last) + 1))
     return numbers
@@ -209,14 +210,14 @@ def _local_rank(environ: Mapping[str, str], flag: int | None, rank: int, world_s
         return rank
     else:
         raise LaunchError(
-            f"Rank {rank} of {world_size} does not know its number on its node: LOCAL_RANK is not set and --local_rank was not "
-            f"passed. Set LOCAL_RANK (0 for the first process of a node)."
+            f"Rank {rank} of {world_size} does not know its number on its node: LOCAL_RANK is not set and --local_rank "
+            f"was not passed. Set LOCAL_RANK (0 for the first process of a node)."
         )
     size = _local_size(environ, world_size)
     if local < 0 or (size is not None and local >= size) or local >= world_size > 1:
         raise LaunchError(
-            f"{name}={local} does not fit {size or world_size} processes on the node (WORLD_SIZE={world_size}). It must be "
-            f"between 0 and {(size or world_size) - 1}; unset the stale variable."
+            f"{name}={local} does not fit {size or world_size} processes on the node (WORLD_SIZE={world_size}). It "
+            f"must be between 0 and {(size or world_size) - 1}; unset the stale variable."
         )
     return local
 
@@ -240,16 +241,16 @@ def _port(environ: Mapping[str, str], job: str | None = None) -> int:
 def _check_rank(rank: int, world_size: int, rank_name: str, size_name: str) -> None:
     if not 0 <= rank < world_size:
         raise LaunchError(
-            f"{rank_name}={rank} does not fit {size_name}={world_size}. A rank must be between 0 and {world_size - 1}; set both "
-            f"variables, or start with torchrun, which does."
+            f"{rank_name}={rank} does not fit {size_name}={world_size}. A rank must be between 0 and {world_size - 1}; "
+            f"set both variables, or start with torchrun, which does."
         )
 
 
 def _check_world_size(environ: Mapping[str, str], world_size: int, size_name: str) -> None:
     if _given(environ, "WORLD_SIZE") and _number(environ, "WORLD_SIZE") != world_size:
         raise LaunchError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} contradicts {size_name}={world_size}. Unset WORLD_SIZE, or start as many "
-            f"processes as it says."
+            f"WORLD_SIZE={environ['WORLD_SIZE']} contradicts {size_name}={world_size}. Unset WORLD_SIZE, or start as "
+            f"many processes as it says."
         )
 
 

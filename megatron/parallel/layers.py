@@ -1,6 +1,7 @@
-"""The layers that may be split over the tensor axis. On an axis of size 1 each is the plain layer and communicates nothing.
+"""The layers that may be split over the tensor axis.
 
-Every parameter carries a `placement`; values are drawn by whoever knows its global name.
+On an axis of size 1 each is the plain layer and communicates nothing. Every parameter carries a `placement`; values are
+drawn by whoever knows its global name.
 """
 
 from __future__ import annotations
@@ -137,8 +138,9 @@ class VocabParallelEmbedding(nn.Module):
         lowest, highest = (int(edge) for edge in torch.aminmax(ids))
         if highest >= self.vocab_size:
             raise DataError(
-                f"{TOO_LARGE}: {highest}, and the vocabulary has {self.vocab_size} entries (ids 0 to {self.vocab_size - 1}). "
-                f"The data was made with another tokenizer; give its --vocab-file, or preprocess the text again."
+                f"{TOO_LARGE}: {highest}, and the vocabulary has {self.vocab_size} entries (ids 0 to "
+                f"{self.vocab_size - 1}). The data was made with another tokenizer; give its --vocab-file, or preprocess "
+                f"the text again."
             )
         if lowest < 0:
             raise DataError(
@@ -171,8 +173,8 @@ def check_divisible(number: int, axis: Axis, what: str) -> None:
     """
     if number % axis.size:
         raise ConfigError(
-            f"{number} {what} cannot be split over {axis.size} ranks (--tensor-model-parallel-size {axis.size}). The number "
-            f"must be a multiple of the ranks."
+            f"{number} {what} cannot be split over {axis.size} ranks (--tensor-model-parallel-size {axis.size}). The "
+            f"number must be a multiple of the ranks."
         )
 
 

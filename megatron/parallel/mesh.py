@@ -10,20 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from megatron import device, log
+from megatron.config import ParallelConfig
 from megatron.errors import LaunchError
 from megatron.parallel.launchers import Ranks, discover_ranks
 
-if TYPE_CHECKING:
-    from megatron.config import ParallelConfig
-
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# What the command line of a launcher contains; tells a launcher that is process 1 of a container from an init that adopted us.
+# Words in a launcher's command line: they tell one that is process 1 of a container from an init that adopted us.
 _LAUNCHER_WORDS = ("torch", "deepspeed", "mpi", "orte", "prte", "hydra", "pmi_proxy", "slurm", "srun")
 
 
@@ -80,12 +77,13 @@ class ParallelMesh:
 def open_mesh(parallel: ParallelConfig) -> ParallelMesh:
     """Joins the other ranks and returns this one's place among them.
 
-    Works under torchrun, the deepspeed launcher, srun, mpirun, hand-set variables, or none of them (one process; no network is
-    used then). Afterwards torchrun's variables are set in the environment whoever started the process, because DeepSpeed reads
-    them. A rank started by a launcher is killed when the launcher dies.
+    Works under torchrun, the deepspeed launcher, srun, mpirun, hand-set variables, or none of them (one process; no
+    network is used then). Afterwards torchrun's variables are set in the environment whoever started the process,
+    because DeepSpeed reads them. A rank started by a launcher is killed when the launcher dies.
 
     Raises:
-        LaunchError: the launcher's variables contradict each other, tp x pp does not fit the world, or there are not enough GPUs.
+        LaunchError: the launcher's variables contradict each other, tp x pp does not fit the world, or there are not
+        enough GPUs.
     """
     ranks = discover_ranks(os.environ, local_rank=parallel.local_rank, parent_process_id=os.getppid())
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -103,6 +101,17 @@ def open_mesh(parallel: ParallelConfig) -> ParallelMesh:
     tp, pp, dp = build_axes(ranks.rank, ranks.world_size, tp_size, pp_size)
     world = Axis("world", ranks.rank, ranks.world_size, tuple(range(ranks.world_size)), dist.group.WORLD)
     return ParallelMesh(tp, pp, dp, world, own_device, ranks.local_rank)
+
+
+def count_ranks(parallel: ParallelConfig) -> int:
+    """How many processes the launcher started, before any of them is joined.
+
+    Raises:
+        LaunchError: the launcher's variables contradict each other.
+    """
+    ranks = discover_ranks(os.environ, local_rank=parallel.local_rank, parent_process_id=os.getppid())
+    log.set_rank(ranks.rank, ranks.world_size)
+    return ranks.world_size
 
 
 def close_mesh(mesh: ParallelMesh) -> None:
@@ -125,8 +134,9 @@ def check_layout(world_size: int, tp_size: int, pp_size: int) -> None:
     layouts = [f"{tp} x {world}" for tp, world in _legal_layouts(world_size, tp_size)]
     raise LaunchError(
         f"{world_size} processes cannot hold whole model copies of {tp_size} x {pp_size} = {needed} ranks "
-        f"(--tensor-model-parallel-size {tp_size}, --pipeline-model-parallel-size {pp_size}). Their product must divide the "
-        f"number of processes: start {counts} processes, or use one of these tensor x pipeline sizes: {', '.join(layouts)}."
+        f"(--tensor-model-parallel-size {tp_size}, --pipeline-model-parallel-size {pp_size}). Their product must "
+        f"divide the number of processes: start {counts} processes, or use one of these tensor x pipeline sizes: "
+        f"{', '.join(layouts)}."
     )
 
 
@@ -146,9 +156,9 @@ def axis_ranks(world_size: int, tp_size: int, pp_size: int) -> dict[str, list[tu
 
 
 def build_axes(rank: int, world_size: int, tp_size: int, pp_size: int) -> tuple[Axis, Axis, Axis]:
-    """Creates the process groups of all axes (a collective call of the whole world) and returns this rank's: tp, pp, dp.
+    """Creates the process groups of all axes and returns this rank's: tp, pp, dp.
 
-    Groups of one rank are real groups too: DeepSpeed reads None as "everybody".
+    A collective call of the whole world. Groups of one rank are real groups too: DeepSpeed reads None as "everybody".
     """
     own: dict[str, Axis] = {}
     for name, groups in axis_ranks(world_size, tp_size, pp_size).items():

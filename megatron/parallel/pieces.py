@@ -13,8 +13,8 @@ Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
 class PieceKey:
     """A flat range inside a box of a global tensor.
 
-    The box is `start[i] <= index[i] < stop[i]` in the tensor of shape `shape`; its elements are numbered row-major from 0, and
-    the piece holds those with `first <= number < last`.
+    The box is `start[i] <= index[i] < stop[i]` in the tensor of shape `shape`; its elements are numbered row-major from
+    0, and the piece holds those with `first <= number < last`.
     """
 
     name: str

@@ -14,8 +14,8 @@ class Placement:
     Args:
         shape: of the global tensor, without vocabulary padding.
         start: first index of the box on each dimension.
-        stop: one beyond the last index. Padded vocabulary rows lie beyond it, at the end of the local tensor's dimension 0.
-        split: whether tensor-parallel ranks hold different boxes.
+        stop: one beyond the last index. Padded vocabulary rows lie beyond it, at the end of the local tensor's
+        dimension 0. split: whether tensor-parallel ranks hold different boxes.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,8 @@ class Placement:
 def place(parameter: torch.nn.Parameter, placement: Placement) -> torch.nn.Parameter:
     """Marks a parameter with its placement, and as tensor parallel where it is split.
 
-    DeepSpeed's gradient norm counts a parameter once per model-parallel group unless it carries `tensor_model_parallel`.
+    DeepSpeed's gradient norm counts a parameter once per model-parallel group unless it carries
+    `tensor_model_parallel`.
     """
     parameter.placement = placement  # type: ignore[attr-defined]
     if placement.split:

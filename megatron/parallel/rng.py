@@ -1,14 +1,16 @@
 """Random numbers without state: each is a hash of what it is for, so no layout, batch size or recompute changes it.
 
-Weights are a hash of (seed, global name, row, column); hidden dropout is one of (seed, layer slot, sample, position, channel).
-Attention dropout runs inside a fused kernel that only knows torch's default generator, which is seeded around the call.
+Weights are a hash of (seed, global name, row, column); hidden dropout is one of (seed, layer slot, sample, position,
+channel); attention dropout on CPU is one of (seed, layer, sample, head, query, key). On a GPU attention dropout runs
+inside a fused kernel that only knows torch's default generator, which is seeded around the call: there it may differ
+with tp and the micro batch.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,13 +26,14 @@ _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 
 # Constants of murmur3's 32-bit finaliser.
 _MULTIPLIER_3, _MULTIPLIER_4 = 0x85EBCA6B, 0xC2B2AE35
 _DRAWN_AT_ONCE = 1 << 19  # pairs; bounds the memory of a draw and keeps it in the cache
-_STREAM_WEIGHT, _STREAM_ROW, _STREAM_CHANNEL, _STREAM_ATTENTION = 1, 2, 3, 4
+_STREAM_WEIGHT, _STREAM_ROW, _STREAM_CHANNEL, _STREAM_ATTENTION, _STREAM_ATTENTION_ROW, _STREAM_KEY = 1, 2, 3, 4, 5, 6
 
 
 def mix(*numbers: int) -> int:
     """Hashes whole numbers to 64 bits, each one changing all bits of the result.
 
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (the finaliser of splitmix64).
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (the finaliser of
+    splitmix64).
     """
     state = 0
     for number in numbers:
@@ -42,13 +45,14 @@ def mix(*numbers: int) -> int:
 
 
 def normal_(parameter: torch.Tensor, seed: int, global_name: str, std: float) -> torch.Tensor:
-    """Fills a weight with its part of the global tensor's N(0, std^2) values, in place; the rest of it (padding) with zeros.
+    """Fills a weight in place with its part of the global tensor's N(0, std^2) values; what only pads it becomes zero.
 
-    The value at (row, column) is a hash of (seed, name, row, column), so any split of the tensor holds the same values, bit for
-    bit on one kind of device. Two columns share a Box-Muller pair in float32: 31 and 32 random bits, nothing beyond
-    6.66 standard deviations. About 70 million values a second on one core.
+    The value at (row, column) is a hash of (seed, name, row, column), so any split of the tensor holds the same values,
+    bit for bit on one kind of device. Two columns share a Box-Muller pair in float32: 31 and 32 random bits, nothing
+    beyond 6.66 standard deviations. About 70 million values a second on one core.
 
-    Shapes: `[rows]` (drawn as one row) or `[rows, columns]`, placed by `parameter.placement`; without one it is the whole tensor.
+    Shapes: `[rows]` (drawn as one row) or `[rows, columns]`, placed by `parameter.placement`; without one it is the
+    whole tensor.
 
     Raises:
         ConfigError: more than two dimensions.
@@ -83,7 +87,8 @@ def hidden_dropout(
 ) -> torch.Tensor:
     """Zeroes entries of `x` with `probability` and scales the others up, by a hash of what each entry is.
 
-    The probability is rounded to 1/65536, and the scale fits the rounded one. The mask (one byte an entry) is kept for backward.
+    The probability is rounded to 1/65536, and the scale fits the rounded one. The mask (one byte an entry) is kept for
+    backward.
 
     Shapes: x `[b, s, h]`, sample_ids `[b]`.
 
@@ -93,13 +98,36 @@ def hidden_dropout(
     threshold = round(probability * 65536)
     if not training or threshold == 0:
         return x
-    return _HashedDropout.apply(x, threshold, seed, layer, sample_ids)
+    rows = _each(sample_ids.to(x.device) ^ _signed(mix(_STREAM_ROW, seed, layer), 64), 0, x.shape[1])  # [b, s]
+    return _HashedDropout.apply(x, threshold, rows, mix(_STREAM_CHANNEL, seed, layer))
+
+
+def attention_dropout(
+    probabilities: torch.Tensor, probability: float, *, seed: int, layer: int, sample_ids: torch.Tensor, first_head: int
+) -> torch.Tensor:
+    """The same for attention probabilities, by a hash of (seed, layer, sample, head, query, key).
+
+    For devices whose fused attention has no fast dropout; it does not depend on the layout either.
+
+    Shapes: probabilities `[b, a/t, s, k]`, sample_ids `[b]`.
+
+    Args:
+        first_head: global number of the first head that this rank holds.
+    """
+    threshold = round(probability * 65536)
+    if threshold == 0:
+        return probabilities
+    _, heads, queries, _ = probabilities.shape
+    states = sample_ids.to(probabilities.device) ^ _signed(mix(_STREAM_ATTENTION_ROW, seed, layer), 64)  # [b]
+    rows = _each(_each(states, first_head, first_head + heads), 0, queries)  # [b, a/t, s]
+    return _HashedDropout.apply(probabilities, threshold, rows, mix(_STREAM_KEY, seed, layer))
 
 
 def attention_seed(seed: int, sample_ids: torch.Tensor, layer: int, tp_rank: int) -> int:
     """A seed for the attention dropout of one layer, micro batch and tensor-parallel rank.
 
-    Reading the first sample id from a GPU waits for it; the answer is kept on the tensor, so a stage waits once a micro batch.
+    Reading the first sample id from a GPU waits for it; the answer is kept on the tensor, so a stage waits once a micro
+    batch.
     """
     known = getattr(sample_ids, "_first_on_host", None)
     if known is None or known[0] != sample_ids._version:
@@ -122,8 +150,8 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 class _HashedDropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, threshold, seed, layer, sample_ids):  # type: ignore[no-untyped-def]
-        keep = _kept(tuple(x.shape), threshold, seed, layer, sample_ids, x.device)
+    def forward(ctx, x, threshold, rows, column_base):  # type: ignore[no-untyped-def]
+        keep = _kept(rows, x.shape[-1], threshold, column_base)
         ctx.save_for_backward(keep)
         ctx.scale = 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0
         return kernels.masked_scale(x, keep, ctx.scale)
@@ -131,23 +159,28 @@ class _HashedDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         (keep,) = ctx.saved_tensors
-        return kernels.masked_scale(gradient, keep, ctx.scale), None, None, None, None
+        return kernels.masked_scale(gradient, keep, ctx.scale), None, None, None
 
 
-def _kept(
-    shape: Sequence[int], threshold: int, seed: int, layer: int, sample_ids: torch.Tensor, device: torch.device
-) -> torch.Tensor:
-    """Which entries stay, `[b, s, h]` bool: one 32-bit hash decides two neighbouring channels by 16 bits each."""
-    _, length, channels = shape
-    pairs = (channels + 1) // 2
-    row_base, channel_base = mix(_STREAM_ROW, seed, layer), mix(_STREAM_CHANNEL, seed, layer)
-    row = _mix_64(sample_ids.to(device, torch.int64) ^ _signed(row_base, 64))  # [b]
-    row = _mix_64(row.unsqueeze(1) + _counters(0, length, device))  # [b, s]
-    channel = _mix_64(_counters(0, pairs, device) ^ _signed(channel_base, 64))  # [h/2]
-    bits = _low_half(row).unsqueeze(-1) ^ _low_half(channel)  # [b, s, h/2] int32
-    bits = _mix_32(bits).view(torch.int16)  # [b, s, h or h+1]
+def _kept(rows: torch.Tensor, columns: int, threshold: int, column_base: int) -> torch.Tensor:
+    """Which entries stay: one 32-bit hash of (row, pair of columns) decides two neighbours by 16 bits each.
+
+    Shapes: rows `[...]` int64, hashed; result `[..., columns]` bool.
+    """
+    pairs = (columns + 1) // 2
+    column = _mix_64(_counters(0, pairs, rows.device) ^ _signed(column_base, 64))  # [columns/2]
+    bits = _low_half(rows).unsqueeze(-1) ^ _low_half(column)  # [..., columns/2] int32
+    bits = _mix_32(bits).view(torch.int16)  # [..., columns or columns + 1]
     keep = bits >= threshold - 32768 if threshold < 65536 else torch.zeros_like(bits, dtype=torch.bool)
-    return keep[..., :channels] if keep.shape[-1] != channels else keep
+    return keep[..., :columns] if keep.shape[-1] != columns else keep
+
+
+def _each(states: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Hashes every state with each of the numbers `[first, last)`.
+
+    Shapes: `[...]` int64 to `[..., last - first]`.
+    """
+    return _mix_64(_mix_64(states).unsqueeze(-1) + _counters(first, last, states.device))
 
 
 def _normal_rows(

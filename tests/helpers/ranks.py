@@ -30,9 +30,9 @@ def run_ranks(
 ) -> list[Any]:
     """Calls `fn(rank, *arguments)` on `world_size` processes and returns their results in rank order.
 
-    `fn` must live at the top of an importable module, and it, its arguments and its results must be picklable. A rank sees
-    the caller's environment plus torchrun's variables and one CPU thread; with `backend="gloo"` no GPU is visible to it. No
-    rank ends before all have returned, so none needs to close its process group.
+    `fn` must live at the top of an importable module, and it, its arguments and its results must be picklable. A rank
+    sees the caller's environment plus torchrun's variables and one CPU thread; with `backend="gloo"` no GPU is visible
+    to it. No rank ends before all have returned, so none needs to close its process group.
 
     Raises:
         RankFailure: a rank failed; shows the traceback of the one that failed first.
@@ -150,7 +150,7 @@ def _rank_main(
         try:
             message = (True, time.time(), fn(rank, *arguments))
             payload = pickle.dumps(message)
-        except BaseException:  # noqa: BLE001 - whatever ended the rank, the parent must hear of it
+        except BaseException:
             payload = pickle.dumps((False, time.time(), traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()
         try:

@@ -116,7 +116,7 @@ def _run(mesh: ParallelMesh, config: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tp", "changes"),
     [
-        (2, {"attention_dropout": 0.0}),
+        (2, {"attention_dropout": 0.2}),
         (2, {"attention_dropout": 0.0, "checkpoint_activations": True, "kv_channels": 6}),
         (4, {"attention_dropout": 0.0, "hidden_dropout": 0.0, "bias_gelu_fusion": False}),
     ],
@@ -138,11 +138,6 @@ def test_replicated_gradients_are_identical_on_all_ranks() -> None:
     one, other = run_ranks(_part, 2, 2, {"attention_dropout": 0.0})
     for name, (placement, gradient) in one["parts"].items():
         assert placement.split or torch.equal(gradient, other["parts"][name][1]), name
-
-
-def test_attention_dropout_runs_split() -> None:
-    losses = [part["loss"] for part in run_ranks(_part, 2, 2, {"attention_dropout": 0.2})]
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -182,7 +177,7 @@ def test_positions_and_mask_of_segments() -> None:
 
 
 def test_micro_batch_size_does_not_change_dropout() -> None:
-    model = build_dense(tiny_config(attention_dropout=0.0, hidden_dropout=0.3), MESH)
+    model = build_dense(tiny_config(attention_dropout=0.2, hidden_dropout=0.3), MESH)
     together = model(_tokens(), _ids())
     for row in range(3):
         alone = model(_tokens()[row : row + 1], _ids()[row : row + 1])

@@ -8,8 +8,8 @@ from megatron.errors import LaunchError
 from megatron.parallel.launchers import discover_ranks, expand_nodelist
 
 TORCHRUN = {
-    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "1234",
-    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "head", "MASTER_PORT": "1234", "TORCHELASTIC_RUN_ID": "none",
 }  # fmt: skip
 DEEPSPEED = {
     "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": "2",
@@ -31,6 +31,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-1",
 }  # fmt: skip
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 
 
@@ -50,9 +51,9 @@ HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
         (HYDRA, None, (0, 2, 0, "127.0.0.1", None, "mpirun")),
         ({"MASTER_ADDR": "localhost", "MASTER_PORT": "9994", "RANK": "0", "LOCAL_RANK": "0"}, None,
          (0, 1, 0, "localhost", 9994, "environment")),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, 1, (1, 2, 1, "h", 29500, "environment")),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "SLURM_LOCALID": "1"}, None, (1, 2, 1, "h", 29500, "environment")),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "LOCAL_WORLD_SIZE": "2"}, None, (1, 2, 1, "h", 29500, "environment")),
+        (BY_HAND, 1, (1, 2, 1, "h", 29500, "environment")),
+        ({**BY_HAND, "SLURM_LOCALID": "1"}, None, (1, 2, 1, "h", 29500, "environment")),
+        ({**BY_HAND, "LOCAL_WORLD_SIZE": "2"}, None, (1, 2, 1, "h", 29500, "environment")),
         ({}, None, (0, 1, 0, "127.0.0.1", None, "none")),
         ({}, 0, (0, 1, 0, "127.0.0.1", None, "none")),
         ({"RANK": "", "WORLD_SIZE": "1"}, None, (0, 1, 0, "127.0.0.1", None, "none")),
@@ -99,7 +100,8 @@ def test_one_node_is_recognised() -> None:
         ({**TORCHRUN, "MASTER_PORT": "70000"}, None, "MASTER_PORT=70000 is no TCP port"),
         ({**SRUN, "WORLD_SIZE": "4"}, None, "WORLD_SIZE=4 contradicts SLURM_STEP_NUM_TASKS=8"),
         ({**OPEN_MPI, "WORLD_SIZE": "4"}, None, "WORLD_SIZE=4 contradicts OMPI_COMM_WORLD_SIZE=2"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None, "mpirun -x MASTER_ADDR=HOST"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None,
+         "mpirun -x MASTER_ADDR=HOST"),
         ({**SRUN, "SLURM_PROCID": "8"}, None, "SLURM_PROCID=8 does not fit SLURM_STEP_NUM_TASKS=8"),
         ({**SRUN, "SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, None, "neither SLURM_STEP_NODELIST nor"),
         ({**SRUN, "SLURM_LOCALID": ""}, None, "SLURM_LOCALID='' is not a whole number"),

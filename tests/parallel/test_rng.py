@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron.errors import ConfigError
 from megatron.parallel.placement import Placement, place
-from megatron.parallel.rng import attention_seed, hidden_dropout, mix, normal_, seeded
+from megatron.parallel.rng import attention_dropout, attention_seed, hidden_dropout, mix, normal_, seeded
 
 
 def _draw(shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...], *, padding: int = 0, name: str = "w"):
@@ -153,3 +153,22 @@ def test_attention_seed_tells_everything_apart() -> None:
     assert attention_seed(1, ids, 0, 0) == first
     ids.add_(1)  # a changed tensor is read again
     assert attention_seed(1, ids, 0, 0) == attention_seed(1, torch.tensor([5]), 0, 0) != first
+
+
+def test_attention_dropout_does_not_depend_on_heads_or_batch_at_hand() -> None:
+    shape = (3, 8, 40, 33)
+    ids = torch.tensor([4, 9, 2])
+    whole = attention_dropout(torch.ones(shape), 0.2, seed=1, layer=2, sample_ids=ids, first_head=0)
+    for rank in (0, 1):
+        heads = slice(rank * 4, rank * 4 + 4)
+        part = attention_dropout(
+            torch.ones(shape)[1:2, heads], 0.2, seed=1, layer=2, sample_ids=ids[1:2], first_head=rank * 4
+        )
+        assert torch.equal(part, whole[1:2, heads])
+    kept = (whole != 0).double()
+    assert abs(kept.mean() - 0.8) < 4 * 0.4 / kept.numel() ** 0.5 + 1e-5
+    centred = (kept - kept.mean()) / 0.4
+    for dimension in range(4):
+        assert abs((centred * centred.roll(1, dimension)).mean()) < 4.5 / kept.numel() ** 0.5
+    ones = torch.ones(1, 1, 2, 2)
+    assert attention_dropout(ones, 0.0, seed=1, layer=2, sample_ids=ids, first_head=0) is ones

@@ -1,0 +1,62 @@
+"""What the device says of itself, on CPU; and which GPU a process takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron import device
+from megatron.errors import LaunchError
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pretends that two GPUs are there; returns the list of those chosen."""
+    chosen: list[int] = []
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def test_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert device.device_type() == "cpu"
+    assert device.local_device(5) == device.current_device() == torch.device("cpu")
+    assert device.default_backend() == "gloo"
+    assert device.device_count() == 1
+    assert device.device_name() == "cpu"
+    assert device.supports_bf16() and not device.supports_fp16()
+    assert device.memory_allocated_bytes() == device.peak_memory_allocated_bytes() == 0
+    assert device.default_generator(torch.device("cpu")) is torch.default_generator
+    device.synchronize()
+
+
+def test_every_process_takes_its_own_gpu(two_gpus: list[int]) -> None:
+    assert device.local_device(1) == torch.device("cuda", 1)
+    assert device.default_backend() == "nccl"
+    assert two_gpus == [1]
+
+
+def test_more_processes_than_gpus(two_gpus: list[int]) -> None:
+    with pytest.raises(
+        LaunchError, match="Local rank 2 has no GPU of its own: 2 visible.*CUDA_VISIBLE_DEVICES=not set"
+    ):
+        device.local_device(2)
+
+
+def test_launcher_that_shows_one_gpu_to_each(two_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert device.local_device(3, one_device_per_process=True) == torch.device("cuda", 0)
+    with pytest.raises(LaunchError, match="Local rank 3 has no GPU"):
+        device.local_device(3)
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRESENT", "1")
+    monkeypatch.setenv("EMPTY", "")
+    assert device.environment("PRESENT") == "1"
+    assert device.environment("EMPTY", "default") == "default"
+    assert device.environment("ABSENT_HERE") is None
