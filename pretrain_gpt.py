@@ -16,11 +16,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses the flags, builds the run, trains it, and returns the exit code of `megatron.errors.ExitCode`."""
     config = parse(sys.argv[1:] if argv is None else argv)
 
+    from megatron import device
+
+    device.choose_accelerator()
     from megatron.train.build import open_run
-    from megatron.train.loop import evaluate_only, train
+    from megatron.train.loop import run_to_end
 
     with open_run(config) as run:
-        return evaluate_only(run) if run.config.control.eval_only else train(run)
+        return run_to_end(run)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,17 @@ class Engine:
         """Whether several stages take part."""
         return self.mesh.pp.size > 1
 
+    @property
+    def update_count(self) -> int:
+        """Updates the optimizer has made; Adam's bias correction depends on it."""
+        return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
+
+    def counted_parameters(self) -> Iterator[tuple[str, int]]:
+        """Name and local elements of every parameter this rank accounts for; summed over tp and pp they are the network."""
+        for parameter in self.module.parameters():
+            if counts_here(parameter, self.mesh):
+                yield parameter.global_name, getattr(parameter, "ds_numel", parameter.numel())  # type: ignore[attr-defined]
+
     def train_batch(self, micro_batches: Iterable[Batch], learning_rate: float) -> StepResult:
         """Trains one global batch.
 

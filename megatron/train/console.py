@@ -1,7 +1,7 @@
 """The lines a run prints: pure functions from figures to text.
 
-Other people's scripts match these texts, so fields, order and number formats are upstream's. Two things are added: tokens per
-second, and a loss that is shown whatever it is (upstream hides it when it is NaN or not above 0).
+Other people's scripts match these texts, so fields, order and number formats are upstream's. Two things are added:
+tokens per second, and a loss that is shown whatever it is (upstream hides it when it is NaN or not above 0).
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py and megatron/arguments.py.
 """
@@ -59,7 +59,7 @@ def evaluation_lines(group: str, prefix: str, loss: float) -> list[str]:
 
 def perplexity(loss: float) -> float:
     """exp(loss), capped at exp(20) as upstream does."""
-    return math.exp(min(20.0, loss))
+    return math.exp(min(loss, 20.0))
 
 
 def size_line(tp_rank: int, pp_rank: int, parameters: int, parameters_without_embeddings: int) -> str:

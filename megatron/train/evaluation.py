@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.data.gpt_dataset import SampleOrder
+from megatron.data.split_datasets import SampleDataset
 from megatron.train.build import Run
 
 
@@ -26,13 +26,14 @@ def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, flo
     return losses
 
 
-def mean_loss(run: Run, dataset: SampleOrder) -> float:
+def mean_loss(run: Run, dataset: SampleDataset) -> float:
     """Mean loss per token over the first `--eval-iters` global batches; the last one may be partly filled."""
     loss_sum, token_count = 0.0, 0
     batch_size = run.config.optim.global_batch_size
     limit = min(len(dataset), run.config.control.eval_iters * batch_size)
-    for first in range(0, limit, batch_size):
-        batch_sum, batch_tokens = run.engine.evaluate(run.micro_batches(dataset, first, batch_size, limit))
-        loss_sum += batch_sum
-        token_count += batch_tokens
+    with run.loader(dataset, read_ahead=run.config.data.num_workers > 0) as loader:
+        for first in range(0, limit, batch_size):
+            batch_sum, batch_tokens = run.engine.evaluate(loader.micro_batches(first, batch_size, limit))
+            loss_sum += batch_sum
+            token_count += batch_tokens
     return loss_sum / max(token_count, 1)

@@ -14,6 +14,13 @@ from megatron.train.progress import learning_rate
 from megatron.train.stop import Verdict
 
 
+def run_to_end(run: Run | None) -> ExitCode:
+    """Does what a run was opened for; None is a run that the kill switch kept from starting."""
+    if run is None:
+        return ExitCode.DONE
+    return evaluate_only(run) if run.config.control.eval_only else train(run)
+
+
 def train(run: Run) -> ExitCode:
     """Trains until the planned samples are consumed or something asks to stop; saves before it leaves."""
     run.report.started(run.progress)
@@ -37,21 +44,24 @@ def train(run: Run) -> ExitCode:
 
 def finish(run: Run) -> ExitCode:
     """Ends a run that consumed all its samples: last checkpoint, then validation and test."""
-    save_run(run)
-    evaluate(run, f"the end of training for {'val'} data")
+    save_run(run, must_succeed=True)
+    evaluate(run, "the end of training for val data")
+    evaluate(run, "the end of training for test data", split="test")
     return ExitCode.DONE
 
 
 def stop(run: Run, verdict: Verdict) -> ExitCode:
     """Ends a run early, at a step all ranks agreed on."""
-    save_run(run)
-    log.line(run.stop_message(verdict))
+    save_run(run, must_succeed=True)
+    run.report.flush()
+    log.line(run.rules.message(verdict, run.progress.step))
     return verdict.exit_code
 
 
 def evaluate_only(run: Run) -> ExitCode:
     """Evaluates the loaded weights and trains nothing."""
     evaluate(run, f"iteration {run.progress.step}")
+    evaluate(run, f"iteration {run.progress.step}", split="test")
     return ExitCode.DONE
 
 

@@ -168,8 +168,8 @@ def measure(
 def mean_of(steps: Sequence[Metrics]) -> Metrics:
     """Joins the records of consecutive steps into one, as the log line shows them.
 
-    The loss is the mean over the steps that were not skipped, so one NaN among them makes it NaN. Rates are totals over total
-    time. State (rate, batch size, scale, norms, counters) is the last step's; skipped and NaN steps are counted.
+    The loss is the mean over the steps that were not skipped, so one NaN among them makes it NaN. Rates are totals over
+    total time. State (rate, batch size, scale, norms, counters) is the last step's; skipped and NaN steps are counted.
     """
     last = steps[-1]
     losses = [step.lm_loss for step in steps if not step.skipped_iterations]
@@ -212,10 +212,11 @@ class Interval:
 def flops_per_sample(model: ModelConfig) -> float:
     """Floating-point operations to train on one sequence, by upstream's formula.
 
-    24 * f * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)) with f = 3, or 4 with recompute. (Upstream has 32 in place of 24 for gated
-    MLPs, which this model does not have yet.)
+    24 * f * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)) with f = 3, or 4 with recompute. (Upstream has 32 in place of
+    24 for gated MLPs, which this model does not have yet.)
 
-    Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; Narayanan et al. 2021 (arXiv 2104.04473), appendix.
+    Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; Narayanan et al. 2021 (arXiv 2104.04473),
+    appendix.
     """
     layers, hidden, sequence = model.num_layers, model.hidden_size, model.seq_length
     passes = 4 if model.checkpoint_activations else 3

@@ -1,8 +1,8 @@
 """`metrics.jsonl`: one JSON object per line and step, written so that a kill costs at most the line being written.
 
-Every record has a `kind`: `start` (one per start of the program), `step`, or `evaluation`. Numbers are written so that reading
-gives the same double back, bit for bit; NaN and the infinities, which JSON lacks, are the strings "NaN", "Infinity", "-Infinity".
-A resumed run appends, so the steps after its checkpoint appear twice; the later record holds.
+Every record has a `kind`: `start` (one per start of the program), `step`, or `evaluation`. Numbers are written so that
+reading gives the same double back, bit for bit; NaN and the infinities, which JSON lacks, are the strings "NaN",
+"Infinity", "-Infinity". A resumed run appends, so the steps after its checkpoint appear twice; the later record holds.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class MetricsFile:
                 written += os.write(self._descriptor, data[written:])
         except OSError as failure:
             raise StorageError(
-                f"{self.path} could not be extended by {len(data)} bytes: {failure.strerror}. Free space there or choose "
-                "another folder (--run-dir), then resume from the last checkpoint (--load)."
+                f"{self.path} could not be extended by {len(data)} bytes: {failure.strerror}. Free space there or "
+                "choose another folder (--run-dir), then resume from the last checkpoint (--load)."
             ) from failure
 
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
@@ -122,8 +122,8 @@ class MetricsFile:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as failure:
             raise ConfigError(
-                f"{self.path} is being written by another run. Give each run a folder of its own (--run-dir), or wait for "
-                "that run to end."
+                f"{self.path} is being written by another run. Give each run a folder of its own (--run-dir), or wait "
+                "for that run to end."
             ) from failure
         except OSError:
             log.debug(f"{self.path.parent} knows no file locks; two runs writing there would not be noticed.")

@@ -1,10 +1,12 @@
 """How far a run is, and what follows from it: learning rate, batch size, micro-batches and the end of training.
 
-Everything here is a pure function of the configuration and of what was consumed, so a resumed run needs no scheduler state. Two
-things differ from upstream on purpose: a step that is skipped because of an overflow consumed its samples and so advances the
-schedule, and the rate that is reported is the one that was applied (upstream prints the next step's).
+Everything here is a pure function of the configuration and of what was consumed, so a resumed run needs no scheduler
+state. Two things differ from upstream on purpose: a step that is skipped because of an overflow consumed its samples
+and so advances the schedule, and the rate that is reported is the one that was applied (upstream prints the next
+step's).
 
-Source: bigscience-workshop/Megatron-DeepSpeed, megatron/microbatches.py, megatron/learning_rates.py and megatron/training.py.
+Source: bigscience-workshop/Megatron-DeepSpeed, megatron/microbatches.py, megatron/learning_rates.py and
+megatron/training.py.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ class Progress:
         wrong += sorted(name for name in names & set(value) if type(value[name]) is not int or value[name] < 0)
         if wrong:
             raise CheckpointError(
-                f"The stored progress {dict(value)!r} cannot be used: {', '.join(wrong)} missing, unknown or no whole number >= 0. "
-                "Resume from another checkpoint of this run (--load)."
+                f"The stored progress {dict(value)!r} cannot be used: {', '.join(wrong)} missing, unknown or no whole "
+                "number >= 0. Resume from another checkpoint of this run (--load)."
             )
         return cls(**value)
 
@@ -71,7 +73,8 @@ class Schedule:
     """The learning rate's course, counted in samples.
 
     Attributes:
-        warmup_samples: samples over which the rate rises from 0 to its peak; not always whole (a fraction of the decay).
+        warmup_samples: samples over which the rate rises from 0 to its peak; not always whole (a fraction of the
+            decay).
         decay_samples: samples after which the rate has reached its floor.
     """
 
@@ -119,9 +122,9 @@ def schedule(optim: OptimConfig) -> Schedule:
     if not 0 <= warmup < decay:
         raise ConfigError(
             f"The learning rate would warm up over {warmup:g} samples but decay over only {decay:g} (--train-iters "
-            f"{optim.train_iters}, --train-samples {optim.train_samples}, --global-batch-size {batch}). The warm-up must end "
-            "before the decay does: lower --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples, or raise "
-            "--lr-decay-iters or --lr-decay-samples."
+            f"{optim.train_iters}, --train-samples {optim.train_samples}, --global-batch-size {batch}). The warm-up "
+            "must end before the decay does: lower --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples, or "
+            "raise --lr-decay-iters or --lr-decay-samples."
         )
     return Schedule(warmup, decay)
 
@@ -129,8 +132,8 @@ def schedule(optim: OptimConfig) -> Schedule:
 def global_batch_size(optim: OptimConfig, consumed_samples: int) -> int:
     """Samples of the step that starts after so many consumed samples.
 
-    With --rampup-batch-size START INCREMENT SAMPLES the size grows from START by INCREMENT in equal shares of SAMPLES. The
-    division is upstream's floating-point one, so the sizes agree step by step.
+    With --rampup-batch-size START INCREMENT SAMPLES the size grows from START by INCREMENT in equal shares of SAMPLES.
+    The division is upstream's floating-point one, so the sizes agree step by step.
     """
     full = _full_batch(optim)
     if optim.rampup_batch_size is None:
@@ -152,10 +155,10 @@ def micro_batches(optim: OptimConfig, consumed_samples: int, data_parallel_size:
     together = optim.micro_batch_size * data_parallel_size
     if size % together:
         raise ConfigError(
-            f"A global batch of {size} samples (after {consumed_samples} consumed; --global-batch-size {optim.global_batch_size}, "
-            f"--rampup-batch-size {optim.rampup_batch_size}) does not split into micro-batches of {optim.micro_batch_size} on "
-            f"{data_parallel_size} replicas. Every size must be a multiple of {together}: change --micro-batch-size, the sizes or "
-            "the number of processes."
+            f"A global batch of {size} samples (after {consumed_samples} consumed; --global-batch-size "
+            f"{optim.global_batch_size}, --rampup-batch-size {optim.rampup_batch_size}) does not split into "
+            f"micro-batches of {optim.micro_batch_size} on {data_parallel_size} replicas. Every size must be a "
+            f"multiple of {together}: change --micro-batch-size, the sizes or the number of processes."
         )
     return size // together
 
@@ -171,8 +174,8 @@ def is_done(optim: OptimConfig, progress: Progress) -> bool:
 def planned_iterations(optim: OptimConfig, progress: Progress | None = None) -> int:
     """Iterations at the end of training: those already done plus those that the rest takes.
 
-    Upstream's rule where that one makes sense. Where a ramp-up is longer than the whole run, upstream's count is off; this one
-    stops before the first batch that would exceed --train-samples.
+    Upstream's rule where that one makes sense. Where a ramp-up is longer than the whole run, upstream's count is off;
+    this one stops before the first batch that would exceed --train-samples.
     """
     progress = progress or Progress()
     if optim.train_samples is None:
@@ -192,6 +195,10 @@ def planned_samples(
 ) -> tuple[int, int, int]:
     """Samples that training, validation and test want over the whole run; what the index files are built for.
 
+    Data that --skip-train-iteration-range passes over counts as training data. Validation gets upstream's number,
+    enough for fresh data at every evaluation, although each evaluation here reads the first samples again: so the index
+    files are upstream's.
+
     Args:
         optim: the resolved optimizer area.
         control: intervals and lengths of evaluation.
@@ -203,7 +210,8 @@ def planned_samples(
     if optim.train_samples is not None:
         train = optim.train_samples
     else:
-        train = progress.consumed_samples + max(0, iterations - progress.step) * batch
+        passed_over = sum(last - first + 1 for first, last in control.skip_ranges if first > progress.step)
+        train = progress.consumed_samples + (max(0, iterations - progress.step) + passed_over) * batch
     evaluations = iterations // control.eval_interval + 1 if control.eval_interval else 1
     return train, evaluations * control.eval_iters * batch, control.eval_iters * batch
 

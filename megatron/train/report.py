@@ -1,7 +1,7 @@
 """One `Metrics` record a step goes in; console, `metrics.jsonl`, TensorBoard and W&B come out.
 
-The console line is the last rank's, as upstream's is. Files are written by one process only, so that all files of a run lie on
-one machine; which one is decided where the report is opened.
+The console line is the last rank's, as upstream's is. Files are written by one process only, so that all files of a run
+lie on one machine; which one is decided where the report is opened.
 """
 
 from __future__ import annotations

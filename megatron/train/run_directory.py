@@ -6,7 +6,8 @@
         metrics.jsonl  one record per step (see metrics_file.py)
         log.txt        what rank 0 said
 
-Only rank 0 writes here. A run that goes on in its old folder keeps what earlier starts wrote as config.1.json, config.2.json, ...
+Only rank 0 writes here. A run that goes on in its old folder keeps what earlier starts wrote as config.1.json,
+config.2.json, ...
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def open_run_directory(
     except OSError as failure:
         place = run_dir or "runs/"
         raise StorageError(
-            f"The run directory {place} cannot be written: {failure.strerror} ({failure.filename}). Choose another (--run-dir)."
+            f"The run directory {place} cannot be written: {failure.strerror} ({failure.filename}). Choose another "
+            "(--run-dir)."
         ) from failure
     return RunDirectory(path)
 
@@ -122,8 +124,8 @@ def _given_folder(path: Path, is_resume: bool) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     if (path / "config.json").exists() and not is_resume:
         raise ConfigError(
-            f"--run-dir {path} already holds a run. Give a new run another folder, or go on with the old one by resuming from its "
-            "checkpoint (--load)."
+            f"--run-dir {path} already holds a run. Give a new run another folder, or go on with the old one by "
+            "resuming from its checkpoint (--load)."
         )
     return path
 

@@ -1,9 +1,10 @@
 """When to end a run early: signals, a kill-switch file, a time limit, an interval.
 
-Each rank forms its own verdict; the loop takes the largest over all ranks, so that all stop at the same step. A signal handler
-only sets a flag: nothing is saved, printed or torn down inside it, so further signals are harmless.
+Each rank forms its own verdict; the loop takes the largest over all ranks, so that all stop at the same step. A signal
+handler only sets a flag: nothing is saved, printed or torn down inside it, so further signals are harmless.
 
-Source: exit paths and texts of bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; upstream has no signal handling.
+Source: exit paths and texts of bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; upstream has no signal
+handling.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 class Verdict(IntEnum):
     """What a rank thinks should happen after a step; where ranks differ, the largest holds for all.
 
-    Only a signal means "queue me again" (exit code 75). The others were asked for by the user and end with 0, as upstream's do;
-    the kill switch is the largest, because it must also end a job that its scheduler would start again.
+    Only a signal means "queue me again" (exit code 75). The others were asked for by the user and end with 0, as
+    upstream's do; the kill switch is the largest, because it must also end a job that its scheduler would start again.
     """
 
     GO_ON = 0
@@ -81,7 +82,8 @@ class StopRules:
         control: the limits that the user set.
         signals: where signals are noted; without --exit-on-signal it is not installed and stays empty.
         started_at: `clock()` when the program started; the time limit counts from there.
-        watches_file: whether this rank looks for the kill-switch file; one rank is enough, since the verdicts are joined.
+        watches_file: whether this rank looks for the kill-switch file; one rank is enough, since the verdicts are
+            joined.
         clock: seconds of a clock that never goes back.
     """
 

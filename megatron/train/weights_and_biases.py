@@ -31,8 +31,8 @@ class WeightsAndBiases:
             import wandb
         except ImportError as failure:
             raise ConfigError(
-                f"--wandb-project {project} needs the package wandb, which cannot be imported ({failure}). Install it with: pip "
-                "install wandb"
+                f"--wandb-project {project} needs the package wandb, which cannot be imported ({failure}). Install it "
+                "with: pip install wandb"
             ) from failure
         self._run: Any = wandb.init(project=project, name=name or None, dir=directory or None)
 

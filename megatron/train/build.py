@@ -1,0 +1,259 @@
+"""The only place where the objects of a run are constructed and wired."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron import __version__, device, log
+from megatron.checkpoint import CheckpointLock
+from megatron.checkpoint.together import together
+from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
+from megatron.data.loader import Batch, BatchLoader, BatchOptions
+from megatron.data.plan import DataPlan
+from megatron.data.split_datasets import SampleDataset, SplitDatasets, build_split_datasets, describe
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.engine.engine import Engine
+from megatron.parallel.mesh import ParallelMesh, close_mesh, count_ranks, open_mesh
+from megatron.parallel.messages import all_reduce_max, all_reduce_sum, broadcast_json
+from megatron.train.console import argument_lines, size_line
+from megatron.train.metrics import Workload
+from megatron.train.progress import Progress, global_batch_size, is_done, planned_samples
+from megatron.train.report import Report, open_destinations
+from megatron.train.resume import find_record, load_tensors, resumed_config
+from megatron.train.run_directory import RunDirectory, open_run_directory, write_arguments
+from megatron.train.skip import SkipRanges
+from megatron.train.stop import StopRules, StopSignals, Verdict, kill_switch_is_on, kill_switch_message
+
+
+@dataclass
+class Run:
+    """All parts of a run. `progress` is the one that changes, once a step."""
+
+    config: RunConfig
+    mesh: ParallelMesh
+    tokenizer: Tokenizer
+    engine: Engine
+    datasets: SplitDatasets
+    plan: DataPlan
+    options: BatchOptions
+    report: Report
+    rules: StopRules
+    lock: CheckpointLock | None
+    skips: SkipRanges
+    progress: Progress
+    saved_step: int | None = None
+    failed_saves: int = 0
+    _loader: BatchLoader | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the planned training is finished."""
+        return is_done(self.config.optim, self.progress)
+
+    def train_batches(self) -> Sequence[Batch]:
+        """This rank's micro-batches of the next global batch."""
+        if self.datasets.train is None:
+            raise RuntimeError("a run without training data does not train")  # build_split_datasets refuses it before
+        if self._loader is None:
+            self._loader = self.loader(self.datasets.train, read_ahead=self.config.data.num_workers > 0)
+        size = global_batch_size(self.config.optim, self.progress.consumed_samples)
+        return self._loader.micro_batches(self.progress.consumed_samples, size)
+
+    def loader(self, dataset: SampleDataset, *, read_ahead: bool) -> BatchLoader:
+        """A loader that deals this rank its share of a data set."""
+        return BatchLoader(
+            dataset,
+            micro_batch_size=self.config.optim.micro_batch_size,
+            dp_rank=self.mesh.dp.rank,
+            dp_size=self.mesh.dp.size,
+            options=self.options,
+            read_ahead=read_ahead,
+        )
+
+    def skip_unwanted_data(self) -> None:
+        """Passes over the data of `--skip-train-iteration-range` without training on it."""
+        self.progress = self.skips.passed(self.progress, self.config)
+
+    def is_due(self, interval: int | None) -> bool:
+        """Whether something that happens every `interval` steps happens after this one."""
+        return bool(interval) and self.progress.step % (interval or 1) == 0
+
+    def should_stop(self) -> Verdict:
+        """The verdict of all ranks together on whether the run ends after this step."""
+        own = torch.tensor([int(self.rules.verdict(self.progress.step))], dtype=torch.int32, device=self.mesh.device)
+        return Verdict(int(all_reduce_max(own, self.mesh.world)))
+
+    def evaluation_datasets(self, split: str) -> Mapping[str, SampleDataset]:
+        """The named groups of the validation or test split."""
+        return self.datasets.valid if split == "valid" else self.datasets.test
+
+    def close(self) -> None:
+        """Ends reading ahead."""
+        if self._loader is not None:
+            self._loader.close()
+
+
+@contextlib.contextmanager
+def open_run(config: RunConfig) -> Iterator[Run | None]:
+    """Builds a run, from the processes it consists of to its progress, and takes it down again.
+
+    Yields None when the kill switch is on before anything started.
+
+    Raises:
+        MegatronError: anything that is wrong with the flags, the machine, the data or the checkpoint.
+    """
+    started_at = time.monotonic()
+    if kill_switch_is_on(config.control.kill_switch_path):
+        log.line(kill_switch_message(config.control.kill_switch_path))
+        yield None
+        return
+    _set_log_level(config)
+    tokenizer = build_tokenizer(config.data)
+    world_size = count_ranks(config.parallel)
+    machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
+    config = resolve(config, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
+    with contextlib.ExitStack() as closing:
+        signals = StopSignals()
+        if config.control.exit_on_signal:
+            closing.callback(signals.install().restore)
+        mesh = open_mesh(config.parallel)
+        closing.callback(close_mesh, mesh)
+        for notice in config.notices if mesh.world.rank == 0 else ():
+            log.warning(notice)
+        lock = closing.enter_context(_lock(config, mesh)) if config.control.save else None
+        run = _build(config, mesh, tokenizer, lock, signals, started_at)
+        closing.callback(run.close)
+        closing.callback(run.report.close)
+        yield run
+
+
+def _build(
+    config: RunConfig,
+    mesh: ParallelMesh,
+    tokenizer: Tokenizer,
+    lock: CheckpointLock | None,
+    signals: StopSignals,
+    started_at: float,
+) -> Run:
+    record = find_record(config, mesh)
+    config = resumed_config(config, record, tokenizer)
+    engine = Engine(config, mesh)
+    _show_size(engine)
+    record, progress = load_tensors(config, engine, record)
+    is_resume = record is not None and not config.control.finetune
+    stored_plan = DataPlan.from_json(record["data_plan"]) if record is not None and is_resume else None
+    skips = SkipRanges.parse(config.control.skip_train_iteration_range, progress)
+    datasets, plan = _open_data(config, mesh, progress, stored_plan, skips)
+    return Run(
+        config=config,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        engine=engine,
+        datasets=datasets,
+        plan=plan,
+        options=BatchOptions(
+            eod_id=tokenizer.eod_id,
+            vocab_size=config.model.vocab_size,
+            eod_mask_loss=config.data.eod_mask_loss,
+            segments=config.data.reset_position_ids or config.data.reset_attention_mask,
+        ),
+        report=_open_report(config, engine, is_resume=record is not None),
+        rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
+        lock=lock,
+        skips=skips,
+        progress=progress,
+        saved_step=progress.step if is_resume else None,
+    )
+
+
+def _open_data(
+    config: RunConfig, mesh: ParallelMesh, progress: Progress, stored: DataPlan | None, skips: SkipRanges
+) -> tuple[SplitDatasets, DataPlan]:
+    """Opens the data sets; one process per node writes missing index files first, the others wait and read them."""
+    train, valid, test = planned_samples(config.optim, config.control, progress)
+    train += skips.iteration_count * config.optim.global_batch_size
+    samples = (0 if config.control.eval_only else train, valid, test)
+
+    def build(build_indices: bool) -> tuple[SplitDatasets, DataPlan]:
+        model = config.model
+        return build_split_datasets(config.data, model.seq_length, model.seed, samples, stored, build_indices)
+
+    together(mesh, lambda: _discard(build(True)) if mesh.local_rank == 0 else None)
+    datasets, plan = build(mesh.local_rank == 0)
+    for text in describe(datasets, plan):
+        log.info(text)
+    return datasets, plan
+
+
+def _open_report(config: RunConfig, engine: Engine, *, is_resume: bool) -> Report:
+    """The console on every rank; files on the last rank, where upstream's are."""
+    mesh = engine.mesh
+    workload = Workload.of(
+        config.model,
+        device_count=mesh.world.size,
+        replica_count=mesh.dp.size,
+        parameters_without_embeddings=parameter_counts(engine)[1],
+    )
+    arguments = flat_arguments(config)
+    destinations = []
+    path = None
+    if mesh.world.rank == 0:
+        opened = open_run_directory(config.control.run_dir, config.to_json(), is_resume=is_resume)
+        path = str(opened.path)
+        if config.control.log_path:
+            write_arguments(config.control.log_path, argument_lines(arguments))
+    path = broadcast_json(path, mesh.world)
+    log.info(f"run directory: {path}")
+    if mesh.world.rank == 0:
+        destinations = open_destinations(config.control, workload, RunDirectory(Path(path)))
+    return Report(
+        config.control,
+        config.optim,
+        workload,
+        shows_loss_scale=config.model.fp16,
+        arguments=arguments,
+        destinations=destinations,
+    )
+
+
+def flat_arguments(config: RunConfig) -> dict[str, object]:
+    """Every argument by its flag's name, for logs."""
+    areas = (config.model, config.parallel, config.optim, config.data, config.control)
+    return {name: value for area in areas for name, value in dataclasses.asdict(area).items()}
+
+
+def parameter_counts(engine: Engine) -> tuple[int, int]:
+    """Parameters of the whole network, with and without its embedding tables; collective over the mesh."""
+    counts = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)
+    for name, numel in engine.counted_parameters():
+        counts[0] += numel
+        counts[1] += 0 if name.startswith("embedding.") else numel
+    counts = all_reduce_sum(all_reduce_sum(counts, engine.mesh.tp), engine.mesh.pp)
+    return int(counts[0]), int(counts[1])
+
+
+def _show_size(engine: Engine) -> None:
+    total, without_embeddings = parameter_counts(engine)
+    log.info(size_line(engine.mesh.tp.rank, engine.mesh.pp.rank, total, without_embeddings))
+
+
+def _lock(config: RunConfig, mesh: ParallelMesh) -> CheckpointLock:
+    directory = Path(str(config.control.save))
+    return CheckpointLock(directory, mesh)
+
+
+def _set_log_level(config: RunConfig) -> None:
+    if config.control.log_level:
+        log.set_level(config.control.log_level)
+    log.debug(f"megatron {__version__}")
+
+
+def _discard(value: object) -> None:
+    """Turns a result that is no JSON into none."""

@@ -1,0 +1,100 @@
+"""From a checkpoint back into a run: which one, whether it fits, and its tensors into the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron import log
+from megatron.checkpoint import find, load_newest, newest_record
+from megatron.checkpoint.together import on_first
+from megatron.config import RunConfig, check_resume
+from megatron.data.tokenizer import Tokenizer
+from megatron.engine.engine import Engine
+from megatron.engine.state import refresh_weights, wanted_pieces
+from megatron.errors import CheckpointError
+from megatron.parallel.mesh import ParallelMesh
+from megatron.train.progress import Progress
+
+Record = Mapping[str, Any]
+
+
+def find_record(config: RunConfig, mesh: ParallelMesh) -> Record | None:
+    """The record of the checkpoint this run goes on from, None for a fresh start; collective over the mesh.
+
+    Raises:
+        CheckpointError: `--load` holds nothing usable where something must be, or `--save` holds another run's checkpoints.
+    """
+    control = config.control
+    if control.from_scratch:
+        return None
+    if control.load is None:
+        if control.save is not None:
+            on_first(mesh, lambda: _refuse_foreign_save(str(control.save)))
+        return None
+    found = newest_record(Path(control.load), mesh)
+    if found is not None:
+        return found[0]
+    if control.exit_on_missing_checkpoint:
+        raise CheckpointError(
+            f"--load {control.load} holds no checkpoint and --exit-on-missing-checkpoint is set. Give the folder of an earlier run."
+        )
+    log.info(f"Unable to find latest file at {Path(control.load) / 'latest'}: starting at iteration 0")
+    return None
+
+
+def resumed_config(config: RunConfig, record: Record | None, tokenizer: Tokenizer) -> RunConfig:
+    """The configuration to go on with, after every field's resume rule was applied.
+
+    Raises:
+        ConfigError: a field must match the checkpoint and does not.
+        CheckpointError: the checkpoint was trained with another tokenizer.
+    """
+    if record is None:
+        return config
+    trained_with = record["tokenizer"]["fingerprint"]
+    if trained_with != tokenizer.fingerprint:
+        raise CheckpointError(
+            f"the checkpoint in {config.control.load} was trained with another tokenizer (fingerprint {trained_with[:12]}, "
+            f"{record['tokenizer']['vocab_size']} tokens) than this run's ({tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} "
+            "tokens): its ids would mean other words. Give the same --vocab-file, --merge-file or --tokenizer-name-or-path."
+        )
+    return check_resume(record["config"], config)
+
+
+def load_tensors(config: RunConfig, engine: Engine, record: Record | None) -> tuple[Record | None, Progress]:
+    """Loads weights and optimizer state of the newest good checkpoint; returns its record and where training stands."""
+    if record is None:
+        return None, Progress()
+    control = config.control
+    with_optimizer = not (control.finetune or control.no_load_optim)
+    if with_optimizer and record["config"]["control"]["no_save_optim"]:
+        raise CheckpointError(
+            f"the checkpoint in {control.load} was saved with --no-save-optim and holds no optimizer state. Resume with "
+            "--no-load-optim (the moments start from zero) or with --finetune."
+        )
+    loaded = load_newest(
+        Path(str(control.load)), lambda: wanted_pieces(engine, with_optimizer=with_optimizer), engine.mesh
+    )
+    if loaded is None:
+        raise CheckpointError(f"the checkpoint in {control.load} disappeared while it was being loaded. Start again.")
+    found, path = loaded
+    refresh_weights(engine, found["optimizer_updates"] if with_optimizer else None)
+    if control.finetune:
+        log.info(f"finetuning the weights of {path} from iteration 0")
+        return found, Progress()
+    progress = Progress.from_json(found["progress"])
+    log.info(
+        f"resumed {path}: iteration {progress.step}, {progress.consumed_samples} samples, {progress.consumed_tokens} tokens consumed"
+    )
+    return found, progress
+
+
+def _refuse_foreign_save(directory: str) -> None:
+    candidates = find(Path(directory))
+    if candidates:
+        raise CheckpointError(
+            f"--save {directory} holds checkpoints already (newest: iteration {candidates[0].step}) and --load is not given. Add "
+            f"--load {directory} to go on from there, --from-scratch to overwrite them, or choose another folder."
+        )
