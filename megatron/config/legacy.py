@@ -205,7 +205,7 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "curricula, dropped tokens and compression are not built. Drop the flag.",
-        ("random_ltd", "data_efficiency_curriculum_learning", "train_desc_path:str", "compression_training"),
+        ("random_ltd", "data_efficiency_curriculum_learning", "train_desc_path:str"),
     ),
     (
         "indices are found by their content. Use --data-cache-path.",
@@ -265,10 +265,9 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "the attention kernel already keeps its sums in float32 and scales safely.",
         ("no_query_key_layer_scaling", "attention_softmax_in_fp32"),
     ),
-    ("attention never keeps its score matrix, which is what this would recompute.", ("recompute_activations",)),
     ("the loss is always computed in float32, which is more exact.", ("fp16_lm_cross_entropy",)),
     (
-        "bfloat16 accumulates gradients in float32 at ZeRO stages 0 and 1 in any case.",
+        "bfloat16 accumulates gradients in float32 at ZeRO stages 0 and 1 in any case; other dtypes in their own.",
         ("accumulate_allreduce_grads_in_fp32",),
     ),
     (
@@ -313,19 +312,17 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("a run with one pipeline stage never uses the pipeline engine.", ("no_pipeline_parallel",)),
     (
-        "upstream reads it nowhere; ZeRO buckets are set in --deepspeed_config.",
+        "upstream reads it nowhere; ZeRO's settings come from --deepspeed_config.",
         (
             "zero_reduce_scatter",
             "zero_contigious_gradients",
             "zero_reduce_bucket_size:float=0",
             "zero_allgather_bucket_size:float=0",
             "use_pin_memory",
-            "scattered_embeddings",
-            "memory_centric_tiled_linear",
-            "tile_factor:int=1",
-            "deepspeed_mpi",
         ),
     ),
+    ("upstream reads it nowhere.", ("scattered_embeddings", "memory_centric_tiled_linear", "tile_factor:int=1")),
+    ("launchers, mpirun among them, are recognised by themselves.", ("deepspeed_mpi",)),
     (
         "it trades memory for traffic during recompute; results are the same without it.",
         (

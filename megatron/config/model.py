@@ -54,7 +54,12 @@ class ModelConfig(Area):
     recompute_granularity: str | None = flag(
         None, "full: the same as --checkpoint-activations; selective: attention only", choices=("full", "selective")
     )
-    bias_gelu_fusion: bool = flag(True, "fused bias and GELU", ignored=_FUSED_AWAY)
+    recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
+    bias_gelu_fusion: bool = flag(
+        True,
+        "tanh form of GELU, which upstream's fused kernel computes; off: the exact form, unless --openai-gelu",
+        resume=MUST_MATCH,
+    )
     bias_dropout_fusion: bool = flag(True, "fused bias, dropout and residual", ignored=_FUSED_AWAY)
     masked_softmax_fusion: bool = flag(
         True, "fused masked softmax", ignored="attention is one call of PyTorch's scaled_dot_product_attention"
@@ -72,6 +77,8 @@ class ModelConfig(Area):
             self.set_derived("ffn_hidden_size", 4 * self.hidden_size)
         if self.kv_channels is None and self.num_attention_heads > 0:
             self.set_derived("kv_channels", self.hidden_size // self.num_attention_heads)
+        if self.recompute_activations and self.recompute_granularity is None:
+            self.set_derived("recompute_granularity", "selective")
         if self.recompute_granularity == "full":
             self.set_derived("checkpoint_activations", True)
 
@@ -89,6 +96,8 @@ class ModelConfig(Area):
                 f"{self.seq_length}. Every position needs a row; use --max-position-embeddings {self.seq_length} or "
                 "shorter samples."
             )
+        if self.recompute_activations and self.recompute_granularity == "full":
+            yield "--recompute-activations means selective, and --recompute-granularity full is given. Drop one."
         if self.fp16 and self.bf16:
             yield "--fp16 and --bf16 are both given. A run has one dtype; drop one of them."
         size = self.pad_vocab_size_to

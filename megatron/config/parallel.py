@@ -25,7 +25,7 @@ class ParallelConfig(Area):
     )
     distributed_timeout_minutes: int = flag(10, "minutes after which a waiting collective gives up", at_least=1)
     local_rank: int | None = flag(
-        None, "device number of this process; filled in by launchers", spelled=("--local-rank",)
+        None, "device number of this process; filled in by launchers", spelled=("--local_rank",)
     )
     deepspeed: bool = flag(
         False, "accepted for old launch scripts; DeepSpeed is always the engine", spelled=("--deepscale",)

@@ -12,10 +12,11 @@ from megatron.config.flags import (
     flags_of,
     missing_problems,
     read_command_line,
+    show_default,
     without_instance_check,
     without_repeats,
 )
-from megatron.config.legacy import DEPRECATED, IGNORED, REFUSED, Legacy, legacy_flags
+from megatron.config.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
 from megatron.config.request import read_group_files, request_problems
 from megatron.config.run import AREAS, DEFAULT, FILE, GIVEN, RunConfig, cross_problems
 from megatron.errors import ConfigError
@@ -72,6 +73,19 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunConfig:
     return RunConfig(**areas, provenance=provenance, notices=tuple(notices))
 
 
+def flag_table() -> list[tuple[str, str, str, str]]:
+    """Name, type, default and status of every flag the trainer knows, in the order of the help."""
+    rows = [
+        (one.name, one.type_name, show_default(one), IGNORED if one.facts.ignored else SUPPORTED)
+        for one in field_flags().values()
+    ]
+    others = [
+        (entry.flag.positive_name, entry.flag.type_name, show_default(entry.flag), entry.status)
+        for entry in legacy_flags().values()
+    ]
+    return rows + sorted(others, key=lambda row: (row[3], row[0]))
+
+
 def _build_areas(
     own: Mapping[str, Flag], values: Mapping[str, Any], provenance: Mapping[str, str], broken: set[str]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -92,11 +106,9 @@ def _ignored_notices(own: Mapping[str, Flag], values: Mapping[str, Any]) -> Iter
     for name, one in own.items():
         if one.facts.ignored and name in values and values[name] != one.default:
             yield f"{one.name} is accepted and ignored: {one.facts.ignored}."
-    if values.get("model.recompute_granularity") == "selective":
-        yield (
-            "--recompute-granularity selective is accepted and ignored: attention never keeps its score matrix, which "
-            "is what this would recompute."
-        )
+    method = values.get("parallel.pp_partition_method")
+    if method is not None and "embedding" in method:
+        yield f"--pp-partition-method {method}: embeddings are not counted; blocks are spread evenly."
 
 
 def _deprecated_notices(spellings: Any) -> Iterator[str]:

@@ -2,12 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.config.run import RunConfig
+from megatron.config.flags import FROM_CHECKPOINT, MUST_MATCH, RUN_MUST_MATCH, resume_rule
+from megatron.config.run import AREAS, FILE, RunConfig, frozen, plain
+from megatron.errors import ConfigError
+
+# The fields that make the learning-rate schedule: the checkpoint's under --use-checkpoint-lr-scheduler.
+SCHEDULE_FIELDS = (
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_warmup_fraction",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+)
+# Changing these is legal, and a user who did not mean to will want to know.
+_WORTH_SAYING = frozenset(
+    {*SCHEDULE_FIELDS, "global_batch_size", "rampup_batch_size", "weight_decay", "clip_grad", "fp16", "bf16"}
+    | {"hidden_dropout", "attention_dropout", "train_iters", "train_samples"}
+)
 
 
 def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
-    """Compares the configuration of a checkpoint with the current one and returns the one to go on with."""
-    return current
+    """Compares the configuration a checkpoint was saved with (`RunConfig.to_json`) with the current one.
+
+    Both should be resolved. Returns the configuration to go on with: the current one, with the fields that are taken
+    from the checkpoint, and a notice for every change that affects training.
+
+    Raises:
+        ConfigError: fields that must match differ; one sentence for each, with both values.
+    """
+    problems: list[str] = []
+    notices: list[str] = []
+    taken: dict[str, dict[str, Any]] = {}
+    for area, field, then, now in _differences(saved, current):
+        rule = _rule(area, field, current)
+        name = f"--{field.name.replace('_', '-')}"
+        if rule == MUST_MATCH or (rule == RUN_MUST_MATCH and not current.control.finetune):
+            problems.append(_must_match_sentence(area, field, then, now, rule))
+        elif rule == FROM_CHECKPOINT and current.provenance.get(f"{area}.{field.name}") == "given":
+            problems.append(
+                f"{name} {_shown(now)} is given, and the checkpoint was saved with {_shown(then)}, which it must keep. "
+                f"Drop {name} or give {_shown(then)}."
+            )
+        elif rule == FROM_CHECKPOINT:
+            taken.setdefault(area, {})[field.name] = then
+            notices.append(f"{name} {_shown(then)} is taken from the checkpoint.")
+        elif field.name in _WORTH_SAYING and not current.control.finetune:
+            notices.append(f"{name} is {_shown(now)} now; the checkpoint was saved with {_shown(then)}.")
+    if problems:
+        raise ConfigError(problems)
+    changes: dict[str, Any] = {
+        area: dataclasses.replace(getattr(current, area), **fields) for area, fields in taken.items()
+    }
+    provenance = {**current.provenance, **{f"{area}.{name}": FILE for area in taken for name in taken[area]}}
+    return dataclasses.replace(current, **changes, provenance=provenance, notices=(*current.notices, *notices))
+
+
+def _differences(
+    saved: Mapping[str, Any], current: RunConfig
+) -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
+    """Yields (area, field, saved value, current value) wherever both are known and differ."""
+    for area, cls in AREAS.items():
+        entries = saved.get(area, {})
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            now = plain(getattr(getattr(current, area), field.name))
+            if field.name in entries and entries[field.name] != now:
+                yield area, field, frozen(entries[field.name]), frozen(now)
+
+
+def _rule(area: str, field: dataclasses.Field[Any], current: RunConfig) -> str:
+    if current.optim.use_checkpoint_lr_scheduler and area == "optim" and field.name in SCHEDULE_FIELDS:
+        return FROM_CHECKPOINT
+    if field.name == "optimizer" and current.control.no_load_optim:
+        return "may change"
+    return resume_rule(field)
+
+
+def _must_match_sentence(area: str, field: dataclasses.Field[Any], then: Any, now: Any, rule: str) -> str:
+    name = f"--{field.name.replace('_', '-')}"
+    if "derived" in field.metadata:
+        return (
+            f"{area}.{field.name} ({field.metadata['derived']}) is {_shown(now)} and the checkpoint was saved with "
+            f"{_shown(then)}. They must match; use the files the checkpoint was trained with."
+        )
+    way_out = " To train its weights in a new way, use --finetune." if rule == RUN_MUST_MATCH else ""
+    switch = isinstance(then, bool)
+    fix = (name if then else f"--no-{field.name.replace('_', '-')}") if switch else f"{name} {_shown(then)}"
+    return (
+        f"{name} is {_shown(now)} and the checkpoint was saved with {_shown(then)}. "
+        f"They must match; give {fix}.{way_out}"
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

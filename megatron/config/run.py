@@ -61,7 +61,7 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON values; `from_json` reads it back."""
-        found: dict[str, Any] = {name: _plain(dataclasses.asdict(getattr(self, name))) for name in AREAS}
+        found: dict[str, Any] = {name: plain(dataclasses.asdict(getattr(self, name))) for name in AREAS}
         return {**found, "provenance": dict(self.provenance)}
 
     @staticmethod
@@ -81,7 +81,7 @@ class RunConfig:
                     f"the saved configuration has {name}.{unknown[0]} = {entries[unknown[0]]!r}, which this version "
                     "does not know. It was written by a newer version; use that one."
                 )
-            areas[name] = cls(**{key: _frozen(value) for key, value in entries.items()})
+            areas[name] = cls(**{key: frozen(value) for key, value in entries.items()})
         return RunConfig(**areas, provenance=dict(saved.get("provenance", {})))  # type: ignore[arg-type]
 
 
@@ -109,11 +109,13 @@ def cross_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
         )
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Tuples as lists, the way JSON gives them back."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+def frozen(value: Any) -> Any:
+    """Lists as tuples, the way the areas hold them."""
+    return tuple(frozen(item) for item in value) if isinstance(value, list) else value
