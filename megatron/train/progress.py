@@ -195,9 +195,8 @@ def planned_samples(
 ) -> tuple[int, int, int]:
     """Samples that training, validation and test want over the whole run; what the index files are built for.
 
-    Data that --skip-train-iteration-range passes over counts as training data. Validation gets upstream's number,
-    enough for fresh data at every evaluation, although each evaluation here reads the first samples again: so the index
-    files are upstream's.
+    Validation gets upstream's number, enough for fresh data at every evaluation, although each evaluation here reads
+    the first samples again: so the index files are upstream's.
 
     Args:
         optim: the resolved optimizer area.
@@ -210,8 +209,7 @@ def planned_samples(
     if optim.train_samples is not None:
         train = optim.train_samples
     else:
-        passed_over = sum(last - first + 1 for first, last in control.skip_ranges if first > progress.step)
-        train = progress.consumed_samples + (max(0, iterations - progress.step) + passed_over) * batch
+        train = progress.consumed_samples + max(0, iterations - progress.step) * batch
     evaluations = iterations // control.eval_interval + 1 if control.eval_interval else 1
     return train, evaluations * control.eval_iters * batch, control.eval_iters * batch
 

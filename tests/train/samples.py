@@ -1,0 +1,76 @@
+"""Small configurations and step outcomes for the tests of the training room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config import ControlConfig, ModelConfig, OptimConfig
+from megatron.train.metrics import Metrics, Workload
+
+
+def optim_config(**changes: Any) -> OptimConfig:
+    """An optimizer area with micro batch 2 and, unless changed, a global batch of 8."""
+    return OptimConfig(**{"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, **changes})
+
+
+def control_config(**changes: Any) -> ControlConfig:
+    """A control area with a log line at every step."""
+    return ControlConfig(**{"log_interval": 1, **changes})
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    """A resolved tiny model."""
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 12,
+        "num_attention_heads": 2,
+        "seq_length": 36,
+        "max_position_embeddings": 36,
+    }
+    return ModelConfig(**{**sizes, "vocab_size": 90, "padded_vocab_size": 96, **changes})
+
+
+WORKLOAD = Workload(
+    tokens_per_sample=16,
+    flops_per_sample=2e12,
+    device_count=4,
+    replica_count=2,
+    parameters_without_embeddings=500_000_000,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an engine would return."""
+
+    loss: float = 2.5
+    gradient_norm: float = 0.5
+    sample_count: int = 8
+    skipped: bool = False
+    loss_scale: float = 1.0
+
+
+def metrics(**changes: Any) -> Metrics:
+    """A complete record of step 7."""
+    values: dict[str, Any] = {
+        "iteration": 7,
+        "train_iterations": 20,
+        "consumed_samples": 56,
+        "consumed_tokens": 896,
+        "seconds_per_iteration": 0.5,
+        "learning_rate": 1.5e-4,
+        "global_batch_size": 8,
+        "lm_loss": 9.87654321,
+        "loss_scale": None,
+        "gradient_norm": 1.23456,
+        "zero_count": None,
+        "parameter_norm": None,
+        "skipped_iterations": 0,
+        "nan_iterations": 0,
+        "samples_per_second": 16.0,
+        "tokens_per_second": 256.0,
+        "teraflops_per_device": 8.0,
+        "gigaflops_without_embeddings": 2688.0,
+    }
+    return Metrics(**{**values, **changes})

@@ -1,0 +1,203 @@
+"""Progress and everything that follows from it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import CheckpointError, ConfigError
+from megatron.train.progress import (
+    Progress,
+    global_batch_size,
+    is_done,
+    learning_rate,
+    micro_batches,
+    planned_iterations,
+    planned_samples,
+    schedule,
+)
+from tests.train.samples import control_config, optim_config
+
+
+def test_progress_counts_steps_samples_tokens_and_skips() -> None:
+    progress = Progress().after(8, 128).after(8, 128, skipped=True)
+    assert progress == Progress(step=2, consumed_samples=16, consumed_tokens=256, skipped_steps=1)
+
+
+def test_progress_survives_json() -> None:
+    progress = Progress(3, 24, 384, 1)
+    assert Progress.from_json(progress.to_json()) == progress
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"step": None}, "step"),
+        ({"consumed_samples": -1}, "consumed_samples"),
+        ({"step": True}, "step"),
+        ({"epoch": 1}, "epoch"),
+    ],
+)
+def test_progress_refuses_a_damaged_record(change: dict[str, object], name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} missing, unknown or no whole number"):
+        Progress.from_json({**Progress().to_json(), **change})
+
+
+def test_progress_refuses_a_missing_field() -> None:
+    with pytest.raises(CheckpointError, match="skipped_steps missing"):
+        Progress.from_json({"step": 1, "consumed_samples": 8, "consumed_tokens": 128})
+
+
+# 10 steps of 8 samples; warm-up 2 steps = 16 samples, decay over 80. Computed by hand.
+LINEAR = {0: 0.0, 8: 0.5, 16: 1.0, 24: 1 - 8 / 64 * 0.9, 48: 0.55, 80: 0.1, 81: 0.1, 800: 0.1}
+COSINE = {0: 0.0, 8: 0.5, 16: 1.0, 32: 0.1 + 0.9 * (0.5 + math.sqrt(0.125)), 48: 0.55, 80: 0.1, 88: 0.1}
+CONSTANT = {0: 0.0, 8: 0.5, 16: 1.0, 17: 1.0, 80: 1.0, 8000: 1.0}
+
+
+@pytest.mark.parametrize(("style", "golden"), [("linear", LINEAR), ("cosine", COSINE), ("constant", CONSTANT)])
+def test_rates_computed_by_hand(style: str, golden: dict[int, float]) -> None:
+    optim = optim_config(train_iters=10, lr_warmup_iters=2, min_lr=0.1, lr_decay_style=style)
+    for samples, rate in golden.items():
+        assert learning_rate(optim, samples) == pytest.approx(rate, abs=1e-15), samples
+
+
+def test_without_warmup_the_first_step_runs_at_the_peak() -> None:
+    assert learning_rate(optim_config(train_iters=10), 0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "warmup", "decay"),
+    [
+        ({"train_iters": 10}, 0, 80),
+        ({"train_iters": 10, "lr_decay_iters": 5, "lr_warmup_iters": 1}, 8, 40),
+        ({"train_iters": 500000, "lr_decay_iters": 320000, "lr_warmup_fraction": 0.01}, 25600.0, 2560000),
+        ({"train_samples": 300, "lr_warmup_samples": 5}, 5, 300),
+        ({"train_samples": 300, "lr_decay_samples": 6, "lr_warmup_samples": 5}, 5, 6),
+        ({"train_samples": 300, "lr_warmup_fraction": 0.5}, 150.0, 300),
+    ],
+)
+def test_schedule_is_counted_in_samples(flags: dict[str, float], warmup: float, decay: float) -> None:
+    course = schedule(optim_config(**flags))
+    assert (course.warmup_samples, course.decay_samples) == (pytest.approx(warmup), decay)
+
+
+def test_warmup_must_end_before_the_decay() -> None:
+    with pytest.raises(ConfigError, match="warm up over 80 samples but decay over only 80 .*lr-warmup-iters"):
+        learning_rate(optim_config(train_iters=10, lr_warmup_iters=10), 0)
+
+
+@given(
+    style=st.sampled_from(["constant", "linear", "cosine"]),
+    peak=st.floats(1e-6, 1.0),
+    floor_share=st.floats(0.0, 1.0),
+    iterations=st.integers(2, 1000),
+    warmup=st.floats(0.0, 0.99),
+    samples=st.integers(0, 20000),
+)
+def test_rate_stays_between_its_bounds_and_falls_after_warmup(
+    style: str, peak: float, floor_share: float, iterations: int, warmup: float, samples: int
+) -> None:
+    optim = optim_config(
+        lr=peak, min_lr=peak * floor_share, lr_decay_style=style, train_iters=iterations, lr_warmup_fraction=warmup
+    )
+    now, later = learning_rate(optim, samples), learning_rate(optim, samples + 8)
+    assert 0.0 <= now <= peak * (1 + 1e-12)
+    if samples > schedule(optim).warmup_samples:
+        assert now >= later - 1e-12
+        assert now >= optim.min_lr * (1 - 1e-12)
+
+
+# --rampup-batch-size 2 2 60 towards 8: three increments, each after 20 samples.
+RAMP = {0: 2, 18: 2, 20: 4, 39: 4, 40: 6, 59: 6, 60: 8, 61: 8, 1000: 8}
+
+
+@pytest.mark.parametrize(("samples", "size"), RAMP.items())
+def test_ramp_up_computed_by_hand(samples: int, size: int) -> None:
+    assert global_batch_size(optim_config(rampup_batch_size=(2, 2, 60), train_samples=300), samples) == size
+
+
+def test_ramp_up_that_starts_at_the_full_size_is_no_ramp_up() -> None:
+    assert global_batch_size(optim_config(rampup_batch_size=(8, 2, 60), train_samples=300), 0) == 8
+
+
+def test_ramp_up_over_no_samples_is_no_ramp_up() -> None:
+    assert global_batch_size(optim_config(rampup_batch_size=(2, 2, 0), train_samples=300), 0) == 8
+
+
+def test_micro_batches_follow_the_ramp_up() -> None:
+    optim = optim_config(rampup_batch_size=(4, 4, 60), train_samples=300)
+    assert [micro_batches(optim, consumed, 2) for consumed in (0, 59, 60, 61)] == [1, 1, 2, 2]
+    assert micro_batches(optim_config(train_iters=1), 0, 1) == 4
+
+
+def test_a_batch_that_does_not_split_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"global batch of 6 samples \(after 40 consumed.*multiple of 4"):
+        micro_batches(optim_config(rampup_batch_size=(2, 2, 60), train_samples=300), 40, 2)
+
+
+def upstream_iterations(start: int, increment: int, ramp: int, full: int, samples: int) -> int:
+    """Upstream's count: the ramp-up walked to its end, then the rest divided."""
+    consumed = count = 0
+    while consumed <= ramp:
+        share = ramp / ((full - start) // increment)
+        consumed += full if consumed > ramp else start + int(consumed / share) * increment
+        count += 1
+    return count + (samples - consumed) // full
+
+
+@given(
+    start=st.integers(1, 6),
+    increment=st.integers(1, 5),
+    increments=st.integers(1, 6),
+    ramp=st.integers(1, 400),
+    more=st.integers(0, 500),
+)
+def test_iterations_agree_with_upstream_and_with_the_loop(
+    start: int, increment: int, increments: int, ramp: int, more: int
+) -> None:
+    full, samples = start + increment * increments, ramp + more
+    optim = optim_config(
+        micro_batch_size=1, global_batch_size=full, rampup_batch_size=(start, increment, ramp), train_samples=samples
+    )
+    progress, seen = Progress(), []
+    while not is_done(optim, progress):
+        seen.append(planned_iterations(optim, progress))
+        size = global_batch_size(optim, progress.consumed_samples)
+        progress = progress.after(size, size)
+    assert progress.step == upstream_iterations(start, increment, ramp, full, samples)
+    assert progress.consumed_samples <= samples
+    assert set(seen) <= {progress.step}
+
+
+def test_a_run_shorter_than_its_ramp_up_stops_in_time() -> None:
+    optim = optim_config(rampup_batch_size=(2, 2, 600), train_samples=9)
+    assert planned_iterations(optim) == 4
+    assert not is_done(optim, Progress(3, 6))
+    assert is_done(optim, Progress(4, 8))
+
+
+def test_iterations_end_a_run_in_iteration_mode() -> None:
+    optim = optim_config(train_iters=3)
+    assert [is_done(optim, Progress(step, step * 8)) for step in range(5)] == [False, False, False, True, True]
+    assert planned_iterations(optim, Progress(2, 4)) == 3
+
+
+def test_samples_end_a_run_in_sample_mode() -> None:
+    optim = optim_config(train_samples=20)
+    assert planned_iterations(optim) == 2
+    assert [is_done(optim, Progress(step, step * 8)) for step in range(4)] == [False, False, True, True]
+
+
+def test_planned_samples_are_upstreams() -> None:
+    control = control_config(eval_interval=4, eval_iters=3)
+    assert planned_samples(optim_config(train_iters=10), control) == (80, 3 * 3 * 8, 3 * 8)
+    assert planned_samples(optim_config(train_samples=83), control) == (83, 3 * 3 * 8, 3 * 8)
+    assert planned_samples(optim_config(train_iters=10), control_config(eval_iters=0)) == (80, 0, 0)
+
+
+def test_planned_samples_after_a_change_of_batch_size() -> None:
+    train, _, _ = planned_samples(optim_config(train_iters=10), control_config(), Progress(4, 16))
+    assert train == 16 + 6 * 8
