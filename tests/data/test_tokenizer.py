@@ -144,7 +144,7 @@ def test_surround_puts_ids_around_every_row(long_rows: bool) -> None:
     assert longer.tolist() == (lengths + 3).tolist() and result.dtype == np.uint16
 
 
-# --- Hugging Face -----------------------------------------------------------------------------------------------------------
+# --- Hugging Face ---------------------------------------------------------------------------------
 
 
 def write_folder(
@@ -205,7 +205,8 @@ def test_local_tokenizers_need_no_transformers_and_no_torch(tmp_path: Path) -> N
     program = (
         "import sys\nfor name in ('transformers', 'torch', 'huggingface_hub'): sys.modules[name] = None\n"
         "from megatron.data.tokenizer import TokenizerChoice, build_tokenizer\n"
-        f"print(build_tokenizer(TokenizerChoice('PretrainedFromHF', tokenizer_name_or_path={str(tmp_path)!r})).encode('a b'))"
+        "print(build_tokenizer(TokenizerChoice('PretrainedFromHF', "
+        f"tokenizer_name_or_path={str(tmp_path)!r})).encode('a b'))"
     )
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
@@ -215,7 +216,7 @@ def test_local_tokenizers_need_no_transformers_and_no_torch(tmp_path: Path) -> N
     assert done.stdout.startswith("[")
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def broken(tmp_path: Path, vocab: str | None = None, merges: str | None = None) -> TokenizerChoice:
