@@ -6,8 +6,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies
+from hypothesis import given, settings, strategies
 
 from megatron.data import blend, index_map
 from megatron.data.blend import blend_order

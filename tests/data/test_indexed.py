@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies
+from hypothesis import given, settings, strategies
 
 from megatron.data.indexed import IndexedDataset, IndexedWriter, width_for
 from megatron.errors import DataError, StorageError
@@ -120,7 +119,11 @@ DAMAGE = {
     "header cut": (GOLDEN_IDX[:30], GOLDEN_BIN, "has 30 bytes, its header alone takes 34"),
     "version": (altered(9, "<Q", 2), GOLDEN_BIN, r"layout version 2 \(byte offset 9\)"),
     "dtype code": (altered(17, "<B", 9), GOLDEN_BIN, r"dtype code 9 \(byte offset 17\)"),
-    "sequence count": (altered(18, "<Q", 4), GOLDEN_BIN, "announces 4 sequences and 3 document entries, which take 106"),
+    "sequence count": (
+        altered(18, "<Q", 4),
+        GOLDEN_BIN,
+        "announces 4 sequences and 3 document entries, which take 106",
+    ),
     "huge count": (altered(18, "<Q", 2**63), GOLDEN_BIN, f"announces {2**63} sequences"),
     "tables cut": (GOLDEN_IDX[:-1], GOLDEN_BIN, "take 94 bytes; the file has 93"),
     "negative length": (altered(38, "<i", -5), GOLDEN_BIN, r"length 1 \(byte offset 38\) is -5"),
@@ -287,7 +290,9 @@ def test_offsets_beyond_two_gigabytes(tmp_path):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    strategies.lists(strategies.lists(strategies.lists(strategies.integers(0, 65535), max_size=5), max_size=4), max_size=6)
+    strategies.lists(
+        strategies.lists(strategies.lists(strategies.integers(0, 65535), max_size=5), max_size=4), max_size=6
+    )
 )
 def test_what_is_written_is_read(tmp_path_factory, documents):
     prefix = tmp_path_factory.mktemp("pair") / "pair"
@@ -300,7 +305,7 @@ def test_what_is_written_is_read(tmp_path_factory, documents):
 
 
 def test_a_thousand_mutations_are_refused_or_harmless(tmp_path):
-    """Bit flips, cuts, zeroed and repeated stretches of both files: a typed error, or tokens that all lie in the file."""
+    """Bit flips, cuts, zeroed and repeated stretches of both files: a typed error, or tokens inside the file."""
     write_corpus(tmp_path / "good", [5, 0, 9, 3, 12, 7, 1], dtype=np.uint16)
     good = {suffix: (tmp_path / f"good.{suffix}").read_bytes() for suffix in ("idx", "bin")}
     random = np.random.RandomState(0)

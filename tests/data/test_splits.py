@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies
+from hypothesis import given, strategies
 
 from megatron.config.data import read_split
 from megatron.data.splits import fraction_range, split_boundaries

@@ -1,0 +1,193 @@
+"""Batches: the same samples for every layout, masks, segments, and errors of the reading thread."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from megatron.config.data import DataConfig
+from megatron.data.blend import BlendedDataset
+from megatron.data.loader import BatchLoader, BatchOptions, MicroBatches, segment_ids
+from megatron.data.split_datasets import build_split_datasets
+from megatron.errors import ConfigError, DataError
+from tests.data.corpora import write_corpus
+
+SEQUENCE_LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    prefix = write_corpus(tmp_path_factory.mktemp("data") / "corpus", [10, 3, 17] * 20)
+    datasets, _ = build_split_datasets(
+        DataConfig(data_path=(prefix,), split="1,0,0"), SEQUENCE_LENGTH, 7, (64, 0, 0), None
+    )
+    return datasets.train
+
+
+def flattened(batches) -> list[tuple]:
+    return [
+        (int(number), row.tolist(), label.tolist(), mask.tolist(), segment)
+        for batch in batches
+        for number, row, label, mask, segment in zip(
+            batch.sample_ids,
+            batch.tokens,
+            batch.labels,
+            batch.loss_mask,
+            [None] * len(batch.tokens) if batch.segment_ids is None else batch.segment_ids.tolist(),
+            strict=True,
+        )
+    ]
+
+
+@pytest.mark.parametrize("first", [0, 8, 40])
+@pytest.mark.parametrize(
+    "options", [BatchOptions(), BatchOptions(eod_id=5, vocab_size=700, eod_mask_loss=True, segments=True)]
+)
+def test_every_layout_sees_the_same_samples_of_a_global_batch(dataset, first, options):
+    reference = flattened(
+        MicroBatches(dataset, first_sample=first, global_batch_size=16, micro_batch_size=16, options=options)
+    )
+    assert [row[0] for row in reference] == list(range(first, first + 16))
+    for dp_size in (1, 2, 4):
+        for micro in (1, 2, 4):
+            ranks = [
+                MicroBatches(
+                    dataset,
+                    first_sample=first,
+                    global_batch_size=16,
+                    micro_batch_size=micro,
+                    dp_rank=rank,
+                    dp_size=dp_size,
+                    options=options,
+                )
+                for rank in range(dp_size)
+            ]
+            assert {len(rank) for rank in ranks} == {16 // micro // dp_size}
+            in_order = [batch for step in zip(*ranks, strict=True) for batch in step]
+            assert flattened(in_order) == reference
+
+
+def test_tokens_and_labels_are_shifted_by_one(dataset):
+    (batch,) = MicroBatches(dataset, first_sample=3, global_batch_size=2, micro_batch_size=2)
+    assert batch.tokens.tolist() == [dataset[3][:-1].tolist(), dataset[4][:-1].tolist()]
+    assert batch.labels.tolist() == [dataset[3][1:].tolist(), dataset[4][1:].tolist()]
+    assert batch.tokens.dtype == batch.labels.dtype == batch.sample_ids.dtype == np.int64
+    assert batch.loss_mask.dtype == np.float32 and batch.loss_mask.all() and batch.segment_ids is None
+
+
+def test_end_of_document_masks_and_segments():
+    tokens = np.array([[5, 1, 2, 5, 5, 3], [1, 2, 3, 4, 6, 7]])
+    assert segment_ids(tokens, 5).tolist() == [[0, 1, 1, 1, 2, 3], [0, 0, 0, 0, 0, 0]]
+
+
+class Rows:
+    """A data set of given rows."""
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows = np.array(rows, np.int64)
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        self.read.append(sample)
+        return self.rows[sample]
+
+    def locate(self, sample: int, position: int) -> str:
+        return f"row {sample} column {position}"
+
+
+def test_no_loss_where_the_input_token_ends_a_document():
+    options = BatchOptions(eod_id=0, eod_mask_loss=True)
+    (batch,) = MicroBatches(
+        Rows([[1, 0, 2, 0]]), first_sample=0, global_batch_size=1, micro_batch_size=1, options=options
+    )
+    assert batch.loss_mask.tolist() == [[1, 0, 1]]
+
+
+@pytest.mark.parametrize(("bad", "place"), [(9, "row 1 column 2 has id 9"), (-1, "row 1 column 2 has id -1")])
+def test_an_id_outside_the_vocabulary_is_located(bad, place):
+    rows = Rows([[1, 2, 3], [1, 2, bad], [1, 2, 3], [1, 2, 3]])
+    batches = MicroBatches(
+        rows, first_sample=0, global_batch_size=4, micro_batch_size=2, options=BatchOptions(vocab_size=9)
+    )
+    with pytest.raises(DataError, match=rf"{place}, but the vocabulary has 9 entries"):
+        list(batches)
+
+
+def test_a_short_last_batch_is_filled_with_samples_without_loss(dataset):
+    options = BatchOptions(eod_id=3, segments=True)
+    batches = [
+        MicroBatches(
+            dataset,
+            first_sample=8,
+            global_batch_size=8,
+            micro_batch_size=2,
+            dp_rank=rank,
+            dp_size=2,
+            stop_sample=11,
+            options=options,
+        )
+        for rank in range(2)
+    ]
+    rows = flattened([batch for step in zip(*batches, strict=True) for batch in step])
+    assert [row[0] for row in rows] == list(range(8, 16))
+    assert [sum(row[3]) for row in rows] == [8, 8, 8, 0, 0, 0, 0, 0]
+    assert rows[2][1] == dataset[10][:-1].tolist() and rows[3][1] == [3] * 8
+
+
+def test_a_batch_that_cannot_be_dealt_out_is_refused(dataset):
+    with pytest.raises(ConfigError, match="global batch of 6 samples .* 2 data-parallel ranks .*multiple of 4"):
+        MicroBatches(dataset, first_sample=0, global_batch_size=6, micro_batch_size=2, dp_size=2)
+
+
+def test_options_that_need_an_end_of_document_token():
+    with pytest.raises(ConfigError, match="need an end-of-document token"):
+        BatchOptions(eod_mask_loss=True)
+
+
+def test_samples_beyond_the_plan_are_an_error(dataset):
+    with pytest.raises(DataError, match=f"Sample {len(dataset)} was asked for, but {len(dataset)} samples are planned"):
+        list(MicroBatches(dataset, first_sample=len(dataset), global_batch_size=1, micro_batch_size=1))
+
+
+@pytest.mark.parametrize("read_ahead", [True, False])
+def test_the_loader_gives_batches_in_any_order_they_are_asked_for(dataset, read_ahead):
+    threads = threading.active_count()
+    with BatchLoader(dataset, micro_batch_size=2, dp_rank=1, dp_size=2, read_ahead=read_ahead) as loader:
+        for first, size in ((0, 8), (8, 8), (16, 4), (20, 4), (40, 8), (48, 8), (0, 8)):
+            direct = MicroBatches(
+                dataset, first_sample=first, global_batch_size=size, micro_batch_size=2, dp_rank=1, dp_size=2
+            )
+            assert flattened(loader.micro_batches(first, size)) == flattened(direct)
+    assert threading.active_count() == threads
+
+
+def test_the_next_batch_is_read_ahead_but_never_beyond_the_end():
+    rows = Rows([[k, k] for k in range(12)])
+    with BatchLoader(rows, micro_batch_size=2) as loader:
+        loader.micro_batches(0, 4)
+        loader._ahead._thread.join()
+        assert rows.read == [0, 1, 2, 3, 4, 5, 6, 7]
+        loader.micro_batches(4, 4)
+        loader.micro_batches(8, 4)
+        assert loader._ahead is None and rows.read == list(range(12))
+        evaluation = [loader.micro_batches(first, 4, stop_sample=6) for first in (0, 4)]
+        assert [int(batch.loss_mask.sum()) for batch in evaluation[1]] == [2, 0]
+
+
+def test_an_error_of_the_thread_is_raised_where_the_batch_is_asked_for():
+    rows = Rows([[1, 2]] * 4 + [[1, 99]] * 4)
+    with BatchLoader(rows, micro_batch_size=4, options=BatchOptions(vocab_size=10)) as loader:
+        assert len(loader.micro_batches(0, 4)) == 1
+        with pytest.raises(DataError, match="row 4 column 1 has id 99"):
+            loader.micro_batches(4, 4)
+
+
+def test_a_blend_that_asks_too_much_is_refused(dataset):
+    count = len(dataset) + 1
+    with pytest.raises(DataError, match=f"takes {count} samples of .*corpus, which has {count - 1} planned"):
+        BlendedDataset([dataset], np.zeros(count, np.uint8), np.arange(count))
