@@ -16,12 +16,14 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config.flags import Area, flag, parse_flags
-from megatron.errors import DataError, StorageError
+from megatron.data.atomic_files import storage_error, write_atomically
+from megatron.errors import DataError
 
 _LEAST_BYTES = 10_000_000
 _LEAST_TEXT_LETTERS = 200
@@ -55,37 +57,41 @@ def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(DemoCorpusFlags, sys.argv[1:], prog="build_demo_corpus.py", description=__doc__ or "")
     path = Path(flags.output)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    wanted = max(int(flags.megabytes * 1e6), _LEAST_BYTES)
-    documents = written = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as stream:
-            for source, text in corpus_documents():
-                written += stream.write(json.dumps({"text": text, "src": source}, ensure_ascii=False).encode() + b"\n")
-                documents += 1
-                if written >= wanted:
-                    break
-            stream.flush()
-            os.fsync(stream.fileno())
-        if written < _LEAST_BYTES:
-            raise DataError(
-                f"This Python ({sys.prefix}) carries only {written} bytes of source text; {_LEAST_BYTES} are needed. "
-                "Use an interpreter with its full standard library, or train on a jsonl file of your own."
-            )
-        temporary.replace(path)
     except OSError as failure:
-        raise StorageError(
-            f"Cannot write {path}: {failure.strerror or failure}. Choose a folder that can be written."
-        ) from failure
-    finally:
-        temporary.unlink(missing_ok=True)
-    log.info(f"Wrote {path}: {documents} documents, {written / 1e6:.1f} MB.")
+        raise storage_error(path, failure) from failure
+    tally = _Tally()
+    write_atomically(path, lambda stream: _write(stream, int(flags.megabytes * 1e6), tally))
+    log.info(f"Wrote {path}: {tally.documents} documents, {tally.size / 1e6:.1f} MB.")
     return 0
 
 
+@dataclass
+class _Tally:
+    """What was written: documents, and bytes."""
+
+    documents: int = 0
+    size: int = 0
+
+
+def _write(stream: BinaryIO, wanted: int, tally: _Tally) -> None:
+    """Writes documents until there are enough bytes."""
+    for source, text in corpus_documents():
+        line = json.dumps({"text": text, "src": source}, ensure_ascii=False)
+        tally.size += stream.write(line.encode() + b"\n")
+        tally.documents += 1
+        if tally.size >= wanted:
+            return
+    if tally.size < _LEAST_BYTES:
+        raise DataError(
+            f"This Python ({sys.prefix}) carries only {tally.size} bytes of source text; {_LEAST_BYTES} are needed. "
+            "Use an interpreter with its full standard library, or train on a jsonl file of your own."
+        )
+
+
 def corpus_documents() -> Iterator[tuple[str, str]]:
-    """(source, text) of the standard library, then, for a Python that ships without its tests, of the installed packages."""
+    """(source, text) of the standard library, then, where that is not enough, of the installed packages."""
     paths = sysconfig.get_paths()
     standard = Path(paths["stdlib"])
     yield from _documents_of(standard, "stdlib")

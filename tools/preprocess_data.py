@@ -60,9 +60,15 @@ class PreprocessFlags(Area):
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
         if self.split_sentences:
-            yield "--split-sentences is not available yet. Leave it out for GPT data, or split the sentences into lines beforehand."
+            yield (
+                "--split-sentences is not available yet. Leave it out for GPT data, or split the "
+                "sentences into lines beforehand."
+            )
         if len(set(self.json_keys)) != len(self.json_keys):
-            yield f"--json-keys {' '.join(self.json_keys)} names a key twice; each key gets files of its own, so name it once."
+            yield (
+                f"--json-keys {' '.join(self.json_keys)} names a key twice; each key gets files of its "
+                "own, so name it once."
+            )
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Lines of JSON to texts, and where exactly a bad line is.
 
-`orjson` parses where it is installed. A line that it refuses is tried again by the standard library, which upstream uses and which
-accepts more (NaN, for one); a line is bad when both refuse it.
+`orjson` parses where it is installed. A line that it refuses is tried again by the standard library, which upstream
+uses and which accepts more (NaN, for one); a line is bad when both refuse it.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str] | B
             return BadLine(
                 number,
                 0,
-                f"key {key!r} (--json-keys) is missing; the line has {', '.join(map(repr, list(entry)[:8])) or 'no keys'}",
+                f"key {key!r} (--json-keys) is missing; the line has "
+                f"{', '.join(map(repr, list(entry)[:8])) or 'no keys'}",
             )
         text = entry[key]
         if not isinstance(text, str):

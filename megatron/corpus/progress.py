@@ -78,7 +78,10 @@ class Progress:
 
     def _bar(self) -> str:
         seconds = max(self.seconds, 1e-9)
-        rates = f"{self.documents:,} docs, {self.documents / seconds:,.0f} docs/s, {self.text_bytes / seconds / 1e6:.1f} MB/s"
+        rates = (
+            f"{self.documents:,} docs, {self.documents / seconds:,.0f} docs/s, "
+            f"{self.text_bytes / seconds / 1e6:.1f} MB/s"
+        )
         if not self._total_bytes:
             return f"{rates}, {self.text_bytes / 1e6:,.0f} MB"
         share = min(self._input_bytes / self._total_bytes, 1.0)

@@ -1,7 +1,7 @@
 """Input files to blocks of whole lines, in order, with memory that does not grow with the file.
 
-A plain file is cut by looking only at the neighbourhood of the cuts: who encodes a block reads it. A compressed file or standard
-input is read once, here, and its blocks carry their bytes.
+A plain file is cut by looking only at the neighbourhood of the cuts: who encodes a block reads it. A compressed file or
+standard input is read once, here, and its blocks carry their bytes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Block:
             raise _unreadable(self.source, self.start, failure) from failure
         if len(data) != self.size:
             raise DataError(
-                f"{self.source}: ended at byte offset {self.start + len(data)} instead of {self.start + self.size}: it was cut while "
+                f"{self.source}: ended at byte offset {self.start + len(data)} instead of "
+                f"{self.start + self.size}: it was cut while "
                 "it was read. Start again when nothing writes to it."
             )
         return data
@@ -89,7 +90,8 @@ def check_inputs(paths: Sequence[str]) -> None:
                 _zstandard(path)
         except OSError as failure:
             problems.append(
-                f"--input {path} cannot be read: {failure.strerror or failure}. Give the path of a jsonl file, or - for standard input."
+                f"--input {path} cannot be read: {failure.strerror or failure}. Give the path of a jsonl "
+                "file, or - for standard input."
             )
         except ConfigError as failure:
             problems.extend(failure.problems)
@@ -183,9 +185,9 @@ def _open(path: str) -> tuple[Any, Callable[[], int]]:
     """Opens an input for reading; the second value says how many of its bytes on disk were consumed so far."""
     if path == STANDARD_INPUT:
         return sys.stdin.buffer, lambda: 0
-    raw = open(path, "rb")  # noqa: SIM115 - lives as long as the reader around it
+    raw = open(path, "rb")
     opener = _OPENERS.get(_suffix(path))
-    return (opener(raw, path) if opener else raw), raw.tell
+    return (opener(raw, path) if opener else raw), (raw.tell if raw.seekable() else lambda: 0)
 
 
 def _zstandard(path: str) -> Any:
@@ -237,6 +239,7 @@ def _shown(path: str) -> str:
 
 def _unreadable(path: str, offset: int, failure: BaseException) -> DataError:
     return DataError(
-        f"{_shown(path)}: cannot be read past byte offset {offset} of its text: {failure}. The file is damaged or not what its suffix says; "
+        f"{_shown(path)}: cannot be read past byte offset {offset} of its text: {failure}. The file is "
+        "damaged or not what its suffix says; "
         "fetch it again or leave it out."
     )

@@ -1,7 +1,8 @@
 """Learning a byte-level BPE vocabulary from texts, and writing it as GPT-2's two files.
 
-Source: the files are those of GPT-2 (`encoder.json`, `vocab.bpe`) under their Hugging Face names: `vocab.json` maps a token, written in
-printable stand-ins for bytes, to its id; `merges.txt` holds a version line and then one merge a line, best first.
+Source: the files are those of GPT-2 (`encoder.json`, `vocab.bpe`) under their Hugging Face names: `vocab.json` maps a
+token, written in printable stand-ins for bytes, to its id; `merges.txt` holds a version line and then one merge a line,
+best first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from megatron.corpus.lines import parse_lines
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import blocks, check_inputs
-from megatron.data.atomic_files import write_atomically
+from megatron.data.atomic_files import storage_error, write_atomically
 from megatron.data.tokenizer import GPT2_END_OF_DOCUMENT
 from megatron.errors import ConfigError, DataError
 
@@ -42,7 +43,8 @@ def texts_of(
         if parsed.bad and not skip_bad:
             bad = parsed.bad[0]
             raise DataError(
-                f"{block.source}:{line + bad.line + 1}: byte offset {block.start + bad.offset}: {bad.reason}. Mend the line, or "
+                f"{block.source}:{line + bad.line + 1}: byte offset {block.start + bad.offset}: "
+                f"{bad.reason}. Mend the line, or "
                 "leave such lines out with --on-bad-line skip."
             )
         line += parsed.lines
@@ -91,7 +93,10 @@ def save_byte_level_vocabulary(prefix: str, vocabulary: dict[str, int], merges: 
         StorageError: the file system refused.
     """
     vocab_path, merges_path = Path(f"{prefix}-vocab.json"), Path(f"{prefix}-merges.txt")
-    vocab_path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        vocab_path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise storage_error(vocab_path, failure) from failure
     text = "#version: 0.2\n" + "".join(f"{left} {right}\n" for left, right in merges)
     write_atomically(vocab_path, lambda stream: _write(stream, json.dumps(vocabulary, ensure_ascii=False)))
     write_atomically(merges_path, lambda stream: _write(stream, text))

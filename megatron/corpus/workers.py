@@ -1,7 +1,8 @@
 """Worker processes that encode blocks, and their results in the order of the blocks.
 
-Blocks go out and ids come back as plain bytes over one pipe a worker. At most two blocks wait at each worker and a bounded number
-of results wait for their turn, so memory stays flat however uneven the blocks are. A worker that dies is noticed at once.
+Blocks go out and ids come back as plain bytes over one pair of pipes a worker. At most two blocks wait at each worker
+and a bounded number of results wait for their turn, so memory stays flat however uneven the blocks are. A worker that
+dies is noticed at once.
 """
 
 from __future__ import annotations
@@ -183,7 +184,8 @@ class WorkerPool:
             f"was killed by {_signal_name(-code)}" if code is not None and code < 0 else f"ended with exit code {code}"
         )
         return WorkerError(
-            f"{worker.title} {how}; nothing was published. When the system was short of memory (see dmesg), use fewer --workers; "
+            f"{worker.title} {how}; nothing was published. When the system was short of memory (see "
+            "dmesg), use fewer --workers; "
             "then run the same command again."
         )
 

@@ -1,13 +1,14 @@
 """Text to token ids and back: one small protocol, and behind it byte-level BPE files and Hugging Face tokenizers.
 
-`tokenizers` is the reference: it defines what the right ids are. `gigatoken` is used for encoding where it is installed, supports
-the tokenizer and agrees with the reference on a fixed set of hard texts, checked at every load; else the reference encodes.
+`tokenizers` is the reference: it defines what the right ids are. `gigatoken` encodes where it is installed, supports the
+tokenizer and agrees with the reference on a fixed set of hard texts, checked at every load; else the reference encodes.
 
 Special-token strings inside a text:
 
 * `GPT2BPETokenizer` treats them as plain text, as Megatron's does: no document can forge an end of document.
-* `PretrainedFromHF` and `HFTokenizer` do what `tokenizer.json` says, which is usually that they become the special token. They also
-  add what its post-processor adds (a beginning-of-sequence token, say), as Megatron does by calling `encode`.
+* `PretrainedFromHF` and `HFTokenizer` do what `tokenizer.json` says, which is usually that they become the special
+  token. They also add what its post-processor adds (a beginning-of-sequence token, say), as Megatron does by calling
+  `encode`.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ class LibraryTokenizer:
         """
         if self._eod_id is None:
             raise ConfigError(
-                f"The tokenizer {self.name} names no end-of-document token. Give it an eos_token in tokenizer_config.json, "
+                f"The tokenizer {self.name} names no end-of-document token. Give it an eos_token in "
+                "tokenizer_config.json, "
                 "or leave out --append-eod."
             )
         return self._eod_id
@@ -171,7 +173,8 @@ def surround(
 ) -> tuple[npt.NDArray[Any], Lengths]:
     """Puts the same ids before and after every row of a flat batch.
 
-    Shapes: ids [total], lengths [rows] -> ids [total + rows * (prefix + suffix)], lengths [rows], in the dtype of `ids`.
+    Shapes:
+        ids [total], lengths [rows] -> ids [total + rows * (prefix + suffix)], lengths [rows], in the dtype of `ids`.
     """
     extra = len(prefix) + len(suffix)
     longer = lengths + extra
@@ -226,7 +229,7 @@ def parse_json(text: str, path: str | Path) -> Any:
         raise DataError(f"{path} is not valid JSON: {failure}. Fetch or write the file again.") from failure
 
 
-# --- GPT-2 ------------------------------------------------------------------------------------------------------------------
+# --- GPT-2 ----------------------------------------------------------------------------------------
 
 
 def _gpt2(vocab_file: str | None, merge_file: str | None) -> LibraryTokenizer:
@@ -245,7 +248,8 @@ def _gpt2(vocab_file: str | None, merge_file: str | None) -> LibraryTokenizer:
     eod_id = vocabulary.get(GPT2_END_OF_DOCUMENT)
     if eod_id is None:
         raise DataError(
-            f"{vocab_file} has no {GPT2_END_OF_DOCUMENT} entry, so documents could not be ended. Use GPT-2's vocabulary, or one "
+            f"{vocab_file} has no {GPT2_END_OF_DOCUMENT} entry, so documents could not be ended. Use "
+            "GPT-2's vocabulary, or one "
             "written by tools/train_tokenizer.py."
         )
     reference = _byte_level_reference(vocabulary, merges)
@@ -298,13 +302,14 @@ def _byte_level_reference(vocabulary: dict[str, int], merges: list[tuple[str, st
     return reference
 
 
-# --- Hugging Face -----------------------------------------------------------------------------------------------------------
+# --- Hugging Face ---------------------------------------------------------------------------------
 
 
 def _hugging_face(kind: str, source: str | None) -> LibraryTokenizer:
     if not source:
         raise ConfigError(
-            f"--tokenizer-type {kind} needs --tokenizer-name-or-path (a folder with tokenizer.json, that file itself, or a hub name)."
+            f"--tokenizer-type {kind} needs --tokenizer-name-or-path (a folder with tokenizer.json, that "
+            "file itself, or a hub name)."
         )
     files = _hugging_face_files(source)
     if "tokenizer.json" in files:
@@ -349,7 +354,8 @@ def _hub_files(source: str) -> dict[str, Path]:
         except Exception as failure:
             raise ConfigError(
                 f"--tokenizer-name-or-path {source}: there is no such folder here, and the hub gave no {name} "
-                f"({type(failure).__name__}: {str(failure).splitlines()[0][:200]}). Check the name and the network, or give a local folder."
+                f"({type(failure).__name__}: {str(failure).splitlines()[0][:200]}). Check the name and "
+                "the network, or give a local folder."
             ) from failure
     return found
 
@@ -360,7 +366,8 @@ def _converted_by_transformers(source: str) -> Any:
         from transformers import AutoTokenizer
     except ImportError as failure:
         raise ConfigError(
-            f"--tokenizer-name-or-path {source} has no tokenizer.json, and transformers, which could convert its files, is not "
+            f"--tokenizer-name-or-path {source} has no tokenizer.json, and transformers, which could "
+            "convert its files, is not "
             "installed. Install it (pip install transformers), or save the tokenizer as tokenizer.json."
         ) from failure
     try:
@@ -403,7 +410,7 @@ def _hugging_face_eod(reference: Any, files: dict[str, Path]) -> int | None:
     return next((int(number) for number in found if number is not None), None)
 
 
-# --- shared -----------------------------------------------------------------------------------------------------------------
+# --- shared ---------------------------------------------------------------------------------------
 
 
 def _checked_fast_encoder(reference: Any, name: str) -> FastEncoder | None:

@@ -1,0 +1,235 @@
+"""The preprocessing command as users type it: from a clone, in a process of its own."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.fast_encoder import resident_bytes
+from megatron.data.indexed import IndexedDataset
+from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+from tests.helpers.vocabulary import GPT2_FOLDER, hard_documents, write_vocabulary
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = str(ROOT / "tools" / "preprocess_data.py")
+
+
+@pytest.fixture(scope="module")
+def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
+    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
+
+
+def command(choice: TokenizerChoice, *more: str) -> list[str]:
+    tokenizer = ["--vocab", str(choice.vocab_file), "--merge-file", str(choice.merge_file)]
+    return [sys.executable, TOOL, *tokenizer, "--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap", *more]
+
+
+def run(words: list[str], folder: Path, given: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(words, cwd=folder, input=given, capture_output=True, timeout=120, check=False)
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def test_upstreams_command_with_files_pipes_and_workers(tmp_path: Path, choice: TokenizerChoice) -> None:
+    texts = hard_documents(500)
+    data = write_jsonl(tmp_path / "in.jsonl", texts).read_bytes()
+    (tmp_path / "in.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "in.xz").write_bytes(lzma.compress(data))
+    (tmp_path / "in.bz2").write_bytes(bz2.compress(data))
+    pairs = []
+    runs = (("in.jsonl", "1"), ("in.jsonl", "2"), ("in.gz", "2"), ("in.xz", "1"), ("in.bz2", "1"), ("-", "2"))
+    for number, (source, workers) in enumerate(runs):
+        prefix = f"out/{number}"
+        words = command(choice, "--input", source, "--output-prefix", prefix, "--append-eod", "--workers", workers)
+        done = run(words, tmp_path, data if source == "-" else None)
+        assert done.returncode == 0, done.stderr.decode()
+        pairs.append([(tmp_path / f"{prefix}_text_document.{suffix}").read_bytes() for suffix in ("bin", "idx")])
+    assert all(pair == pairs[0] for pair in pairs)
+    assert b"Opening -" in done.stderr and b"Processed 507 documents (" in done.stderr
+    tokenizer = build_tokenizer(choice)
+    kept = [text for text in texts if text]
+    written = IndexedDataset(tmp_path / "out" / "0_text_document")
+    assert len(written) == len(kept)
+    for index, text in enumerate(kept):
+        assert written[index][-1] == tokenizer.eod_id
+        assert tokenizer.decode(written[index][:-1]) == text
+
+
+def test_two_inputs_two_keys_and_a_hugging_face_folder(tmp_path: Path, choice: TokenizerChoice) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    reference = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(choice.vocab_file, choice.merge_file))
+    reference.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    reference.add_special_tokens(["<|endoftext|>"])
+    reference.save(str(tmp_path / "tokenizer.json"))
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"x": f"{name}<|endoftext|>x", "y": f"{name}y"}) + "\n")
+    words = [sys.executable, TOOL, "--input", "a.jsonl", "b.jsonl", "--json-keys", "x", "y", "--output-prefix", "out"]
+    words += ["--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", str(tmp_path)]
+    done = run(words, tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+    expected = [reference.encode(f"{name}<|endoftext|>x").ids for name in ("a", "b")]
+    assert [ids.tolist() for ids in IndexedDataset(tmp_path / "out_x_document")[0:2]] == expected
+    assert reference.token_to_id("<|endoftext|>") in expected[0]
+
+
+def test_bad_lines_stop_or_are_skipped(tmp_path: Path, choice: TokenizerChoice) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n')
+    words = command(choice, "--input", "in.jsonl", "--output-prefix", "out")
+    done = run(words, tmp_path)
+    assert done.returncode == 65
+    assert b"in.jsonl:2: byte offset 14: the line is empty" in done.stderr and b"Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+    done = run([*words, "--on-bad-line", "skip"], tmp_path)
+    assert done.returncode == 0 and b"2 documents" in done.stderr and b"1 bad lines left out" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--input", "none.jsonl"], "--input none.jsonl cannot be read"),
+        (["--input", "in.jsonl", "--workers", "0"], "--workers 0 is out of range"),
+        (["--input", "in.jsonl", "--dataset-impl", "lazy"], "--dataset-impl lazy is not known"),
+        (["--input", "in.jsonl", "--tokenizer-type", "Parrot"], "--tokenizer-type Parrot is not known"),
+        (["--input", "in.jsonl", "--split-sentences"], "--split-sentences is not available yet"),
+        (["--input", "in.jsonl", "--json-keys", "a", "a"], "names a key twice"),
+        (["--input", "in.jsonl", "--vocab", "none.json"], "--vocab-file none.json is not a file"),
+        ([], "--input is required"),
+    ],
+)
+def test_wrong_flags_are_one_sentence(tmp_path: Path, choice: TokenizerChoice, more: list[str], message: str) -> None:
+    write_jsonl(tmp_path / "in.jsonl", ["a"])
+    done = run(command(choice, "--output-prefix", "out", *more), tmp_path)
+    assert done.returncode == 64
+    assert message in done.stderr.decode() and b"Traceback" not in done.stderr
+
+
+def test_the_tool_needs_no_torch_and_starts_quickly(tmp_path: Path, choice: TokenizerChoice) -> None:
+    write_jsonl(tmp_path / "in.jsonl", ["a"])
+    program = (
+        "import sys, runpy\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
+        f"sys.argv = {command(choice, '--input', 'in.jsonl', '--output-prefix', 'out')[1:]!r}\n"
+        f"runpy.run_path({TOOL!r}, run_name='__main__')"
+    )
+    done = run([sys.executable, "-c", program], tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+    assert (tmp_path / "out_text_document.idx").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_publishes_nothing(tmp_path: Path, choice: TokenizerChoice, number: signal.Signals) -> None:
+    reading, writing = os.pipe()
+    words = command(choice, "--input", "-", "--output-prefix", "out", "--workers", "2")
+    with subprocess.Popen(words, cwd=tmp_path, stdin=reading, stderr=subprocess.PIPE) as process:
+        os.close(reading)
+        stop = threading.Event()
+        feeder = threading.Thread(target=feed, args=(writing, stop))
+        feeder.start()
+        try:
+            wait_until(lambda: any(path.stat().st_size > 100_000 for path in tmp_path.glob(".*.tmp")), 30)
+            workers = children_of(process.pid)
+            assert len(workers) >= 2
+            process.send_signal(number)
+            process.wait(timeout=10)
+        finally:
+            process.kill()
+            stop.set()
+            feeder.join()
+    assert process.returncode not in (0, 64)
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    if number != signal.SIGKILL:
+        assert not list(tmp_path.iterdir())
+    wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and is_alive(pid) for pid in workers), 10)
+
+
+def feed(descriptor: int, stop: threading.Event) -> None:
+    """Writes lines into a pipe until the reader goes."""
+    line = (json.dumps({"text": "some text " * 100}) + "\n").encode() * 50
+    try:
+        while not stop.is_set():
+            os.write(descriptor, line)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def wait_until(holds, seconds: float) -> None:  # type: ignore[no-untyped-def]
+    end_at = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end_at, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(status.parent.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(resident_bytes() is None, reason="memory of another process can only be measured where /proc is")
+def test_memory_does_not_grow_with_the_input(tmp_path: Path, choice: TokenizerChoice) -> None:
+    drawn = random.Random(1)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    line = lambda: json.dumps({"text": " ".join("".join(drawn.choices(letters, k=7)) for _ in range(150))}) + "\n"  # noqa: E731
+    lines = "".join(line() for _ in range(800))
+    peaks = []
+    for copies in (20, 120):  # 20 MB and 120 MB
+        with (tmp_path / "in.jsonl").open("w") as stream:
+            for _ in range(copies):
+                stream.write(lines)
+        words = command(choice, "--input", "in.jsonl", "--output-prefix", "out", "--workers", "1")
+        measured = f"import resource, subprocess, sys\nsubprocess.run({words!r}, check=True)\n"
+        measured += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+        done = run([sys.executable, "-c", measured], tmp_path)
+        assert done.returncode == 0, done.stderr.decode()
+        peaks.append(int(done.stdout) / 1024)
+    assert peaks[1] < peaks[0] + 60, f"peak memory grew from {peaks[0]:.0f} to {peaks[1]:.0f} MB"
+
+
+@pytest.mark.skipif(not GPT2_FOLDER.is_dir(), reason=f"GPT-2's vocabulary is not in {GPT2_FOLDER}")
+def test_gpt2_vocabulary_end_to_end(tmp_path: Path) -> None:
+    texts = [*hard_documents(200), (GPT2_FOLDER / "wikitext2-valid.txt").read_text(encoding="utf-8")]
+    write_jsonl(tmp_path / "in.jsonl", texts)
+    files = [str(GPT2_FOLDER / name) for name in ("gpt2-vocab.json", "gpt2-merges.txt")]
+    choice = TokenizerChoice("GPT2BPETokenizer", *files)
+    done = run(
+        command(choice, "--input", "in.jsonl", "--output-prefix", "out", "--append-eod", "--workers", "2"), tmp_path
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    tokenizers = pytest.importorskip("tokenizers")
+    reference = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*files))
+    reference.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    data = IndexedDataset(tmp_path / "out_text_document")
+    expected = [np.array([*reference.encode(text).ids, 50256]) for text in texts if text]
+    assert data.dtype == np.uint16 and len(data) == len(expected)
+    for found, wanted in zip(data[:], expected, strict=True):
+        assert np.array_equal(found, wanted)
