@@ -1,7 +1,7 @@
 """Which bytes of which stored piece make up a wanted piece: box arithmetic without any layout.
 
-Everything here is a pure function of `PieceKey`s. The work is proportional to the contiguous rows that two pieces share, never
-to their elements.
+Everything here is a pure function of `PieceKey`s. The work is proportional to the contiguous rows that two pieces
+share, never to their elements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STAND_IN: dict[Kind, Kind] = {"weight": "master", "master": "weight"}
 
 @dataclass(frozen=True)
 class Runs:
-    """Contiguous copies from one piece to another; offsets and lengths in elements, counted from the start of each piece."""
+    """Contiguous copies from one piece to another; offsets and lengths in elements, from the start of each piece."""
 
     source: Integers
     destination: Integers
@@ -151,8 +151,8 @@ def check_complete(keys: Iterable[PieceKey]) -> None:
     for key in keys:
         if shapes.setdefault(key.name, key.shape) != key.shape:
             raise CheckpointError(
-                f"pieces of tensor {key.name} disagree about its shape: {list(shapes[key.name])} and {list(key.shape)}. "
-                "All ranks must describe the same global tensor."
+                f"pieces of tensor {key.name} disagree about its shape: {list(shapes[key.name])} and "
+                f"{list(key.shape)}. All ranks must describe the same global tensor."
             )
         tensors.setdefault((key.name, key.kind), {}).setdefault((key.start, key.stop), []).append(key)
     for (name, kind), boxes in tensors.items():
@@ -167,7 +167,7 @@ def whole(name: str, kind: Kind, shape: tuple[int, ...]) -> PieceKey:
 
 
 def key_problem(key: PieceKey) -> str | None:
-    """Why a piece's numbers make no sense, or None: dimensions agree, the box lies in the tensor, the range in the box."""
+    """Why a piece's numbers make no sense, or None when they do: the box lies in the tensor, the range in the box."""
     if not len(key.shape) == len(key.start) == len(key.stop):
         return "shape, start and stop have different lengths"
     for size, start, stop in zip(key.shape, key.start, key.stop, strict=True):
@@ -247,7 +247,8 @@ def _check_tiled(what: str, members: list[PieceKey]) -> None:
         reached = key.last
     if reached != members[0].box_numel:
         raise CheckpointError(
-            f"{what}: elements {reached}:{members[0].box_numel} are in no piece. The ranks must write each exactly once."
+            f"{what}: elements {reached}:{members[0].box_numel} are in no piece. "
+            "The ranks must write each exactly once."
         )
 
 
@@ -267,8 +268,8 @@ def _check_boxes(
                 )
     if volume != math.prod(shape):
         raise CheckpointError(
-            f"tensor {name} ({kind}): the ranks wrote {volume} of its {math.prod(shape)} elements (shape {list(shape)}). "
-            "Each must be written exactly once."
+            f"tensor {name} ({kind}): the ranks wrote {volume} of its {math.prod(shape)} elements "
+            f"(shape {list(shape)}). Each must be written exactly once."
         )
 
 

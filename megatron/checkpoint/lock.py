@@ -1,9 +1,9 @@
 """One writer for a checkpoint directory: a second job is refused, a dead one's lock is taken over.
 
-Three signs tell whether the holder lives, the strongest that applies counts: the kernel's lock on the file (`flock`; it ends
-with the holder, also by SIGKILL, and some network file systems carry it between machines), the holder's process on this very
-machine, and a counter in the file that a living holder keeps raising. The counter is compared with a monotonic clock of the
-one who looks; no file time and no wall clock is used.
+Three signs tell whether the holder lives, the strongest that applies counts: the kernel's lock on the file (`flock`; it
+ends with the holder, also by SIGKILL, and some network file systems carry it between machines), the holder's process on
+this very machine, and a counter in the file that a living holder keeps raising. The counter is compared with a
+monotonic clock of the one who looks; no file time and no wall clock is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock: `machine` differs between kernels (and their restarts), `processes` between containers of one."""
+    """Who holds a lock: `machine` differs between kernels and their restarts, `processes` between containers of one."""
 
     run: str
     host: str
@@ -54,7 +54,7 @@ class Holder:
         return cls(
             secrets.token_hex(8),
             socket.gethostname(),
-            _first_line(Path("/proc/sys/kernel/random/boot_id")),
+            _first_line(Path("/proc/sys/kernel/random/boot_id")) or f"host {socket.gethostname()}",
             _link(Path("/proc/self/ns/pid")),
             process_id,
             _born(process_id),
@@ -129,8 +129,8 @@ class CheckpointLock:
                 return
         taker = "nobody" if holder is None else str(holder)
         raise CheckpointError(
-            f"{self._path} no longer belongs to this job but to {taker}. This job stood still too long, or the file was "
-            "deleted; it must not write any more. Stop it."
+            f"{self._path} no longer belongs to this job but to {taker}. This job stood still too long, or the file "
+            "was deleted; it must not write any more. Stop it."
         )
 
     def release(self) -> None:
@@ -211,6 +211,8 @@ class CheckpointLock:
         if _is_gone(holder):
             log.warning(f"taking over {self._path} from {holder}, whose process is gone")
             return True
+        if _runs_here(holder):
+            return False
         log.warning(
             f"{self._path} belongs to {holder}, which cannot be asked from here; "
             f"waiting {self._stale_seconds:g} s for a sign of life"
@@ -263,16 +265,19 @@ def _flock(handle: int) -> bool | None:
     return True
 
 
-def _is_gone(holder: Holder) -> bool:
-    """Whether the holder is certainly dead: it ran on this machine, where its process number is free or another's."""
+def _runs_here(holder: Holder) -> bool:
+    """Whether the holder runs, or ran, where this process can see it: same kernel, same process numbers."""
     here = Holder.this_process()
-    if not holder.machine or (holder.machine, holder.processes) != (here.machine, here.processes):
-        return False
-    return _born(holder.process_id) != holder.born
+    return bool(holder.machine) and (holder.machine, holder.processes) == (here.machine, here.processes)
+
+
+def _is_gone(holder: Holder) -> bool:
+    """Whether the holder is certainly dead: it ran here, and its process number is free or another process's."""
+    return _runs_here(holder) and _born(holder.process_id) != holder.born
 
 
 def _born(process_id: int) -> str:
-    """When a process started (clock ticks since the machine's start), empty when there is none: tells reused numbers apart."""
+    """When a process started, in clock ticks since the machine did; empty when there is none. Tells reused numbers apart."""
     try:
         text = Path(f"/proc/{process_id}/stat").read_text()
     except OSError:

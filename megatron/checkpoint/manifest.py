@@ -201,7 +201,8 @@ def _read_whole(storage: Storage, path: Path) -> bytes:
         with opened(storage, path) as (handle, size_bytes):
             if size_bytes > _LARGEST_MANIFEST_BYTES:
                 raise DamagedError(
-                    f"{path} has {size_bytes} bytes; a manifest has at most {_LARGEST_MANIFEST_BYTES}. Use another checkpoint."
+                    f"{path} has {size_bytes} bytes; a manifest has at most {_LARGEST_MANIFEST_BYTES}. "
+                    "Use another checkpoint."
                 )
             content = bytearray(size_bytes)
             read_exactly(storage, handle, memoryview(content), 0)

@@ -1,8 +1,8 @@
 """Reads wanted pieces out of checkpoint files: verifies every chunk that it needs first, then copies.
 
-Two passes, so that no tensor changes anywhere unless all bytes that all ranks need are good, and yet no more than one piece
-and one chunk are ever in memory. The first pass keeps a checksum of each span it will need; the second compares it, so bytes
-that change in between are found too.
+Two passes, so that no tensor changes anywhere unless all bytes that all ranks need are good, and yet no more than one
+piece and one chunk are ever in memory. The first pass keeps a checksum of each span it will need; the second compares
+it, so bytes that change in between are found too.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class CheckpointReader:
     """What one rank reads of one checkpoint: `verify()` first, then `deliver()`.
 
     Args:
-        wanted: pieces and what to do with their values; `accept` gets a flat CPU tensor in the stored element type, in fp32
-            for masters and moments, and may cast it into its own. The order of the calls is that of the files.
+        wanted: pieces and what to do with their values; `accept` gets a flat CPU tensor in the stored element type, in
+            fp32 for masters and moments, and may cast it into its own. The order of the calls is that of the files.
 
     Raises:
         CheckpointError: something wanted is not stored.
@@ -90,7 +90,7 @@ class CheckpointReader:
         """Reads every needed chunk once and compares its digest; no tensor is touched.
 
         Raises:
-            DamagedError: a file is missing, has another size, or a chunk another digest; names file, byte range and tensor.
+            DamagedError: a file is missing, has another size, or a chunk another digest; names file, bytes and tensor.
         """
         names = {span_id: piece.key.name for piece in self._wanted for span_id in map(id, piece.spans)}
         size = self._manifest.chunk_bytes
@@ -105,8 +105,9 @@ class CheckpointReader:
                 files.read(file, content, start)
                 if hashlib.sha256(content).hexdigest() != stored.chunks[chunk]:
                     raise DamagedError(
-                        f"{self._folder / stored.name} is damaged between bytes {start} and {start + len(content)}, where "
-                        f"tensor {names[id(spans[0])]} lies: the digest differs from the manifest's. Use another checkpoint."
+                        f"{self._folder / stored.name} is damaged between bytes {start} and {start + len(content)}, "
+                        f"where tensor {names[id(spans[0])]} lies: the digest differs from the manifest's. "
+                        "Use another checkpoint."
                     )
                 for span in spans:
                     span.checksum = zlib.crc32(content[span.low - start : span.high - start])
@@ -136,8 +137,8 @@ class CheckpointReader:
         files.read(span.file, content, span.low)
         if zlib.crc32(content) != span.checksum:
             raise DamagedError(
-                f"{self._folder / self._file(span.file).name} changed between bytes {span.low} and {span.high}, where tensor "
-                f"{name} lies, while it was read. Tensors may be half loaded; load another checkpoint before going on."
+                f"{self._folder / self._file(span.file).name} changed between bytes {span.low} and {span.high}, where "
+                f"tensor {name} lies, while it was read. Tensors may be half loaded; load another checkpoint."
             )
         if not direct:
             for source, destination, length in zip(
@@ -268,8 +269,8 @@ def verify_files(folder: Path, manifest: Manifest, storage: Storage) -> None:
                 whole.update(content)
                 if hashlib.sha256(content).hexdigest() != digest:
                     raise DamagedError(
-                        f"{folder / stored.name} is damaged between bytes {chunk * size} and {chunk * size + len(content)}: "
-                        "the digest differs from the manifest's. Use another checkpoint."
+                        f"{folder / stored.name} is damaged between bytes {chunk * size} and "
+                        f"{chunk * size + len(content)}: the digest differs from the manifest's. Use another checkpoint."
                     )
             if whole.hexdigest() != stored.sha256:
                 raise DamagedError(

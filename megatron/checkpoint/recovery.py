@@ -37,7 +37,8 @@ class Candidate:
 def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
     """The checkpoint folders in a directory, newest first; none when it is absent or holds nothing of the kind.
 
-    A directory that is a checkpoint folder itself is its own only candidate. `latest_checkpointed_iteration.txt` is not asked.
+    A directory that is a checkpoint folder itself is its own only candidate. The file
+    `latest_checkpointed_iteration.txt` is not asked.
 
     Raises:
         CheckpointError: there is no checkpoint folder, but something that looks like another program's checkpoint.

@@ -1,7 +1,7 @@
 """Saves and loads a checkpoint: all ranks together, all or nothing.
 
-A save is written to a temporary folder, synced, described by a manifest, and then renamed; whatever happens before the rename
-leaves every earlier checkpoint as it was. A load verifies on all ranks before a tensor changes on any.
+A save is written to a temporary folder, synced, described by a manifest, and then renamed; whatever happens before the
+rename leaves every earlier checkpoint as it was. A load verifies on all ranks before a tensor changes on any.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def save(
     """Writes `directory/iter_{step:07d}`; collective over the whole mesh.
 
     Args:
-        pieces: what this rank writes, flat tensors on any device; over all ranks every element of every tensor exactly once.
-            May be gone through several times (an iterator is kept as a list).
+        pieces: what this rank writes, flat tensors on any device; over all ranks every element of every tensor exactly
+            once. They are gone through several times (an iterator is kept as a list).
         record: JSON that goes into the manifest; global rank 0's counts.
         lock: checked before the checkpoint becomes visible, so that a run whose lock was taken over publishes nothing.
 
@@ -90,10 +90,10 @@ def save(
 
 
 def load(path: Path, wanted: Wanted, mesh: ParallelMesh, *, storage: Storage | None = None) -> dict[str, Any]:
-    """Reads this rank's wanted pieces from one checkpoint folder and returns its record; collective over the whole mesh.
+    """Reads this rank's wanted pieces from one checkpoint folder and returns its record; collective over the mesh.
 
-    Every rank reads only the chunks that it needs. No `accept` is called on any rank before all ranks have verified all bytes
-    they need.
+    Every rank reads only the chunks that it needs. No `accept` is called on any rank before all ranks have verified all
+    bytes they need.
 
     Raises:
         DamagedError: some rank found damage (on every rank); an older checkpoint may do.
@@ -273,7 +273,7 @@ def _publish(temporary: Path, final: Path, run: str, storage: Storage) -> None:
 
 
 def _write_hint(directory: Path, step: int, run: str, storage: Storage) -> None:
-    """Points upstream's tools at the newest checkpoint. Recovery does not need it, so a failure is no more than a warning."""
+    """Points upstream's tools at the newest checkpoint. Recovery does not need it, so a failure is only a warning."""
     temporary = directory / f"{TEMPORARY_PREFIX}latest-{run}"
     try:
         write_file(storage, temporary, str(step).encode())
@@ -327,7 +327,7 @@ def _quietly(work: Callable[[Path], None], path: Path) -> None:
 
 
 def _warn_of_unclaimed(path: Path, manifest: Manifest, claimed: set[str], mesh: ParallelMesh) -> None:
-    """Says which stored tensors no rank wanted: a model smaller than the checkpoint's would otherwise load in silence."""
+    """Says which stored tensors no rank wanted: a smaller model than the saved one would otherwise load in silence."""
     names = Catalogue.of(manifest.pieces).names()
     flags = torch.tensor([int(name in claimed) for name in names], dtype=torch.int32, device=mesh.device)
     left = [name for name, flag in zip(names, all_reduce_max(flags, mesh.world).tolist(), strict=True) if not flag]

@@ -95,7 +95,11 @@ class Storage:
 
     def read_into(self, handle: int, target: memoryview, offset_bytes: int) -> int:
         """Reads from a place of a file into `target` and says how many bytes came (0 at the end)."""
-        return os.preadv(handle, [target], offset_bytes)
+        if hasattr(os, "preadv"):
+            return os.preadv(handle, [target], offset_bytes)
+        content = os.pread(handle, len(target), offset_bytes)
+        target[: len(content)] = content
+        return len(content)
 
 
 @contextlib.contextmanager
@@ -149,6 +153,6 @@ def cannot_write(storage: Storage, path: Path, need_bytes: int, failure: OSError
     if failure.errno == errno.ENOENT:
         way_out = "All nodes must see the same --save directory; give one that is shared."
     return StorageError(
-        f"cannot write {path}: {failure.strerror or failure} ({name}); this file needs {need_bytes} bytes, {space} bytes "
-        f"are free there. Earlier checkpoints are untouched. {way_out}"
+        f"cannot write {path}: {failure.strerror or failure} ({name}); this file needs {need_bytes} bytes, {space} "
+        f"bytes are free there. Earlier checkpoints are untouched. {way_out}"
     )

@@ -1,4 +1,4 @@
-"""Ranks that fail together: a step of a collective work either succeeds everywhere or raises the same error everywhere."""
+"""Ranks that fail together: a step of a collective work succeeds everywhere or raises the same error everywhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def together(mesh: ParallelMesh, work: Callable[[], Any]) -> list[Any]:
     failure: Exception | None = None
     try:
         value = work()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it or they wait for ever
+    except Exception as error:  # whatever it is, the other ranks must hear of it or they wait for ever
         failure = error
     answers = gather_json([_describe(failure), value], mesh.world)
     failures = [(kind, rank, text) for rank, ((kind, text), _) in enumerate(answers) if kind is not None]

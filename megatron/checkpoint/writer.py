@@ -1,7 +1,7 @@
 """Streams one rank's pieces into a safetensors file, hashing on the way out of memory.
 
-The header needs only keys and element types, so the pieces are gone through once for it and once for the bytes; no tensor is
-copied whole, and one on another device crosses in chunks.
+The header needs only keys and element types, so the pieces are gone through once for it and again for the bytes; no
+tensor is copied whole, and one on another device crosses in chunks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TORCH_TYPES: dict[str, torch.dtype] = {
 }
 
 _NAMES = {dtype: name for name, dtype in TORCH_TYPES.items()}
-# Shorter buffers are hashed at once; for longer ones a thread hashes while another writes (hashing lets go of the interpreter).
+# Shorter buffers are hashed at once; for longer ones threads hash while this one writes (hashing frees the interpreter).
 _WORTH_A_THREAD_BYTES = 256 * 2**10
 
 
@@ -76,7 +76,7 @@ def write_pieces(
 def _lay_out(number: int, pieces: Pieces) -> tuple[bytes, list[StoredPiece]]:
     """The file's first bytes (length, header) and the place of every piece.
 
-    Source: safetensors README, "Format": 8 bytes little-endian header length, JSON header, then the tensors without holes.
+    Source: safetensors README, "Format": 8 bytes little-endian header length, JSON header, the tensors without holes.
     """
     listed = [(key, dtype) for key, dtype, _ in _typed(pieces)]
     header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "format_version": str(FORMAT_VERSION)}}
@@ -119,8 +119,8 @@ def _typed(pieces: Pieces) -> Iterator[tuple[PieceKey, str, torch.Tensor]]:
             )
         if tensor.dim() != 1 or tensor.numel() != key.numel:
             raise CheckpointError(
-                f"cannot save tensor {key.name} ({key.kind}): the piece has {key.numel} elements, but the given tensor has "
-                f"shape {list(tensor.shape)}. It must be flat and of that length."
+                f"cannot save tensor {key.name} ({key.kind}): the piece has {key.numel} elements, but the given tensor "
+                f"has shape {list(tensor.shape)}. It must be flat and of that length."
             )
         yield key, dtype, tensor
 

@@ -1,0 +1,261 @@
+"""One writer for a directory: the living holder is respected, the dead one replaced, and a lost lock is noticed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint import CheckpointLock, save
+from megatron.checkpoint.lock import LOCK_NAME, Holder
+from megatron.errors import CheckpointError, LaunchError, StorageError
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pieces import PieceKey
+
+MESH = ParallelMesh.single()
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def lock(directory: Path, stale_seconds: float = 0.4) -> CheckpointLock:
+    return CheckpointLock(directory, MESH, heartbeat_seconds=0.05, stale_seconds=stale_seconds)
+
+
+@contextmanager
+def holding_process(directory: Path, with_child: bool = False) -> Iterator[int]:
+    """Another process that holds the lock, and if asked a child of it that outlives it with the file still open."""
+    said, saying = os.pipe()
+    stop, stopping = os.pipe()
+    process_id = os.fork()
+    if process_id == 0:
+        os.close(stopping)
+        lock(directory).acquire()
+        if with_child and os.fork() == 0:
+            os.read(stop, 1)
+            os._exit(0)
+        os.write(saying, b"x")
+        while True:
+            time.sleep(1)
+    try:
+        assert os.read(said, 1) == b"x"
+        yield process_id
+    finally:
+        os.close(stopping)
+        kill(process_id)
+
+
+def kill(process_id: int) -> None:
+    try:
+        os.kill(process_id, signal.SIGKILL)
+        os.waitpid(process_id, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+
+
+def write_holder(directory: Path, holder: Holder) -> None:
+    text = json.dumps(asdict(holder)).ljust(1023) + "\n"
+    with (directory / LOCK_NAME).open("r+" if (directory / LOCK_NAME).exists() else "w") as file:
+        file.write(text)
+
+
+def elsewhere() -> Holder:
+    return replace(Holder.this_process(), host="node7", machine="another kernel")
+
+
+def no_flock(*_: object) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_a_living_holder_is_respected_and_named(tmp_path: Path) -> None:
+    with (
+        holding_process(tmp_path) as process_id,
+        pytest.raises(LaunchError, match=rf"{tmp_path} is in use by run \w+ \(process {process_id} on host .*--save"),
+    ):
+        lock(tmp_path).acquire()
+
+
+def test_the_same_process_cannot_hold_it_twice(tmp_path: Path) -> None:
+    with lock(tmp_path), pytest.raises(LaunchError, match=f"process {os.getpid()}"):
+        lock(tmp_path).acquire()
+    with lock(tmp_path):
+        assert (tmp_path / LOCK_NAME).exists()
+    assert not (tmp_path / LOCK_NAME).exists()
+
+
+def test_a_killed_holder_is_replaced_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with holding_process(tmp_path) as process_id:
+        kill(process_id)
+        began = time.monotonic()
+        with lock(tmp_path, stale_seconds=30) as held:
+            held.check()
+        assert time.monotonic() - began < 5
+    assert f"process {process_id} on host" in capsys.readouterr().err
+
+
+def test_a_child_that_outlives_the_holder_does_not_keep_the_lock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with holding_process(tmp_path, with_child=True) as process_id:
+        kill(process_id)
+        with lock(tmp_path, stale_seconds=30) as held:
+            held.check()
+            with pytest.raises(LaunchError, match=f"process {os.getpid()}"):
+                lock(tmp_path).acquire()
+    assert "whose process is gone" in capsys.readouterr().err
+
+
+def test_a_holder_on_another_machine_that_stands_still_is_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_holder(tmp_path, elsewhere())
+    began = time.monotonic()
+    with lock(tmp_path) as held:
+        assert time.monotonic() - began >= 0.4
+        held.check()
+    assert "on host node7), which gave no sign of life" in capsys.readouterr().err
+
+
+def beating(directory: Path, holder: Holder, stop: threading.Event) -> None:
+    for counter in range(1, 1000):
+        write_holder(directory, replace(holder, counter=counter))
+        if stop.wait(0.02):
+            return
+
+
+def test_a_holder_on_another_machine_that_counts_is_respected(tmp_path: Path) -> None:
+    holder = elsewhere()
+    write_holder(tmp_path, holder)
+    stop = threading.Event()
+    thread = threading.Thread(target=beating, args=(tmp_path, holder, stop))
+    thread.start()
+    try:
+        with pytest.raises(LaunchError, match="on host node7"):
+            lock(tmp_path, stale_seconds=5).acquire()
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("ending", ["released", "removed"])
+def test_a_holder_that_lets_go_while_we_wait_is_not_waited_for(tmp_path: Path, ending: str) -> None:
+    holder = elsewhere()
+    write_holder(tmp_path, holder)
+
+    def let_go() -> None:
+        if ending == "released":
+            write_holder(tmp_path, replace(holder, released=True))
+        else:
+            (tmp_path / LOCK_NAME).unlink()
+
+    timer = threading.Timer(0.1, let_go)
+    timer.start()
+    began = time.monotonic()
+    with lock(tmp_path, stale_seconds=30):
+        assert time.monotonic() - began < 10
+    timer.join()
+
+
+def test_without_kernel_locks_the_process_number_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    monkeypatch.setattr("megatron.checkpoint.lock._SETTLE_SECONDS", 0.05)
+    with holding_process(tmp_path) as process_id:
+        with pytest.raises(LaunchError, match=f"process {process_id}"):
+            lock(tmp_path, stale_seconds=30).acquire()
+        kill(process_id)
+        with lock(tmp_path, stale_seconds=30):
+            pass
+    assert "whose process is gone" in capsys.readouterr().err
+
+
+def test_without_kernel_locks_the_later_of_two_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    monkeypatch.setattr("megatron.checkpoint.lock._SETTLE_SECONDS", 0.3)
+    timer = threading.Timer(0.1, lambda: write_holder(tmp_path, elsewhere()))
+    timer.start()
+    with pytest.raises(LaunchError, match="on host node7"):
+        lock(tmp_path).acquire()
+    timer.join()
+
+
+def test_a_reused_process_number_is_not_taken_for_the_holder(tmp_path: Path) -> None:
+    write_holder(tmp_path, replace(Holder.this_process(), born="1"))
+    with lock(tmp_path, stale_seconds=30):
+        pass
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 1024, b"[1]", b'{"run": 1}', b"[" * 1024])
+def test_a_file_that_names_nobody_is_taken(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / LOCK_NAME).write_bytes(content)
+    with lock(tmp_path, stale_seconds=30) as held:
+        held.check()
+
+
+def test_the_counter_rises(tmp_path: Path) -> None:
+    with lock(tmp_path):
+        deadline = time.monotonic() + 10
+        while json.loads((tmp_path / LOCK_NAME).read_text())["counter"] < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["taken", "removed"])
+def test_a_lost_lock_is_noticed_and_nothing_is_published(
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def take_away() -> None:
+        (tmp_path / LOCK_NAME).unlink()
+        if how == "taken":
+            write_holder(tmp_path, elsewhere())
+
+    text = "on host node7" if how == "taken" else "but to nobody"
+    pieces = [(PieceKey("a", "weight", (4,), (0,), (4,), 0, 4), torch.zeros(4))]
+    held = lock(tmp_path)
+    held.acquire()
+    take_away()
+    with pytest.raises(CheckpointError, match=text):
+        save(tmp_path, 1, pieces, {}, MESH, lock=held)
+    assert not list(tmp_path.glob("iter_*"))
+    assert not list(tmp_path.glob(".tmp-*"))
+    time.sleep(0.2)
+    assert text in capsys.readouterr().err
+    held.release()
+    assert (tmp_path / LOCK_NAME).exists() == (how == "taken")
+
+
+def test_a_directory_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"cannot lock .*file/.run.lock: .*--save must be a directory"):
+        lock(tmp_path / "file").acquire()
+
+
+def test_a_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StorageError, match="ELOOP"):
+        lock(tmp_path).acquire()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_trouble_of_the_file_system_is_not_a_lost_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_: Path) -> Holder:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    check: Callable[[], None]
+    with lock(tmp_path) as held:
+        monkeypatch.setattr("megatron.checkpoint.lock._read_path", broken)
+        check = held.check
+        check()
+    assert "cannot see whether" in capsys.readouterr().err
