@@ -81,7 +81,7 @@ def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None,
         return _from_slurm(environ)
     if _given(environ, "WORLD_SIZE") and _number(environ, "WORLD_SIZE") != 1:
         raise LaunchError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not, so this process does not know which one it is. "
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not, so this process does not know which it is. "
             f"Start it with torchrun, deepspeed, srun or mpirun, or set RANK; unset WORLD_SIZE for a single process."
         )
     return Ranks(0, 1, 0, "127.0.0.1", _DEFAULT_PORT, "none", is_one_node=True)

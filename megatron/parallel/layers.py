@@ -139,8 +139,8 @@ class VocabParallelEmbedding(nn.Module):
         if highest >= self.vocab_size:
             raise DataError(
                 f"{TOO_LARGE}: {highest}, and the vocabulary has {self.vocab_size} entries (ids 0 to "
-                f"{self.vocab_size - 1}). The data was made with another tokenizer; give its --vocab-file, or preprocess "
-                f"the text again."
+                f"{self.vocab_size - 1}). The data was made with another tokenizer; give its --vocab-file, or "
+                f"preprocess the text again."
             )
         if lowest < 0:
             raise DataError(

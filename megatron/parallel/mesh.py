@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,6 +92,8 @@ def open_mesh(parallel: ParallelConfig) -> ParallelMesh:
     check_layout(ranks.world_size, tp_size, pp_size)
     if ranks.has_parent_launcher:
         die_with_launcher()
+    if ranks.launcher == "deepspeed":
+        die_with_deepspeed_runner()
     own_device = device.local_device(
         ranks.local_rank, one_device_per_process=ranks.launcher in ("srun", "mpirun", "environment")
     )
@@ -188,6 +192,28 @@ def die_with_launcher() -> None:
         )
 
 
+def die_with_deepspeed_runner() -> None:
+    """Does the same for the `deepspeed` command, which is the parent of the process that starts the ranks of a node.
+
+    A thread waits for its end; on another node, where ssh stands between, there is nothing to wait for.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return
+    try:
+        runner = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+        if b"deepspeed" not in Path(f"/proc/{runner}/cmdline").read_bytes():
+            return
+        handle = os.pidfd_open(runner)
+    except (OSError, ValueError, IndexError):
+        return
+    threading.Thread(target=_die_after, args=(handle,), name="deepspeed-runner", daemon=True).start()
+
+
+def _die_after(handle: int) -> None:
+    select.select([handle], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _is_launcher(command_line: Path) -> bool:
     try:
         text = command_line.read_bytes().decode(errors="replace").lower()
@@ -224,4 +250,12 @@ def _join(ranks: Ranks, backend: str, timeout: timedelta) -> None:
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    try:
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    except (dist.DistError, RuntimeError, ValueError) as failure:
+        raise LaunchError(
+            f"Rank {ranks.rank} of {ranks.world_size} could not meet the others at {ranks.master_address}:"
+            f"{ranks.master_port} (started by {ranks.launcher}, backend {backend}, --distributed-timeout-minutes "
+            f"{timeout.total_seconds() / 60:g}): {str(failure).splitlines()[0]}. Every rank must run and reach that "
+            f"address; another MASTER_PORT helps if the port is taken."
+        ) from failure
