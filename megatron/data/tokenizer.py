@@ -1,7 +1,8 @@
 """Text to token ids and back: one small protocol, and behind it byte-level BPE files and Hugging Face tokenizers.
 
-`tokenizers` is the reference: it defines what the right ids are. `gigatoken` encodes where it is installed, supports the
-tokenizer and agrees with the reference on a fixed set of hard texts, checked at every load; else the reference encodes.
+`tokenizers` is the reference: it defines what the right ids are. `gigatoken` encodes where it is installed, supports
+the tokenizer and agrees with the reference on a fixed set of hard texts, checked at every load; else the
+reference does.
 
 Special-token strings inside a text:
 

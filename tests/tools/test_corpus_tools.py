@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.corpus import demo as demo_module
 from megatron.corpus.vocab import save_byte_level_vocabulary, texts_of, train_byte_level
 from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
 from megatron.errors import ConfigError, DataError, StorageError
@@ -48,6 +49,13 @@ def test_demo_corpus_refuses_a_bad_place_and_a_small_size(tmp_path: Path) -> Non
     assert done.returncode == 74 and "Cannot write" in done.stderr and "Traceback" not in done.stderr
     done = run("build_demo_corpus.py", "--output", str(tmp_path / "demo.jsonl"), "--megabytes", "3")
     assert done.returncode == 64 and "--megabytes 3" in done.stderr
+
+
+def test_a_python_without_enough_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_module, "corpus_documents", lambda: iter([("a", "b" * 300)]))
+    with pytest.raises(DataError, match=r"carries only 3\d\d bytes of source text; 10000000 are needed"):
+        demo_module.write_demo_corpus(tmp_path / "demo.jsonl", 10_000_000)
+    assert not list(tmp_path.iterdir())
 
 
 def test_trained_tokenizer_reads_back_everything(demo: Path, tmp_path: Path) -> None:
