@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,14 @@ from megatron.parallel.messages import all_reduce_sum
 
 # Gradients are reduced before they are clipped at this value when the user wants no clipping; DeepSpeed computes no norm at 0.
 _NO_CLIPPING = 1.0e30
+
+# What DeepSpeed's use of torch makes torch say on every step of some layouts: the stages of a pipeline exchange activations
+# inside a backward pass (gradients cross stages explicitly, so nothing is lost; tests/parity holds that), and renamed functions.
+_HARMLESS_WARNINGS = (
+    r"c10d::broadcast_: an autograd kernel was not registered",
+    r"`torch\.distributed\.all_gather_into_tensor` is deprecated",
+    r"`torch\.distributed\.reduce_scatter_tensor` is deprecated",
+)
 
 
 @dataclass(frozen=True)
@@ -196,6 +205,8 @@ def join_deepspeed() -> None:
     """Lets DeepSpeed use the process groups that the mesh opened; doing it twice changes nothing."""
     # On CPU deepspeed would compile its shared-memory collectives here (half a minute, and a failure without a compiler).
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for text in _HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message=text)
     with _quiet():
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 

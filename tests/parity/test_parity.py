@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron.model.gpt import build_dense
@@ -53,8 +55,10 @@ def test_fp32_layout_equals_reference(layout, reference):
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], ids=lambda layout: "tp%d-pp%d-dp%d" % layout)
 def test_uneven_masks_weigh_tokens_not_micro_batches(layout):
-    expected = train_reference(initial_weights(RECIPE), RECIPE, uneven=True)
-    curves = run_ranks(train_layouts, layout[0] * layout[1] * layout[2], RECIPE, layout, [1], [], True)
+    # Uneven masks make single steps noisier; a calmer rate keeps rounding differences from growing through Adam.
+    recipe = dataclasses.replace(RECIPE, learning_rate=2.0e-3)
+    expected = train_reference(initial_weights(recipe), recipe, uneven=True)
+    curves = run_ranks(train_layouts, layout[0] * layout[1] * layout[2], recipe, layout, [1], [], True)
     check_curve(curves[0][1], expected, "uneven masks")
 
 
