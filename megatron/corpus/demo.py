@@ -80,8 +80,8 @@ def _write(stream: BinaryIO, wanted_bytes: int, corpus: DemoCorpus) -> None:
             return
     if corpus.size_bytes < LEAST_BYTES:
         raise DataError(
-            f"This Python ({sys.prefix}) carries only {corpus.size_bytes} bytes of source text; {LEAST_BYTES} are needed. "
-            "Use an interpreter with its full standard library, or train on a jsonl file of your own."
+            f"This Python ({sys.prefix}) carries only {corpus.size_bytes} bytes of source text; {LEAST_BYTES} are "
+            "needed. Use an interpreter with its full standard library, or train on a jsonl file of your own."
         )
 
 
