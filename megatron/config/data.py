@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.config.flags import FROM_CHECKPOINT, RUN_MUST_MATCH, Area, flag
 from megatron.errors import ConfigError
 
-_TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
+TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
 _INDEX_RULES = ("bigscience", "nvidia")
 
 
@@ -49,7 +49,7 @@ class DataConfig(Area):
     train_data_path: tuple[str, ...] = flag((), "prefixes (or weight prefix ...) used for training only", nargs="+")
     valid_data_path: tuple[str, ...] = flag((), "prefixes (or weight prefix ...) used for validation only", nargs="+")
     test_data_path: tuple[str, ...] = flag((), "prefixes (or weight prefix ...) used for testing only", nargs="+")
-    tokenizer_type: str = flag("GPT2BPETokenizer", "tokenizer family", choices=_TOKENIZERS)
+    tokenizer_type: str = flag("GPT2BPETokenizer", "tokenizer family", choices=TOKENIZERS)
     vocab_file: str | None = flag(None, "vocabulary file of the tokenizer", spelled=("--vocab",))
     merge_file: str | None = flag(None, "byte-pair merges of the tokenizer", spelled=("--merge",))
     tokenizer_name_or_path: str | None = flag(

@@ -242,6 +242,7 @@ def read_command_line(
         except ConfigError as failure:
             reading.problems.extend(failure.problems)
             reading.broken.add(one.field)
+            reading.values.pop(destination, None)
     return reading
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.control import ControlConfig
-from megatron.config.data import DataConfig
+from megatron.config.data import TOKENIZERS, DataConfig
 from megatron.config.optim import OptimConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.errors import ConfigError
@@ -149,7 +149,7 @@ def _tokenizer_problems(data: DataConfig) -> Iterator[str]:
         for name, value in (("--vocab-file", data.vocab_file), ("--merge-file", data.merge_file)):
             if value is None:
                 yield f"{name} is required by --tokenizer-type GPT2BPETokenizer: its vocabulary has two files."
-    elif data.tokenizer_name_or_path is None:
+    elif data.tokenizer_name_or_path is None and data.tokenizer_type in TOKENIZERS:
         yield f"--tokenizer-name-or-path is required by --tokenizer-type {data.tokenizer_type}: a folder or a hub name."
 
 

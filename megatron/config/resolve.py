@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.optim import OptimConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
@@ -39,13 +40,15 @@ def resolve(config: RunConfig, machine: Machine, tokenizer: TokenizerFacts) -> R
     problems: list[str] = []
     notices: list[str] = list(config.notices)
     problems.extend(_dtype_problems(config, machine))
-    problems.extend(_layout_problems(config, machine))
+    layout_problems = list(_layout_problems(config, machine))
+    problems.extend(layout_problems)
     padded, found = padded_vocab_size(config, tokenizer.vocab_size)
     problems.extend(found)
     copies = max(1, machine.world_size // config.parallel.model_parallel_size)
     batch, found = _global_batch(config, copies)
+    problems.extend([] if layout_problems else found)
+    steps, found = _train_steps(config, batch)
     problems.extend(found)
-    steps = _train_steps(config, batch)
     backend, backend_notices = _backend(config, machine)
     stage, stage_notices = _zero_stage(config)
     if problems:
@@ -80,37 +83,27 @@ def padded_vocab_size(config: RunConfig, vocab_size: int) -> tuple[int, list[str
         problems.append(
             f"--pad-vocab-size-to {size} is less than the tokenizer's {vocab_size} tokens. Use at least {vocab_size}."
         )
-    if size % ranks:
-        problems.append(
-            f"--pad-vocab-size-to: {size} is not divisible by {ranks} (--tensor-model-parallel-size), so the word "
-            f"embedding cannot be split evenly. Use --pad-vocab-size-to {-(-size // ranks) * ranks}."
-        )
     return size, problems
 
 
-def steps_from_samples(config: RunConfig, global_batch_size: int, samples: int) -> int:
-    """Steps that consume `samples`, the batch-size ramp-up walked step by step.
+def steps_from_samples(optim: OptimConfig, full_batch: int, samples: int) -> int:
+    """Steps that consume at most `samples`, the batch-size ramp-up walked step by step.
 
-    Source: bigscience Megatron-DeepSpeed `megatron/training.py`, `update_train_iters`.
+    Source: bigscience Megatron-DeepSpeed `megatron/training.py`, `update_train_iters`, and `megatron/microbatches.py`;
+    unlike there, a run that ends inside the ramp-up stops before the first batch that would exceed the samples.
     """
-    if config.optim.rampup_batch_size is None:
-        return samples // global_batch_size
-    start, increment, ramp_samples = config.optim.rampup_batch_size
+    if optim.rampup_batch_size is None:
+        return samples // full_batch
+    start, increment, ramp_samples = optim.rampup_batch_size
+    increments = (full_batch - start) // increment
     steps = consumed = 0
-    while consumed <= ramp_samples and consumed < samples:
-        increments = (global_batch_size - start) // increment
-        if increments == 0 or consumed > ramp_samples:
-            batch = global_batch_size
-        else:
-            batch = (
-                min(global_batch_size, start + int(consumed / (ramp_samples / increments)) * increment)
-                if ramp_samples
-                else 0
-            )
-        batch = batch or global_batch_size
+    while consumed <= ramp_samples and increments and ramp_samples:
+        batch = min(full_batch, start + int(consumed / (ramp_samples / increments)) * increment)
+        if consumed + batch > samples:
+            return steps
         consumed += batch
         steps += 1
-    return steps + max(0, samples - consumed) // global_batch_size
+    return steps + (samples - consumed) // full_batch
 
 
 def _dtype_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
@@ -161,10 +154,18 @@ def _global_batch(config: RunConfig, copies: int) -> tuple[int, list[str]]:
     return batch, problems
 
 
-def _train_steps(config: RunConfig, batch: int) -> int:
-    if config.optim.train_samples is None:
-        return config.optim.train_iters
-    return steps_from_samples(config, batch, config.optim.train_samples)
+def _train_steps(config: RunConfig, batch: int) -> tuple[int, list[str]]:
+    samples = config.optim.train_samples
+    if samples is None:
+        return config.optim.train_iters, []
+    steps = steps_from_samples(config.optim, batch, samples)
+    if steps:
+        return steps, []
+    problem = (
+        f"--train-samples {samples} is less than the first global batch (--global-batch-size {batch}), so no step "
+        f"would be taken. Train at least {batch} samples, or use a smaller batch."
+    )
+    return 1, [problem]
 
 
 def _backend(config: RunConfig, machine: Machine) -> tuple[str, list[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.flags import FROM_CHECKPOINT, MUST_MATCH, RUN_MUST_MATCH, resume_rule
-from megatron.config.run import AREAS, FILE, RunConfig, frozen, plain
+from megatron.config.run import AREAS, CHECKPOINT, RunConfig, frozen, plain
 from megatron.errors import ConfigError
 
 # The fields that make the learning-rate schedule: the checkpoint's under --use-checkpoint-lr-scheduler.
@@ -45,14 +45,16 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
         name = f"--{field.name.replace('_', '-')}"
         if rule == MUST_MATCH or (rule == RUN_MUST_MATCH and not current.control.finetune):
             problems.append(_must_match_sentence(area, field, then, now, rule))
-        elif rule == FROM_CHECKPOINT and current.provenance.get(f"{area}.{field.name}") == "given":
+        elif (
+            rule == FROM_CHECKPOINT and field.name not in SCHEDULE_FIELDS and current.was_given(f"{area}.{field.name}")
+        ):
             problems.append(
                 f"{name} {_shown(now)} is given, and the checkpoint was saved with {_shown(then)}, which it must keep. "
                 f"Drop {name} or give {_shown(then)}."
             )
         elif rule == FROM_CHECKPOINT:
             taken.setdefault(area, {})[field.name] = then
-            notices.append(f"{name} {_shown(then)} is taken from the checkpoint.")
+            notices.append(f"{name} {_shown(then)} is taken from the checkpoint; {_shown(now)} is not used.")
         elif field.name in _WORTH_SAYING and not current.control.finetune:
             notices.append(f"{name} is {_shown(now)} now; the checkpoint was saved with {_shown(then)}.")
     if problems:
@@ -60,7 +62,7 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     changes: dict[str, Any] = {
         area: dataclasses.replace(getattr(current, area), **fields) for area, fields in taken.items()
     }
-    provenance = {**current.provenance, **{f"{area}.{name}": FILE for area in taken for name in taken[area]}}
+    provenance = {**current.provenance, **{f"{area}.{name}": CHECKPOINT for area in taken for name in taken[area]}}
     return dataclasses.replace(current, **changes, provenance=provenance, notices=(*current.notices, *notices))
 
 

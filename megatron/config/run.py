@@ -19,6 +19,7 @@ from megatron.errors import ConfigError
 GIVEN = "given"
 FILE = "file"
 DEFAULT = "default"
+CHECKPOINT = "checkpoint"
 
 AREAS: Mapping[str, type[Area]] = types.MappingProxyType(
     {
@@ -35,8 +36,8 @@ AREAS: Mapping[str, type[Area]] = types.MappingProxyType(
 class RunConfig:
     """What was asked for; frozen, and the only configuration there is.
 
-    `provenance` maps "area.field" to given, file or default. `notices` are sentences the user should see once, such as
-    flags that were accepted and ignored.
+    `provenance` maps "area.field" to given, file, default or checkpoint. `notices` are sentences the user should see
+    once, such as flags that were accepted and ignored.
 
     Raises:
         ConfigError: a rule between two areas is broken.
@@ -100,6 +101,12 @@ def cross_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
         yield (
             f"--ffn-hidden-size {model.ffn_hidden_size} cannot be split over --tensor-model-parallel-size {ranks} "
             f"ranks. It must be a multiple of them; use --ffn-hidden-size {-(-model.ffn_hidden_size // ranks) * ranks}."
+        )
+    size = model.pad_vocab_size_to
+    if size is not None and ranks > 0 and size % ranks:
+        yield (
+            f"--pad-vocab-size-to: {size} is not divisible by {ranks} (--tensor-model-parallel-size), so the word "
+            f"embedding cannot be split evenly. Use --pad-vocab-size-to {-(-size // ranks) * ranks}."
         )
     if 0 < model.num_layers < stages:
         yield (

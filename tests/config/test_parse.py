@@ -1,0 +1,287 @@
+"""From a command line to a `RunConfig`: values, provenance, and every refusal of a combination."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.config import ModelConfig, RunConfig, parse
+from megatron.errors import ConfigError
+from tests.config.command_lines import small, words
+
+
+def test_values_and_provenance() -> None:
+    config = small("--bf16 --clip-grad 0.5")
+    assert (config.model.num_layers, config.optim.clip_grad, config.model.dtype_name) == (4, 0.5, "bfloat16")
+    assert (config.model.ffn_hidden_size, config.model.kv_channels) == (256, 16)
+    assert config.parallel.zero_stage == 1 and config.data.split == "969, 30, 1" and config.control.exit_on_signal
+    assert config.was_given("optim.clip_grad") and not config.was_given("optim.weight_decay")
+    assert config.notices == ()
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        small().model.num_layers = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "area", "field", "value"),
+    [
+        ("--kill-switch-file stop", "control", "kill_switch_path", "stop"),
+        ("--no-log-learnig-rate-to-tensorboard", "control", "log_learning_rate_to_tensorboard", False),
+        ("--no-log-learning-rate-to-tensorboard", "control", "log_learning_rate_to_tensorboard", False),
+        ("--override-opt_param-scheduler", "optim", "override_lr_scheduler", True),
+        ("--use-checkpoint-opt_param-scheduler", "optim", "use_checkpoint_lr_scheduler", True),
+        ("--local_rank=3", "parallel", "local_rank", 3),
+        ("--local-rank 3", "parallel", "local_rank", 3),
+        ("--exit-signal-handler", "control", "exit_on_signal", True),
+        ("--no-exit-on-signal", "control", "exit_on_signal", False),
+        ("--no-masked-softmax-fusion", "model", "masked_softmax_fusion", False),
+        ("--no-bias-gelu-fusion", "model", "bias_gelu_fusion", False),
+        ("--recompute-granularity full", "model", "checkpoint_activations", True),
+        ("--recompute-activations", "model", "recompute_granularity", "selective"),
+        ("--deepspeed", "parallel", "deepspeed", True),
+        ("--split 90,10", "data", "split_shares", (0.9, 0.1, 0.0)),
+        ("--split 1/1/2", "data", "split_shares", (0.25, 0.25, 0.5)),
+        ("--skip-train-iteration-range 4-7 2-2 6-9", "control", "skip_ranges", ((2, 2), (4, 9))),
+        ("--skip-train-iteration-range 1-2 3-4", "control", "skip_ranges", ((1, 2), (3, 4))),
+        ("--eval-only False", "control", "eval_only", False),
+    ],
+)
+def test_spellings_and_structured_values(text: str, area: str, field: str, value: object) -> None:
+    assert getattr(getattr(small(text), area), field) == value
+
+
+def test_weighted_groups() -> None:
+    text = '--train-weighted-split-paths "TRAIN: 0.2 0:0.5 a, 1 0.5:1 b" '
+    text += '--valid-weighted-split-paths "V: 1 0:1 c" "W: 2 0:1 d"'
+    data = small(text, drop="--data-path").data
+    (train,) = data.train_groups
+    assert train.name == "TRAIN"
+    assert [(one.weight, one.start, one.stop, one.prefix) for one in train.entries] == [
+        (0.2, 0, 0.5, "a"),
+        (1, 0.5, 1, "b"),
+    ]
+    assert [group.name for group in data.valid_groups] == ["V", "W"] and data.test_groups == ()
+
+
+def test_separate_paths_are_whole_files() -> None:
+    (group,) = small("--train-data-path 3 a 1 b", drop="--data-path").data.train_groups
+    assert [(one.weight, one.start, one.stop, one.prefix) for one in group.entries] == [(3, 0, 1, "a"), (1, 0, 1, "b")]
+
+
+def test_groups_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "groups.txt"
+    file.write_text('"A: 1 0:1 a" "B: 1 0:1 b"\n')
+    (tmp_path / "train.txt").write_text('"T: 1 0:1 t"\n')
+    text = f"--train-weighted-split-paths-path {tmp_path}/train.txt --valid-weighted-split-paths-path {file}"
+    data = small(text, drop="--data-path").data
+    assert [group.name for group in (*data.train_groups, *data.valid_groups)] == ["T", "A", "B"]
+    with pytest.raises(
+        ConfigError, match="--valid-weighted-split-paths and --valid-weighted-split-paths-path are both"
+    ):
+        small(f'{text} --valid-weighted-split-paths "A: 1 0:1 a"', drop="--data-path")
+    file.write_text("A: 1 0:1 a\n")
+    with pytest.raises(ConfigError, match="must hold one line of groups in double quotes"):
+        small(text, drop="--data-path")
+    with pytest.raises(ConfigError, match=r"--test-weighted-split-paths-path none\.txt cannot be read"):
+        small(f"{text} --test-weighted-split-paths-path none.txt", drop="--data-path")
+
+
+REFUSALS = [
+    # the network
+    (
+        "--num-attention-heads 5",
+        "",
+        r"--hidden-size 64 cannot be shared by --num-attention-heads 5.*use --hidden-size 65",
+    ),
+    ("--max-position-embeddings 16", "", r"--max-position-embeddings 16 is less than --seq-length 32"),
+    ("--fp16 --bf16", "", r"--fp16 and --bf16 are both given"),
+    ("--pad-vocab-size-to 5121", "", r"5121 is not divisible by 128.*--pad-vocab-size-to 5248"),
+    (
+        "--pad-vocab-size-to 5121 --make-vocab-size-divisible-by 1 --tensor-model-parallel-size 2",
+        "",
+        "5121 is not divisible by 2",
+    ),
+    ("--recompute-activations --recompute-granularity full", "", "--recompute-activations means selective"),
+    ("--hidden-dropout 1", "", r"--hidden-dropout 1.0 is out of range\. It must be less than 1"),
+    ("--seed 0", "", r"--seed 0 is out of range\. It must be at least 1"),
+    # the layout
+    (
+        "--tensor-model-parallel-size 8",
+        "",
+        r"4 attention heads cannot be split over 8 ranks.*use one of 1, 2, 4 ranks, or 8 heads",
+    ),
+    (
+        "--ffn-hidden-size 101 --tensor-model-parallel-size 2",
+        "",
+        r"--ffn-hidden-size 101 cannot be split.*use --ffn-hidden-size 102",
+    ),
+    ("--pipeline-model-parallel-size 5", "", r"4 layers cannot fill 5 pipeline stages.*use at most 4 stages"),
+    (
+        "--pipeline-model-parallel-size 2 --zero-stage 2",
+        "",
+        r"--zero-stage 2 cannot be used with --pipeline.*Use --zero-stage 0 or 1",
+    ),
+    (
+        "--pp-partition-method uniform",
+        "",
+        r"--pp-partition-method uniform could leave a stage without.*Use type:transformer",
+    ),
+    ("--zero-stage 4", "", r"--zero-stage 4 is not known\. Use one of: 0, 1, 2, 3"),
+    ("--distributed-backend mpi", "", r"--distributed-backend mpi is not known\. Use one of: nccl, gloo"),
+    ("--deepspeed_config none.json", "", r"--deepspeed_config none\.json cannot be read"),
+    # the optimizer, schedule and batches
+    ("", "--micro-batch-size", "--micro-batch-size is required"),
+    ("", "--lr", "--lr is required"),
+    ("", "--train-iters", "--train-iters or --train-samples is required"),
+    ("--train-samples 100", "", r"--train-iters 10 and --train-samples 100 are both given"),
+    ("--min-lr 1", "", r"--min-lr 1.0 is more than --lr 0.001"),
+    ("--global-batch-size 7", "", r"--global-batch-size 7 is not a multiple of --micro-batch-size 2. Use 6 or 8"),
+    ("--global-batch-size 1", "", r"--global-batch-size 1 is not a multiple of --micro-batch-size 2. Use 2"),
+    ("--lr-decay-samples 10", "", r"--lr-decay-samples 10 does not go with --train-iters\. Use --lr-decay-iters"),
+    ("--lr-warmup-samples 10", "", r"--lr-warmup-samples 10 does not go with --train-iters"),
+    ("--rampup-batch-size 2 2 10", "", r"--rampup-batch-size 2 2 10 does not go with --train-iters"),
+    ("--train-samples 99 --lr-decay-iters 5", "--train-iters", r"--lr-decay-iters 5 does not go with --train-samples"),
+    (
+        "--train-samples 99 --lr-warmup-iters 5",
+        "--train-iters",
+        r"--lr-warmup-iters 5 does not go with --train-samples",
+    ),
+    (
+        "--lr-warmup-fraction .1 --lr-warmup-iters 2",
+        "",
+        r"--lr-warmup-fraction 0.1 and --lr-warmup-iters 2 are both given",
+    ),
+    ("--lr-warmup-iters 10", "", r"--lr-warmup-iters 10 is not less than --train-iters 10"),
+    ("--lr-warmup-iters 5 --lr-decay-iters 5", "", r"--lr-warmup-iters 5 is not less than --lr-decay-iters 5"),
+    (
+        "--lr-warmup-samples 99 --train-samples 99",
+        "--train-iters",
+        r"--lr-warmup-samples 99 is not less than --train-samples 99",
+    ),
+    (
+        "--override-lr-scheduler --use-checkpoint-lr-scheduler",
+        "",
+        r"--use-checkpoint-lr-scheduler contradict each other",
+    ),
+    ("--rampup-batch-size 0 2 10 --train-samples 99", "--train-iters", r"2 10: start and increment must be positive"),
+    (
+        "--rampup-batch-size 2 4 10 --train-samples 99",
+        "--train-iters",
+        r"to --global-batch-size 8 is 6, no multiple of the increment 4",
+    ),
+    ("--rampup-batch-size 10 2 10 --train-samples 99", "--train-iters", r"starts above --global-batch-size 8"),
+    ("--rampup-batch-size 1 7 10 --train-samples 99", "--train-iters", r"must be multiples of --micro-batch-size 2"),
+    (
+        "--rampup-batch-size 2 2 10 --train-samples 99",
+        "--train-iters --global-batch-size",
+        r"needs --global-batch-size",
+    ),
+    # the data
+    ("", "--data-path", "--data-path is required"),
+    ("--split 1,2,3,4", "", r"--split 1,2,3,4 must be up to three shares"),
+    ("--split 1,-1", "", r"--split 1,-1 must be up to three shares, none negative"),
+    ("--split a,b", "", r"--split a,b is not a list of numbers"),
+    ("--data-path 1 a 2", "", r"--data-path 1 a 2 has 3 words"),
+    ("--data-path a b", "", r'--data-path a b: "a" must be a positive weight'),
+    ("--train-data-path a", "", r"--data-path and --train-data-path are both given"),
+    ("--train-data-path a --split 9,1,0", "--data-path", r"--split 9,1,0 does not go with --train-data-path"),
+    ("--valid-data-path a", "--data-path", r"--valid-data-path is given without --train-data-path"),
+    ('--valid-weighted-split-paths "A: 1 0:1 a"', "--data-path", r"is given without --train-weighted-split-paths"),
+    (
+        '--train-weighted-split-paths "A: 1 0:1 a" "B: 1 0:1 b"',
+        "--data-path",
+        r"--train-weighted-split-paths has 2 groups",
+    ),
+    ('--train-weighted-split-paths "1 0.5 a"', "--data-path", r"the name and its colon, or the entries, are missing"),
+    ('--train-weighted-split-paths "A: 1 0:1"', "--data-path", r'the entry "1 0:1" has 2 words, not 3'),
+    ('--train-weighted-split-paths "A: x 0:1 a"', "--data-path", r'the weight "x" is no positive number'),
+    ('--train-weighted-split-paths "A: 1 1:0 a"', "--data-path", r'the range "1:0" must be START:STOP'),
+    ("", "--vocab-file", r"--vocab-file is required by --tokenizer-type GPT2BPETokenizer"),
+    ("", "--merge-file", r"--merge-file is required by --tokenizer-type GPT2BPETokenizer"),
+    (
+        "--tokenizer-type PretrainedFromHF",
+        "",
+        r"--tokenizer-name-or-path is required by --tokenizer-type PretrainedFromHF",
+    ),
+    (
+        "--tokenizer-type BertWordPieceCase",
+        "",
+        r"--tokenizer-type BertWordPieceCase is not known. Use one of: GPT2BPETokenizer",
+    ),
+    ("--data-impl lazy", "", r"--data-impl lazy is not known.*preprocessed again as mmap"),
+    # control
+    ("--save out", "", r"--save out needs --save-interval"),
+    ("--skip-train-iteration-range 5-2", "", r"--skip-train-iteration-range 5-2 is not a range of steps"),
+    ("--skip-train-iteration-range x", "", r"--skip-train-iteration-range x is not a range of steps"),
+    ("--from-scratch --finetune --load x", "", r"--from-scratch and --finetune contradict"),
+    ("--from-scratch --eval-only --load x", "", r"--from-scratch and --eval-only contradict"),
+    ("--finetune", "", r"--finetune needs --load"),
+    ("--eval-only", "", r"--eval-only needs --load"),
+    ("--exit-on-missing-checkpoint", "", r"--exit-on-missing-checkpoint needs --load"),
+]
+
+
+@pytest.mark.parametrize(("text", "drop", "sentence"), REFUSALS)
+def test_a_combination_that_cannot_work_is_refused(text: str, drop: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        small(text, drop)
+    assert len(caught.value.problems) == 1, caught.value.problems
+
+
+def test_evaluation_needs_neither_length_nor_rate() -> None:
+    assert small("--eval-only --load x", drop="--lr --train-iters").control.eval_only
+
+
+def test_problems_of_all_areas_come_together() -> None:
+    text = "--num-layers x --zero-stage 2 --pipeline-model-parallel-size 5 --min-lr 1 --split a --save o --swiglu --foo"
+    with pytest.raises(ConfigError) as caught:
+        small(text)
+    said = "\n".join(caught.value.problems)
+    for part in ("--num-layers takes", "--zero-stage 2", "--min-lr", "--split a", "--save o", "--swiglu", "--foo"):
+        assert part in said
+    assert "cannot fill" not in said  # the rule about --num-layers, which has no value, keeps quiet
+    assert len(caught.value.problems) == 7
+
+
+def test_a_deepspeed_file_must_be_a_json_object(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    for text, sentence in (("{", "is not JSON"), ("[]", "holds a list. It must hold one JSON object")):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=sentence):
+            small(f"--deepspeed_config {file}")
+    file.write_text('{"zero_optimization": {"stage": 1}}')
+    assert small(f"--deepspeed_config {file}").parallel.deepspeed_config == str(file)
+
+
+def test_json_round_trip() -> None:
+    config = small(
+        "--data-path 1 a 2 b --rampup-batch-size 2 2 20 --train-samples 99 --no-exit-on-signal", drop="--train-iters"
+    )
+    again = RunConfig.from_json(json.loads(json.dumps(config.to_json())))
+    assert again == config
+    assert again.optim.rampup_batch_size == (2, 2, 20) and again.data.data_path == ("1", "a", "2", "b")
+
+
+def test_an_older_file_gets_defaults_and_a_newer_one_is_refused() -> None:
+    saved = small().to_json()
+    del saved["optim"]["clip_grad"], saved["provenance"]
+    assert RunConfig.from_json(saved).optim.clip_grad == 1.0
+    saved["model"]["rope_theta"] = 1e4
+    with pytest.raises(ConfigError, match=r"model\.rope_theta = 10000\.0, which this version does not know"):
+        RunConfig.from_json(saved)
+
+
+def test_rules_between_areas_hold_for_every_run_config() -> None:
+    config = small("--tensor-model-parallel-size 4")
+    model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=2, seq_length=8, max_position_embeddings=8)
+    with pytest.raises(ConfigError, match="2 attention heads cannot be split over 4 ranks"):
+        RunConfig(model, config.parallel, config.optim, config.data, config.control)
+
+
+def test_parse_leaves_the_words_alone() -> None:
+    argv = tuple(words())
+    assert parse(argv) == parse(list(argv))

@@ -1,0 +1,145 @@
+"""What the machine and the tokenizer decide, and what they make impossible."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
+from megatron.errors import ConfigError
+from megatron.train.progress import Progress, is_done, planned_iterations
+from tests.config.command_lines import small
+
+
+def resolved(
+    text: str = "", drop: str = "", *, world: int = 1, device: str = "cpu", fp16: bool = False, vocabulary: int = 1000
+) -> RunConfig:
+    """The small command line, resolved on a machine of `world` processes."""
+    machine = Machine(device, world, supports_fp16=fp16, supports_bf16=True)
+    return resolve(small(text, drop), machine, TokenizerFacts(vocabulary, vocabulary - 1, "f"))
+
+
+def test_layout_batch_and_vocabulary() -> None:
+    config = resolved("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", world=8)
+    assert (config.parallel.world_size, config.parallel.data_parallel_size) == (8, 2)
+    assert config.parallel.effective_zero_stage == 1 and config.parallel.distributed_backend == "gloo"
+    assert (config.model.vocab_size, config.model.padded_vocab_size) == (1000, 1024)
+    assert resolved(drop="--global-batch-size", world=3).optim.global_batch_size == 6
+    assert resolved() == resolved()
+
+
+@pytest.mark.parametrize(
+    ("text", "vocabulary", "padded"),
+    [
+        ("", 1000, 1024),
+        ("", 1024, 1024),
+        ("--tensor-model-parallel-size 2", 50257, 50432),
+        ("--make-vocab-size-divisible-by 1 --tensor-model-parallel-size 2", 5121, 5122),
+        ("--pad-vocab-size-to 1280", 1000, 1280),
+    ],
+)
+def test_padded_vocabulary(text: str, vocabulary: int, padded: int) -> None:
+    assert resolved(text, world=2, vocabulary=vocabulary).model.padded_vocab_size == padded
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "sentence"),
+    [
+        (
+            "--tensor-model-parallel-size 2",
+            3,
+            r"needs a multiple of 2 processes, and 3 were started. Start 4, or .* 1 x 1",
+        ),
+        (
+            "--tensor-model-parallel-size 4",
+            1,
+            r"multiple of 4 processes, and 1 was started. Start 4, or .* fits 1: 1 x 1\.",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4",
+            4,
+            r"multiple of 8 processes, and 4 were started.*fits 4: 1 x 1, 1 x 2, 1 x 4, 2 x 1, 2 x 2, 4 x 1\.",
+        ),
+        ("--pipeline-model-parallel-size 3 --zero-stage 1", 30, None),
+        ("", 3, r"--global-batch-size 8 is not a multiple of .* 2 x 3 data-parallel copies = 6. Use 6 or 12"),
+        ("", 8, r"--micro-batch-size 2 x 8 data-parallel copies = 16. Use 16\."),
+        ("--fp16", 1, r"--fp16 does not train on this machine \(cpu\). Use --bf16"),
+        ("--pad-vocab-size-to 896", 1, r"--pad-vocab-size-to 896 is less than the tokenizer's 1000 tokens"),
+    ],
+)
+def test_what_the_machine_makes_impossible(text: str, world: int, sentence: str | None) -> None:
+    if sentence is None:
+        assert resolved(text + " --global-batch-size 20", world=world).parallel.data_parallel_size == 10
+        return
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        resolved(text, world=world)
+    assert len(caught.value.problems) == 1
+
+
+def test_bf16_needs_a_machine_that_can() -> None:
+    with pytest.raises(ConfigError, match=r"--bf16 does not train on this machine \(cuda\). Use --fp16"):
+        resolve(small("--bf16"), Machine("cuda", 1, True, False), TokenizerFacts(10, 9, "f"))
+
+
+def test_many_processes_name_the_layouts_that_fit() -> None:
+    with pytest.raises(ConfigError, match=r"fits 6: 1 x 1, 1 x 2, 1 x 3, 2 x 1, 2 x 3\."):
+        resolved("--tensor-model-parallel-size 4", world=6)
+
+
+def test_problems_come_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved("--fp16 --pad-vocab-size-to 128 --tensor-model-parallel-size 2", world=3)
+    assert len(caught.value.problems) == 3
+
+
+def test_backend() -> None:
+    asked = resolved("--distributed-backend nccl")
+    assert asked.parallel.distributed_backend == "gloo"
+    assert asked.notices == ("--distributed-backend nccl needs CUDA, and this machine has none: gloo is used.",)
+    assert resolved(device="cuda").parallel.distributed_backend == "nccl"
+    assert resolved("--distributed-backend gloo", device="cuda").parallel.distributed_backend == "gloo"
+
+
+@pytest.mark.parametrize(("text", "stage", "notices"), [("", 0, 0), ("--bf16", 1, 1), ("--fp16", 1, 1)])
+def test_half_precision_has_no_stage_0(text: str, stage: int, notices: int) -> None:
+    config = resolved(f"--zero-stage 0 {text}", fp16=True)
+    assert (config.parallel.effective_zero_stage, len(config.notices)) == (stage, notices)
+    assert config.parallel.zero_stage == 0
+
+
+@pytest.mark.parametrize(
+    "ramp", ["", "--rampup-batch-size 2 2 13", "--rampup-batch-size 8 2 9", "--rampup-batch-size 2 6 0"]
+)
+@pytest.mark.parametrize("samples", [8, 9, 40, 100, 137])
+def test_steps_from_samples_are_the_steps_that_the_loop_takes(ramp: str, samples: int) -> None:
+    optim = resolved(f"--train-samples {samples} {ramp}", drop="--train-iters").optim
+    assert optim.train_iters == planned_iterations(optim)
+    progress = Progress()
+    while not is_done(optim, progress):
+        batch = 8
+        if ramp:
+            start, increment, over = optim.rampup_batch_size or (8, 1, 0)
+            steps = (8 - start) // increment
+            if progress.consumed_samples <= over and steps and over:
+                batch = min(8, start + int(progress.consumed_samples * steps / over) * increment)
+        progress = dataclasses.replace(
+            progress, step=progress.step + 1, consumed_samples=progress.consumed_samples + batch
+        )
+    assert progress.step == optim.train_iters
+
+
+def test_a_run_of_no_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--train-samples 7 is less than the first global batch"):
+        resolved("--train-samples 7", drop="--train-iters")
+
+
+def test_rampup_sizes_split_over_the_copies() -> None:
+    with pytest.raises(ConfigError, match=r"--rampup-batch-size 2 2 8: start and increment must be multiples .* = 4"):
+        resolved("--train-samples 64 --rampup-batch-size 2 2 8", drop="--train-iters", world=2)
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    config = resolved("--train-samples 64 --rampup-batch-size 2 2 8 --bf16", drop="--train-iters")
+    again = resolve(config, Machine("cpu", 1, False, True), TokenizerFacts(1000, 999, "f"))
+    assert again == config

@@ -1,0 +1,132 @@
+"""What a resume does with each field that differs from the checkpoint's."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, resolve
+from megatron.config.flags import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, flags_of, resume_rule
+from megatron.config.run import AREAS
+from megatron.errors import ConfigError
+from tests.config.command_lines import small
+
+
+def run(text: str = "", drop: str = "", vocabulary: int = 1000) -> RunConfig:
+    """A resolved small run."""
+    facts = TokenizerFacts(vocabulary, vocabulary - 1, "f")
+    return resolve(small(text, drop), Machine("cpu", 1, False, True), facts)
+
+
+def saved(text: str = "", drop: str = "") -> dict[str, Any]:
+    """What a checkpoint of that run holds."""
+    return json.loads(json.dumps(run(text, drop).to_json()))
+
+
+def test_an_unchanged_run_goes_on_unchanged() -> None:
+    assert check_resume(saved(), run()) == run()
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "sentence"),
+    [
+        ("", "--hidden-size 128", r"--hidden-size is 128 and the checkpoint was saved with 64.*give --hidden-size 64"),
+        ("", "--num-layers 5", r"--num-layers is 5 and the checkpoint was saved with 4"),
+        ("", "--num-attention-heads 2", r"--num-attention-heads is 2 and the checkpoint was saved with 4"),
+        ("", "--seq-length 16", r"--seq-length is 16 .* with 32.*use --finetune"),
+        ("--seed 7", "", r"--seed is 1234 and the checkpoint was saved with 7\. They must match; give --seed 7"),
+        ("", "--split 9,1,0", r"--split is 9,1,0 and the checkpoint was saved with 969, 30, 1"),
+        ("", "--eod-mask-loss", r"--eod-mask-loss is on and .* with off.*give --no-eod-mask-loss"),
+        ("--eod-mask-loss", "", r"--eod-mask-loss is off and .* with on.*give --eod-mask-loss"),
+        ("", "--no-bias-gelu-fusion", r"--bias-gelu-fusion is off and .* with on"),
+        ("", "--optimizer sgd", r"--optimizer is sgd and .* with adam"),
+    ],
+)
+def test_what_must_match(then: str, now: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check_resume(saved(then), run(now))
+
+
+def test_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.vocab_size \(tokens the tokenizer knows\) is 999 and .* with 1000"):
+        check_resume(saved(), run(vocabulary=999))
+
+
+def test_all_fields_that_do_not_match_come_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_resume(saved(), run("--seed 3 --num-layers 2 --seq-length 8"))
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "notices"),
+    [
+        ("--train-iters 20", 1),
+        ("--lr 1e-4", 1),
+        ("--global-batch-size 16", 1),
+        ("--bf16", 1),
+        ("--zero-stage 0 --checkpoint-activations --log-interval 1 --save x --save-interval 2 --num-workers 0", 0),
+        ("--data-path elsewhere/corpus_text_document --make-vocab-size-divisible-by 64", 0),
+    ],
+)
+def test_what_may_change(text: str, notices: int) -> None:
+    now = run(text)
+    going_on = check_resume(saved(), now)
+    assert len(going_on.notices) == len(now.notices) + notices
+    for area in AREAS:
+        assert getattr(going_on, area) == getattr(now, area)
+
+
+def test_a_change_of_schedule_is_said() -> None:
+    assert check_resume(saved(), run("--lr 1e-4")).notices == (
+        "--lr is 0.0001 now; the checkpoint was saved with 0.001.",
+    )
+
+
+def test_layouts_may_change() -> None:
+    now = small("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
+    now = resolve(now, Machine("cpu", 4, False, True), TokenizerFacts(1000, 999, "f"))
+    assert check_resume(saved(), now).parallel == now.parallel
+
+
+def test_the_schedule_of_the_checkpoint_on_request() -> None:
+    then = saved("--lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 3")
+    going_on = check_resume(then, run("--use-checkpoint-lr-scheduler --lr 1"))
+    assert (going_on.optim.lr, going_on.optim.lr_decay_style, going_on.optim.lr_warmup_iters) == (3e-4, "cosine", 3)
+    assert going_on.provenance["optim.lr"] == "checkpoint"
+    assert "--lr 0.0003 is taken from the checkpoint; 1.0 is not used." in going_on.notices
+
+
+def test_the_index_rule_stays_the_checkpoints() -> None:
+    then = saved("--index-epoch-rule nvidia")
+    assert check_resume(then, run()).data.index_epoch_rule == "nvidia"
+    with pytest.raises(
+        ConfigError, match="--index-epoch-rule bigscience is given, and the checkpoint was saved with nvidia"
+    ):
+        check_resume(then, run("--index-epoch-rule bigscience"))
+
+
+def test_finetuning_keeps_the_network_and_frees_the_rest() -> None:
+    now = run("--finetune --load x --seed 5 --seq-length 16 --split 1,0,0 --optimizer sgd --lr 1")
+    assert check_resume(saved(), now) == now
+    with pytest.raises(ConfigError, match="--num-layers is 2"):
+        check_resume(saved(), run("--finetune --load x --num-layers 2"))
+
+
+def test_another_optimizer_without_the_old_state() -> None:
+    assert check_resume(saved(), run("--optimizer sgd --no-load-optim")).optim.optimizer == "sgd"
+
+
+def test_a_checkpoint_of_an_older_version_lacks_fields() -> None:
+    then = saved()
+    del then["model"]["layernorm_epsilon"], then["data"]
+    assert check_resume(then, run("--layernorm-epsilon 1e-6")).model.layernorm_epsilon == 1e-6
+
+
+def test_every_field_has_a_rule() -> None:
+    rules = {MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, FROM_CHECKPOINT}
+    for cls in AREAS.values():
+        assert {one.facts.resume for one in flags_of(cls)} <= rules
+        assert {resume_rule(field) for field in cls.__dataclass_fields__.values()} <= rules  # type: ignore[attr-defined]
