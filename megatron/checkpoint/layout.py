@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -279,4 +278,4 @@ def _box_text(start: tuple[int, ...], stop: tuple[int, ...]) -> str:
 
 def as_kind(text: object) -> Kind | None:
     """The text as a kind, or None when it is not one."""
-    return cast(Kind, text) if text in KINDS else None
+    return next((kind for kind in KINDS if kind == text), None)

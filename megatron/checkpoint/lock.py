@@ -277,7 +277,7 @@ def _is_gone(holder: Holder) -> bool:
 
 
 def _born(process_id: int) -> str:
-    """When a process started, in clock ticks since the machine did; empty when there is none. Tells reused numbers apart."""
+    """When a process started, in clock ticks since the machine did, to tell reused numbers apart; empty: it is gone."""
     try:
         text = Path(f"/proc/{process_id}/stat").read_text()
     except OSError:

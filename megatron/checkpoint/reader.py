@@ -270,7 +270,8 @@ def verify_files(folder: Path, manifest: Manifest, storage: Storage) -> None:
                 if hashlib.sha256(content).hexdigest() != digest:
                     raise DamagedError(
                         f"{folder / stored.name} is damaged between bytes {chunk * size} and "
-                        f"{chunk * size + len(content)}: the digest differs from the manifest's. Use another checkpoint."
+                        f"{chunk * size + len(content)}: the digest differs from the manifest's. "
+                        "Use another checkpoint."
                     )
             if whole.hexdigest() != stored.sha256:
                 raise DamagedError(

@@ -37,7 +37,7 @@ TORCH_TYPES: dict[str, torch.dtype] = {
 }
 
 _NAMES = {dtype: name for name, dtype in TORCH_TYPES.items()}
-# Shorter buffers are hashed at once; for longer ones threads hash while this one writes (hashing frees the interpreter).
+# Shorter buffers are hashed at once; for longer ones threads hash while this one writes (hashing frees Python).
 _WORTH_A_THREAD_BYTES = 256 * 2**10
 
 
