@@ -1,8 +1,8 @@
 """The only way to print.
 
-Progress lines go to standard output, everything else to standard error. Before the mesh is open every process writes; once
-`set_rank` was called, `info` and `line` speak on one rank only, while `warning` and `error` always speak and name theirs.
-`copy_to` keeps a file of what this process was told to say, lines that another rank prints included.
+Progress lines go to standard output, everything else to standard error. Before the mesh is open every process writes;
+once `set_rank` was called, `info` and `line` speak on one rank only, while `warning` and `error` always speak and name
+theirs. `copy_to` keeps a file of what this process was told to say, lines that another rank prints included.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def copy_to(path: str | os.PathLike[str] | None) -> None:
     """Appends every further message to a file as well; None ends that. Meant for one rank."""
     if _VOICE.copy is not None:
         _VOICE.copy.close()
-    _VOICE.copy = None if path is None else open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    _VOICE.copy = None if path is None else open(path, "a", encoding="utf-8", errors="backslashreplace")
 
 
 def line(text: str) -> None:
@@ -87,8 +87,8 @@ def error(text: str) -> None:
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
     """Runs an entry point and ends the process with its exit code.
 
-    A `MegatronError` is shown as its text; anything else with its traceback. The process leaves without running exit handlers
-    when it failed: a distributed one would otherwise wait there for ranks that are gone.
+    A `MegatronError` is shown as its text; anything else with its traceback. The process leaves without running exit
+    handlers when it failed: a distributed one would otherwise wait there for ranks that are gone.
     """
     try:
         code = int(main() or 0)

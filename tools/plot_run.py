@@ -1,0 +1,54 @@
+"""Draws the curves of one or several runs: in the terminal, and as a picture with --output.
+
+python tools/plot_run.py runs/gpt-20260101-120000 --output loss.png
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config.flags import Area, flag, parse_flags
+
+
+@dataclass(frozen=True)
+class PlotFlags(Area):
+    """Flags of this program."""
+
+    runs: tuple[str, ...] = flag(
+        help="run directories or their metrics.jsonl; the flag's name may be left out", nargs="+"
+    )
+    output: str | None = flag(None, "picture to write; the ending (.png, .svg, .pdf) decides the format")
+    metric: str = flag(
+        "lm_loss", "what to draw: any number of a step record, such as gradient_norm or tokens_per_second"
+    )
+    width: int = flag(72, "characters of the terminal drawing", at_least=10)
+    height: int = flag(14, "lines of the terminal drawing", at_least=2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draws the curves and returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and not words[0].startswith("-"):
+        words.insert(0, "--runs")
+    flags = parse_flags(PlotFlags, words, description="Draws the curves of one or several runs.")
+
+    from megatron.train.curves import read_curves, text_plot, write_picture
+
+    curves = [curve for run in flags.runs for curve in read_curves(run, flags.metric)]
+    encoding = (sys.stdout.encoding or "").lower()
+    for text in text_plot(curves, width=flags.width, height=flags.height, unicode=encoding.startswith("utf")):
+        log.line(text)
+    if flags.output is not None:
+        write_picture(curves, flags.output, flags.metric)
+        log.line(f"wrote {flags.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
