@@ -1,0 +1,114 @@
+"""A tool's command line that may also carry the trainer's flags, laid over the configuration of a checkpoint.
+
+Upstream's tools take all of the trainer's flags. Here what they would say is in the checkpoint already; a flag that is
+given all the same must agree with the network, or it changes what may be changed (tokenizer files that moved, seed,
+dtype, layout).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+from megatron.config.flags import (
+    MUST_MATCH,
+    Area,
+    Instance,
+    bound_problems,
+    flags_of,
+    missing_problems,
+    read_command_line,
+    resume_rule,
+    without_instance_check,
+    without_repeats,
+)
+from megatron.config.legacy import REFUSED, legacy_flags
+from megatron.config.parse import field_flags
+from megatron.config.run import AREAS, RunConfig
+from megatron.errors import ConfigError
+
+_OWN = "own."
+
+
+@dataclass(frozen=True)
+class Request(Generic[Instance]):
+    """The tool's own flags, and the trainer's flags that were given, by "area.field"."""
+
+    own: Instance
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description: str = "") -> Request[Instance]:
+    """Reads a command line of a tool's own flags (a dataclass of `flag()` fields) and any of the trainer's.
+
+    Raises:
+        ConfigError: with all problems of the command line together.
+    """
+    own = {_OWN + one.field: one for one in flags_of(cls)}
+    trainer, legacy = field_flags(), legacy_flags()
+    taken = {spelling for one in own.values() for spelling in one.spellings}
+    flags = {
+        name: one
+        for name, one in {**trainer, **{key: entry.flag for key, entry in legacy.items()}}.items()
+        if not taken.intersection(one.spellings)
+    }
+    groups = [
+        ("flags", list(own)),
+        ("of the trainer, taken from the checkpoint unless given", [name for name in trainer if name in flags]),
+    ]
+    reading = read_command_line(
+        {**own, **flags},
+        argv,
+        prog=prog,
+        description=description,
+        groups=groups,
+        hidden=[name for name in legacy if name in flags],
+    )
+    values = {name.removeprefix(_OWN): value for name, value in reading.values.items() if name.startswith(_OWN)}
+    problems = [*reading.problems, *missing_problems(own.values(), values, reading.broken)]
+    for name, entry in legacy.items():
+        sentence = entry.sentence(
+            reading.spellings.get(name, entry.flag.positive_name), reading.values.get(name, False)
+        )
+        if sentence is not None and entry.status == REFUSED:
+            problems.append(sentence)
+    instance = without_instance_check(cls, values)
+    missing = {one.field for one in own.values() if one.required and one.field not in values}
+    rules = instance.all_problems() if isinstance(instance, Area) else list(bound_problems(instance))
+    problems += without_repeats(rules, reading.broken | missing)
+    if problems:
+        raise ConfigError(problems)
+    return Request(instance, {name: value for name, value in reading.values.items() if name in trainer})
+
+
+def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
+    """The checkpoint's configuration with the given flags of the model and the data in it.
+
+    How the run was trained (its batch sizes, schedule, layout and files) stays as the checkpoint says.
+
+    Raises:
+        ConfigError: a given flag contradicts the network in the checkpoint, or a value is illegal.
+    """
+    problems = []
+    changes: dict[str, dict[str, Any]] = {"model": {}, "data": {}}
+    for name, value in given.items():
+        area, _, field_name = name.partition(".")
+        if area not in changes:
+            continue
+        changes[area][field_name] = value
+        before = getattr(getattr(saved, area), field_name)
+        rule = resume_rule(AREAS[area].__dataclass_fields__[field_name])  # type: ignore[attr-defined]
+        if area == "model" and rule == MUST_MATCH and value != before:
+            option = f"--{field_name.replace('_', '-')}"
+            problems.append(
+                f"{option} {value} is given, but the checkpoint holds a network with {before}. Drop {option}."
+            )
+    if problems:
+        raise ConfigError(problems)
+    dtypes = {"fp16", "bf16"} & changes["model"].keys()
+    if dtypes:
+        changes["model"] = {"fp16": False, "bf16": False, **changes["model"]}
+    areas = {area: dataclasses.replace(getattr(saved, area), **values) for area, values in changes.items()}
+    return dataclasses.replace(saved, **areas)

@@ -1,0 +1,107 @@
+"""Continues prompts token by token, with or without a key-value cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.errors import ConfigError
+from megatron.inference.sampling import Sampling, choose, sample_generator
+from megatron.model.gpt import DenseGPT, whole_logits
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import broadcast
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What was generated after one prompt; `is_finished` says that it ended with end-of-document, which is left out."""
+
+    tokens: tuple[int, ...]
+    is_finished: bool
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a text ends.
+
+    Args:
+        new_tokens: the most tokens generated for one prompt.
+        positions: the most tokens a text may have, prompt included (--max-position-embeddings).
+        eod_id: the token that ends a text; None if there is none.
+    """
+
+    new_tokens: int
+    positions: int
+    eod_id: int | None
+
+    def check_prompt(self, length: int, name: str) -> None:
+        """Checks that a prompt leaves room for a token.
+
+        Raises:
+            ConfigError: it is empty or fills all positions.
+        """
+        if length == 0:
+            raise ConfigError(f"{name} has no tokens. Give at least one word, or --num-samples to start from nothing.")
+        if length >= self.positions:
+            raise ConfigError(
+                f"{name} has {length} tokens, and the model has {self.positions} positions (--max-position-embeddings "
+                f"{self.positions}). Shorten it to at most {self.positions - 1}."
+            )
+
+
+@torch.inference_mode()
+def generate(
+    model: DenseGPT,
+    mesh: ParallelMesh,
+    prompts: Sequence[Sequence[int]],
+    limits: Limits,
+    sampling: Sampling,
+    *,
+    vocab_size: int,
+    first_sample: int = 0,
+    recompute: bool = False,
+) -> list[Continuation]:
+    """Continues prompts of one common length; every tensor-parallel rank returns the same.
+
+    Args:
+        model: in evaluation mode, holding this rank's part.
+        vocab_size: tokens the tokenizer knows; padding is never chosen.
+        first_sample: number of the first prompt; with the seed it decides the draws.
+        recompute: run the whole text for every token instead of keeping keys and values.
+
+    Raises:
+        ConfigError: a prompt is empty or too long, or the prompts differ in length.
+    """
+    if len({len(prompt) for prompt in prompts}) > 1:
+        lengths = ", ".join(str(len(prompt)) for prompt in prompts)
+        raise ConfigError(
+            f"prompts of different lengths ({lengths} tokens) cannot share a batch. Give them one by one."
+        )
+    for number, prompt in enumerate(prompts, start=first_sample):
+        limits.check_prompt(len(prompt), f"prompt {number}")
+    length = len(prompts[0])
+    stop = min(length + limits.new_tokens, limits.positions)
+    text = torch.tensor([list(prompt) for prompt in prompts], dtype=torch.int64, device=mesh.device)  # [b, s]
+    sample_ids = torch.arange(first_sample, first_sample + len(prompts), device=mesh.device)  # [b]
+    generators = [sample_generator(sampling.seed, first_sample + row) for row in range(len(prompts))]
+    finished = torch.zeros(len(prompts), dtype=torch.bool, device=mesh.device)
+    caches = None if recompute else model.new_caches(stop)
+    fresh = text
+    while text.shape[1] < stop and not bool(finished.all()):
+        scores = model(text if recompute else fresh, sample_ids, caches=caches)[:, -1]  # [b, v/t]
+        chosen = choose(whole_logits(scores, mesh.tp, vocab_size), sampling, generators).to(mesh.device)  # [b]
+        if limits.eod_id is not None:
+            chosen = torch.where(finished, torch.full_like(chosen, limits.eod_id), chosen)
+            finished = finished | (chosen == limits.eod_id)
+        broadcast(chosen, mesh.tp)
+        fresh = chosen.unsqueeze(1)
+        text = torch.cat([text, fresh], dim=1)
+    return [_continuation(row, limits.eod_id) for row in text[:, length:].tolist()]
+
+
+def _continuation(tokens: list[int], eod_id: int | None) -> Continuation:
+    if eod_id is not None and eod_id in tokens:
+        return Continuation(tuple(tokens[: tokens.index(eod_id)]), True)
+    return Continuation(tuple(tokens), False)

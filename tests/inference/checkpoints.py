@@ -1,0 +1,43 @@
+"""A checkpoint of an untrained network, made on the spot: its text is noise, but the same noise everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.checkpoint import save
+from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
+from megatron.data.tokenizer import build_tokenizer
+from megatron.inference.weights import wanted_weights
+from megatron.model.gpt import build_dense
+from megatron.parallel.mesh import ParallelMesh
+from tests.helpers.vocabulary import write_vocabulary
+
+POSITIONS = 48
+
+
+def make_checkpoint(folder: Path, *extra_flags: str) -> Path:
+    """Writes a vocabulary and a checkpoint of step 3 under a folder; returns the folder of checkpoints."""
+    choice = write_vocabulary(folder)
+    flags = [
+        *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
+        *("--max-position-embeddings", str(POSITIONS), "--micro-batch-size", "1", "--global-batch-size", "1"),
+        *("--train-iters", "3", "--lr", "0.001", "--data-path", "nowhere", "--init-method-std", "0.4"),
+        *("--vocab-file", str(choice.vocab_file), "--merge-file", str(choice.merge_file), *extra_flags),
+    ]
+    tokenizer = build_tokenizer(choice)
+    facts = TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint)
+    config: RunConfig = resolve(parse(flags), Machine("cpu", 1, False, True), facts)
+    mesh = ParallelMesh.single()
+    model = build_dense(config.model, mesh)
+    weights = dict(model.named_parameters())
+    pieces = []
+    for key, _ in wanted_weights(model):
+        box = weights[key.name].detach()[tuple(slice(0, side) for side in key.box_shape)]
+        pieces.append((key, box.reshape(-1)))
+    record = {
+        "config": config.to_json(),
+        "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "name": tokenizer.name},
+    }
+    checkpoints = folder / "checkpoints"
+    save(checkpoints, 3, pieces, record, mesh)
+    return checkpoints
