@@ -43,12 +43,21 @@ class ControlConfig(Area):
     metrics_file: str | None = flag(None, "JSON-lines file of metrics; metrics.jsonl in the run folder if unset")
     log_path: str | None = flag(None, "folder that also receives the printed flags")
     log_level: str | None = flag(None, "least severe message rank 0 shows", choices=_LEVELS)
-    log_level_replica: str | None = flag(None, "the same for the other ranks", choices=_LEVELS)
+    log_level_replica: str | None = flag(
+        None,
+        "the same for the other ranks",
+        choices=_LEVELS,
+        ignored="the other ranks show warnings and errors, and nothing else",
+    )
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard scalars; none are written if unset")
     tensorboard_log_interval: int = flag(1, "steps between TensorBoard scalars", at_least=1)
     tensorboard_queue_size: int = flag(1000, "TensorBoard events buffered before they are written", at_least=1)
-    log_params_norm: bool = flag(False, "log the L2 norm of the weights")
-    log_num_zeros_in_grad: bool = flag(False, "log the number of zeros in the gradient")
+    log_params_norm: bool = flag(
+        False, "log the L2 norm of the weights", ignored="the norm of the weights is not computed yet"
+    )
+    log_num_zeros_in_grad: bool = flag(
+        False, "log the number of zeros in the gradient", ignored="zeros in the gradient are not counted yet"
+    )
     log_timers_to_tensorboard: bool = flag(False, "write timers to TensorBoard")
     log_batch_size_to_tensorboard: bool = flag(False, "write the batch size to TensorBoard")
     log_learning_rate_to_tensorboard: bool = flag(

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.config.config_file import FileReading, read_config_file
+from megatron.config.deepspeed_file import governed_values
 from megatron.config.flags import (
     Flag,
     flags_of,
@@ -57,15 +58,19 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunConfig:
     if "control.config" in reading.values:
         file = read_config_file(reading.values["control.config"], flags, AREAS)
     values = {**file.values, **reading.values}
-    provenance = {name: GIVEN if name in reading.values else FILE if name in file.values else DEFAULT for name in own}
-    problems = [*reading.problems, *file.problems]
+    problems, broken = [*reading.problems, *file.problems], reading.broken | file.broken
+    if "parallel.deepspeed_config" in values:
+        governed, found, unread = governed_values(values["parallel.deepspeed_config"], own, values)
+        values, broken = {**governed, **values}, broken | unread
+        problems += found
+    provenance = {name: GIVEN if name in reading.values else FILE if name in values else DEFAULT for name in own}
     notices = [*_deprecated_notices(reading.spellings.values())]
     for name, entry in legacy.items():
         sentence = entry.sentence(reading.spellings.get(name, entry.flag.positive_name), values.get(name, False))
         if sentence is not None:
             (problems if entry.status == REFUSED else notices).append(sentence)
     values, group_problems = read_group_files(values)
-    areas, area_problems = _build_areas(own, values, provenance, reading.broken | file.broken)
+    areas, area_problems = _build_areas(own, values, provenance, broken)
     problems += [*group_problems, *area_problems]
     if problems:
         raise ConfigError(problems)
@@ -98,7 +103,7 @@ def _build_areas(
         areas[area] = without_instance_check(cls, fields)
     rules: list[str] = [text for instance in areas.values() for text in instance.all_problems()]
     rules.extend(cross_problems(areas["model"], areas["parallel"]))
-    rules.extend(request_problems(areas["optim"], areas["data"], areas["control"], areas["parallel"], provenance))
+    rules.extend(request_problems(areas["optim"], areas["data"], areas["control"], provenance))
     return areas, problems + without_repeats(rules, broken | {one.field for one in missing})
 
 

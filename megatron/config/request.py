@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,11 @@ from typing import Any
 from megatron.config.control import ControlConfig
 from megatron.config.data import TOKENIZERS, DataConfig
 from megatron.config.optim import OptimConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.errors import ConfigError
 
 
 def request_problems(
-    optim: OptimConfig,
-    data: DataConfig,
-    control: ControlConfig,
-    parallel: ParallelConfig,
-    provenance: Mapping[str, str],
+    optim: OptimConfig, data: DataConfig, control: ControlConfig, provenance: Mapping[str, str]
 ) -> Iterator[str]:
     """One sentence for every broken rule between flags that were given."""
     yield from _length_problems(optim, control)
@@ -30,8 +24,6 @@ def request_problems(
         for name, asked in (("--eval-only", control.eval_only), ("--finetune", control.finetune)):
             if asked:
                 yield f"{name} needs --load, the folder of the checkpoint to take the weights from."
-    if parallel.deepspeed_config is not None:
-        yield from _deepspeed_file_problems(parallel.deepspeed_config)
 
 
 def read_group_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -151,16 +143,3 @@ def _tokenizer_problems(data: DataConfig) -> Iterator[str]:
                 yield f"{name} is required by --tokenizer-type GPT2BPETokenizer: its vocabulary has two files."
     elif data.tokenizer_name_or_path is None and data.tokenizer_type in TOKENIZERS:
         yield f"--tokenizer-name-or-path is required by --tokenizer-type {data.tokenizer_type}: a folder or a hub name."
-
-
-def _deepspeed_file_problems(path: str) -> Iterator[str]:
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as failure:
-        yield f"--deepspeed_config {path} cannot be read: {failure.strerror}. Give a readable JSON file."
-        return
-    except ValueError as failure:
-        yield f"--deepspeed_config {path} is not JSON: {failure}. Mend the file."
-        return
-    if not isinstance(value, dict):
-        yield f"--deepspeed_config {path} holds a {type(value).__name__}. It must hold one JSON object."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,24 @@ def test_a_field_without_effect_says_so_when_it_is_changed() -> None:
     assert notice.startswith("--no-masked-softmax-fusion is accepted and ignored: attention is one call")
     assert small("--masked-softmax-fusion --checkpoint-num-layers 1").notices == ()
     assert len(small("--checkpoint-num-layers 2").notices) == 1
+
+
+# Supported fields that only the configuration itself looks at.
+DONE_IN_CONFIG = {
+    "make_vocab_size_divisible_by", "pad_vocab_size_to", "recompute_activations", "pp_partition_method",
+    "override_lr_scheduler", "use_checkpoint_lr_scheduler", "data_impl", "config", "deepspeed",
+    *(f"{split}_{kind}" for split in ("train", "valid", "test")
+      for kind in ("weighted_split_paths", "weighted_split_paths_path", "data_path")),
+}  # fmt: skip
+
+
+def test_a_supported_flag_is_read_somewhere() -> None:
+    root = HERE.parents[1]
+    files = [*root.glob("megatron/**/*.py"), *root.glob("pretrain_*.py")]
+    texts = [file.read_text(encoding="utf-8") for file in files if file.parent.name != "config"]
+    read = {name for text in texts for name in re.findall(r"[.\"](\w+)", text)}
+    supported = {one.field for one in field_flags().values() if not one.facts.ignored}
+    assert supported - read - DONE_IN_CONFIG == set(), "nobody reads these: say so with ignored=, or refuse them"
 
 
 def test_old_names_work_and_are_named() -> None:

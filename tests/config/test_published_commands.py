@@ -67,13 +67,24 @@ def test_the_first_command_of_the_manual() -> None:
 
 def test_the_command_of_upstreams_training_tests(tmp_path: Path) -> None:
     settings = tmp_path / "ds.json"
-    settings.write_text('{"zero_optimization": {"stage": 1}}')
+    settings.write_text(
+        """{"train_micro_batch_size_per_gpu": 1, "train_batch_size": 16, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1}, "steps_per_print": 2000, "wall_clock_breakdown": false,
+        "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1,
+        "initial_scale_power": 12}, "zero_allow_untested_optimizer": true}"""
+    )
     config = parse([*shlex.split(UPSTREAM_TEST), "--data-path", "corpus", "--deepspeed_config", str(settings)])
     assert [notice.split()[0] for notice in config.notices] == [
         "--sync-tp-duplicated-parameters",
         "--deepspeed-activation-checkpointing",
         "--partition-activations",
+        "--log-level-replica",
     ]
+    assert (config.optim.initial_loss_scale, config.optim.loss_scale_window, config.optim.loss_scale) == (
+        4096,
+        500,
+        None,
+    )
     resolved = resolve(config, Machine("cuda", 4, True, True), TokenizerFacts(5120, 0, "f"))
     assert resolved.parallel.data_parallel_size == 1 and resolved.optim.train_iters > 0
 

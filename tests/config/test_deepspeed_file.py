@@ -1,0 +1,80 @@
+"""A DeepSpeed file fills in what was not given, and only a given flag can disagree with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import RunConfig
+from megatron.errors import ConfigError
+from tests.config.command_lines import small
+
+
+def with_file(folder: Path, tree: Any, text: str = "", drop: str = "") -> RunConfig:
+    """The small command line with a DeepSpeed file."""
+    file = folder / "ds.json"
+    file.write_text(tree if isinstance(tree, str) else json.dumps(tree))
+    return small(f"--deepspeed --deepspeed_config {file} {text}", drop)
+
+
+def test_what_was_not_given_comes_from_the_file(tmp_path: Path) -> None:
+    tree = {
+        "train_micro_batch_size_per_gpu": 4,
+        "train_batch_size": 16,
+        "gradient_clipping": 0.3,
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "hysteresis": 1, "min_loss_scale": 2},
+        "bf16": {"enabled": False},
+    }
+    config = with_file(tmp_path, tree, drop="--micro-batch-size --global-batch-size")
+    optim = config.optim
+    assert (optim.micro_batch_size, optim.global_batch_size, optim.clip_grad) == (4, 16, 0.3)
+    assert (optim.loss_scale, optim.initial_loss_scale, optim.hysteresis, optim.min_loss_scale) == (None, 4096, 1, 2)
+    assert config.parallel.zero_stage == 2 and config.model.dtype_name == "float16"
+    assert config.provenance["optim.clip_grad"] == "file"
+
+
+def test_auto_and_equal_values_are_fine(tmp_path: Path) -> None:
+    tree = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": 3,
+    }
+    assert with_file(tmp_path, tree).optim.clip_grad == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tree", "text", "sentence"),
+    [
+        (
+            {"train_batch_size": 16},
+            "",
+            r'"train_batch_size" is 16 there, and --global-batch-size is 8\. Make them equal',
+        ),
+        ({"gradient_clipping": 0.3}, "--clip-grad 1", r'"gradient_clipping" is 0\.3 there, and --clip-grad is 1\.0'),
+        ({"bf16": {"enabled": False}}, "--bf16", r'"bf16\.enabled" is false there, and --bf16 is True'),
+        ({"bfloat16": {"enabled": True}}, "--fp16", "--fp16 and --bf16 are both given"),
+        ({"fp16": {"loss_scale": 0}}, "--loss-scale 8", r'"fp16\.loss_scale" is 0 there, and --loss-scale is 8\.0'),
+        (
+            {"zero_optimization": {"stage": "two"}},
+            "",
+            r'"zero_optimization\.stage" must be a whole number, not \'two\'',
+        ),
+        ({"zero_optimization": {"stage": 2}}, "--pipeline-model-parallel-size 2", "--zero-stage 2 cannot be used"),
+        ("{", "", r"ds\.json is not JSON"),
+        ("[]", "", r"ds\.json holds a list\. It must hold one JSON object"),
+    ],
+)
+def test_disagreements_name_both_values(tmp_path: Path, tree: Any, text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        with_file(tmp_path, tree, text)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(ConfigError, match=r"--deepspeed_config none\.json cannot be read: No such file"):
+        small("--deepspeed_config none.json")
