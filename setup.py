@@ -30,7 +30,7 @@ class OptionalBuild(build_ext):
             super().build_extension(extension)
         except Exception as failure:  # a compiler that is missing or broken shows itself in many ways
             self.extensions = [other for other in self.extensions if other is not extension]
-            _warn(f"{type(failure).__name__}: {failure}")
+            _warn(f"{type(failure).__name__}: {str(failure)[:200]}")
 
     def copy_extensions_to_source(self) -> None:
         built = [extension for extension in self.extensions if os.path.exists(self._built_path(extension))]
@@ -60,7 +60,7 @@ def _compile_flags() -> list[str]:
     if sys.platform == "win32":
         return ["/std:c++17", "/O2", "/fp:precise"]
     # Contracting multiply and subtract into one rounding would change the blend order on CPUs that can.
-    return ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    return ["-std=c++17", "-O2", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
 setup(

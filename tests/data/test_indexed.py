@@ -304,13 +304,13 @@ def test_what_is_written_is_read(tmp_path_factory, documents):
     assert np.diff(dataset.documents).tolist() == [len(document) for document in documents]
 
 
-def test_a_thousand_mutations_are_refused_or_harmless(tmp_path):
+def test_mutations_are_refused_or_harmless(tmp_path):
     """Bit flips, cuts, zeroed and repeated stretches of both files: a typed error, or tokens inside the file."""
     write_corpus(tmp_path / "good", [5, 0, 9, 3, 12, 7, 1], dtype=np.uint16)
     good = {suffix: (tmp_path / f"good.{suffix}").read_bytes() for suffix in ("idx", "bin")}
     random = np.random.RandomState(0)
     refused = 0
-    for _ in range(1000):
+    for _ in range(300):
         suffix = "idx" if random.rand() < 0.8 else "bin"
         mutant = dict(good, **{suffix: mutated(good[suffix], random)})
         prefix = store(tmp_path, mutant["idx"], mutant["bin"])
@@ -321,7 +321,7 @@ def test_a_thousand_mutations_are_refused_or_harmless(tmp_path):
             refused += 1
             continue
         assert sum(len(row) for row in dataset[:]) * dataset.dtype.itemsize == len(mutant["bin"])
-    assert refused > 700
+    assert refused > 200
 
 
 def mutated(data: bytes, random: np.random.RandomState) -> bytes:
