@@ -102,7 +102,7 @@ def _documents_of(root: Path, title: str) -> Iterator[tuple[str, str]]:
 
 def _source_files(root: Path) -> Iterator[Path]:
     """Python files below a folder, modules before tests, in an order that depends on their names only."""
-    found = []
+    found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT_FOLDERS and not name.endswith("data")]
         found.extend(Path(folder, name) for name in names if name.endswith(".py"))

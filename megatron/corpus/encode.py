@@ -95,9 +95,8 @@ class Encoder:
 
     def _encode_texts(self, texts: list[str]) -> EncodedKey:
         ids, lengths = self.tokenizer.encode_flat(texts)
-        narrow = ids.astype(self.dtype)
         if len(lengths) and not lengths.all():
             lengths = lengths[lengths > 0]
         if self._suffix:
-            return EncodedKey(*surround(narrow, lengths, [], self._suffix))
-        return EncodedKey(narrow, lengths)
+            return EncodedKey(*surround(ids, lengths, [], self._suffix, self.dtype))
+        return EncodedKey(ids.astype(self.dtype), lengths)

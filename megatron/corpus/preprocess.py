@@ -14,7 +14,7 @@ from megatron.corpus.workers import WorkerPool
 from megatron.data.indexed import IndexedWriter
 from megatron.errors import DataError
 
-BLOCK_BYTES = 2 << 20
+BLOCK_BYTES = 4 << 20
 _SHOWN_BAD_LINES = 5
 
 
@@ -59,15 +59,17 @@ def preprocess(
         WorkerError: a worker process died.
     """
     check_inputs(inputs)
+    prefixes = tuple(f"{output_prefix}_{key}_document" for key in options.keys)
+    source = blocks(inputs, block_bytes)
     with ExitStack() as stack:
-        pool = stack.enter_context(WorkerPool(options, workers)) if workers > 1 else None
-        encoder = Encoder(options)
-        prefixes = tuple(f"{output_prefix}_{key}_document" for key in options.keys)
-        writers = [stack.enter_context(IndexedWriter(prefix, encoder.dtype)) for prefix in prefixes]
-        source = blocks(inputs, block_bytes)
-        encoded = pool.encode(source) if pool else _encode_here(encoder, source)
-        result = _write(encoded, writers, prefixes, options, progress)
-    return result
+        if workers > 1:
+            pool = stack.enter_context(WorkerPool(options, workers))
+            dtype, encoded = pool.wait_until_ready(), pool.encode(source)
+        else:
+            encoder = Encoder(options)
+            dtype, encoded = encoder.dtype, _encode_here(encoder, source)
+        writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
+        return _write(encoded, writers, prefixes, options, progress)
 
 
 def _encode_here(encoder: Encoder, source: Iterable[Block]) -> Iterator[tuple[Block, EncodedBlock]]:

@@ -26,7 +26,7 @@ from megatron import log
 from megatron.corpus.encode import EncodedBlock, EncodedKey, EncodeOptions, Encoder
 from megatron.corpus.lines import BadLine
 from megatron.corpus.sources import Block
-from megatron.errors import DataError, ExitCode, MegatronError
+from megatron.errors import ConfigError, DataError, ExitCode, MegatronError, StorageError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,6 +40,14 @@ class WorkerError(MegatronError):
     """A preprocessing worker died or failed; nothing of the run was published."""
 
     exit_code = ExitCode.STORAGE
+
+
+_FAILURES: dict[str, type[MegatronError]] = {
+    "ConfigError": ConfigError,
+    "DataError": DataError,
+    "StorageError": StorageError,
+    "WorkerError": WorkerError,
+}
 
 
 @dataclass
@@ -68,13 +76,14 @@ class WorkerPool:
     def __init__(self, options: EncodeOptions, workers: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
+        self._dtype: np.dtype[Any] | None = None
         try:
             for index in range(workers):
                 task_reader, task_writer = context.Pipe(duplex=False)
                 result_reader, result_writer = context.Pipe(duplex=False)
                 _widen(task_writer)
                 _widen(result_writer)
-                process = context.Process(target=_work, args=(task_reader, result_writer, options), daemon=True)
+                process = context.Process(target=_work, args=(index, task_reader, result_writer, options), daemon=True)
                 process.start()
                 task_reader.close()
                 result_writer.close()
@@ -95,6 +104,18 @@ class WorkerPool:
     def process_ids(self) -> list[int]:
         """The workers' process ids."""
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
+
+    def wait_until_ready(self) -> np.dtype[Any]:
+        """Waits for the first worker that has loaded the tokenizer; returns the dtype of the ids.
+
+        Raises:
+            ConfigError: the tokenizer's flags are wrong.
+            DataError: the tokenizer's files are damaged.
+            WorkerError: a worker died.
+        """
+        while self._dtype is None:
+            self._receive({})
+        return self._dtype
 
     def encode(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, EncodedBlock]]:
         """Results of the blocks, in their order.
@@ -164,16 +185,25 @@ class WorkerPool:
         for worker in self._workers:
             try:
                 if worker.incoming in readable:
-                    waiting[worker.blocks.pop(0)] = _receive_result(worker)
+                    self._take_in(worker, waiting)
                 elif worker.process.sentinel in readable:
                     raise self._death(worker)
             except (EOFError, ConnectionError) as failure:
                 raise self._death(worker) from failure
 
+    def _take_in(self, worker: _Worker, waiting: dict[int, EncodedBlock]) -> None:
+        header = json.loads(worker.incoming.recv_bytes())
+        if "failure" in header:
+            raise _FAILURES[header["failure"]](header["text"])
+        if "dtype" in header:
+            self._dtype = np.dtype(header["dtype"])
+        else:
+            waiting[worker.blocks.pop(0)] = _receive_result(header, worker.incoming)
+
     def _death(self, worker: _Worker) -> MegatronError:
         try:  # what it had to say before it went
             while worker.incoming.poll():
-                _receive_result(worker)
+                self._take_in(worker, {})
         except MegatronError as failure:
             return failure
         except (EOFError, OSError):
@@ -190,19 +220,22 @@ class WorkerPool:
         )
 
 
-def _work(tasks: Connection, results: Connection, options: EncodeOptions) -> None:
+def _work(index: int, tasks: Connection, results: Connection, options: EncodeOptions) -> None:
     """The body of a worker process: blocks in, ids out, until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
-    log.set_level("warning")
+    if index > 0:  # what there is to say about the tokenizer is said once
+        log.set_level("warning")
     arrived: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
     threading.Thread(target=_take_tasks, args=(tasks, arrived), daemon=True).start()
     try:
         encoder = Encoder(options)
+        results.send_bytes(json.dumps({"dtype": encoder.dtype.str}).encode())
         while (block := arrived.get()) is not None:
             _send_result(results, encoder.encode(block))
             del block
     except MegatronError as failure:
-        _say(results, {"failure": "data" if isinstance(failure, DataError) else "worker", "text": str(failure)})
+        kind = next((name for name, known in _FAILURES.items() if isinstance(failure, known)), "WorkerError")
+        _say(results, {"failure": kind, "text": str(failure)})
     except (BrokenPipeError, ConnectionError):
         os._exit(1)
 
@@ -232,16 +265,11 @@ def _send_result(results: Connection, encoded: EncodedBlock) -> None:
         results.send_bytes(key.lengths.view(np.uint8).data)
 
 
-def _receive_result(worker: _Worker) -> EncodedBlock:
-    header = json.loads(worker.incoming.recv_bytes())
-    if "failure" in header:
-        if header["failure"] == "data":
-            raise DataError(header["text"])
-        raise WorkerError(f"{worker.title} failed: {header['text']}")
+def _receive_result(header: dict[str, Any], incoming: Connection) -> EncodedBlock:
     keys = []
     for dtype in header["keys"]:
-        ids = np.frombuffer(worker.incoming.recv_bytes(), dtype=dtype)
-        keys.append(EncodedKey(ids, np.frombuffer(worker.incoming.recv_bytes(), dtype=np.int64)))
+        ids = np.frombuffer(incoming.recv_bytes(), dtype=dtype)
+        keys.append(EncodedKey(ids, np.frombuffer(incoming.recv_bytes(), dtype=np.int64)))
     bad = tuple(BadLine(*entry) for entry in header["bad"])
     return EncodedBlock(tuple(keys), header["lines"], header["empty"], bad, header["bad_count"])
 

@@ -170,18 +170,25 @@ class LibraryTokenizer:
 
 
 def surround(
-    ids: npt.NDArray[Any], lengths: Lengths, prefix: Sequence[int], suffix: Sequence[int]
+    ids: npt.NDArray[Any],
+    lengths: Lengths,
+    prefix: Sequence[int],
+    suffix: Sequence[int],
+    dtype: npt.DTypeLike | None = None,
 ) -> tuple[npt.NDArray[Any], Lengths]:
     """Puts the same ids before and after every row of a flat batch.
 
     Shapes:
-        ids [total], lengths [rows] -> ids [total + rows * (prefix + suffix)], lengths [rows], in the dtype of `ids`.
+        ids [total], lengths [rows] -> ids [total + rows * (prefix + suffix)], lengths [rows].
+
+    Args:
+        dtype: of the result, that of `ids` if left out; converting here saves a copy.
     """
     extra = len(prefix) + len(suffix)
     longer = lengths + extra
     ends = np.cumsum(longer)
     starts = ends - longer
-    result = np.empty(len(ids) + extra * len(lengths), dtype=ids.dtype)
+    result = np.empty(len(ids) + extra * len(lengths), dtype=ids.dtype if dtype is None else dtype)
     if len(ids) > 256 * len(lengths):  # long rows: one copy each is cheaper than a mask over every token
         first = 0
         for start, length in zip((starts + len(prefix)).tolist(), lengths.tolist(), strict=True):
