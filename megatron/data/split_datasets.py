@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,22 +88,11 @@ def build_split_datasets(
 
 
 def data_fingerprint(data: DataConfig) -> dict[str, Any]:
-    """What identifies the token files, for a checkpoint's manifest: per prefix sizes, dtype and the SHA-256 of the
-    `.idx` tables.
-    """
+    """What identifies the token files, for a checkpoint's manifest: per prefix sizes, dtype and fingerprint."""
     prefixes = [prefix for _, prefix in read_blend(data.data_path, "--data-path")]
     groups = (*data.train_groups, *data.valid_groups, *data.test_groups)
     prefixes += [entry.prefix for group in groups for entry in group.entries]
-    files = _OpenFiles()
-    return {
-        prefix: {
-            "sequences": len(files[prefix]),
-            "tokens": files[prefix].tokens,
-            "dtype": files[prefix].dtype.name,
-            "sha256": files[prefix].fingerprint,
-        }
-        for prefix in dict.fromkeys(prefixes)
-    }
+    return {prefix: dict(_file_facts(prefix)) for prefix in dict.fromkeys(prefixes)}
 
 
 def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
@@ -123,6 +113,18 @@ def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
                 "tokens"
             )
     return lines
+
+
+@functools.lru_cache(maxsize=1024)
+def _file_facts(prefix: str) -> tuple[tuple[str, int | str], ...]:
+    """Facts of a token file; kept, since every save asks for them and a run's files do not change."""
+    indexed = IndexedDataset(prefix)
+    return (
+        ("sequences", len(indexed)),
+        ("tokens", indexed.tokens),
+        ("dtype", indexed.dtype.name),
+        ("sha256", indexed.fingerprint),
+    )
 
 
 class _OpenFiles:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import struct
-import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
 
+from megatron.data import indexed, token_index
 from megatron.data.indexed import IndexedDataset, IndexedWriter, width_for
 from megatron.errors import DataError, StorageError
 from tests.data.corpora import write_corpus
@@ -272,7 +273,45 @@ def test_pickling_keeps_the_path_only(tmp_path):
     assert kind(*arguments)[1].tolist() == [4, 5] and repr(dataset).endswith("sequences=3, tokens=9, dtype=uint16)")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_other_tokens_under_the_same_lengths_have_another_fingerprint(tmp_path):
+    for name, first in (("a", 0), ("b", 1), ("c", 0)):
+        write_corpus(tmp_path / name, [3, 2], first_id=first)
+    prints = [IndexedDataset(tmp_path / name).fingerprint for name in "abc"]
+    assert prints[0] == prints[2] != prints[1]
+
+
+def test_tables_longer_than_a_chunk_are_written_merged_and_checked(tmp_path, monkeypatch):
+    write_corpus(tmp_path / "whole", range(10))
+    monkeypatch.setattr(token_index, "_CHUNK_ENTRIES", 3)
+    monkeypatch.setattr(indexed, "_COPY_ENTRIES", 3)
+    monkeypatch.setattr(indexed, "_COPY_BYTES", 7)
+    with IndexedWriter(tmp_path / "chunked", np.int32) as writer:
+        writer.add_dataset(IndexedDataset(tmp_path / "whole"))
+    idx = (tmp_path / "whole.idx").read_bytes()
+    assert (tmp_path / "chunked.idx").read_bytes() == idx
+    assert (tmp_path / "chunked.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes()
+    tokens = (tmp_path / "whole.bin").read_bytes()
+    for offset, layout, message in (
+        (34 + 4 * 7, "<i", r"length 7 \(byte offset 62\)"),
+        (74 + 8 * 6, "<q", r"pointer 6 \(byte offset 122\) is -9; it must be 60"),
+        (154 + 8 * 8, "<q", r"document 8 \(byte offset 218\) is -9; .* before it \(7\)"),
+    ):
+        with pytest.raises(DataError, match=message):
+            IndexedDataset(store(tmp_path, altered(offset, layout, -9, idx), tokens))
+
+
+def test_the_memory_of_a_writer_does_not_grow_with_the_data(tmp_path):
+    lengths = np.ones(10_000, np.int32)
+    with IndexedWriter(tmp_path / "pair", np.uint16) as writer:
+        writer.add_batch(lengths, lengths)
+        tracemalloc.start()
+        for _ in range(100):
+            writer.add_batch(lengths, lengths)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert writer.sequences == 1_010_000 and peak_bytes < 2_000_000
+
+
 def test_offsets_beyond_two_gigabytes(tmp_path):
     """A fabricated pair whose .bin is a sparse file of 5 GB."""
     lengths = np.full(5, 2**29, np.int32)

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -289,6 +290,19 @@ def test_damaged_hugging_face_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"has no tokenizer.json, and transformers, .* is not installed"):
         build_tokenizer(choice)
+
+
+def test_a_folder_that_transformers_cannot_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails:
+        """Stands in for `transformers.AutoTokenizer`."""
+
+        @staticmethod
+        def from_pretrained(source: str) -> None:
+            raise OSError(f"nothing in {source}")
+
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=Fails))
+    with pytest.raises(ConfigError, match=r"transformers could not convert what is there \(OSError: nothing in"):
+        build_tokenizer(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(tmp_path)))
 
 
 def test_an_unreachable_hub_name_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
