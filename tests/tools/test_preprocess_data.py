@@ -233,3 +233,23 @@ def test_gpt2_vocabulary_end_to_end(tmp_path: Path) -> None:
     assert data.dtype == np.uint16 and len(data) == len(expected)
     for found, wanted in zip(data[:], expected, strict=True):
         assert np.array_equal(found, wanted)
+
+
+@pytest.mark.skipif(
+    not (GPT2_FOLDER / "megatron_fixture").is_dir(), reason=f"upstream's fixture is not in {GPT2_FOLDER}"
+)
+def test_upstreams_files_come_out_byte_for_byte(tmp_path: Path) -> None:
+    """The fixture was written by bigscience's tool; its text, read back out of it, must give the same two files."""
+    folder = GPT2_FOLDER / "megatron_fixture"
+    files = [str(folder / f"gpt2-tiny-{name}") for name in ("vocab.json", "merges.txt")]
+    choice = TokenizerChoice("GPT2BPETokenizer", *files)
+    tokenizer = build_tokenizer(choice)
+    fixture = IndexedDataset(folder / "meg-gpt2-openwebtext_text_document")
+    assert all(ids[-1] == tokenizer.eod_id for ids in fixture[:])
+    write_jsonl(tmp_path / "in.jsonl", [tokenizer.decode(ids[:-1]) for ids in fixture[:]])
+    words = command(choice, "--input", "in.jsonl", "--output-prefix", "out", "--append-eod", "--workers", "2")
+    done = run(words, tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+    for suffix in ("bin", "idx"):
+        written = (tmp_path / f"out_text_document.{suffix}").read_bytes()
+        assert written == (folder / f"meg-gpt2-openwebtext_text_document.{suffix}").read_bytes()
