@@ -186,12 +186,13 @@ def test_a_missing_file_is_named_with_what_was_probably_meant(tmp_path, name, me
         IndexedDataset(tmp_path / name)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
-def test_an_unreadable_file_is_a_data_error(tmp_path):
-    prefix = write_corpus(tmp_path / "corpus", [3])
-    (tmp_path / "corpus.idx").chmod(0)
-    with pytest.raises(DataError, match="Cannot read .*corpus.idx: Permission denied"):
-        IndexedDataset(prefix)
+def test_an_unreadable_file_is_a_data_error(tmp_path, monkeypatch):
+    def refused(*arguments: object) -> None:
+        raise PermissionError(13, "Permission denied", str(arguments[0]))
+
+    monkeypatch.setattr(indexed, "read_token_index", refused)
+    with pytest.raises(DataError, match=r"Cannot read .*corpus\.idx: Permission denied"):
+        IndexedDataset(write_corpus(tmp_path / "corpus", [3]))
 
 
 def test_reading_outside_a_sequence_is_an_index_error(tmp_path):
