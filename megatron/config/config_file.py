@@ -55,6 +55,9 @@ def read_config_file(path: str, flags: Mapping[str, Flag], areas: Collection[str
 def _read_entry(path: str, key: str, place: str, one: Flag, value: Any, reading: FileReading) -> None:
     if value is None:
         return
+    if place in reading.values or one.field in reading.broken:
+        reading.problems.append(f'{path}: "{key}" sets what another key has set already. Keep one.')
+        return
     try:
         found: Any = value_from_file(one, value)
         turned = one.element is bool and not one.spellings.get("--" + key.replace("_", "-"), True)
@@ -107,7 +110,7 @@ def _load_json(path: str, text: str) -> Any:
 
     try:
         return json.loads(text, object_pairs_hook=refuse_repeats)
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise ConfigError(f"--config {path} is not JSON: {failure}. Mend the file.") from None
 
 
@@ -120,5 +123,5 @@ def _load_yaml(path: str, text: str) -> Any:
         ) from None
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as failure:
+    except (yaml.YAMLError, ValueError, RecursionError) as failure:
         raise ConfigError(f"--config {path} is not YAML: {' '.join(str(failure).split())}. Mend the file.") from None

@@ -41,7 +41,7 @@ def read_deepspeed_file(path: str) -> dict[str, Any]:
     except OSError as failure:
         reason = failure.strerror
         raise ConfigError(f"--deepspeed_config {path} cannot be read: {reason}. Give a readable JSON file.") from None
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise ConfigError(f"--deepspeed_config {path} is not JSON: {failure}. Mend the file.") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"--deepspeed_config {path} holds a {type(tree).__name__}. It must hold one JSON object.")

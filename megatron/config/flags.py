@@ -8,9 +8,12 @@ the first thing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
+import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +31,7 @@ FROM_CHECKPOINT = "from the checkpoint"
 
 _TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
 _FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+_NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
 
 @dataclass(frozen=True)
@@ -336,22 +340,25 @@ def _convert(one: Flag, option: str, word: str) -> Any:
             return word.lower() in _TRUE_WORDS
         raise ConfigError(f'{option} takes no value, or true or false; "{word}" is neither.')
     if one.element is str:
+        if not word and one.default != "":
+            raise ConfigError(f"{option} takes a text, and its value is empty. Is a variable of the script unset?")
         return word
     try:
-        return one.element(word)
+        value = one.element(word)
     except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
         kind = "a whole number" if one.element is int else "a number"
-        raise ConfigError(f'{option} takes {kind}; "{word}" is none.') from None
+        raise ConfigError(f'{option} takes {kind}; "{word}" is none.')
+    return value
 
 
 def _from_file(one: Flag, value: Any) -> Any:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if one.element is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 as a text
-        try:
-            return float(value)
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
     if one.element is float and is_number:
         return float(value)
     if one.element is int and is_number and value == int(value):
@@ -418,6 +425,7 @@ def _build_parser(
     parser = _Parser(
         prog=prog, description=description, epilog=epilog, allow_abbrev=False, formatter_class=_HelpFormatter
     )
+    parser._negative_number_matcher = _NEGATIVE_NUMBER  # argparse's own takes -1e-3 for a flag
     known = ["--help"]
     for title, destinations in groups:
         group = parser.add_argument_group(title)

@@ -75,8 +75,9 @@ class ModelConfig(Area):
     def complete(self) -> None:
         if self.ffn_hidden_size is None:
             self.set_derived("ffn_hidden_size", 4 * self.hidden_size)
-        if self.kv_channels is None and self.num_attention_heads > 0:
-            self.set_derived("kv_channels", self.hidden_size // self.num_attention_heads)
+        heads = self.num_attention_heads
+        if self.kv_channels is None and heads > 0 and self.hidden_size % heads == 0:
+            self.set_derived("kv_channels", self.hidden_size // heads)
         if self.recompute_activations and self.recompute_granularity is None:
             self.set_derived("recompute_granularity", "selective")
         if self.recompute_granularity == "full":
@@ -84,7 +85,7 @@ class ModelConfig(Area):
 
     def problems(self) -> Iterator[str]:
         heads = self.num_attention_heads
-        if heads > 0 and self.hidden_size % heads and self.kv_channels == self.hidden_size // heads:
+        if heads > 0 and self.kv_channels is None:
             yield (
                 f"--hidden-size {self.hidden_size} cannot be shared by --num-attention-heads {heads}. "
                 f"The width must be a multiple of the heads; use --hidden-size {-(-self.hidden_size // heads) * heads} "

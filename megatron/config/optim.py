@@ -19,7 +19,12 @@ class OptimConfig(Area):
     rampup_batch_size: tuple[int, int, int] | None = flag(
         None, "start, increment, samples: let the global batch grow to its size over so many samples"
     )
-    train_iters: int = flag(None, "steps to train (computed by resolve when --train-samples is given)", at_least=1)
+    train_iters: int = flag(
+        None,
+        "steps to train (computed by resolve when --train-samples is given)",
+        at_least=1,
+        way_out="--eval-only evaluates without training.",
+    )
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1)
     optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
     lr: float | None = flag(None, "peak learning rate", at_least=0)

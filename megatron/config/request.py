@@ -80,7 +80,7 @@ def _schedule_problems(optim: OptimConfig) -> Iterator[str]:
     by_samples = optim.train_samples is not None
     unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
     length = optim.train_samples if by_samples else optim.train_iters
-    if length is None:
+    if length is None or length < 1:
         return
     foreign_decay = optim.lr_decay_iters if by_samples else optim.lr_decay_samples
     foreign_warmup = optim.lr_warmup_iters if by_samples else optim.lr_warmup_samples

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron.config.data import read_split
 from megatron.config.flags import FROM_CHECKPOINT, MUST_MATCH, RUN_MUST_MATCH, resume_rule
+from megatron.config.optim import OptimConfig
 from megatron.config.run import AREAS, CHECKPOINT, RunConfig, frozen, plain
 from megatron.errors import ConfigError
 
@@ -57,6 +59,9 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
             notices.append(f"{name} {_shown(then)} is taken from the checkpoint; {_shown(now)} is not used.")
         elif field.name in _WORTH_SAYING and not current.control.finetune:
             notices.append(f"{name} is {_shown(now)} now; the checkpoint was saved with {_shown(then)}.")
+    if current.optim.use_checkpoint_lr_scheduler:
+        problems.extend(_schedule_problems(saved.get("optim", {}), current.optim))
+        _fix_decay(saved.get("optim", {}), current.optim, taken)
     if problems:
         raise ConfigError(problems)
     changes: dict[str, Any] = {
@@ -74,8 +79,12 @@ def _differences(
         entries = saved.get(area, {})
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             now = plain(getattr(getattr(current, area), field.name))
-            if field.name in entries and entries[field.name] != now:
+            if field.name in entries and not _is_same(field.name, entries[field.name], now):
                 yield area, field, frozen(entries[field.name]), frozen(now)
+
+
+def _is_same(name: str, then: Any, now: Any) -> bool:
+    return bool(then == now) or (name == "split" and read_split(str(then)) == read_split(str(now)))
 
 
 def _rule(area: str, field: dataclasses.Field[Any], current: RunConfig) -> str:
@@ -84,6 +93,31 @@ def _rule(area: str, field: dataclasses.Field[Any], current: RunConfig) -> str:
     if field.name == "optimizer" and current.control.no_load_optim:
         return "may change"
     return resume_rule(field)
+
+
+def _schedule_problems(saved: Mapping[str, Any], optim: OptimConfig) -> Iterator[str]:
+    """Why the checkpoint's schedule would not be the same course of the learning rate in the current run."""
+    by_samples = saved.get("train_samples") is not None
+    if by_samples != (optim.train_samples is not None):
+        then, now = ("samples", "iters") if by_samples else ("iters", "samples")
+        yield (
+            f"--use-checkpoint-lr-scheduler: the checkpoint's schedule is counted by --train-{then}, and --train-{now} "
+            f"is given. Use --train-{then}, or drop --use-checkpoint-lr-scheduler."
+        )
+    elif not by_samples and saved.get("global_batch_size", optim.global_batch_size) != optim.global_batch_size:
+        then = saved["global_batch_size"]
+        yield (
+            f"--use-checkpoint-lr-scheduler: the checkpoint's schedule is counted in steps of {then} samples, and "
+            f"--global-batch-size is {optim.global_batch_size}. Use {then}, or drop --use-checkpoint-lr-scheduler."
+        )
+
+
+def _fix_decay(saved: Mapping[str, Any], optim: OptimConfig, taken: dict[str, dict[str, Any]]) -> None:
+    """Writes out a decay that was as long as the saved run, so that a longer run does not stretch it."""
+    unit = "samples" if optim.train_samples is not None else "iters"
+    length = saved.get(f"lr_decay_{unit}") or saved.get(f"train_{unit}")
+    if length is not None and length != getattr(optim, f"train_{unit}"):
+        taken.setdefault("optim", {})[f"lr_decay_{unit}"] = length
 
 
 def _must_match_sentence(area: str, field: dataclasses.Field[Any], then: Any, now: Any, rule: str) -> str:

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.config import ModelConfig, RunConfig, parse
+from megatron.config.parse import field_flags
 from megatron.errors import ConfigError
 from tests.config.command_lines import small, words
 
@@ -134,6 +137,7 @@ REFUSALS = [
     ("--distributed-backend mpi", "", r"--distributed-backend mpi is not known\. Use one of: nccl, gloo"),
     # the optimizer, schedule and batches
     ("", "--micro-batch-size", "--micro-batch-size is required"),
+    ("--train-iters 0", "", r"--train-iters 0 is out of range\. It must be at least 1\. --eval-only evaluates"),
     ("", "--lr", "--lr is required"),
     ("", "--train-iters", "--train-iters or --train-samples is required"),
     ("--train-samples 100", "", r"--train-iters 10 and --train-samples 100 are both given"),
@@ -244,6 +248,26 @@ def test_problems_of_all_areas_come_together() -> None:
         assert part in said
     assert "cannot fill" not in said  # the rule about --num-layers, which has no value, keeps quiet
     assert len(caught.value.problems) == 7
+
+
+def test_heads_of_a_given_width_need_not_divide_the_model() -> None:
+    assert small("--num-attention-heads 5 --kv-channels 12").model.kv_channels == 12
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_is_typed_gives_a_config_or_a_config_error(data: st.DataObject) -> None:
+    options = st.sampled_from(sorted(text for one in field_flags().values() for text in one.spellings))
+    values = st.sampled_from(
+        ["0", "1", "2", "-1", "1e-3", "nan", "x", "", "1:2", "a=b", "-", "9" * 40, "0.5", "true", "fp"]
+    )
+    drawn = data.draw(st.lists(st.one_of(options, values, st.text(max_size=4)), max_size=12))
+    try:
+        config = parse([*words(), *(word for word in drawn if word not in ("-h", "--help"))])
+    except ConfigError as failure:
+        assert failure.problems and all(text.strip() for text in failure.problems)
+    else:
+        assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))).to_json() == config.to_json()
 
 
 def test_json_round_trip() -> None:

@@ -99,6 +99,21 @@ def test_the_schedule_of_the_checkpoint_on_request() -> None:
     assert "--lr 0.0003 is taken from the checkpoint; 1.0 is not used." in going_on.notices
 
 
+def test_the_schedule_of_the_checkpoint_keeps_its_length() -> None:
+    going_on = check_resume(saved("--lr 3e-4"), run("--use-checkpoint-lr-scheduler --train-iters 50"))
+    assert (going_on.optim.lr_decay_iters, going_on.optim.train_iters) == (10, 50)
+    text = "--use-checkpoint-lr-scheduler --train-samples 80"
+    with pytest.raises(ConfigError, match=r"counted by --train-iters, and --train-samples is given"):
+        check_resume(saved(), run(text, drop="--train-iters"))
+    with pytest.raises(ConfigError, match=r"in steps of 8 samples, and --global-batch-size is 16\. Use 8"):
+        check_resume(saved(), run("--use-checkpoint-lr-scheduler --global-batch-size 16"))
+
+
+def test_a_split_is_compared_by_its_shares() -> None:
+    assert check_resume(saved("--split 969,30,1"), run()).notices == ()
+    assert check_resume(saved("--split 9,1"), run("--split 90,10,0")).data.split == "90,10,0"
+
+
 def test_the_index_rule_stays_the_checkpoints() -> None:
     then = saved("--index-epoch-rule nvidia")
     assert check_resume(then, run()).data.index_epoch_rule == "nvidia"
