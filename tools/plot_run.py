@@ -42,8 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     curves = [curve for run in flags.runs for curve in read_curves(run, flags.metric)]
     encoding = (sys.stdout.encoding or "").lower()
-    for text in text_plot(curves, width=flags.width, height=flags.height, unicode=encoding.startswith("utf")):
+    trained = [curve for curve in curves if not curve.is_evaluation]
+    for text in text_plot(trained, width=flags.width, height=flags.height, unicode=encoding.startswith("utf")):
         log.line(text)
+    for curve in curves:
+        if curve.is_evaluation:
+            log.line(curve.summary)
     if flags.output is not None:
         write_picture(curves, flags.output, flags.metric)
         log.line(f"wrote {flags.output}")

@@ -23,6 +23,12 @@ class Curve:
     points: tuple[tuple[int, float], ...]
     is_evaluation: bool = False
 
+    @property
+    def summary(self) -> str:
+        """First and last value in words."""
+        (first, start), (last, end) = self.points[0], self.points[-1]
+        return f"{self.name}: {start:.4g} -> {end:.4g} (iterations {first} to {last})"
+
 
 def read_curves(path: str | Path, metric: str) -> list[Curve]:
     """The training curve of a run and, for the loss, one curve per evaluated data group.
@@ -66,7 +72,7 @@ def text_plot(curves: Sequence[Curve], *, width: int = 72, height: int = 14, uni
         cells = [[0] * width for _ in range(height)]
         for column, row in _dots(curve, (left, right, bottom, top), width * columns, height * rows):
             cells[row // rows][column // columns] |= _DOTS[row % rows][column % columns]
-        lines.append(f"{curve.name}: {curve.points[0][1]:.4g} -> {curve.points[-1][1]:.4g}")
+        lines.append(curve.summary)
         for number, cell_row in enumerate(cells):
             label = f"{top:.4g}" if number == 0 else f"{bottom:.4g}" if number == height - 1 else ""
             drawn = "".join(chr(_BRAILLE + bits) if unicode else " *"[bool(bits)] for bits in cell_row)

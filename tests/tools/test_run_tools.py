@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.train.metrics_file import MetricsFile
+from megatron.train.progress import Progress
 from tests.train.samples import metrics
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -27,6 +28,7 @@ def write_run(folder: Path, losses: dict[int, float]) -> Path:
     with contextlib.closing(MetricsFile(folder / "metrics.jsonl")) as file:
         for step, loss in losses.items():
             file.step(metrics(iteration=step, lm_loss=loss))
+        file.evaluation(Progress(6), "valid", 1.5)
     return folder
 
 
@@ -64,7 +66,8 @@ def test_what_cannot_be_compared_is_told(runs: tuple[Path, Path]) -> None:
 def test_a_plot_in_the_terminal_and_as_a_picture(runs: tuple[Path, Path], tmp_path: Path) -> None:
     done = run_tool("plot_run.py", *runs, "--output", tmp_path / "loss.png")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("killed: 8 -> 1.333")
+    assert done.stdout.startswith("killed: 8 -> 1.333 (iterations 1 to 6)\n")
+    assert "\nresumed valid: 1.5 -> 1.5 (iterations 6 to 6)\n" in done.stdout
     assert done.stdout.endswith("loss.png\n")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 

@@ -48,14 +48,14 @@ def test_a_metric_that_was_not_recorded_is_named(run: Path) -> None:
 def test_text_plot_falls_from_the_upper_left_to_the_lower_right() -> None:
     lines = text_plot([FALLING], width=10, height=5, unicode=False)
     assert lines == [
-        "run: 10 -> 1",
+        "run: 10 -> 1 (iterations 0 to 9)",
         "        10 |**",
         "           |  **",
         "           |    **",
         "           |      **",
         "         1 |        **",
         "           +----------",
-        "            iterat" + "ion 0    9",
+        "            iteration 0    9",
     ]
 
 
