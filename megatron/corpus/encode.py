@@ -87,14 +87,14 @@ class Encoder:
         empty = 0
         for texts in parsed.texts:
             count = len(texts)
-            encoded = self._encode_texts(texts)
-            texts.clear()
-            empty += count - len(encoded.lengths)
-            keys.append(encoded)
+            keys.append(self._encode_texts(texts))
+            empty += count - len(keys[-1].lengths)
         return EncodedBlock(tuple(keys), parsed.lines, empty, tuple(parsed.bad), parsed.bad_count)
 
     def _encode_texts(self, texts: list[str]) -> EncodedKey:
+        """Encodes texts and forgets them: a very long one should not be held longer than needed."""
         ids, lengths = self.tokenizer.encode_flat(texts)
+        texts.clear()
         if len(lengths) and not lengths.all():
             lengths = lengths[lengths > 0]
         if self._suffix:

@@ -57,9 +57,14 @@ def parse_lines(data: bytes, keys: Sequence[str], is_first: bool, skip_bad: bool
         skip_bad: go on after a bad line; else stop at it.
     """
     skipped_bytes = len(_BYTE_ORDER_MARK) if is_first and data.startswith(_BYTE_ORDER_MARK) else 0
-    lines = data[skipped_bytes:].split(b"\n") if skipped_bytes else data.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
+    if skipped_bytes:
+        data = data[skipped_bytes:]
+    if 0 <= data.find(b"\n") < len(data) - 1:
+        lines = data.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+    else:  # one line, which may be so long that a copy counts; its newline does no harm
+        lines = [data] if data else []
     if len(keys) == 1:
         parsed = _parse_one_key(lines, keys[0], skip_bad)
     else:

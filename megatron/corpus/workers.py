@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron import log
 from megatron.corpus.encode import EncodedBlock, EncodedKey, EncodeOptions, Encoder
@@ -172,7 +173,7 @@ class WorkerPool:
         try:
             worker.outgoing.send_bytes(json.dumps(header).encode())
             if block.data is not None:
-                worker.outgoing.send_bytes(block.data)
+                _write_all(worker.outgoing, memoryview(block.data))
         except OSError as failure:
             raise self._death(worker) from failure
         worker.blocks.append(number)
@@ -245,7 +246,7 @@ def _take_tasks(tasks: Connection, arrived: queue.SimpleQueue[Block | None]) -> 
     try:
         while True:
             header = json.loads(tasks.recv_bytes())
-            data = tasks.recv_bytes() if header["has_data"] else None
+            data = _read_exactly(tasks, header["size"]).tobytes() if header["has_data"] else None
             arrived.put(Block(header["source"], header["start"], header["size"], data, 0))
     except (EOFError, OSError):
         arrived.put(None)
@@ -253,7 +254,7 @@ def _take_tasks(tasks: Connection, arrived: queue.SimpleQueue[Block | None]) -> 
 
 def _send_result(results: Connection, encoded: EncodedBlock) -> None:
     header = {
-        "keys": [key.ids.dtype.str for key in encoded.keys],
+        "keys": [[key.ids.dtype.str, key.ids.nbytes, key.lengths.nbytes] for key in encoded.keys],
         "lines": encoded.lines,
         "empty": encoded.empty,
         "bad": [[bad.line, bad.offset, bad.reason] for bad in encoded.bad],
@@ -261,17 +262,39 @@ def _send_result(results: Connection, encoded: EncodedBlock) -> None:
     }
     results.send_bytes(json.dumps(header).encode())
     for key in encoded.keys:
-        results.send_bytes(key.ids.view(np.uint8).data)
-        results.send_bytes(key.lengths.view(np.uint8).data)
+        _write_all(results, key.ids.view(np.uint8).data)
+        _write_all(results, key.lengths.view(np.uint8).data)
 
 
 def _receive_result(header: dict[str, Any], incoming: Connection) -> EncodedBlock:
     keys = []
-    for dtype in header["keys"]:
-        ids = np.frombuffer(incoming.recv_bytes(), dtype=dtype)
-        keys.append(EncodedKey(ids, np.frombuffer(incoming.recv_bytes(), dtype=np.int64)))
+    for dtype, ids_bytes, lengths_bytes in header["keys"]:
+        ids = _read_exactly(incoming, ids_bytes).view(dtype)
+        keys.append(EncodedKey(ids, _read_exactly(incoming, lengths_bytes).view(np.int64)))
     bad = tuple(BadLine(*entry) for entry in header["bad"])
     return EncodedBlock(tuple(keys), header["lines"], header["empty"], bad, header["bad_count"])
+
+
+def _write_all(pipe: Connection, data: memoryview) -> None:
+    """Writes bytes without a frame around them: the message before said how many there are."""
+    while data.nbytes:
+        data = data[os.write(pipe.fileno(), data) :]
+
+
+def _read_exactly(pipe: Connection, size: int) -> npt.NDArray[np.uint8]:
+    """Reads so many bytes straight into their place.
+
+    Raises:
+        EOFError: the other side went away.
+    """
+    data = np.empty(size, dtype=np.uint8)
+    missing = data.data
+    while missing.nbytes:
+        count = os.readv(pipe.fileno(), [missing])
+        if not count:
+            raise EOFError("the pipe was closed")
+        missing = missing[count:]
+    return data
 
 
 def _say(results: Connection, message: dict[str, Any]) -> None:
