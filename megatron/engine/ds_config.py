@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron.config import RunConfig
+from megatron.config.deepspeed_file import read_deepspeed_file
 from megatron.errors import ConfigError
 
 # DeepSpeed's own progress lines are replaced by ours; it has no switch for "never".
 _NEVER_PRINT_STEPS = 2**31 - 1
-
-# JSON path -> (configuration area, field): these flags and the file may not disagree.
-_SHARED_SETTINGS: dict[tuple[str, ...], tuple[str, str]] = {
-    ("train_micro_batch_size_per_gpu",): ("optim", "micro_batch_size"),
-    ("train_batch_size",): ("optim", "global_batch_size"),
-    ("gradient_clipping",): ("optim", "clip_grad"),
-    ("zero_optimization", "stage"): ("parallel", "zero_stage"),
-    ("fp16", "enabled"): ("model", "fp16"),
-    ("bf16", "enabled"): ("model", "bf16"),
-    ("fp16", "initial_scale_power"): ("optim", "initial_loss_scale"),
-    ("fp16", "loss_scale_window"): ("optim", "loss_scale_window"),
-    ("fp16", "min_loss_scale"): ("optim", "min_loss_scale"),
-    ("fp16", "hysteresis"): ("optim", "hysteresis"),
-    ("fp16", "loss_scale"): ("optim", "loss_scale"),
-}
 
 # Parts of a DeepSpeed file that this framework does itself; a file that sets them would be silently overruled.
 _OWN_BUSINESS = {
@@ -40,54 +24,39 @@ _OWN_BUSINESS = {
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     """Builds the DeepSpeed dictionary of a resolved run.
 
-    A `--deepspeed_config` file is merged over it; where the file names a setting that a flag governs, the flag wins if it was
-    given with the same value, the file wins if the flag was left at its default (see `apply_deepspeed_file`).
+    A `--deepspeed_config` file is merged over it. Where it names a setting that a flag governs, `parse` has made the two equal
+    already; what is left to refuse are the parts that this framework does itself.
 
     Raises:
-        ConfigError: the file sets something that belongs to a flag or is done here.
+        ConfigError: the file sets something that is done here.
     """
-    base = _base(config)
-    if config.parallel.deepspeed_config is None:
-        return base
-    extra = read_deepspeed_file(config.parallel.deepspeed_config)
-    problems = [f"--deepspeed_config {config.parallel.deepspeed_config}: {conflict}" for conflict in conflicts(config, extra)]
+    path = config.parallel.deepspeed_config
+    if path is None:
+        return _base(config)
+    extra = read_deepspeed_file(path)
+    problems = [
+        f'--deepspeed_config {path}: "{key}" cannot be set here: {reason}. Remove it from the file.'
+        for key, reason in _OWN_BUSINESS.items()
+        if _is_active(extra.get(key))
+    ]
+    problems += _accumulation_problems(config, extra)
     if problems:
         raise ConfigError(problems)
-    return _merge(base, extra)
+    return _merge(_base(config), extra)
 
 
-def read_deepspeed_file(path: str) -> dict[str, Any]:
-    """Reads a DeepSpeed JSON file.
-
-    Raises:
-        ConfigError: it is missing, not JSON, or not an object.
-    """
-    try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as failure:
-        raise ConfigError(f"--deepspeed_config {path} cannot be read: {failure.strerror}. Give a readable JSON file.") from failure
-    except ValueError as failure:
-        raise ConfigError(f"--deepspeed_config {path} is not JSON: {failure}. Mend the file.") from failure
-    if not isinstance(value, dict):
-        raise ConfigError(f"--deepspeed_config {path} holds a {type(value).__name__}. It must hold one JSON object.")
-    return value
-
-
-def conflicts(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
-    """One sentence for each entry of a DeepSpeed file that disagrees with the run."""
-    found = [f'"{key}" cannot be set here: {reason}.' for key, reason in _OWN_BUSINESS.items() if _is_active(extra.get(key))]
-    for path, (area, field) in _SHARED_SETTINGS.items():
-        theirs = _lookup(extra, path)
-        if theirs is None or theirs == "auto":
-            continue
-        ours = getattr(getattr(config, area), field)
-        comparable = 2.0**theirs if path[-1] == "initial_scale_power" else theirs
-        if path == ("fp16", "loss_scale") and theirs == 0:
-            comparable = None  # DeepSpeed's way to say dynamic
-        if comparable != ours and not (ours is None and comparable is None):
-            flag = "--" + field.replace("_", "-")
-            found.append(f'"{".".join(path)}" is {theirs} there and {flag} is {ours} here. Make them equal or drop one.')
-    return found
+def _accumulation_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
+    """DeepSpeed's third batch size must fit the other two."""
+    theirs = extra.get("gradient_accumulation_steps", "auto")
+    together = config.optim.micro_batch_size * max(1, config.parallel.data_parallel_size)
+    ours = config.optim.global_batch_size // together
+    if theirs in ("auto", ours):
+        return []
+    return [
+        f'--deepspeed_config {config.parallel.deepspeed_config}: "gradient_accumulation_steps" is {theirs} there, but a global batch of '
+        f"{config.optim.global_batch_size} in micro-batches of {config.optim.micro_batch_size} on {config.parallel.data_parallel_size} "
+        f"replicas makes {ours}. Remove the entry or change --global-batch-size to {theirs * together}."
+    ]
 
 
 def _base(config: RunConfig) -> dict[str, Any]:
@@ -128,15 +97,6 @@ def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
         ours = merged.get(key)
         merged[key] = _merge(ours, value) if isinstance(ours, dict) and isinstance(value, Mapping) else value
     return merged
-
-
-def _lookup(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    value: Any = tree
-    for key in path:
-        if not isinstance(value, Mapping) or key not in value:
-            return None
-        value = value[key]
-    return value
 
 
 def _is_active(section: Any) -> bool:

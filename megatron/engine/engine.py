@@ -7,11 +7,11 @@ averages over micro-batches and replicas, so every token is weighted with (micro
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
-import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from megatron import log
-from megatron.config import OptimConfig, RunConfig
+from megatron.config import ModelConfig, OptimConfig
 from megatron.data.loader import Batch
-from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.pipeline import MeshUnit, StagedModule
 from megatron.errors import ConfigError
 from megatron.model.gpt import build_dense, gpt_layers, language_model_loss
@@ -66,20 +65,32 @@ class Engine:
     """Forward, backward, reduce, clip and update for one layout.
 
     Args:
-        config: the resolved run.
+        model: the resolved shape, dtype and vocabulary.
+        optim: the resolved optimizer area.
         mesh: the open mesh.
+        settings: what DeepSpeed is told, see `ds_config.deepspeed_config`.
+        resets: keyword arguments of `gpt_layers` about document boundaries.
     """
 
-    def __init__(self, config: RunConfig, mesh: ParallelMesh) -> None:
-        self.config = config
+    def __init__(
+        self,
+        model: ModelConfig,
+        optim: OptimConfig,
+        mesh: ParallelMesh,
+        settings: Mapping[str, Any],
+        resets: Mapping[str, bool] | None = None,
+    ) -> None:
+        self.model = model
+        self.optim = optim
         self.mesh = mesh
+        self.zero_stage = int(settings["zero_optimization"]["stage"])
         join_deepspeed()
-        self.module = build_module(config, mesh)
-        if config.model.dtype_name != "float32":
-            self.module.to(getattr(torch, config.model.dtype_name))
-        self.deepspeed = _initialize(config, mesh, self.module)
+        self.module = build_module(model, mesh, resets or {})
+        if model.dtype_name != "float32":
+            self.module.to(getattr(torch, model.dtype_name))
+        self.deepspeed = _initialize(settings, optim, mesh, self.module)
         self._last_norm = 0.0
-        if config.parallel.effective_zero_stage == 0:
+        if self.zero_stage == 0:
             self.deepspeed.clip_fp32_gradients = self._clip_gradients
 
     @property
@@ -111,7 +122,7 @@ class Engine:
             learning_rate: the rate of this step.
         """
         batches = list(micro_batches)
-        samples = len(batches) * self.config.optim.micro_batch_size * self.mesh.dp.size
+        samples = len(batches) * self.optim.micro_batch_size * self.mesh.dp.size
         if samples != self.deepspeed.train_batch_size():
             self.deepspeed.set_train_batch_size(samples)
         for group in self.optimizer.param_groups:
@@ -134,7 +145,8 @@ class Engine:
         else:
             self.module.eval()
             with torch.no_grad():
-                mean = self._mean_over_replicas(sum(self._plain_loss(*entry) for entry in inputs) / len(inputs))
+                losses = torch.stack([self._plain_loss(*entry) for entry in inputs])
+                mean = self._mean_over_replicas(losses.mean())
             self.module.train()
         return mean * token_count, token_count
 
@@ -144,7 +156,11 @@ class Engine:
         Shapes: tokens, labels, weights [b, s]; sample ids [b].
         """
         counted = torch.tensor([sum(float(batch.loss_mask.sum()) for batch in batches)], dtype=torch.float64)
-        total = float(all_reduce_sum(counted.to(self.mesh.device), self.mesh.dp)) if self.mesh.dp.size > 1 else float(counted)
+        total = (
+            float(all_reduce_sum(counted.to(self.mesh.device), self.mesh.dp))
+            if self.mesh.dp.size > 1
+            else float(counted)
+        )
         scale = len(batches) * self.mesh.dp.size / max(total, 1.0)
         return round(total), [self._to_device(batch, scale) for batch in batches]
 
@@ -160,7 +176,9 @@ class Engine:
     def _train_plain(self, inputs: Sequence[tuple[Any, Any]]) -> float:
         total = torch.zeros((), device=self.mesh.device)
         self.module.train()
-        for entry in inputs:
+        for number, entry in enumerate(inputs, start=1):
+            # DeepSpeed's own count of micro-batches is off after the batch size has changed.
+            self.deepspeed.set_gradient_accumulation_boundary(number == len(inputs))
             loss = self._plain_loss(*entry)
             self.deepspeed.backward(loss)
             self.deepspeed.step()
@@ -170,35 +188,35 @@ class Engine:
     def _plain_loss(self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         labels, weights = targets
         logits = self.deepspeed(*inputs)
-        return language_model_loss(logits, labels, weights, self.mesh.tp, self.config.model.vocab_size)
+        return language_model_loss(logits, labels, weights, self.mesh.tp, self.model.vocab_size)
 
     def _mean_over_replicas(self, value: torch.Tensor) -> float:
         return float(all_reduce_sum(value.detach(), self.mesh.dp)) / self.mesh.dp.size
 
     def _gradient_norm(self) -> float:
-        if self.config.parallel.effective_zero_stage == 0:
+        if self.zero_stage == 0:
             return self._last_norm
         norm = self.deepspeed.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
 
     def _loss_scale(self) -> float:
-        return float(getattr(self.deepspeed.optimizer, "cur_scale", None) or 1.0) if self.config.model.fp16 else 1.0
+        return float(getattr(self.deepspeed.optimizer, "cur_scale", None) or 1.0) if self.model.fp16 else 1.0
 
     def _clip_gradients(self) -> None:
         """Clips by the true global norm, in place of DeepSpeed's stage-0 clipping.
 
         DeepSpeed's own counts the tied weight on both stages and leaves out replicated parameters of later stages.
         """
-        parameters = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for parameter in parameters:
-            if counts_here(parameter, self.mesh):
+        for parameter in self.module.parameters():
+            if parameter.grad is not None and counts_here(parameter, self.mesh):
                 square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
         square = all_reduce_sum(all_reduce_sum(square, self.mesh.tp), self.mesh.pp)
         self._last_norm = math.sqrt(float(square))
-        limit = self.config.optim.clip_grad
+        limit = self.optim.clip_grad
         if limit > 0.0 and self._last_norm > limit:
-            torch._foreach_mul_([parameter.grad for parameter in parameters], limit / (self._last_norm + 1.0e-6))
+            torch._foreach_mul_(gradients, limit / (self._last_norm + 1.0e-6))
 
 
 def join_deepspeed() -> None:
@@ -218,16 +236,12 @@ def counts_here(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
     return mesh.tp.rank == 0 or bool(getattr(parameter, "tensor_model_parallel", False))
 
 
-def build_module(config: RunConfig, mesh: ParallelMesh) -> nn.Module:
+def build_module(model: ModelConfig, mesh: ParallelMesh, resets: Mapping[str, bool]) -> nn.Module:
     """Builds this rank's part of the network: one stage of a pipeline, or the whole as one module."""
-    resets = {
-        "reset_position_ids": config.data.reset_position_ids,
-        "reset_attention_mask": config.data.reset_attention_mask,
-    }
     if mesh.pp.size == 1:
-        return build_dense(config.model, mesh, **resets)
+        return build_dense(model, mesh, **resets)
     with _quiet():
-        return StagedModule(gpt_layers(config.model, mesh, **resets), mesh, config.model.vocab_size)
+        return StagedModule(gpt_layers(model, mesh, **resets), mesh, model.vocab_size)
 
 
 def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
@@ -255,21 +269,22 @@ def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimi
     raise ConfigError(f"--optimizer {optim.optimizer} is not known. Use adam or sgd.")
 
 
-def _initialize(config: RunConfig, mesh: ParallelMesh, module: nn.Module) -> Any:
-    settings = deepspeed_config(config)
-    if config.parallel.effective_zero_stage == 0 and not settings["gradient_clipping"]:
+def _initialize(settings: Mapping[str, Any], optim: OptimConfig, mesh: ParallelMesh, module: nn.Module) -> Any:
+    settings = dict(settings)
+    stage = settings["zero_optimization"]["stage"]
+    if stage == 0 and not settings["gradient_clipping"]:
         settings["gradient_clipping"] = _NO_CLIPPING
     with _quiet():
         engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=build_optimizer(config.optim, module),
+            optimizer=build_optimizer(optim, module),
             config=settings,
             mpu=None if mesh.pp.size > 1 else MeshUnit(mesh),
             dist_init_required=False,
         )
     log.info(
         f"DeepSpeed info: version={deepspeed.__version__}, engine={type(engine).__name__}, "
-        f"optimizer={type(engine.optimizer).__name__}, ZeRO stage={config.parallel.effective_zero_stage}"
+        f"optimizer={type(engine.optimizer).__name__}, ZeRO stage={stage}"
     )
     return engine
 
@@ -280,19 +295,8 @@ def _quiet() -> Iterator[None]:
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.WARNING)
-    sink = _Sink()
     try:
-        with contextlib.redirect_stdout(sink):  # type: ignore[type-var]
+        with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         logger.setLevel(level if level > logging.WARNING else logging.WARNING)
-
-
-class _Sink:
-    """A stream that drops what is written, unless an error needs it."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()

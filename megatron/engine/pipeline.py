@@ -14,6 +14,7 @@ from torch import nn
 from megatron.errors import ConfigError
 from megatron.model.embedding import word_logits
 from megatron.model.gpt import BLOCK_PREFIX, WORD_EMBEDDINGS, LayerSpec, language_model_loss
+from megatron.parallel.layers import VocabParallelEmbedding
 from megatron.parallel.mesh import ParallelMesh
 
 
@@ -138,6 +139,6 @@ def _module_key(name: str) -> str:
     return name.replace(".", "_")  # a ModuleDict key may not hold a dot
 
 
-def _head(module: nn.Module, inputs: tuple[torch.Tensor, ...] | torch.Tensor) -> torch.Tensor:
+def _head(module: VocabParallelEmbedding, inputs: tuple[torch.Tensor, ...] | torch.Tensor) -> torch.Tensor:
     hidden = inputs[0] if isinstance(inputs, tuple) else inputs
     return word_logits(module, hidden)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from megatron.engine.engine import Engine, counts_here
-from megatron.parallel.placement import Placement, placement_of
 from megatron.parallel.pieces import Kind, PieceKey
+from megatron.parallel.placement import Placement, placement_of
 
 # Name of each stored moment in the state of the torch optimizer.
 _MOMENTS: dict[str, dict[Kind, str]] = {
@@ -114,7 +114,9 @@ def fragments(engine: Engine) -> Iterator[Fragment]:
         if hasattr(wrapper, "fp32_partitioned_groups_flat"):
             yield from _stage_three_fragment(engine, wrapper, parameter)
         elif wrapper is engine.optimizer:
-            yield Fragment(*_identity(parameter), 0, parameter.data.view(-1), parameter, 0, counts_here(parameter, engine.mesh))
+            yield Fragment(
+                *_identity(parameter), 0, parameter.data.view(-1), parameter, 0, counts_here(parameter, engine.mesh)
+            )
         else:
             yield from _partitioned_fragment(engine, parameter)
 
@@ -160,14 +162,14 @@ def _identity(parameter: nn.Parameter) -> tuple[str, Placement]:
 
 def _tensors(engine: Engine, fragment: Fragment, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
     """The weight or master of a fragment, then its moments; moments that do not exist yet are made as zeros."""
-    yield "weight" if engine.config.model.dtype_name == "float32" else "master", fragment.master
+    yield "weight" if engine.model.dtype_name == "float32" else "master", fragment.master
     if not with_optimizer:
         return
     state = engine.optimizer.state[fragment.flat]
     length = fragment.master.numel()
-    if engine.config.optim.optimizer == "adam" and "step" not in state:
+    if engine.optim.optimizer == "adam" and "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=fragment.flat.device)
-    for kind, name in _MOMENTS[engine.config.optim.optimizer].items():
+    for kind, name in _MOMENTS[engine.optim.optimizer].items():
         if state.get(name) is None:
             state[name] = torch.zeros_like(fragment.flat)
         yield kind, state[name].view(-1).narrow(0, fragment.offset, length)

@@ -14,11 +14,12 @@ import torch
 from megatron import __version__, device, log
 from megatron.checkpoint import CheckpointLock
 from megatron.checkpoint.together import together
-from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
+from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, resolve
 from megatron.data.loader import Batch, BatchLoader, BatchOptions
 from megatron.data.plan import DataPlan
 from megatron.data.split_datasets import SampleDataset, SplitDatasets, build_split_datasets, describe
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.parallel.mesh import ParallelMesh, close_mesh, count_ranks, open_mesh
 from megatron.parallel.messages import all_reduce_max, all_reduce_sum, broadcast_json
@@ -26,7 +27,7 @@ from megatron.train.console import argument_lines, size_line
 from megatron.train.metrics import Workload
 from megatron.train.progress import Progress, global_batch_size, is_done, planned_samples
 from megatron.train.report import Report, open_destinations
-from megatron.train.resume import find_record, load_tensors, resumed_config
+from megatron.train.resume import check_tokenizer, find_record, load_tensors
 from megatron.train.run_directory import RunDirectory, open_run_directory, write_arguments
 from megatron.train.skip import SkipRanges
 from megatron.train.stop import StopRules, StopSignals, Verdict, kill_switch_is_on, kill_switch_message
@@ -79,7 +80,7 @@ class Run:
 
     def skip_unwanted_data(self) -> None:
         """Passes over the data of `--skip-train-iteration-range` without training on it."""
-        self.progress = self.skips.passed(self.progress, self.config)
+        self.progress = self.skips.passed(self.progress, self.config.optim, self.config.model.seq_length)
 
     def is_due(self, interval: int | None) -> bool:
         """Whether something that happens every `interval` steps happens after this one."""
@@ -125,8 +126,7 @@ def open_run(config: RunConfig) -> Iterator[Run | None]:
             closing.callback(signals.install().restore)
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
-        for notice in config.notices if mesh.world.rank == 0 else ():
-            log.warning(notice)
+        _show_notices(config.notices, mesh)
         lock = closing.enter_context(_lock(config, mesh)) if config.control.save else None
         run = _build(config, mesh, tokenizer, lock, signals, started_at)
         closing.callback(run.close)
@@ -142,11 +142,15 @@ def _build(
     signals: StopSignals,
     started_at: float,
 ) -> Run:
-    record = find_record(config, mesh)
-    config = resumed_config(config, record, tokenizer)
-    engine = Engine(config, mesh)
+    record = find_record(config.control, mesh)
+    if record is not None:
+        check_tokenizer(config.control, record, tokenizer)
+        known = len(config.notices)
+        config = check_resume(record["config"], config)
+        _show_notices(config.notices[known:], mesh)
+    engine = build_engine(config, mesh)
     _show_size(engine)
-    record, progress = load_tensors(config, engine, record)
+    record, progress = load_tensors(config.control, engine, record)
     is_resume = record is not None and not config.control.finetune
     stored_plan = DataPlan.from_json(record["data_plan"]) if record is not None and is_resume else None
     skips = SkipRanges.parse(config.control.skip_train_iteration_range, progress)
@@ -171,6 +175,20 @@ def _build(
         progress=progress,
         saved_step=progress.step if is_resume else None,
     )
+
+
+def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
+    """The training engine of a resolved configuration."""
+    resets = {
+        "reset_position_ids": config.data.reset_position_ids,
+        "reset_attention_mask": config.data.reset_attention_mask,
+    }
+    return Engine(config.model, config.optim, mesh, deepspeed_config(config), resets)
+
+
+def _show_notices(notices: Sequence[str], mesh: ParallelMesh) -> None:
+    for notice in notices if mesh.world.rank == 0 else ():
+        log.warning(notice)
 
 
 def _open_data(

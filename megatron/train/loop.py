@@ -29,7 +29,9 @@ def train(run: Run) -> ExitCode:
         started_at = time.monotonic()
         rate = learning_rate(run.config.optim, run.progress.consumed_samples)
         step = run.engine.train_batch(run.train_batches(), rate)
-        run.progress = run.progress.after(step.sample_count, step.sample_count * run.config.model.seq_length, step.skipped)
+        run.progress = run.progress.after(
+            step.sample_count, step.sample_count * run.config.model.seq_length, step.skipped
+        )
         run.report.step(run.progress, step, rate, time.monotonic() - started_at)
         check_numbers(run, step.loss, step.gradient_norm)
         if run.is_due(run.config.control.eval_interval):

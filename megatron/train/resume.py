@@ -9,7 +9,7 @@ from typing import Any
 from megatron import log
 from megatron.checkpoint import find, load_newest, newest_record
 from megatron.checkpoint.together import on_first
-from megatron.config import RunConfig, check_resume
+from megatron.config import ControlConfig
 from megatron.data.tokenizer import Tokenizer
 from megatron.engine.engine import Engine
 from megatron.engine.state import refresh_weights, wanted_pieces
@@ -20,13 +20,12 @@ from megatron.train.progress import Progress
 Record = Mapping[str, Any]
 
 
-def find_record(config: RunConfig, mesh: ParallelMesh) -> Record | None:
+def find_record(control: ControlConfig, mesh: ParallelMesh) -> Record | None:
     """The record of the checkpoint this run goes on from, None for a fresh start; collective over the mesh.
 
     Raises:
         CheckpointError: `--load` holds nothing usable where something must be, or `--save` holds another run's checkpoints.
     """
-    control = config.control
     if control.from_scratch:
         return None
     if control.load is None:
@@ -44,30 +43,25 @@ def find_record(config: RunConfig, mesh: ParallelMesh) -> Record | None:
     return None
 
 
-def resumed_config(config: RunConfig, record: Record | None, tokenizer: Tokenizer) -> RunConfig:
-    """The configuration to go on with, after every field's resume rule was applied.
+def check_tokenizer(control: ControlConfig, record: Record, tokenizer: Tokenizer) -> None:
+    """Checks that ids mean the same words as when the checkpoint was trained.
 
     Raises:
-        ConfigError: a field must match the checkpoint and does not.
-        CheckpointError: the checkpoint was trained with another tokenizer.
+        CheckpointError: they do not.
     """
-    if record is None:
-        return config
     trained_with = record["tokenizer"]["fingerprint"]
     if trained_with != tokenizer.fingerprint:
         raise CheckpointError(
-            f"the checkpoint in {config.control.load} was trained with another tokenizer (fingerprint {trained_with[:12]}, "
+            f"the checkpoint in {control.load} was trained with another tokenizer (fingerprint {trained_with[:12]}, "
             f"{record['tokenizer']['vocab_size']} tokens) than this run's ({tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} "
             "tokens): its ids would mean other words. Give the same --vocab-file, --merge-file or --tokenizer-name-or-path."
         )
-    return check_resume(record["config"], config)
 
 
-def load_tensors(config: RunConfig, engine: Engine, record: Record | None) -> tuple[Record | None, Progress]:
+def load_tensors(control: ControlConfig, engine: Engine, record: Record | None) -> tuple[Record | None, Progress]:
     """Loads weights and optimizer state of the newest good checkpoint; returns its record and where training stands."""
     if record is None:
         return None, Progress()
-    control = config.control
     with_optimizer = not (control.finetune or control.no_load_optim)
     if with_optimizer and record["config"]["control"]["no_save_optim"]:
         raise CheckpointError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron import log
-from megatron.config import RunConfig
+from megatron.config import OptimConfig
 from megatron.train.progress import Progress, global_batch_size
 
 
@@ -37,17 +37,17 @@ class SkipRanges:
         """Iterations whose data will be passed over."""
         return sum(last - first + 1 for first, last in self.ranges)
 
-    def passed(self, progress: Progress, config: RunConfig) -> Progress:
+    def passed(self, progress: Progress, optim: OptimConfig, sequence_length: int) -> Progress:
         """Progress after the data of a range that starts at the next iteration was passed over; unchanged if none does."""
         for first, last in self.ranges:
             if first != progress.step + 1:
                 continue
             log.info(f"Skipped iterations {first} to {last} due to --skip-train-iteration-range flag.")
             for _ in range(first, last + 1):
-                samples = global_batch_size(config.optim, progress.consumed_samples)
+                samples = global_batch_size(optim, progress.consumed_samples)
                 progress = dataclasses.replace(
                     progress,
                     consumed_samples=progress.consumed_samples + samples,
-                    consumed_tokens=progress.consumed_tokens + samples * config.model.seq_length,
+                    consumed_tokens=progress.consumed_tokens + samples * sequence_length,
                 )
         return progress

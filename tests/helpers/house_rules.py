@@ -136,7 +136,7 @@ class Source:
     @property
     def is_program(self) -> bool:
         """Whether the file is an entry point."""
-        return self.path.startswith(("pretrain_", "tools/"))
+        return self.path.startswith(("pretrain_", "tools/", "examples/"))
 
     def is_in(self, homes: tuple[str, ...]) -> bool:
         """Whether the file is one of these files or lies in one of these folders."""
@@ -197,7 +197,7 @@ def no_global(source: Source) -> Iterator[Finding]:
 
 def no_print(source: Source) -> Iterator[Finding]:
     """Only tools print; the package speaks through `log.py`."""
-    if source.path == "megatron/log.py" or source.path.startswith("tools/"):
+    if source.path == "megatron/log.py" or source.path.startswith(("tools/", "examples/")):
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":

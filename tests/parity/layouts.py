@@ -6,8 +6,8 @@ import numpy as np
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.data.loader import Batch
-from megatron.engine.engine import Engine
 from megatron.parallel.mesh import ParallelMesh, open_mesh
+from megatron.train.build import build_engine
 from tests.parity.reference import Recipe, batch_mask, batch_tokens
 
 # tp, pp, dp with a world of at most four processes
@@ -90,7 +90,7 @@ def train_layouts(
     for stage in zero_stages:
         config = layout_config(recipe, layout, stage, extra)
         mesh = mesh or open_mesh(config.parallel)
-        engine = Engine(config, mesh)
+        engine = build_engine(config, mesh)
         curve = []
         for step in range(recipe.steps):
             if step == evaluate_at:

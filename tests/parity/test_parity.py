@@ -53,7 +53,9 @@ def test_fp32_layout_equals_reference(layout, reference):
             check_curve(curve, reference, f"rank {rank}, ZeRO-{stage}")
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], ids=lambda layout: "tp%d-pp%d-dp%d" % layout)
+@pytest.mark.parametrize(
+    "layout", [(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], ids=lambda layout: "tp%d-pp%d-dp%d" % layout
+)
 def test_uneven_masks_weigh_tokens_not_micro_batches(layout):
     # Uneven masks make single steps noisier; a calmer rate keeps rounding differences from growing through Adam.
     recipe = dataclasses.replace(RECIPE, learning_rate=2.0e-3)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint import load, read_tensors, save
-from megatron.engine.engine import Engine
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
 from megatron.parallel.mesh import open_mesh
+from megatron.train.build import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
@@ -40,7 +40,7 @@ def train_and_save(rank, layout, stage, extra, folder):
     """Trains all steps, saves after some; returns losses, norms and what the pieces covered."""
     config = layout_config(RECIPE, layout, stage, extra)
     mesh = open_mesh(config.parallel)
-    engine = Engine(config, mesh)
+    engine = build_engine(config, mesh)
     curve = []
     covered = {}
     for step in range(RECIPE.steps):
@@ -60,7 +60,7 @@ def load_and_train(rank, layout, stage, extra, folder):
     """Loads the checkpoint and trains the rest."""
     config = layout_config(RECIPE, layout, stage, extra)
     mesh = open_mesh(config.parallel)
-    engine = Engine(config, mesh)
+    engine = build_engine(config, mesh)
     record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), mesh)
     refresh_weights(engine, record["updates"])
     curve = []

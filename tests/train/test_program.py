@@ -1,0 +1,205 @@
+"""The whole program, flags to exit code, on tiny data: what a resume, a layout, a mask or a stop does to a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ExitCode
+from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus
+
+FIELDS = ("lm_loss", "gradient_norm", "learning_rate", "consumed_samples")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
+    return write_tiny_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps without interruption, with dropout."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train(corpus.flags(folder=folder)) == (0, "")
+    return folder
+
+
+def test_loss_falls_and_files_are_written(whole: Path) -> None:
+    curve = losses(whole)
+    assert sorted(curve) == list(range(1, 9))
+    assert curve[8] < curve[1] - 0.05
+    assert (whole / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "8"
+    assert (whole / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize("flags", [(), ("--bf16",)], ids=["fp32", "bf16"])
+def test_resume_is_bit_exact(corpus: TinyCorpus, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    assert train(corpus.flags(*flags, folder=tmp_path / "whole"))[0] == 0
+    assert train(corpus.flags(*flags, folder=tmp_path / "cut", exit_interval=4))[0] == 0
+    assert sorted(losses(tmp_path / "cut")) == [1, 2, 3, 4]
+    assert train(corpus.flags(*flags, folder=tmp_path / "cut"))[0] == 0
+    assert steps(tmp_path / "cut", *FIELDS) == steps(tmp_path / "whole", *FIELDS)
+
+
+LAYOUTS = {
+    "tp2pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}),
+    "dp2-zero3": (2, {"zero_stage": 3, "micro_batch_size": 1}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}),
+    "recompute": (1, {"micro_batch_size": 4}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_hidden_dropout_is_the_same_in_every_layout(corpus: TinyCorpus, tmp_path: Path, name: str) -> None:
+    world, changes = LAYOUTS[name]
+    more = ["--checkpoint-activations"] if name == "recompute" else []
+    settings = {"hidden_dropout": 0.2, "attention_dropout": 0, "train_iters": 5}
+    assert train(corpus.flags(run_dir=tmp_path / "one" / "run", **settings))[0] == 0
+    assert train(corpus.flags(*more, run_dir=tmp_path / "other" / "run", **settings, **changes), world)[0] == 0
+    one, other = losses(tmp_path / "one"), losses(tmp_path / "other")
+    assert one.keys() == other.keys()
+    for step, loss in one.items():
+        assert other[step] == pytest.approx(loss, rel=1e-5), step
+
+
+def test_four_ranks_go_on_as_one_process(corpus: TinyCorpus, tmp_path: Path) -> None:
+    settings = {"hidden_dropout": 0.1, "attention_dropout": 0}
+    world, layout = LAYOUTS["tp2pp2"]
+    assert train(corpus.flags(folder=tmp_path / "four", **settings, **layout), world)[0] == 0
+    assert train(corpus.flags(folder=tmp_path / "cut", exit_interval=4, **settings, **layout), world)[0] == 0
+    assert train(corpus.flags(folder=tmp_path / "cut", **settings))[0] == 0
+    expected, got = steps(tmp_path / "four", *FIELDS), steps(tmp_path / "cut", *FIELDS)
+    for step in range(1, 9):
+        assert got[step][0] == pytest.approx(expected[step][0], rel=1e-6), step
+        assert got[step][2:] == expected[step][2:]
+
+
+@pytest.mark.parametrize("flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"])
+def test_document_boundaries_mean_the_same_in_every_layout(corpus: TinyCorpus, tmp_path: Path, flag: str) -> None:
+    settings = {"hidden_dropout": 0, "attention_dropout": 0, "train_iters": 4}
+    assert train(corpus.flags(flag, run_dir=tmp_path / "one" / "run", **settings))[0] == 0
+    _, changes = LAYOUTS["pp2"]
+    assert train(corpus.flags(flag, run_dir=tmp_path / "two" / "run", **settings, **changes), 2)[0] == 0
+    assert train(corpus.flags(run_dir=tmp_path / "plain" / "run", **settings))[0] == 0
+    one, two, plain = losses(tmp_path / "one"), losses(tmp_path / "two"), losses(tmp_path / "plain")
+    assert one == pytest.approx(two, rel=1e-5)
+    assert one != pytest.approx(plain, rel=1e-5)
+
+
+def test_evaluation_touches_no_training_state(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
+    assert train(corpus.flags(folder=tmp_path, eval_interval=2))[0] == 0
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_batch_size_ramps_up_and_resumes(corpus: TinyCorpus, tmp_path: Path) -> None:
+    ramp = {
+        "train_iters": None,
+        "train_samples": 40,
+        "rampup_batch_size": (2, 2, 12),
+        "global_batch_size": 6,
+        "lr_warmup_fraction": None,
+    }
+    assert train(corpus.flags(folder=tmp_path / "whole", **ramp))[0] == 0
+    sizes = [size for (size,) in steps(tmp_path / "whole", "global_batch_size").values()]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 2
+    assert sizes[-1] == 6
+    assert train(corpus.flags(folder=tmp_path / "cut", exit_interval=3, **ramp))[0] == 0
+    assert train(corpus.flags(folder=tmp_path / "cut", **ramp))[0] == 0
+    assert steps(tmp_path / "cut", *FIELDS) == steps(tmp_path / "whole", *FIELDS)
+
+
+def test_skipped_iterations_consume_their_data(corpus: TinyCorpus, tmp_path: Path) -> None:
+    assert train(corpus.flags("--skip-train-iteration-range", "2-2", "4-5", folder=tmp_path, train_iters=5))[0] == 0
+    consumed = [count for (count,) in steps(tmp_path, "consumed_samples").values()]
+    assert consumed == [4, 12, 16, 28, 32]
+
+
+def test_longer_run_continues_the_order(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
+    fixed = {"lr_decay_iters": 8}
+    assert train(corpus.flags(folder=tmp_path / "long", train_iters=40, **fixed), timeout_seconds=240)[0] == 0
+    assert train(corpus.flags(folder=tmp_path / "short", **fixed))[0] == 0
+    first = losses(tmp_path / "short")
+    assert train(corpus.flags(folder=tmp_path / "short", train_iters=40, **fixed), timeout_seconds=240)[0] == 0
+    prolonged = losses(tmp_path / "short")
+    assert len(prolonged) == 40
+    assert {step: prolonged[step] for step in first} == first
+
+
+def test_finetune_starts_over_with_the_weights(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
+    flags = corpus.flags("--finetune", load=whole / "checkpoints", run_dir=tmp_path / "run", train_iters=2)
+    assert train(flags)[0] == 0
+    tuned = steps(tmp_path, "lm_loss", "consumed_samples")
+    assert sorted(tuned) == [1, 2]
+    assert tuned[1][1] == 4
+    assert tuned[1][0] < losses(whole)[1] - 0.05
+
+
+def test_no_optimizer_state(corpus: TinyCorpus, tmp_path: Path) -> None:
+    assert train(corpus.flags("--no-save-optim", folder=tmp_path, train_iters=4))[0] == 0
+    code, text = train(corpus.flags(folder=tmp_path))
+    assert code == ExitCode.STORAGE
+    assert "--no-load-optim" in text
+    assert train(corpus.flags("--no-load-optim", folder=tmp_path))[0] == 0
+    assert sorted(losses(tmp_path)) == list(range(1, 9))
+
+
+def test_sgd_resumes_with_its_momentum(corpus: TinyCorpus, tmp_path: Path) -> None:
+    sgd = {"optimizer": "sgd", "lr": 0.05}
+    assert train(corpus.flags(folder=tmp_path / "whole", **sgd))[0] == 0
+    assert train(corpus.flags(folder=tmp_path / "cut", exit_interval=4, **sgd))[0] == 0
+    assert train(corpus.flags(folder=tmp_path / "cut", **sgd))[0] == 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_kill_switch_before_the_start(corpus: TinyCorpus, tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    assert train(corpus.flags(folder=tmp_path, kill_switch_path=tmp_path / "stop")) == (0, "")
+    assert not (tmp_path / "run").exists()
+
+
+def test_eval_only_trains_nothing(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
+    flags = corpus.flags("--eval-only", "true", load=whole / "checkpoints", run_dir=tmp_path / "run")
+    assert train(flags) == (0, "")
+    assert losses(tmp_path) == {}
+
+
+def test_changed_tokenizer_is_refused(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
+    other = write_tiny_corpus(tmp_path)
+    merges = Path(other.merge_file)
+    lines = merges.read_text().splitlines(keepends=True)
+    merges.write_text("".join([*lines[:-2], lines[-1], lines[-2]]))
+    flags = other.flags(load=whole / "checkpoints", run_dir=tmp_path / "run", data_path=corpus.prefix)
+    code, text = train(flags)
+    assert code == ExitCode.STORAGE
+    assert "another tokenizer" in text
+
+
+def test_changed_shape_is_refused_with_both_values(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
+    code, text = train(corpus.flags(load=whole / "checkpoints", run_dir=tmp_path / "run", hidden_size=64))
+    assert code == ExitCode.USAGE
+    assert "--hidden-size" in text
+    assert "64" in text
+    assert "32" in text
+
+
+def test_saving_over_another_run_is_refused(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
+    flags = corpus.flags(save=whole / "checkpoints", save_interval=4, run_dir=tmp_path / "run")
+    code, text = train(flags)
+    assert code == ExitCode.STORAGE
+    assert "--from-scratch" in text
+
+
+def test_missing_checkpoint_can_be_an_error(corpus: TinyCorpus, tmp_path: Path) -> None:
+    code, text = train(corpus.flags("--exit-on-missing-checkpoint", folder=tmp_path))
+    assert code == ExitCode.STORAGE
+    assert "holds no checkpoint" in text
+
+
+def test_exploding_loss_ends_the_run_unsaved(corpus: TinyCorpus, tmp_path: Path) -> None:
+    flags = corpus.flags(folder=tmp_path, lr=1e30, lr_warmup_fraction=None, clip_grad=0, save_interval=1, min_lr=0)
+    code, text = train(flags)
+    assert code == ExitCode.NUMERICS
+    assert "nan" in text.lower()
+    assert losses(tmp_path)
