@@ -66,7 +66,7 @@ class Holder:
 
 @final
 class CheckpointLock:
-    """Holds `directory` for this run; a context manager, collective over the mesh on entry and exit.
+    """Holds `directory` for this run; a context manager, collective over the mesh on entry.
 
     Only global rank 0 touches the file; it raises the counter from a thread of its own.
 

@@ -2,6 +2,16 @@
 
 `manifest.json` is JSON text whose last entry is the SHA-256 of all bytes before that entry, so no byte of it can change
 unnoticed. Nothing in it is trusted before it was checked: names are plain, numbers are in range, sizes match the files.
+
+Format version 1, entries in order:
+    format, format_version, step, run: the program's name for the format, 1, the step, a random name of the save.
+    record: the caller's JSON object.
+    chunk_bytes: files are hashed in chunks of so many bytes, the last one shorter.
+    files: rows of name, size in bytes, SHA-256, list of the chunks' SHA-256.
+    tensors: rows of global name, global shape. kinds, types: the words that pieces refer to by number.
+    pieces: rows of tensor, kind and element type (numbers in these tables), box start, box stop, flat range in the box
+        (first, last), file (number in files), first byte in that file. Values are little-endian and row-major.
+    digest: SHA-256 of everything before this entry.
 """
 
 from __future__ import annotations
@@ -42,7 +52,7 @@ _LARGEST_NUMBER = 2**62
 _SEAL = re.compile(rb'"digest": "([0-9a-f]{64})"\n}\n\Z')
 _SEAL_BYTES = len(b'"digest": "') + 64 + len(b'"\n}\n')
 _FILE_NAME = re.compile(r"pieces_[0-9]{5,7}\.safetensors\Z")
-_FOLDER_NAME = re.compile(r"(?:\.old-)?iter_([0-9]{7,18})(?:-[0-9a-f]+)?\Z")
+_FOLDER_NAME = re.compile(r"(?:iter_([0-9]{7,18})|\.old-iter_([0-9]{7,18})-[0-9a-f]+)\Z")
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 # Errors of the operating system that are about this process, not about the file: an older checkpoint would not help.
 _NOT_THE_FILE = ("EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM")
@@ -169,7 +179,7 @@ def read_manifest(folder: Path, storage: Storage | None = None) -> Manifest:
 def folder_step(name: str) -> int | None:
     """The step in a checkpoint folder's name, or None when the name is not one."""
     match = _FOLDER_NAME.match(name)
-    return int(match.group(1)) if match else None
+    return int(match.group(1) or match.group(2)) if match else None
 
 
 def folder_name(step: int) -> str:
@@ -213,12 +223,10 @@ def _read_whole(storage: Storage, path: Path) -> bytes:
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        values: dict[str, Any] = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as failure:
         raise DamagedError(f"{path} is not a manifest: {failure}. Use another checkpoint.") from failure
-    if not isinstance(values, dict):
-        raise DamagedError(f"{path} is not a manifest: it holds no object. Use another checkpoint.")
-    return values
+    return values  # an object for certain: the text ends with the brace that the seal has
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -120,13 +120,14 @@ class CheckpointReader:
         """
         with _OpenFiles(self._folder, self._manifest.files, self._storage) as files:
             for piece in self._wanted:
-                values = torch.empty(piece.key.numel, dtype=piece.dtype)
-                target = values.view(torch.uint8).numpy().data if piece.key.numel else memoryview(b"")
-                for span in piece.spans:
-                    self._copy(files, span, target, piece.key.name)
-                if piece.key.kind != "weight" and values.dtype != torch.float32:
-                    values = values.to(torch.float32)
-                piece.accept(values)
+                piece.accept(self._assemble(files, piece))  # no name keeps the values: one piece at a time is in memory
+
+    def _assemble(self, files: _OpenFiles, piece: _WantedPiece) -> torch.Tensor:
+        values = torch.empty(piece.key.numel, dtype=piece.dtype)
+        target = values.view(torch.uint8).numpy().data if piece.key.numel else memoryview(b"")
+        for span in piece.spans:
+            self._copy(files, span, target, piece.key.name)
+        return values if piece.key.kind == "weight" else values.to(torch.float32)
 
     def _copy(self, files: _OpenFiles, span: _Span, target: memoryview, name: str) -> None:
         direct = span.length.size == 1  # one stretch: read it where it belongs

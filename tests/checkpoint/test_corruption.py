@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import DamagedError, load, load_newest, read_record, save
+from megatron.checkpoint import DamagedError, load, load_newest, read_record, read_tensors, save, verify
 from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.fake_pieces import SHAPES, cut_for_ranks, make_state, whole_sink
@@ -261,3 +262,30 @@ def test_a_chunk_swap_inside_a_file_is_found(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match=f"{FILE} is damaged between bytes"):
         load(path, whole_sink(STATE).wanted(), MESH)
     assert read_manifest(path).step == 2
+
+
+def test_a_wrong_digest_of_a_whole_file_is_found(tmp_path: Path) -> None:
+    path = save_step(tmp_path, 2)
+    reseal(path / "manifest.json", put("files", 0, 2, "0" * 64))
+    with pytest.raises(DamagedError, match=f"{FILE} does not have the digest in its manifest"):
+        verify(path)
+
+
+def test_a_file_of_another_size_is_found_when_it_is_opened(tmp_path: Path) -> None:
+    path = save_step(tmp_path, 2)
+    with (path / FILE).open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DamagedError, match=rf"{FILE} has \d+ bytes, but its manifest says \d+"):
+        list(read_tensors(path, kind="master"))
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_damage(tmp_path: Path) -> None:
+    class Shrinking(Storage):
+        """Says the right size, but the bytes are gone."""
+
+        def read_into(self, handle: int, target: memoryview, offset_bytes: int) -> int:
+            return 0
+
+    path = save_step(tmp_path, 2)
+    with pytest.raises(DamagedError, match=r"cannot read .*manifest.json: the file ends at byte 0"):
+        read_manifest(path, Shrinking())

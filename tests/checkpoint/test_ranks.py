@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import CheckpointLock, load_newest, newest_record, save, verify
+from megatron.checkpoint import CheckpointLock, load, load_newest, newest_record, save, verify
 from megatron.checkpoint.storage import Storage
 from megatron.config import ParallelConfig
 from megatron.errors import CheckpointError, LaunchError, MegatronError
@@ -128,3 +128,16 @@ def test_a_wish_that_cannot_be_met_and_a_held_lock_are_everybodys_error(tmp_path
     with CheckpointLock(tmp_path, ParallelMesh.single()):
         results = run_ranks(wrong_on_one, 2, str(tmp_path))
     assert all("tensor nowhere is not in the checkpoint" in text and "is in use by run" in text for text in results)
+
+
+def load_own(rank: int, directory: str) -> str:
+    mesh = open_mesh(ParallelConfig())
+    with pytest.raises(CheckpointError) as caught:
+        load(Path(directory) / str(rank) / "iter_0000005", [], mesh)
+    return str(caught.value)
+
+
+def test_ranks_that_see_different_directories_are_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        run_ranks(save_part, 1, str(tmp_path / str(rank)), 5, 1)
+    assert all("the ranks see different checkpoints" in text for text in run_ranks(load_own, 2, str(tmp_path)))
