@@ -1,0 +1,339 @@
+"""The main job in one go: text to tokens to training on four ranks, a kill, a resume on one rank, and the proof.
+
+    python examples/kill_and_resume.py --work-dir runs/quickstart
+
+Trains a small GPT as 2 tensor-parallel x 2 pipeline ranks, kills the launcher (SIGKILL) some steps after a save,
+resumes the checkpoint in a single process, and compares, step by step, the losses of the resumed run with those that
+the killed run had logged after its last save. Runs on the CPU, also where there is a GPU, so that it shows the same
+everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config.flags import Area, flag, parse_flags
+from megatron.errors import MegatronError, StorageError
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS = ("def ", "import ", '    """Return ')
+SECONDS_TO_DIE = 10.0
+# Two sums of the same numbers in another order differ in the last bits, and training carries that on from step to step.
+LOSS_TOLERANCE, NORM_TOLERANCE = "1e-5", "1e-3"
+
+
+@dataclass(frozen=True)
+class DemoFlags(Area):
+    """Flags of this program."""
+
+    work_dir: str = flag(
+        "runs/quickstart", "folder for data, checkpoints and runs; the data of an earlier run is used again"
+    )
+    steps: int = flag(120, "training steps in all; saved at half of them, killed an eighth later", at_least=8)
+    num_layers: int = flag(4, "transformer blocks", at_least=2)
+    hidden_size: int = flag(256, "width of the model", at_least=4)
+    seq_length: int = flag(256, "tokens per sample", at_least=8)
+    vocab_size: int = flag(8000, "entries of the vocabulary that is trained", at_least=300)
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if self.hidden_size % 4:
+            yield f"--hidden-size {self.hidden_size} cannot be split into 4 heads. Use a multiple of 4."
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The folders and commands of one demonstration."""
+
+    flags: DemoFlags
+    data: Path
+    run: Path
+
+    @property
+    def save_step(self) -> int:
+        """The step whose checkpoint the run is resumed from."""
+        return self.flags.steps // 2
+
+    @property
+    def kill_step(self) -> int:
+        """The run is killed when this step is logged."""
+        return self.save_step + max(2, self.flags.steps // 8)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where both runs save."""
+        return self.run / "checkpoints"
+
+    def prepare_data(self) -> None:
+        """Corpus, vocabulary and token files, unless an earlier run of the same size left them."""
+        done = self.data / "complete"
+        if done.exists():
+            say(f"using the data of an earlier run in {self.data}")
+            return
+        self.data.mkdir(parents=True, exist_ok=True)
+        corpus, prefix = self.data / "demo.jsonl", self.data / "demo"
+        call(tool("build_demo_corpus.py", "--output", corpus))
+        call(
+            tool(
+                "train_tokenizer.py",
+                "--input",
+                corpus,
+                "--output-prefix",
+                prefix,
+                "--vocab-size",
+                self.flags.vocab_size,
+            )
+        )
+        call(
+            tool(
+                *("preprocess_data.py", "--input", corpus, "--output-prefix", prefix, *self.tokenizer_flags),
+                *("--dataset-impl", "mmap", "--append-eod", "--workers", 2),
+            )
+        )
+        done.touch()
+
+    @property
+    def tokenizer_flags(self) -> list[object]:
+        """The tokenizer that was trained on the corpus."""
+        vocab_file, merge_file = self.data / "demo-vocab.json", self.data / "demo-merges.txt"
+        return ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab_file, "--merge-file", merge_file]
+
+    def training_flags(self, run_name: str) -> list[object]:
+        """The same job for both runs: only the layout, and where it reports to, differ."""
+        flags = self.flags
+        return [
+            *("--num-layers", flags.num_layers, "--hidden-size", flags.hidden_size, "--num-attention-heads", 4),
+            *(
+                "--seq-length",
+                flags.seq_length,
+                "--max-position-embeddings",
+                flags.seq_length,
+                "--global-batch-size",
+                8,
+            ),
+            *("--train-iters", flags.steps, "--lr", 1e-3, "--min-lr", 1e-4, "--lr-decay-style", "cosine"),
+            *("--lr-warmup-fraction", 0.1, "--hidden-dropout", 0.1, "--attention-dropout", 0, "--split", "969,30,1"),
+            *("--data-path", self.data / "demo_text_document", *self.tokenizer_flags),
+            *("--save", self.checkpoints, "--load", self.checkpoints, "--save-interval", self.save_step),
+            *(
+                "--log-interval",
+                5,
+                "--eval-interval",
+                10 * flags.steps,
+                "--eval-iters",
+                2,
+                "--run-dir",
+                self.run / run_name,
+            ),
+        ]
+
+    def start_on_four_ranks(self) -> subprocess.Popen[bytes]:
+        """Starts training as TP 2 x PP 2 under torchrun."""
+        launcher = [
+            *("-m", "torch.distributed.run", "--nproc-per-node", 4, "--master-addr", "127.0.0.1"),
+            *("--master-port", free_port(), ROOT / "pretrain_gpt.py"),
+        ]
+        layout = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--micro-batch-size", 2]
+        command = python(1, *launcher, *layout, *self.training_flags("killed"))
+        show(command)
+        return subprocess.Popen(command, cwd=ROOT)
+
+    def resume_on_one_rank(self) -> None:
+        """Goes on from the checkpoint in one process, without a launcher."""
+        layout = ["--tensor-model-parallel-size", 1, "--pipeline-model-parallel-size", 1, "--micro-batch-size", 8]
+        call(python(core_count(), ROOT / "pretrain_gpt.py", *layout, *self.training_flags("resumed")))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the demonstration."""
+    words = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(DemoFlags, words, prog="kill_and_resume.py", description=__doc__ or "")
+    work_dir = Path(flags.work_dir).resolve()
+    demo = Demo(flags, work_dir / f"data-{flags.vocab_size}", work_dir / time.strftime("run-%Y%m%d-%H%M%S"))
+    demo.run.mkdir(parents=True)
+
+    with phase("Text to tokens"):
+        demo.prepare_data()
+    with phase(f"Training on 4 ranks (TP 2 x PP 2), killed after step {demo.kill_step}"):
+        train_and_kill(demo)
+    with phase(f"Resuming the checkpoint of step {demo.save_step} on 1 rank (TP 1 x PP 1)"):
+        demo.resume_on_one_rank()
+    with phase("The losses the killed run had logged after its last save, and those of the resumed run"):
+        bounds = ["--tolerance", LOSS_TOLERANCE, "--norm-tolerance", NORM_TOLERANCE]
+        call(tool("compare_runs.py", demo.run / "killed", demo.run / "resumed", "--after", demo.save_step, *bounds))
+    with phase("The loss"):
+        picture = demo.run / "loss.png"
+        call(tool("plot_run.py", demo.run / "killed", demo.run / "resumed", "--output", picture))
+    with phase("A sample of text"):
+        show_samples(demo)
+    say(f"\nEverything is in {demo.run}\n  loss curve   {picture}\n  checkpoints  {demo.checkpoints}")
+    return 0
+
+
+def train_and_kill(demo: Demo) -> None:
+    """Trains until some steps after the save, then kills the launcher and sees all ranks go.
+
+    Raises:
+        DemoError: training ended by itself, or a rank outlived its launcher.
+    """
+    from megatron.train.metrics_file import read_steps
+
+    metrics = demo.run / "killed" / "metrics.jsonl"
+    saved = demo.checkpoints / f"iter_{demo.save_step:07d}"
+    launcher = demo.start_on_four_ranks()
+    try:
+        while not (saved.exists() and max(read_steps(metrics), default=0) >= demo.kill_step):
+            if launcher.poll() is not None:
+                raise DemoError(
+                    f"training ended by itself with exit code {launcher.returncode} before it could be "
+                    "killed; see above."
+                )
+            time.sleep(0.2)
+        ranks = children_of(launcher.pid)
+        os.kill(launcher.pid, signal.SIGKILL)
+    except BaseException:
+        launcher.terminate()
+        raise
+    launcher.wait()
+    say(f"sent SIGKILL to the launcher (process {launcher.pid}) of ranks {', '.join(map(str, ranks))}")
+    deadline = time.monotonic() + SECONDS_TO_DIE
+    while alive := [process for process in ranks if is_alive(process)]:
+        if time.monotonic() > deadline:
+            for process in alive:
+                os.kill(process, signal.SIGKILL)
+            if sys.platform.startswith("linux"):
+                raise DemoError(f"ranks {alive} were still running {SECONDS_TO_DIE} s after their launcher was killed.")
+            say(f"this system does not end the children of a killed process; killed ranks {alive} too")
+        time.sleep(0.05)
+    say(
+        f"all {len(ranks)} ranks are gone; the last logged step is {max(read_steps(metrics))}, "
+        f"the last save {demo.save_step}"
+    )
+
+
+def show_samples(demo: Demo) -> None:
+    """Continues the prompts and shows them."""
+    prompts = demo.run / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS) + "\n")
+    call(
+        tool(
+            *("generate_samples_gpt.py", "--load", demo.checkpoints, "--sample-input-file", prompts),
+            *("--out-seq-length", 48, "--top_p", 0.9, "--temperature", 0.8),
+        )
+    )
+    for line in prompts.with_name("prompts.txt.out").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        say("-" * 60 + "\n" + record["prompt"] + record["text"])
+
+
+class DemoError(MegatronError):
+    """The demonstration did not show what it should."""
+
+
+@contextlib.contextmanager
+def phase(title: str) -> Iterator[None]:
+    """A titled part of the demonstration, timed."""
+    say(f"\n=== {title} ===")
+    started_at = time.monotonic()
+    yield
+    say(f"--- {time.monotonic() - started_at:.0f} s")
+
+
+def say(text: str) -> None:
+    """Prints at once, in order with what the programs print."""
+    print(text, flush=True)
+
+
+def python(threads: int, *words: object) -> list[str]:
+    """A command of this interpreter, on the CPU with so many threads."""
+    settings = [f"OMP_NUM_THREADS={threads}", "DS_ACCELERATOR=cpu", "TOKENIZERS_PARALLELISM=false"]
+    return ["env", *settings, sys.executable, *map(str, words)]
+
+
+def tool(name: str, *words: object) -> list[str]:
+    """A command of one of the project's tools."""
+    return python(core_count(), ROOT / "tools" / name, *words)
+
+
+def call(command: Sequence[str]) -> None:
+    """Runs a command to its end.
+
+    Raises:
+        DemoError: it failed.
+    """
+    show(command)
+    code = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
+    if code:
+        raise DemoError(f"the command ended with exit code {code}; see above: {' '.join(command)}")
+
+
+def show(command: Sequence[str]) -> None:
+    """Prints a command as one would type it."""
+    words = command[command.index(sys.executable) + 1 :]
+    say("$ python " + " ".join(word.replace(f"{ROOT}/", "") for word in words))
+
+
+def core_count() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def children_of(parent: int) -> list[int]:
+    """The processes a process has started, from /proc or, where there is none, from ps."""
+    return sorted(process for process, (its_parent, _) in process_table().items() if its_parent == parent)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; one that ended and was not yet waited for does not."""
+    _, state = process_table().get(process, (0, "Z"))
+    return state != "Z"
+
+
+def process_table() -> dict[int, tuple[int, str]]:
+    """Parent and state letter of every process.
+
+    Source: proc(5), /proc/PID/stat.
+    """
+    folders = (
+        [path for path in Path("/proc").glob("[0-9]*") if path.is_dir()] if Path("/proc/self/stat").exists() else []
+    )
+    table = {}
+    for folder in folders:
+        try:
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue  # it ended meanwhile
+        table[int(folder.name)] = (int(parent), state)
+    if not folders:
+        try:
+            listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,state="], capture_output=True, text=True).stdout
+        except OSError as failure:
+            raise StorageError(f"neither /proc nor ps is there to watch the ranks with: {failure}.") from failure
+        for line in listing.splitlines():
+            pid, ppid, state = line.split()
+            table[int(pid)] = (int(ppid), state[0])
+    return table
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

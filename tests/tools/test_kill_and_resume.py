@@ -1,0 +1,70 @@
+"""README's first command without the installation: a small version of the whole demonstration, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from examples import kill_and_resume
+from megatron.errors import ConfigError, MegatronError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_the_demonstration_in_small(tmp_path: Path) -> None:
+    size = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "32", "--vocab-size", "400", "--steps", "8"]
+    command = [sys.executable, str(ROOT / "examples" / "kill_and_resume.py"), "--work-dir", str(tmp_path), *size]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL)
+    assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-4000:]
+    said = finished.stdout
+    assert "sent SIGKILL to the launcher" in said
+    assert "all 4 ranks are gone; the last logged step is" in said
+    assert "EQUAL: all" in said
+    (run,) = tmp_path.glob("run-*")
+    assert f"Everything is in {run}" in said
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "killed" / "metrics.jsonl").exists() and (run / "resumed" / "metrics.jsonl").exists()
+    assert sorted(path.name for path in (run / "checkpoints").glob("iter_*")) == ["iter_0000004", "iter_0000008"]
+    assert said.count("\ndef ") >= 1, "the sample of text is shown"
+
+
+def test_flags_that_make_no_demonstration() -> None:
+    with pytest.raises(ConfigError, match="--hidden-size 30 cannot be split into 4 heads"):
+        kill_and_resume.main(["--hidden-size", "30"])
+    with pytest.raises(ConfigError, match="--steps 3 is out of range"):
+        kill_and_resume.main(["--steps", "3"])
+
+
+def test_a_command_that_fails_ends_it() -> None:
+    with pytest.raises(MegatronError, match="ended with exit code 3"):
+        kill_and_resume.call(kill_and_resume.python(1, "-c", "import sys; sys.exit(3)"))
+
+
+def test_children_are_found_and_seen_to_end() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        assert child.pid in kill_and_resume.children_of(os.getpid())
+        assert kill_and_resume.is_alive(child.pid)
+        child.kill()
+        deadline = time.monotonic() + 10
+        while kill_and_resume.is_alive(child.pid):  # nobody has waited for it: it stays in the table as a zombie
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        child.kill()
+        child.wait()
+    assert not kill_and_resume.is_alive(child.pid)
+
+
+def test_the_two_runs_differ_in_layout_and_report_only(tmp_path: Path) -> None:
+    flags = kill_and_resume.DemoFlags()
+    demo = kill_and_resume.Demo(flags, tmp_path, tmp_path)
+    killed, resumed = demo.training_flags("killed"), demo.training_flags("resumed")
+    assert [one for one, other in zip(killed, resumed, strict=True) if one != other] == [tmp_path / "killed"]
+    assert demo.save_step < demo.kill_step < flags.steps
