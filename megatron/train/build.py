@@ -13,7 +13,7 @@ import torch
 
 from megatron import __version__, device, log
 from megatron.checkpoint import CheckpointLock
-from megatron.checkpoint.together import together
+from megatron.checkpoint.together import on_first, together
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, resolve
 from megatron.data.loader import Batch, BatchLoader, BatchOptions
 from megatron.data.plan import DataPlan
@@ -22,13 +22,13 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.parallel.mesh import ParallelMesh, close_mesh, count_ranks, open_mesh
-from megatron.parallel.messages import all_reduce_max, all_reduce_sum, broadcast_json
+from megatron.parallel.messages import all_reduce_max, all_reduce_sum
 from megatron.train.console import argument_lines, size_line
 from megatron.train.metrics import Workload
-from megatron.train.progress import Progress, global_batch_size, is_done, planned_samples
-from megatron.train.report import Report, open_destinations
+from megatron.train.progress import Progress, global_batch_size, is_done, planned_samples, schedule
+from megatron.train.report import Destination, Report, open_destinations
 from megatron.train.resume import check_tokenizer, find_record, load_tensors
-from megatron.train.run_directory import RunDirectory, open_run_directory, write_arguments
+from megatron.train.run_directory import open_run_directory, write_arguments
 from megatron.train.skip import SkipRanges
 from megatron.train.stop import StopRules, StopSignals, Verdict, kill_switch_is_on, kill_switch_message
 
@@ -148,6 +148,7 @@ def _build(
         known = len(config.notices)
         config = check_resume(record["config"], config)
         _show_notices(config.notices[known:], mesh)
+    schedule(config.optim)  # refuses a warm-up that outlasts the decay before anything is built
     engine = build_engine(config, mesh)
     _show_size(engine)
     record, progress = load_tensors(config.control, engine, record)
@@ -211,7 +212,7 @@ def _open_data(
 
 
 def _open_report(config: RunConfig, engine: Engine, *, is_resume: bool) -> Report:
-    """The console on every rank; files on the last rank, where upstream's are."""
+    """The console's lines come from the last rank, as upstream's do; all files are written by rank 0."""
     mesh = engine.mesh
     workload = Workload.of(
         config.model,
@@ -220,17 +221,18 @@ def _open_report(config: RunConfig, engine: Engine, *, is_resume: bool) -> Repor
         parameters_without_embeddings=parameter_counts(engine)[1],
     )
     arguments = flat_arguments(config)
-    destinations = []
-    path = None
-    if mesh.world.rank == 0:
+
+    def open_files() -> tuple[str, list[Destination]]:
         opened = open_run_directory(config.control.run_dir, config.to_json(), is_resume=is_resume)
-        path = str(opened.path)
+        log.copy_to(opened.log_path)
         if config.control.log_path:
             write_arguments(config.control.log_path, argument_lines(arguments))
-    path = broadcast_json(path, mesh.world)
+        return str(opened.path), open_destinations(config.control, workload, opened)
+
+    files: list[tuple[str, list[Destination]]] = []
+    path = on_first(mesh, lambda: files.append(open_files()) or files[0][0])
     log.info(f"run directory: {path}")
-    if mesh.world.rank == 0:
-        destinations = open_destinations(config.control, workload, RunDirectory(Path(path)))
+    destinations = files[0][1] if files else []
     return Report(
         config.control,
         config.optim,
