@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -35,9 +36,10 @@ reference = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
 reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
 library = gigatoken.Tokenizer.from_json(reference.to_str())
 library.encode_batch(["warm"])
-start = time.perf_counter()
+start, used = time.perf_counter(), time.process_time()
 result = library.encode_files(gigatoken.JsonlFileSource([corpus]))
-print(json.dumps([time.perf_counter() - start, int(len(result.layout.content.data))]))
+seconds, used = time.perf_counter() - start, time.process_time() - used
+print(json.dumps([seconds, used, int(len(result.layout.content.data))]))
 """
 
 
@@ -67,13 +69,18 @@ def main() -> int:
         vocab_file, merge_file = _vocabulary(flags, folder)
         megabytes = corpus.stat().st_size / 1e6
         raw: list[float] = []
+        raw_cpu: list[float] = []
         ours: list[float] = []
+        ours_cpu: list[float] = []
         peaks: list[float] = []
         for _ in range(flags.repeats):
-            seconds, raw_tokens = _raw(vocab_file, merge_file, corpus)
+            seconds, used, raw_tokens = _raw(vocab_file, merge_file, corpus)
             raw.append(seconds)
+            raw_cpu.append(used)
+            used_before = _cpu_of_children()
             seconds, peak, tokens = _ours(vocab_file, merge_file, corpus, folder / "out", flags.workers)
             ours.append(seconds)
+            ours_cpu.append(_cpu_of_children() - used_before)
             peaks.append(peak)
             if tokens != raw_tokens:
                 log.error(f"The tool wrote {tokens} tokens; the library alone counted {raw_tokens}.")
@@ -88,6 +95,8 @@ def main() -> int:
         ("raw_library_rate", megabytes / min(raw), "MB/s"),
         ("tool_rate", megabytes / min(ours), "MB/s"),
         ("ratio_to_raw_library", min(raw) / min(ours), "ratio"),
+        ("raw_library_cpu", min(raw_cpu) / megabytes * 1e3, "core-ms/MB"),
+        ("tool_cpu", min(ours_cpu) / megabytes * 1e3, "core-ms/MB"),
         ("peak_memory_of_all_processes", max(peaks), "MB"),
         ("tool_seconds", min(ours), "s"),
     ):
@@ -124,10 +133,17 @@ def _vocabulary(flags: BenchmarkFlags, folder: Path) -> tuple[Path, Path]:
     return folder / "trained-vocab.json", folder / "trained-merges.txt"
 
 
-def _raw(vocab_file: Path, merge_file: Path, corpus: Path) -> tuple[float, int]:
+def _cpu_of_children() -> float:
+    """Processor seconds of all processes that this one started and that have ended, theirs included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _raw(vocab_file: Path, merge_file: Path, corpus: Path) -> tuple[float, float, int]:
+    """Wall seconds, processor seconds and tokens of the library alone."""
     words = [sys.executable, "-c", _RAW, str(vocab_file), str(merge_file), str(corpus)]
-    seconds, tokens = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
-    return seconds, tokens
+    seconds, used, tokens = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
+    return seconds, used, tokens
 
 
 def _ours(vocab_file: Path, merge_file: Path, corpus: Path, prefix: Path, workers: int) -> tuple[float, float, int]:
