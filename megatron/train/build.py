@@ -222,17 +222,17 @@ def _open_report(config: RunConfig, engine: Engine, *, is_resume: bool) -> Repor
     )
     arguments = flat_arguments(config)
 
-    def open_files() -> tuple[str, list[Destination]]:
+    destinations: list[Destination] = []
+
+    def open_files() -> str:
         opened = open_run_directory(config.control.run_dir, config.to_json(), is_resume=is_resume)
         log.copy_to(opened.log_path)
         if config.control.log_path:
             write_arguments(config.control.log_path, argument_lines(arguments))
-        return str(opened.path), open_destinations(config.control, workload, opened)
+        destinations.extend(open_destinations(config.control, workload, opened))
+        return str(opened.path)
 
-    files: list[tuple[str, list[Destination]]] = []
-    path = on_first(mesh, lambda: files.append(open_files()) or files[0][0])
-    log.info(f"run directory: {path}")
-    destinations = files[0][1] if files else []
+    log.info(f"run directory: {on_first(mesh, open_files)}")
     return Report(
         config.control,
         config.optim,
