@@ -107,9 +107,12 @@ torch_source() {
         return
     fi
     [ "$(uname -s)" = Linux ] && ! has_gpu || return 0
-    if [ -n "${PIP_INDEX_URL:-}${PIP_FIND_LINKS:-}${PIP_NO_INDEX:-}" ] || "$PYTHON" -m pip config list 2>/dev/null | grep -q 'index-url\|find-links'; then
-        return 0   # this machine's owner has chosen where packages come from
-    fi
+    local chosen
+    chosen="${PIP_INDEX_URL:-}${PIP_FIND_LINKS:-}${PIP_NO_INDEX:-}$("$PYTHON" -m pip config list 2>/dev/null || true)"
+    case "$chosen" in
+        "") ;;
+        *://* | *index* | *find-links* | /*) return 0 ;;   # this machine's owner has said where packages come from
+    esac
     local cpu_index="https://download.pytorch.org/whl/cpu"
     if "$PYTHON" -c "import urllib.request; urllib.request.urlopen('$cpu_index/torch/', timeout=5)" >/dev/null 2>&1; then
         say "No GPU found: taking the CPU build of torch from $cpu_index (TORCH_INDEX_URL chooses another index)."

@@ -1,0 +1,123 @@
+"""tools/doctor.py: what it finds, what it says in an empty environment, and its exit code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ExitCode
+from tools import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _statuses() -> dict[str, str]:
+    return {finding.subject: finding.status for finding in doctor.examine()}
+
+
+def test_a_machine_that_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main([]) == ExitCode.DONE
+    said = capsys.readouterr().out
+    assert "Training can start." in said
+    for subject in ("torch", "deepspeed", "gloo", "attention", "index builder"):
+        assert re.search(rf"ok +{subject} |slow +{subject} ", said), subject
+
+
+def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--json"]) == ExitCode.DONE
+    report = json.loads(capsys.readouterr().out)
+    assert report["can_start"] is True
+    assert {"section", "subject", "status", "text", "fix"} == set(report["findings"][0])
+
+
+def test_in_an_empty_environment_it_says_what_is_missing(tmp_path: Path) -> None:
+    venv.EnvBuilder(with_pip=False, symlinks=True).create(tmp_path / "empty")
+    finished = subprocess.run(
+        [str(tmp_path / "empty" / "bin" / "python"), str(ROOT / "tools" / "doctor.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == ExitCode.HUMAN, finished.stderr
+    assert "Training cannot start yet: torch, deepspeed" in finished.stdout
+    assert 'pip install "torch>=2.7"' in finished.stdout
+    assert "Traceback" not in finished.stderr + finished.stdout
+
+
+def test_megatron_core_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctor.installed_version
+
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "0.14.0" if name == "megatron-core" else found(name))
+    (finding,) = [one for one in doctor.examine() if one.subject == "megatron-core"]
+    assert finding.status == doctor.SLOW
+    assert "0.14.0 is installed too and shares the import name megatron" in finding.text
+    assert "pip uninstall megatron-core" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("versions", "subject", "status"),
+    [
+        ({"torch": "2.1.0"}, "torch", doctor.REFUSED),
+        ({"torch": "2.7.0+cu126"}, "torch", doctor.OK),
+        ({"torch": "2.13.0"}, "torch", doctor.OK),
+        ({"safetensors": None}, "safetensors", doctor.REFUSED),
+        ({"gigatoken": None}, "gigatoken", doctor.SLOW),
+        ({"wandb": None}, "wandb", doctor.OK),
+    ],
+)
+def test_versions(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | None], subject: str, status: str) -> None:
+    found = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda name: versions[name] if name in versions else found(name))
+    assert _statuses()[subject] == status
+
+
+def test_a_missing_index_builder_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.data import index_map
+
+    monkeypatch.setattr(index_map, "compiled_builder", lambda: None)
+    (finding,) = doctor.index_findings()
+    assert finding.status == doctor.SLOW and "NumPy" in finding.text and finding.fix
+
+
+def test_a_torch_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.parallel import backends
+
+    monkeypatch.setattr(backends, "usable_backends", lambda: {"gloo": False, "nccl": False})
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    statuses = {one.subject: one.status for one in doctor.collective_findings()}
+    assert statuses == {"gloo": doctor.REFUSED, "nccl": doctor.OK}
+
+
+def test_a_part_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron import kernels
+
+    def broken() -> list:
+        raise ModuleNotFoundError("No module named 'turbo'", name="turbo")
+
+    monkeypatch.setattr(kernels, "kernel_report", broken)
+    assert doctor.main([]) == ExitCode.HUMAN
+    said = capsys.readouterr().out
+    assert "No module named 'turbo'" in said and "Install turbo." in said
+
+
+def test_the_lists_agree_with_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    needed = dict(re.findall(r'^    "([a-z-]+)>=([0-9.]+)["; ]', text.split("[project.optional")[0], flags=re.M))
+    listed = {name: oldest for name, oldest, _ in (*doctor.NEEDED, *doctor.FASTER)}
+    assert listed == {name: version for name, version in needed.items() if name != "setuptools"}
+    for name, extra, _ in doctor.OPTIONAL:
+        assert re.search(rf"^{extra} = \[[^]]*\"{name}>=", text, flags=re.M), f"{name} is not in the extra {extra}"
+    assert f'name = "{doctor.PROJECT}"' in text
+
+
+def test_an_installed_package_has_a_version() -> None:
+    assert doctor.installed_version("torch") == importlib.metadata.version("torch")
+    assert doctor.installed_version("there-is-no-such-package") is None
+    assert sys.version_info >= (3, 10)

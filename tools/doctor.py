@@ -1,0 +1,269 @@
+"""Says what is installed, what is usable, what would be slow or refused, and how to fix it.
+
+    python tools/doctor.py
+    python tools/doctor.py --json
+
+Exit code 0 when training can start, 78 when it cannot. Works when torch or anything else is missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import __version__, log
+from megatron.config.flags import Area, flag, parse_flags
+from megatron.errors import ExitCode
+
+OK, SLOW, REFUSED = "ok", "slow", "refused"
+MARKS = {OK: "ok     ", SLOW: "slow   ", REFUSED: "REFUSED"}
+
+# Distribution, oldest version, what it is for. Training cannot start without the first group.
+NEEDED = (
+    ("torch", "2.7", "tensors, autograd, collectives"),
+    ("deepspeed", "0.16", "pipeline and ZeRO engines"),
+    ("numpy", "1.26", "the data side"),
+    ("safetensors", "0.4.3", "checkpoints"),
+    ("tokenizers", "0.20", "tokenizers"),
+    ("tensorboard", "2.14", "--tensorboard-dir"),
+    ("pyyaml", "6.0", "--config FILE in YAML"),
+    ("orjson", "3.10", "preprocessing"),
+)
+FASTER = (("gigatoken", "0.10", "preprocessing is several times faster with it"),)
+OPTIONAL = (
+    ("matplotlib", "plot", "loss curves as pictures"),
+    ("plotext", "plot", "loss curves in the terminal"),
+    ("pyarrow", "data", "Parquet input"),
+    ("zstandard", "data", "jsonl.zst input"),
+    ("transformers", "data", "tokenizers without a tokenizer.json"),
+    ("wandb", "wandb", "--wandb-project"),
+)
+PROJECT = "trident-megatron"
+
+
+@dataclass(frozen=True)
+class DoctorFlags(Area):
+    """Flags of this program."""
+
+    json: bool = flag(False, "print the findings as one JSON object")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: how it stands, and what to do if it does not stand well."""
+
+    section: str
+    subject: str
+    status: str
+    text: str
+    fix: str = ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Examines this machine and prints the findings."""
+    words = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(DoctorFlags, words, prog="doctor.py", description=__doc__ or "")
+    findings = list(examine())
+    can_start = not any(finding.status == REFUSED for finding in findings)
+    if flags.json:
+        report = {"can_start": can_start, "findings": [dataclasses.asdict(finding) for finding in findings]}
+        print(json.dumps(report, indent=1))
+    else:
+        show(findings, can_start)
+    return ExitCode.DONE if can_start else ExitCode.HUMAN
+
+
+def show(findings: Sequence[Finding], can_start: bool) -> None:
+    """Prints the findings by section, and a sentence at the end."""
+    for section in dict.fromkeys(finding.section for finding in findings):
+        print(section)
+        for finding in findings:
+            if finding.section == section:
+                print(f"  {MARKS[finding.status]} {finding.subject:<24} {finding.text}")
+                if finding.fix:
+                    print(f"          -> {finding.fix}")
+    slow = sum(finding.status == SLOW for finding in findings)
+    if can_start:
+        print(f"\nTraining can start. {f'{slow} things could be better (slow).' if slow else 'Nothing to improve.'}")
+    else:
+        refused = ", ".join(finding.subject for finding in findings if finding.status == REFUSED)
+        print(f"\nTraining cannot start yet: {refused}. What to do stands after each arrow above.")
+
+
+def examine() -> Iterator[Finding]:
+    """Looks at everything; a part whose packages are missing or broken becomes a finding of its own."""
+    parts: tuple[Callable[[], Iterator[Finding]], ...] = (
+        system_findings,
+        package_findings,
+        project_findings,
+        device_findings,
+        collective_findings,
+        kernel_findings,
+        index_findings,
+    )
+    for part in parts:
+        try:
+            yield from part()
+        except Exception as failure:
+            name = part.__name__.removesuffix("_findings")
+            missing = getattr(failure, "name", None) if isinstance(failure, ImportError) else None
+            fix = f"Install {missing}." if missing else "Install the project again: pip install -e ."
+            yield Finding(name, "not examined", REFUSED, f"{type(failure).__name__}: {first_line(failure)}", fix)
+
+
+def system_findings() -> Iterator[Finding]:
+    """Python and the machine."""
+    version = platform.python_version()
+    fits = (3, 10) <= sys.version_info[:2] <= (3, 13)
+    fix = "" if fits else "Tested with Python 3.10 to 3.13; use one of these."
+    yield Finding("system", "Python", OK if fits else SLOW, f"{version} ({sys.executable})", fix)
+    yield Finding("system", "platform", OK, platform.platform())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding("system", "cores", OK, f"{cores} usable by this process")
+    for launcher in ("torchrun", "srun", "mpirun"):
+        if found := shutil.which(launcher):
+            yield Finding("system", launcher, OK, found)
+    if not sys.platform.startswith("linux"):
+        fix = "Kill the ranks yourself after killing a launcher."
+        yield Finding("system", "orphaned ranks", SLOW, "only Linux ends ranks whose launcher was killed", fix)
+
+
+def package_findings() -> Iterator[Finding]:
+    """Distributions and their versions."""
+    for name, oldest, purpose in NEEDED:
+        found = installed_version(name)
+        if found is None:
+            yield Finding("packages", name, REFUSED, f"missing; {purpose}", f'pip install "{name}>={oldest}"')
+        elif numbers(found) < numbers(oldest):
+            fix = f'pip install "{name}>={oldest}"'
+            yield Finding("packages", name, REFUSED, f"{found} is older than {oldest}; {purpose}", fix)
+        else:
+            yield Finding("packages", name, OK, found)
+    for name, oldest, purpose in FASTER:
+        found = installed_version(name)
+        if found is None or numbers(found) < numbers(oldest):
+            yield Finding("packages", name, SLOW, f"{found or 'missing'}; {purpose}", f'pip install "{name}>={oldest}"')
+        else:
+            yield Finding("packages", name, OK, found)
+    for name, extra, purpose in OPTIONAL:
+        text = installed_version(name) or f"not installed; needed for {purpose}: pip install '{PROJECT}[{extra}]'"
+        yield Finding("packages", name, OK, text)
+
+
+def project_findings() -> Iterator[Finding]:
+    """This project, and who else calls itself `megatron`."""
+    own = Path(__file__).resolve().parent.parent / "megatron"
+    installed = installed_version(PROJECT)
+    text = f"{__version__} in {own.parent}" + ("" if installed else "; not installed, used from its folder")
+    yield Finding("project", PROJECT, OK, text)
+    spec = importlib.util.find_spec("megatron")
+    origin = Path(spec.origin).parent if spec and spec.origin else None
+    if origin is not None and origin.resolve() != own:
+        fix = f"Run from {own.parent}, or install this checkout: pip install -e {own.parent}"
+        yield Finding("project", "import megatron", REFUSED, f"finds {origin}, not this checkout", fix)
+    core = installed_version("megatron-core")
+    if core is not None:
+        yield Finding(
+            "project",
+            "megatron-core",
+            SLOW,
+            f"{core} is installed too and shares the import name megatron: only one of both can be imported",
+            "Use an environment of its own for each, or pip uninstall megatron-core.",
+        )
+
+
+def device_findings() -> Iterator[Finding]:
+    """What there is to compute on."""
+    from megatron import device
+
+    kind = device.device_type()
+    count = device.device_count()
+    name = device.device_name()
+    yield Finding("device", kind, OK, f"{count} x {name}" if kind == "cuda" else "computing on the CPU")
+    if kind == "cpu" and shutil.which("nvidia-smi"):
+        yield Finding(
+            "device",
+            "GPU",
+            SLOW,
+            "nvidia-smi is here, but torch uses no GPU (DS_ACCELERATOR=cpu, no driver, or a CPU build of torch)",
+            "Unset DS_ACCELERATOR, or install a CUDA build of torch: https://pytorch.org/get-started/locally",
+        )
+    dtypes = [name for name, usable in (("fp16", device.supports_fp16()), ("bf16", device.supports_bf16())) if usable]
+    yield Finding("device", "dtypes", OK, f"fp32, {', '.join(dtypes)}")
+    if kind == "cpu":
+        yield Finding("device", "--fp16", OK, "would be refused on the CPU; --bf16 works")
+
+
+def collective_findings() -> Iterator[Finding]:
+    """How ranks can talk to each other."""
+    from megatron import device
+    from megatron.parallel.backends import usable_backends
+
+    usable, wanted = usable_backends(), device.default_backend()
+    for name, found in usable.items():
+        if name == wanted and not found:
+            fix = "Install an official build of torch (pip install torch), or choose --distributed-backend."
+            yield Finding("collectives", name, REFUSED, "not in this build of torch, and the device needs it", fix)
+        else:
+            text = (
+                "the default here"
+                if name == wanted
+                else "usable"
+                if found
+                else "not in this build of torch, not needed"
+            )
+            yield Finding("collectives", name, OK, text)
+
+
+def kernel_findings() -> Iterator[Finding]:
+    """Which implementation each operation uses."""
+    from megatron.kernels import kernel_report
+
+    for choice in kernel_report():
+        yield Finding("kernels", choice.operation, OK, f"{choice.implementation}: {choice.note}")
+
+
+def index_findings() -> Iterator[Finding]:
+    """The builder of sample orders."""
+    from megatron.data.index_map import compiled_builder
+
+    if compiled_builder() is not None:
+        yield Finding("data", "index builder", OK, "compiled")
+    else:
+        fix = "Install a C++ compiler, then install the project again: pip install -e ."
+        text = "NumPy; the same bytes, slower on large corpora (seconds to minutes at the first start)"
+        yield Finding("data", "index builder", SLOW, text, fix)
+
+
+def installed_version(name: str) -> str | None:
+    """Version of an installed distribution, None if there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version, for comparing."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def first_line(failure: BaseException) -> str:
+    """What an exception says, shortened to a line."""
+    return (str(failure).splitlines() or [""])[0][:200]
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
