@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import RunConfig
-from megatron.config.deepspeed_file import read_deepspeed_file
+from megatron.config.deepspeed_file import GOVERNED, read_deepspeed_file
 from megatron.errors import ConfigError
 
 # DeepSpeed's own progress lines are replaced by ours; it has no switch for "never".
@@ -24,8 +24,8 @@ _OWN_BUSINESS = {
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     """Builds the DeepSpeed dictionary of a resolved run.
 
-    A `--deepspeed_config` file is merged over it. Where it names a setting that a flag governs, `parse` has made the two equal
-    already; what is left to refuse are the parts that this framework does itself.
+    A `--deepspeed_config` file is merged over it. Where it names a setting that a flag governs, `parse` has made the
+    two equal already; what is left to refuse are the parts that this framework does itself.
 
     Raises:
         ConfigError: the file sets something that is done here.
@@ -42,7 +42,11 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     problems += _accumulation_problems(config, extra)
     if problems:
         raise ConfigError(problems)
-    return _merge(_base(config), extra)
+    base = _base(config)
+    merged = _merge(base, extra)
+    for place in GOVERNED:
+        _keep(merged, base, place)
+    return merged
 
 
 def _accumulation_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
@@ -53,9 +57,10 @@ def _accumulation_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[
     if theirs in ("auto", ours):
         return []
     return [
-        f'--deepspeed_config {config.parallel.deepspeed_config}: "gradient_accumulation_steps" is {theirs} there, but a global batch of '
-        f"{config.optim.global_batch_size} in micro-batches of {config.optim.micro_batch_size} on {config.parallel.data_parallel_size} "
-        f"replicas makes {ours}. Remove the entry or change --global-batch-size to {theirs * together}."
+        f'--deepspeed_config {config.parallel.deepspeed_config}: "gradient_accumulation_steps" is {theirs} there, but '
+        f"a global batch of {config.optim.global_batch_size} in micro-batches of {config.optim.micro_batch_size} on "
+        f"{config.parallel.data_parallel_size} replicas makes {ours}. Remove the entry or change --global-batch-size "
+        f"to {theirs * together}."
     ]
 
 
@@ -89,7 +94,10 @@ def _base(config: RunConfig) -> dict[str, Any]:
 
 
 def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `base` with `extra` laid over it, objects merged key by key; "auto" and the governed settings keep ours."""
+    """Returns `base` with `extra` laid over it, objects merged key by key.
+
+    "auto" and the governed settings keep ours.
+    """
     merged = dict(base)
     for key, value in extra.items():
         if value == "auto" or key == "gradient_accumulation_steps":
@@ -97,6 +105,15 @@ def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
         ours = merged.get(key)
         merged[key] = _merge(ours, value) if isinstance(ours, dict) and isinstance(value, Mapping) else value
     return merged
+
+
+def _keep(merged: dict[str, Any], base: Mapping[str, Any], place: tuple[str, ...]) -> None:
+    """Puts a setting that a flag governs back to ours: stage 0 in half precision, for one, runs as stage 1."""
+    *path, last = place
+    for key in path:
+        merged, base = merged.get(key, {}), base.get(key, {})
+    if last in base:
+        merged[last] = base[last]
 
 
 def _is_active(section: Any) -> bool:

@@ -1,7 +1,8 @@
 """Training steps: one `Engine` over DeepSpeed's plain and pipeline engines.
 
-Whatever the layout, the loss is the sum of the token losses of the global batch over the number of its counted tokens. DeepSpeed
-averages over micro-batches and replicas, so every token is weighted with (micro-batches * replicas / counted tokens) first.
+Whatever the layout, the loss is the sum of the token losses of the global batch over the number of its counted tokens.
+DeepSpeed averages over micro-batches and replicas, so every token is weighted with
+(micro-batches * replicas / counted tokens) first.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ from megatron.model.gpt import build_dense, gpt_layers, language_model_loss
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 
-# Gradients are reduced before they are clipped at this value when the user wants no clipping; DeepSpeed computes no norm at 0.
+# Gradients are reduced before they are clipped at this value when the user wants no clipping; DeepSpeed computes no
+# norm at 0.
 _NO_CLIPPING = 1.0e30
 
-# What DeepSpeed's use of torch makes torch say on every step of some layouts: the stages of a pipeline exchange activations
-# inside a backward pass (gradients cross stages explicitly, so nothing is lost; tests/parity holds that), and renamed functions.
+# Attributes of DeepSpeed's dynamic loss scaler that change from step to step.
+_SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+# What DeepSpeed's use of torch makes torch say on every step of some layouts: the stages of a pipeline exchange
+# activations inside a backward pass (gradients cross stages explicitly, so nothing is lost; tests/parity holds that),
+# and renamed functions.
 _HARMLESS_WARNINGS = (
     r"c10d::broadcast_: an autograd kernel was not registered",
     r"`torch\.distributed\.all_gather_into_tensor` is deprecated",
@@ -109,10 +115,28 @@ class Engine:
         return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
 
     def counted_parameters(self) -> Iterator[tuple[str, int]]:
-        """Name and local elements of every parameter this rank accounts for; summed over tp and pp they are the network."""
+        """Name and local elements of every parameter this rank accounts for.
+
+        Summed over tp and pp they are the network.
+        """
         for parameter in self.module.parameters():
             if counts_here(parameter, self.mesh):
                 yield parameter.global_name, getattr(parameter, "ds_numel", parameter.numel())  # type: ignore[attr-defined]
+
+    @property
+    def loss_scale_state(self) -> dict[str, float]:
+        """The dynamic loss scaler's counters, for a checkpoint; empty outside fp16."""
+        scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
+        if not self.model.fp16 or scaler is None:
+            return {}
+        return {name: getattr(scaler, name) for name in _SCALER_COUNTERS if hasattr(scaler, name)}
+
+    def restore_loss_scale(self, state: Mapping[str, float]) -> None:
+        """Goes on with stored counters, so that a resume does not search for the scale (and skip steps) again."""
+        scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
+        if self.model.fp16 and self.optim.loss_scale is None and scaler is not None:
+            for name, value in state.items():
+                setattr(scaler, name, value)
 
     def train_batch(self, micro_batches: Iterable[Batch], learning_rate: float) -> StepResult:
         """Trains one global batch.
@@ -200,7 +224,7 @@ class Engine:
         return float("nan") if norm is None else float(norm)
 
     def _loss_scale(self) -> float:
-        return float(getattr(self.deepspeed.optimizer, "cur_scale", None) or 1.0) if self.model.fp16 else 1.0
+        return float(self.deepspeed.optimizer.cur_scale) if self.model.fp16 else 1.0
 
     def _clip_gradients(self) -> None:
         """Clips by the true global norm, in place of DeepSpeed's stage-0 clipping.
@@ -221,7 +245,8 @@ class Engine:
 
 def join_deepspeed() -> None:
     """Lets DeepSpeed use the process groups that the mesh opened; doing it twice changes nothing."""
-    # On CPU deepspeed would compile its shared-memory collectives here (half a minute, and a failure without a compiler).
+    # On CPU deepspeed would compile its shared-memory collectives here (half a minute, and a failure without a
+    # compiler).
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     for text in _HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=text)
@@ -257,8 +282,9 @@ def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimi
     ]
     if not all(group["params"] for group in groups):
         raise ConfigError(
-            "a pipeline stage holds no matrix or no bias/norm parameter, so its optimizer groups would differ from the other "
-            "stages'. Give every stage at least one transformer layer (--pipeline-model-parallel-size, --pp-partition-method)."
+            "a pipeline stage holds no matrix or no bias/norm parameter, so its optimizer groups would differ from the "
+            "other stages'. Give every stage at least one transformer layer (--pipeline-model-parallel-size, "
+            "--pp-partition-method)."
         )
     rate = optim.lr or 0.0
     if optim.optimizer == "adam":

@@ -1,4 +1,7 @@
-"""From layer specs and a mesh to the module DeepSpeed trains: a `PipelineModule` for several stages, one plain module for one."""
+"""From layer specs and a mesh to the module DeepSpeed trains.
+
+That is a `PipelineModule` for several stages, one plain module for one.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ from megatron.parallel.mesh import ParallelMesh
 def blocks_per_stage(num_layers: int, stages: int) -> list[int]:
     """How many transformer blocks each pipeline stage holds.
 
-    A remainder goes to the stages that carry nothing else: the inner ones first, then the first (embedding), the last (head)
-    never before the others.
+    A remainder goes to the stages that carry nothing else: the inner ones first, then the first (embedding), the last
+    (head) never before the others.
 
     Raises:
-        ConfigError: there are fewer blocks than stages; such a stage would lack an optimizer parameter group and DeepSpeed's
-            collectives would wait for it for ever.
+        ConfigError: there are fewer blocks than stages; such a stage would lack an optimizer parameter group and
+            DeepSpeed's collectives would wait for it for ever.
     """
     if num_layers < stages:
         raise ConfigError(

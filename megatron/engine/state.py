@@ -1,8 +1,9 @@
 """The fp32 weights and optimizer moments inside DeepSpeed, as named pieces.
 
-One walk (`fragments`) finds for every local parameter which flat range of it this rank holds and where its master weight and
-moments live, for every optimizer DeepSpeed may return. Saving and loading are two uses of that walk. The base optimizer's own
-state is addressed directly, so nothing depends on DeepSpeed's linking of fragments (which misses all groups but the first).
+One walk (`fragments`) finds for every local parameter which flat range of it this rank holds and where its master
+weight and moments live, for every optimizer DeepSpeed may return. Saving and loading are two uses of that walk. The
+base optimizer's own state is addressed directly, so nothing depends on DeepSpeed's linking of fragments (which misses
+all groups but the first).
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def refresh_weights(engine: Engine, update_count: int | None) -> None:
 
     Args:
         engine: the engine whose pieces were accepted.
-        update_count: optimizer updates that made the loaded moments (bias correction depends on it); None when only weights
-            were loaded, which starts the optimizer afresh.
+        update_count: optimizer updates that made the loaded moments (bias correction depends on it); None when only
+            weights were loaded, which starts the optimizer afresh.
     """
     for state in engine.optimizer.state.values():
         if torch.is_tensor(state.get("step")):

@@ -18,8 +18,8 @@ def save_run(run: Run, *, must_succeed: bool = False) -> None:
 
     Args:
         run: the run; its `saved_step` follows.
-        must_succeed: raise on the first storage failure. Otherwise one failed save is reported and training goes on; a second
-            one in a row ends it.
+        must_succeed: raise on the first storage failure. Otherwise one failed save is reported and training goes on; a
+            second one in a row ends it.
 
     Raises:
         StorageError: the file system refused; earlier checkpoints are intact.
@@ -46,6 +46,7 @@ def run_record(run: Run) -> dict[str, Any]:
     return {
         "progress": run.progress.to_json(),
         "optimizer_updates": run.engine.update_count,
+        "loss_scale": run.engine.loss_scale_state,
         "config": run.config.to_json(),
         "data_plan": run.plan.to_json(),
         "data": data_fingerprint(run.config.data) if run.mesh.world.rank == 0 else {},

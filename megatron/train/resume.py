@@ -24,7 +24,8 @@ def find_record(control: ControlConfig, mesh: ParallelMesh) -> Record | None:
     """The record of the checkpoint this run goes on from, None for a fresh start; collective over the mesh.
 
     Raises:
-        CheckpointError: `--load` holds nothing usable where something must be, or `--save` holds another run's checkpoints.
+        CheckpointError: `--load` holds nothing usable where something must be, or `--save` holds another run's
+            checkpoints.
     """
     if control.from_scratch:
         return None
@@ -37,7 +38,8 @@ def find_record(control: ControlConfig, mesh: ParallelMesh) -> Record | None:
         return found[0]
     if control.exit_on_missing_checkpoint:
         raise CheckpointError(
-            f"--load {control.load} holds no checkpoint and --exit-on-missing-checkpoint is set. Give the folder of an earlier run."
+            f"--load {control.load} holds no checkpoint and --exit-on-missing-checkpoint is set. Give the folder of an "
+            "earlier run."
         )
     log.info(f"Unable to find latest file at {Path(control.load) / 'latest'}: starting at iteration 0")
     return None
@@ -53,8 +55,9 @@ def check_tokenizer(control: ControlConfig, record: Record, tokenizer: Tokenizer
     if trained_with != tokenizer.fingerprint:
         raise CheckpointError(
             f"the checkpoint in {control.load} was trained with another tokenizer (fingerprint {trained_with[:12]}, "
-            f"{record['tokenizer']['vocab_size']} tokens) than this run's ({tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} "
-            "tokens): its ids would mean other words. Give the same --vocab-file, --merge-file or --tokenizer-name-or-path."
+            f"{record['tokenizer']['vocab_size']} tokens) than this run's ({tokenizer.fingerprint[:12]}, "
+            f"{tokenizer.vocab_size} tokens): its ids would mean other words. Give the same --vocab-file, --merge-file "
+            "or --tokenizer-name-or-path."
         )
 
 
@@ -65,8 +68,8 @@ def load_tensors(control: ControlConfig, engine: Engine, record: Record | None) 
     with_optimizer = not (control.finetune or control.no_load_optim)
     if with_optimizer and record["config"]["control"]["no_save_optim"]:
         raise CheckpointError(
-            f"the checkpoint in {control.load} was saved with --no-save-optim and holds no optimizer state. Resume with "
-            "--no-load-optim (the moments start from zero) or with --finetune."
+            f"the checkpoint in {control.load} was saved with --no-save-optim and holds no optimizer state. Resume "
+            "with --no-load-optim (the moments start from zero) or with --finetune."
         )
     loaded = load_newest(
         Path(str(control.load)), lambda: wanted_pieces(engine, with_optimizer=with_optimizer), engine.mesh
@@ -75,12 +78,15 @@ def load_tensors(control: ControlConfig, engine: Engine, record: Record | None) 
         raise CheckpointError(f"the checkpoint in {control.load} disappeared while it was being loaded. Start again.")
     found, path = loaded
     refresh_weights(engine, found["optimizer_updates"] if with_optimizer else None)
+    if with_optimizer:
+        engine.restore_loss_scale(found["loss_scale"])
     if control.finetune:
         log.info(f"finetuning the weights of {path} from iteration 0")
         return found, Progress()
     progress = Progress.from_json(found["progress"])
     log.info(
-        f"resumed {path}: iteration {progress.step}, {progress.consumed_samples} samples, {progress.consumed_tokens} tokens consumed"
+        f"resumed {path}: iteration {progress.step}, {progress.consumed_samples} samples, "
+        f"{progress.consumed_tokens} tokens consumed"
     )
     return found, progress
 
@@ -89,6 +95,7 @@ def _refuse_foreign_save(directory: str) -> None:
     candidates = find(Path(directory))
     if candidates:
         raise CheckpointError(
-            f"--save {directory} holds checkpoints already (newest: iteration {candidates[0].step}) and --load is not given. Add "
-            f"--load {directory} to go on from there, --from-scratch to overwrite them, or choose another folder."
+            f"--save {directory} holds checkpoints already (newest: iteration {candidates[0].step}) and --load is not "
+            f"given. Add --load {directory} to go on from there, --from-scratch to overwrite them, or choose another "
+            "folder."
         )
