@@ -259,7 +259,12 @@ def say(text: str) -> None:
 
 def python(threads: int, *words: object) -> list[str]:
     """A command of this interpreter, on the CPU with so many threads."""
-    settings = [f"OMP_NUM_THREADS={threads}", "DS_ACCELERATOR=cpu", "TOKENIZERS_PARALLELISM=false"]
+    settings = [
+        f"OMP_NUM_THREADS={threads}",
+        "OMP_WAIT_POLICY=passive",
+        "DS_ACCELERATOR=cpu",
+        "TOKENIZERS_PARALLELISM=false",
+    ]
     return ["env", *settings, sys.executable, *map(str, words)]
 
 
