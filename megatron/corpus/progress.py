@@ -25,7 +25,7 @@ class Progress:
         total_bytes: int | None,
         every_documents: int,
         write_line: Callable[[str], None],
-        write_bar: Callable[[str], None] | None = None,
+        write_bar: Callable[[str], object] | None = None,
     ) -> None:
         self.documents = 0
         self.text_bytes = 0

@@ -1,4 +1,7 @@
-"""Validation and test losses: the same first samples every time, weighted by tokens, without touching training state."""
+"""Validation and test losses.
+
+They see the same first samples every time, are weighted by tokens, and touch no training state.
+"""
 
 from __future__ import annotations
 

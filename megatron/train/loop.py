@@ -78,6 +78,7 @@ def check_numbers(run: Run, loss: float, gradient_norm: float) -> None:
     if run.config.model.fp16 or (math.isfinite(loss) and math.isfinite(gradient_norm)):
         return
     raise NumericsError(
-        f"iteration {run.progress.step}: loss {loss}, gradient norm {gradient_norm}. The weights are no longer usable and were not "
-        "saved; resume from the last checkpoint with a lower --lr, a longer warm-up or --skip-train-iteration-range."
+        f"iteration {run.progress.step}: loss {loss}, gradient norm {gradient_norm}. The weights are no longer usable "
+        "and were not saved; resume from the last checkpoint with a lower --lr, a longer warm-up or "
+        "--skip-train-iteration-range."
     )

@@ -15,8 +15,8 @@ from megatron.train.progress import Progress, global_batch_size
 class SkipRanges:
     """Ranges of iterations whose data is not trained on, sorted and merged where they overlap.
 
-    The numbering goes on without a gap: iteration A is trained next, on the data of iteration B + 1. Unlike upstream's, a range
-    passes over whole global batches and moves the consumed samples, so a later resume is right.
+    The numbering goes on without a gap: iteration A is trained next, on the data of iteration B + 1. Unlike upstream's,
+    a range passes over whole global batches and moves the consumed samples, so a later resume is right.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
@@ -38,7 +38,10 @@ class SkipRanges:
         return sum(last - first + 1 for first, last in self.ranges)
 
     def passed(self, progress: Progress, optim: OptimConfig, sequence_length: int) -> Progress:
-        """Progress after the data of a range that starts at the next iteration was passed over; unchanged if none does."""
+        """Progress after the data of a range that starts at the next iteration was passed over.
+
+        Unchanged if none does.
+        """
         for first, last in self.ranges:
             if first != progress.step + 1:
                 continue

@@ -14,6 +14,12 @@ from tests.parity.reference import Recipe, batch_mask, batch_tokens
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 
 
+def layout_name(layout: tuple[int, int, int]) -> str:
+    """How a layout is named in a test's id."""
+    tp, pp, dp = layout
+    return f"tp{tp}-pp{pp}-dp{dp}"
+
+
 def legal_zero_stages(pp: int) -> list[int]:
     """The ZeRO stages DeepSpeed runs at a pipeline size."""
     return [0, 1] if pp > 1 else [0, 1, 2, 3]

@@ -1,7 +1,8 @@
-"""The yardstick: the same GPT and the same optimisation in plain PyTorch, without DeepSpeed, process groups or our layers.
+"""The yardstick: the same GPT and the same optimisation in plain PyTorch.
 
-Weights come in as a dict of global names, so that the reference starts where the layouts start. Everything is written the
-simplest way; nothing here is shared with the code under test.
+There is no DeepSpeed here, there are no process groups and none of our layers. Weights come in as a dict of global
+names, so that the reference starts where the layouts start. Everything is written the simplest way; nothing here is
+shared with the code under test.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def batch_tokens(recipe: Recipe, step: int) -> torch.Tensor:
 
 
 def batch_mask(recipe: Recipe, step: int, uneven: bool) -> torch.Tensor:
-    """Loss mask of one global batch; uneven masks count very different numbers of tokens per sample. Shape: [global batch, s]."""
+    """Loss mask of one global batch; uneven masks count very different numbers of tokens per sample.
+
+    Shape: [global batch, s].
+    """
     mask = torch.ones(recipe.global_batch_size, recipe.sequence_length)
     if uneven:
         generator = torch.Generator().manual_seed(2000 + step)

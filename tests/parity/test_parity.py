@@ -9,7 +9,7 @@ import pytest
 from megatron.model.gpt import build_dense
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.ranks import run_ranks
-from tests.parity.layouts import LAYOUTS, layout_config, legal_zero_stages, train_layouts
+from tests.parity.layouts import LAYOUTS, layout_config, layout_name, legal_zero_stages, train_layouts
 from tests.parity.reference import Recipe, train_reference
 
 RECIPE = Recipe()
@@ -44,7 +44,7 @@ def test_recipe_is_demanding(reference):
     assert max(norms) > RECIPE.clip, "clipping must be active"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "tp%d-pp%d-dp%d" % layout)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_fp32_layout_equals_reference(layout, reference):
     tp, pp, dp = layout
     curves = run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, legal_zero_stages(pp), [], False, 7)
@@ -53,9 +53,7 @@ def test_fp32_layout_equals_reference(layout, reference):
             check_curve(curve, reference, f"rank {rank}, ZeRO-{stage}")
 
 
-@pytest.mark.parametrize(
-    "layout", [(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], ids=lambda layout: "tp%d-pp%d-dp%d" % layout
-)
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], ids=layout_name)
 def test_uneven_masks_weigh_tokens_not_micro_batches(layout):
     # Uneven masks make single steps noisier; a calmer rate keeps rounding differences from growing through Adam.
     recipe = dataclasses.replace(RECIPE, learning_rate=2.0e-3)
@@ -64,7 +62,7 @@ def test_uneven_masks_weigh_tokens_not_micro_batches(layout):
     check_curve(curves[0][1], expected, "uneven masks")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "tp%d-pp%d-dp%d" % layout)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_bf16_layout_stays_near_reference(layout, reference):
     tp, pp, dp = layout
     curves = run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, legal_zero_stages(pp)[1:], ["--bf16"])

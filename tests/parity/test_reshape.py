@@ -1,4 +1,7 @@
-"""Any layout loads any other: what is in a checkpoint does not depend on who wrote it, and training goes on the same."""
+"""Any layout loads any other.
+
+What is in a checkpoint does not depend on who wrote it, and training goes on the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Real processes under a real launcher, killed and told to stop: nothing saved is lost, and what goes on is the same run."""
+"""Real processes under a real launcher, killed and told to stop.
+
+Nothing saved is lost, and what goes on is the same run.
+"""
 
 from __future__ import annotations
 
