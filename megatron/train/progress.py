@@ -195,6 +195,9 @@ def planned_samples(
 ) -> tuple[int, int, int]:
     """Samples that training, validation and test want over the whole run; what the index files are built for.
 
+    Every evaluation sees the same first samples, so it needs those of one evaluation only (upstream walks on through its
+    validation data and plans for all of them).
+
     Validation gets upstream's number, enough for fresh data at every evaluation, although each evaluation here reads
     the first samples again: so the index files are upstream's.
 
@@ -210,8 +213,7 @@ def planned_samples(
         train = optim.train_samples
     else:
         train = progress.consumed_samples + max(0, iterations - progress.step) * batch
-    evaluations = iterations // control.eval_interval + 1 if control.eval_interval else 1
-    return train, evaluations * control.eval_iters * batch, control.eval_iters * batch
+    return train, control.eval_iters * batch, control.eval_iters * batch
 
 
 def _full_batch(optim: OptimConfig) -> int:

@@ -191,10 +191,10 @@ def test_samples_end_a_run_in_sample_mode() -> None:
     assert [is_done(optim, Progress(step, step * 8)) for step in range(4)] == [False, False, True, True]
 
 
-def test_planned_samples_are_upstreams() -> None:
+def test_planned_samples() -> None:
     control = control_config(eval_interval=4, eval_iters=3)
-    assert planned_samples(optim_config(train_iters=10), control) == (80, 3 * 3 * 8, 3 * 8)
-    assert planned_samples(optim_config(train_samples=83), control) == (83, 3 * 3 * 8, 3 * 8)
+    assert planned_samples(optim_config(train_iters=10), control) == (80, 3 * 8, 3 * 8)
+    assert planned_samples(optim_config(train_samples=83), control) == (83, 3 * 8, 3 * 8)
     assert planned_samples(optim_config(train_iters=10), control_config(eval_iters=0)) == (80, 0, 0)
 
 
