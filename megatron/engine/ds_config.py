@@ -28,7 +28,7 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     two equal already; what is left to refuse are the parts that this framework does itself.
 
     Raises:
-        ConfigError: the file sets something that is done here.
+        ConfigError: the file sets something that is done here, or has a value where an object belongs.
     """
     path = config.parallel.deepspeed_config
     if path is None:
@@ -40,9 +40,14 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
         if _is_active(extra.get(key))
     ]
     problems += _accumulation_problems(config, extra)
+    base = _base(config)
+    problems += [
+        f'--deepspeed_config {path}: "{key}" is {extra[key]!r} there. It must be an object, or be left out.'
+        for key, ours in base.items()
+        if isinstance(ours, dict) and extra.get(key, "auto") != "auto" and not isinstance(extra[key], Mapping)
+    ]
     if problems:
         raise ConfigError(problems)
-    base = _base(config)
     merged = _merge(base, extra)
     for place in GOVERNED:
         _keep(merged, base, place)
@@ -103,7 +108,7 @@ def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
         if value == "auto" or key == "gradient_accumulation_steps":
             continue
         ours = merged.get(key)
-        merged[key] = _merge(ours, value) if isinstance(ours, dict) and isinstance(value, Mapping) else value
+        merged[key] = _merge(ours if isinstance(ours, dict) else {}, value) if isinstance(value, Mapping) else value
     return merged
 
 

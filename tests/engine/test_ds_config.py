@@ -1,0 +1,177 @@
+"""What DeepSpeed is told for each dtype and ZeRO stage, and what its own file may add."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
+from megatron.engine.ds_config import deepspeed_config
+from megatron.errors import ConfigError
+from tests.config.command_lines import small
+
+# The small command line: micro-batches of 2, a global batch of 8.
+COMMON = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 2**31 - 1,
+    "wall_clock_breakdown": False,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+FP16 = {
+    "enabled": True,
+    "loss_scale": 0,
+    "initial_scale_power": 32,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1.0,
+}
+
+
+def run(text: str = "", world_size: int = 1) -> RunConfig:
+    """The small command line, resolved on a machine that can do every dtype."""
+    return resolve(small(text), Machine("cpu", world_size, True, True), TokenizerFacts(1000, 999, "f"))
+
+
+def written(folder: Path, content: Any) -> str:
+    """The flag that names a DeepSpeed file with this content."""
+    path = folder / "ds.json"
+    path.write_text(json.dumps(content))
+    return f"--deepspeed_config {shlex.quote(str(path))}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_float32(stage: int) -> None:
+    assert deepspeed_config(run(f"--zero-stage {stage}")) == {**COMMON, "zero_optimization": {"stage": stage}}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16(stage: int) -> None:
+    accumulation = {"data_types": {"grad_accum_dtype": "fp32"}} if stage == 1 else {}
+    expected = {**COMMON, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, **accumulation}
+    assert deepspeed_config(run(f"--bf16 --zero-stage {stage}")) == expected
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_float16(stage: int) -> None:
+    expected = {**COMMON, "zero_optimization": {"stage": stage}, "fp16": FP16}
+    assert deepspeed_config(run(f"--fp16 --zero-stage {stage}")) == expected
+
+
+@pytest.mark.parametrize("dtype", ["--bf16", "--fp16"])
+def test_half_precision_without_zero_runs_as_stage_one(dtype: str) -> None:
+    assert deepspeed_config(run(f"{dtype} --zero-stage 0")) == deepspeed_config(run(f"{dtype} --zero-stage 1"))
+
+
+def test_loss_scale_flags() -> None:
+    flags = "--fp16 --initial-loss-scale 65536 --min-loss-scale 2 --loss-scale-window 50 --hysteresis 4"
+    assert deepspeed_config(run(flags))["fp16"] == {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 50,
+        "hysteresis": 4,
+        "min_loss_scale": 2.0,
+    }
+    assert deepspeed_config(run("--fp16 --loss-scale 128"))["fp16"]["loss_scale"] == 128
+
+
+def test_batch_and_clipping_flags() -> None:
+    settings = deepspeed_config(run("--micro-batch-size 1 --global-batch-size 6 --clip-grad 0", world_size=2))
+    assert settings["train_batch_size"] == 6
+    assert settings["train_micro_batch_size_per_gpu"] == 1
+    assert settings["gradient_clipping"] == 0.0
+
+
+def test_a_file_adds_and_objects_are_merged(tmp_path: Path) -> None:
+    flag = written(
+        tmp_path,
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}, "wall_clock_breakdown": True, "comms_logger": {}},
+    )
+    assert deepspeed_config(run(flag)) == {
+        **COMMON,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 7},
+        "wall_clock_breakdown": True,
+        "comms_logger": {},
+    }
+
+
+def test_auto_means_ours_at_every_depth(tmp_path: Path) -> None:
+    content = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": "auto"},
+        "bf16": "auto",
+    }
+    assert deepspeed_config(run(written(tmp_path, content))) == {
+        **COMMON,
+        "zero_optimization": {"stage": 1},
+        "fp16": {},
+    }
+
+
+def test_governed_settings_of_a_file_arrive_once_and_consistently(tmp_path: Path) -> None:
+    content = {
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12},
+    }
+    settings = deepspeed_config(run(written(tmp_path, content)))
+    assert settings["gradient_clipping"] == 0.5
+    assert settings["fp16"] == {**FP16, "initial_scale_power": 12}
+    assert "gradient_accumulation_steps" not in settings
+
+
+def test_the_stage_that_runs_wins_over_the_stage_that_was_asked_for(tmp_path: Path) -> None:
+    flag = written(tmp_path, {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}})
+    assert deepspeed_config(run(flag))["zero_optimization"] == {"stage": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ({"optimizer": {"type": "Lamb"}}, r'ds.json: "optimizer" cannot be set here: .*--optimizer.*Remove it'),
+        ({"scheduler": {"type": "WarmupLR"}}, r'ds.json: "scheduler" cannot be set here: .*--lr-decay-style'),
+        ({"curriculum_learning": {"enabled": True}}, r'"curriculum_learning" cannot be set here: .*not supported'),
+        ({"data_efficiency": {"enabled": True}}, r'"data_efficiency" cannot be set here: the data order'),
+        (
+            {"gradient_accumulation_steps": 3},
+            r'"gradient_accumulation_steps" is 3 there, but a global batch of 8 in micro-batches of 2 on 1 replicas '
+            r"makes 4\. Remove the entry or change --global-batch-size to 6",
+        ),
+        ({"zero_optimization": True}, r'ds.json: "zero_optimization" is True there\. It must be an object'),
+    ],
+)
+def test_what_is_done_here_cannot_be_set_there(tmp_path: Path, content: dict[str, Any], sentence: str) -> None:
+    config = run(written(tmp_path, content))
+    with pytest.raises(ConfigError, match=sentence):
+        deepspeed_config(config)
+
+
+def test_all_refusals_come_together(tmp_path: Path) -> None:
+    content = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "x"}, "gradient_accumulation_steps": 2}
+    config = run(written(tmp_path, content))
+    with pytest.raises(ConfigError) as caught:
+        deepspeed_config(config)
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize("section", ["curriculum_learning", "data_efficiency"])
+def test_a_section_that_is_switched_off_is_no_refusal(tmp_path: Path, section: str) -> None:
+    deepspeed_config(run(written(tmp_path, {section: {"enabled": False}, "optimizer": {}})))
+
+
+def test_accumulation_counts_the_replicas(tmp_path: Path) -> None:
+    flag = written(tmp_path, {"gradient_accumulation_steps": 2})
+    assert deepspeed_config(run(flag, world_size=2))["train_batch_size"] == 8
+    config = run(flag, world_size=4)
+    with pytest.raises(ConfigError, match=r"on 4 replicas makes 1\..*change --global-batch-size to 16"):
+        deepspeed_config(config)
