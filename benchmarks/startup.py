@@ -1,0 +1,103 @@
+"""Seconds from the command to the first logged iteration: plain `python pretrain_gpt.py`, one process on the CPU.
+
+    python benchmarks/startup.py
+
+One JSON line a figure. The data are prepared before the clock starts; the index cache is cold in the first run and warm
+in the others. `import_torch_and_deepspeed` is the part of it that no program of this kind can avoid.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.figures import print_figure, quickstart_data
+from megatron import log
+from megatron.config.flags import Area, flag, parse_flags
+
+ROOT = Path(__file__).resolve().parent.parent
+FIRST_ITERATION = " iteration        1/"
+
+
+@dataclass(frozen=True)
+class StartupFlags(Area):
+    """Flags of this program."""
+
+    repeats: int = flag(5, "starts with a warm index cache, after a cold one", at_least=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Starts the trainer several times and prints the figures."""
+    words = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(StartupFlags, words, prog="startup.py", description=__doc__ or "")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        demo = quickstart_data(folder)
+
+        def start(number: int) -> float:
+            command = [*demo.training_flags(f"run{number}"), "--micro-batch-size", 1, "--log-interval", 1]
+            return seconds_to_first_iteration(command)
+
+        cold = start(0)
+        warm = [start(number + 1) for number in range(flags.repeats)]
+        imports = [seconds_of_imports() for _ in range(flags.repeats)]
+        refused = [seconds_to_refuse() for _ in range(flags.repeats)]
+    print_figure("startup", "seconds_to_first_iteration", statistics.median(warm), "s", spread=(min(warm), max(warm)))
+    print_figure("startup", "seconds_to_first_iteration_cold_cache", cold, "s")
+    print_figure("startup", "import_torch_and_deepspeed", statistics.median(imports), "s")
+    print_figure("startup", "seconds_to_refuse_a_wrong_flag", statistics.median(refused), "s")
+    return 0
+
+
+def seconds_to_first_iteration(flags: Sequence[object]) -> float:
+    """Starts the trainer, waits for the line of its first iteration, and ends it.
+
+    Raises:
+        RuntimeError: it ended without one.
+    """
+    started_at = time.perf_counter()
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *map(str, flags)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        try:
+            for line in process.stdout or ():
+                if line.startswith(FIRST_ITERATION):
+                    return time.perf_counter() - started_at
+        finally:
+            process.kill()
+        raise RuntimeError(f"the trainer logged no iteration:\n{process.stderr.read() if process.stderr else ''}")
+
+
+def seconds_of_imports() -> float:
+    """How long a bare interpreter takes to load torch and DeepSpeed."""
+    started_at = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-c", "import torch, deepspeed"], check=True, capture_output=True, env=environment()
+    )
+    return time.perf_counter() - started_at
+
+
+def seconds_to_refuse() -> float:
+    """How long a misspelt flag takes to be refused."""
+    started_at = time.perf_counter()
+    subprocess.run([sys.executable, str(ROOT / "pretrain_gpt.py"), "--num-layer", "2"], capture_output=True)
+    return time.perf_counter() - started_at
+
+
+def environment() -> dict[str, str]:
+    """One thread, on the CPU."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

@@ -1,0 +1,124 @@
+"""Tokens per second of one process of ours, next to the same model in plain PyTorch, in turns within one run.
+
+    python benchmarks/train_cpu.py
+
+One JSON line a figure. Both train the model of examples/quickstart.sh (dropout 0, fp32, AdamW, clipping) with the same
+number of threads. Ours is the whole step: reading the batch, DeepSpeed, the loss of the step. The plain loop is written
+as one would write it for speed: fused attention, fused AdamW, one matrix product for query, key and value.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.figures import print_figure, quickstart_data
+from megatron import log
+from megatron.config import RunConfig, parse
+from megatron.config.flags import Area, flag, parse_flags
+
+if TYPE_CHECKING:
+    from benchmarks.plain_gpt import PlainTraining
+    from megatron.train.build import Run
+
+
+@dataclass(frozen=True)
+class TrainFlags(Area):
+    """Flags of this program."""
+
+    rounds: int = flag(8, "turns of each", at_least=2)
+    steps: int = flag(3, "steps in a turn", at_least=1)
+    micro_batch_size: int = flag(8, "samples per forward pass, of a global batch of 8", at_least=1, at_most=8)
+    threads: int = flag(1, "threads of each process", at_least=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains both in turns and prints the figures."""
+    words = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(TrainFlags, words, prog="train_cpu.py", description=__doc__ or "")
+    os.environ.update(OMP_NUM_THREADS=str(flags.threads), DS_ACCELERATOR="cpu")
+
+    import torch
+
+    from benchmarks.plain_gpt import PlainTraining
+    from megatron.train.build import open_run
+
+    torch.set_num_threads(flags.threads)
+    with tempfile.TemporaryDirectory() as name:
+        config = training_config(Path(name), flags)
+        with open_run(config) as run:
+            if run is None:
+                return 1
+            plain = PlainTraining(run.config.model, run.config.optim)
+            rates = in_turns(flags, run, plain)
+    tokens = run.config.optim.global_batch_size * run.config.model.seq_length
+    settings = {"tokens_per_step": tokens, "micro_batch_size": flags.micro_batch_size, "threads": flags.threads}
+    for name, found in rates.items():
+        spread = (min(found), max(found))
+        print_figure(
+            "train_cpu", f"{name}_tokens_per_second", statistics.median(found), "tokens/s", spread=spread, **settings
+        )
+    ratios = [ours / theirs for ours, theirs in zip(rates["ours"], rates["plain"], strict=True)]
+    print_figure(
+        "train_cpu", "ratio_to_plain", statistics.median(ratios), "ratio", spread=(min(ratios), max(ratios)), **settings
+    )
+    return 0
+
+
+def training_config(folder: Path, flags: TrainFlags) -> RunConfig:
+    """The model and data of quickstart, without dropout and without saving."""
+    demo = quickstart_data(folder)
+    words = [str(word) for word in demo.training_flags("run")]
+    for option in ("--save", "--load", "--save-interval"):
+        position = words.index(option)
+        del words[position : position + 2]
+    return parse(
+        [*words, "--hidden-dropout", "0", "--micro-batch-size", str(flags.micro_batch_size), "--train-iters", "100000"]
+    )
+
+
+def in_turns(flags: TrainFlags, run: Run, plain: PlainTraining) -> dict[str, list[float]]:
+    """Tokens per second of every turn; the first turn of each warms up and is left out."""
+    from megatron.train.progress import learning_rate
+
+    def ours() -> None:
+        rate = learning_rate(run.config.optim, run.progress.consumed_samples)
+        step = run.engine.train_batch(run.train_batches(), rate)
+        run.progress = run.progress.after(
+            step.sample_count, step.sample_count * run.config.model.seq_length, step.skipped
+        )
+
+    batches = [list(run.train_batches())]
+
+    def theirs() -> None:
+        plain.step(batches[0], 1e-3)
+
+    rates: dict[str, list[float]] = {"ours": [], "plain": []}
+    for turn in range(flags.rounds + 1):
+        for name, step in (("ours", ours), ("plain", theirs)) if turn % 2 else (("plain", theirs), ("ours", ours)):
+            rate = timed(step, flags.steps, run)
+            if turn:
+                rates[name].append(rate)
+    return rates
+
+
+def timed(step: Callable[[], Any], steps: int, run: Run) -> float:
+    """Tokens per second of some steps."""
+    started_at = time.perf_counter()
+    for _ in range(steps):
+        step()
+    seconds = time.perf_counter() - started_at
+    return steps * run.config.optim.global_batch_size * run.config.model.seq_length / seconds
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
