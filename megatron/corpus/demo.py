@@ -33,6 +33,7 @@ _LEFT_OUT_FOLDERS = frozenset(
         "test_lib2to3",
         "bad",
         "encoded_modules",
+        "encodings",  # tables of code points: they crowd out prose and code
     }
 )
 
