@@ -1,0 +1,161 @@
+"""When a run is saved, what its record holds, and what a refusing disk does to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron import __version__
+from megatron.errors import StorageError
+from megatron.parallel.mesh import Axis, ParallelMesh
+from megatron.train import checkpoints
+from megatron.train.checkpoints import run_record, save_run
+from megatron.train.progress import Progress
+from tests.train.samples import control_config
+
+
+class Disk:
+    """Stands for `checkpoint.save`: remembers the calls and refuses as often as it was told."""
+
+    def __init__(self) -> None:
+        self.refusals = 0
+        self.steps: list[int] = []
+        self.calls: list[tuple[Any, ...]] = []
+
+    def save(self, directory: Path, step: int, pieces: Any, record: Any, mesh: Any, *, lock: Any) -> None:
+        self.calls.append((directory, pieces, record, lock))
+        if self.refusals:
+            self.refusals -= 1
+            raise StorageError(f"cannot write {directory}: No space left on device.")
+        self.steps.append(step)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    fake = Disk()
+    monkeypatch.setattr(checkpoints, "save", fake.save)
+    monkeypatch.setattr(checkpoints, "owned_pieces", lambda engine, *, with_optimizer: ("pieces", with_optimizer))
+    monkeypatch.setattr(checkpoints, "data_fingerprint", lambda data: {"of": data})
+    return fake
+
+
+def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
+    """As much of a run as saving looks at."""
+    mesh = dataclasses.replace(ParallelMesh.single(), world=Axis("world", rank, 2, (0, 1), None))
+    return SimpleNamespace(
+        config=SimpleNamespace(
+            control=control_config(**{"save": "checkpoints", "save_interval": 2, **control}),
+            data="data",
+            to_json=lambda: {"config": 1},
+        ),
+        engine=SimpleNamespace(update_count=step - 1, loss_scale_state={"cur_scale": 2.0}),
+        mesh=mesh,
+        lock="lock",
+        plan=SimpleNamespace(to_json=lambda: {"plan": 1}),
+        tokenizer=SimpleNamespace(fingerprint="f", vocab_size=600, name="GPT2BPE"),
+        progress=Progress(step, 8 * step, 80 * step),
+        saved_step=None,
+        failed_saves=0,
+    )
+
+
+def test_a_step_is_saved_once(disk: Disk) -> None:
+    run = run_at(4)
+    save_run(run)
+    save_run(run, must_succeed=True)
+    assert disk.steps == [4]
+    assert run.saved_step == 4
+    directory, pieces, record, lock = disk.calls[0]
+    assert (directory, pieces, lock) == (Path("checkpoints"), ("pieces", True), "lock")
+    assert record == run_record(run)
+
+
+def test_a_step_that_was_loaded_is_not_saved_again(disk: Disk) -> None:
+    run = run_at(4)
+    run.saved_step = 4
+    save_run(run)
+    assert disk.calls == []
+
+
+def test_without_a_folder_nothing_is_saved(disk: Disk) -> None:
+    save_run(run_at(4, save=None, save_interval=None), must_succeed=True)
+    assert disk.calls == []
+
+
+def test_the_optimizer_can_be_left_out(disk: Disk) -> None:
+    save_run(run_at(4, no_save_optim=True))
+    assert disk.calls[0][1] == ("pieces", False)
+
+
+def test_one_failed_save_is_reported_and_training_goes_on(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_at(4)
+    disk.refusals = 1
+    save_run(run)
+    said = capsys.readouterr().err
+    assert "cannot write checkpoints: No space left on device." in said
+    assert "Training goes on; the next save is tried at the next --save-interval." in said
+    assert (run.saved_step, run.failed_saves) == (None, 1)
+    run.progress = Progress(6, 48, 480)
+    save_run(run)
+    assert (disk.steps, run.saved_step, run.failed_saves) == ([6], 6, 0)
+
+
+def test_one_rank_reports_a_failed_save(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_at(4, rank=1)
+    disk.refusals = 1
+    save_run(run)
+    assert capsys.readouterr().err == ""
+    assert run.failed_saves == 1
+
+
+def test_the_second_failure_in_a_row_ends_the_run(disk: Disk) -> None:
+    run = run_at(4)
+    disk.refusals = 2
+    save_run(run)
+    with pytest.raises(StorageError, match="cannot write checkpoints: No space left"):
+        save_run(run)
+
+
+def test_failures_that_are_not_in_a_row_do_not_add_up(disk: Disk) -> None:
+    run = run_at(2)
+    for step in (2, 4, 6, 8):
+        run.progress = Progress(step, 8 * step, 80 * step)
+        disk.refusals = 1 if step in (2, 6) else 0
+        save_run(run)
+    assert disk.steps == [4, 8]
+
+
+def test_the_last_save_must_succeed(disk: Disk) -> None:
+    disk.refusals = 1
+    with pytest.raises(StorageError, match="cannot write checkpoints: No space left"):
+        save_run(run_at(4), must_succeed=True)
+
+
+def test_other_errors_are_not_taken_for_a_full_disk(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **keywords: Any) -> None:
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(checkpoints, "save", broken)
+    with pytest.raises(ValueError, match="a mistake of ours"):
+        save_run(run_at(4))
+
+
+def test_the_record_holds_all_that_is_no_tensor(disk: Disk) -> None:
+    assert run_record(run_at(4)) == {
+        "progress": {"step": 4, "consumed_samples": 32, "consumed_tokens": 320, "skipped_steps": 0},
+        "optimizer_updates": 3,
+        "loss_scale": {"cur_scale": 2.0},
+        "config": {"config": 1},
+        "data_plan": {"plan": 1},
+        "data": {"of": "data"},
+        "tokenizer": {"fingerprint": "f", "vocab_size": 600, "name": "GPT2BPE"},
+        "program": {"version": __version__},
+    }
+
+
+def test_one_rank_looks_at_the_data_files(disk: Disk) -> None:
+    assert run_record(run_at(4, rank=1))["data"] == {}
