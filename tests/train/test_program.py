@@ -47,13 +47,14 @@ LAYOUTS = {
     "dp2-zero3": (2, {"zero_stage": 3, "micro_batch_size": 1}),
     "pp2": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}),
     "recompute": (1, {"micro_batch_size": 4}),
+    "recompute-pp2": (2, {"pipeline_model_parallel_size": 2, "micro_batch_size": 2}),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_hidden_dropout_is_the_same_in_every_layout(corpus: TinyCorpus, tmp_path: Path, name: str) -> None:
     world, changes = LAYOUTS[name]
-    more = ["--checkpoint-activations"] if name == "recompute" else []
+    more = ["--checkpoint-activations"] if name.startswith("recompute") else []
     settings = {"hidden_dropout": 0.2, "attention_dropout": 0, "train_iters": 5}
     assert train(corpus.flags(run_dir=tmp_path / "one" / "run", **settings))[0] == 0
     assert train(corpus.flags(*more, run_dir=tmp_path / "other" / "run", **settings, **changes), world)[0] == 0
