@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from torch import nn
 
@@ -62,7 +64,7 @@ def named(*names: str) -> list[LayerSpec]:
 def test_bounds_keep_embeddings_first_and_the_head_last() -> None:
     specs = gpt_layers(model_config(num_layers=5), ParallelMesh.single())
     bounds = stage_bounds(specs, 3)
-    stages = [[spec.name for spec in specs[a:b]] for a, b in zip(bounds, bounds[1:], strict=False)]
+    stages = [[spec.name for spec in specs[a:b]] for a, b in pairwise(bounds)]
     assert stages == [
         ["embedding.word_embeddings", "embedding.position_embeddings", "decoder.layers.0", "decoder.layers.1"],
         ["decoder.layers.2", "decoder.layers.3"],

@@ -59,13 +59,13 @@ def test_a_missing_checkpoint_starts_fresh_and_says_so(tmp_path: Path, capsys: p
 
 def test_a_missing_checkpoint_can_be_an_error(tmp_path: Path) -> None:
     control = control_config(load=str(tmp_path), exit_on_missing_checkpoint=True)
-    with pytest.raises(CheckpointError, match=f"--load {tmp_path} holds no checkpoint and --exit-on-missing-checkpoint"):
+    with pytest.raises(CheckpointError, match=f"--load {tmp_path} holds no checkpoint and --exit-on-missing"):
         find_record(control, MESH)
 
 
 def test_saving_over_another_run_is_refused(tmp_path: Path) -> None:
     control = control_config(save=str(saved(tmp_path / "c", 6)), save_interval=1)
-    sentence = rf"--save {tmp_path}/c holds checkpoints already \(newest: iteration 6\).*--load {tmp_path}/c.*--from-scr"
+    sentence = rf"--save {tmp_path}/c holds checkpoints already \(newest: iteration 6\).*--load {tmp_path}/c.*--from"
     with pytest.raises(CheckpointError, match=sentence):
         find_record(control, MESH)
 

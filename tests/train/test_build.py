@@ -1,0 +1,131 @@
+"""What a run answers by itself, and what is settled before anything expensive starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config import Machine, TokenizerFacts, resolve
+from megatron.config.run import AREAS
+from megatron.data.loader import BatchOptions
+from megatron.data.split_datasets import SplitDatasets
+from megatron.parallel.mesh import ParallelMesh
+from megatron.train.build import Run, flat_arguments, open_run, parameter_counts
+from megatron.train.progress import Progress
+from megatron.train.skip import SkipRanges
+from megatron.train.stop import Verdict
+from tests.config.command_lines import small
+
+
+class Numbers:
+    """A data set whose sample `i` is the tokens i, i + 1, ..."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.arange(index, index + 5, dtype=np.int64)
+
+
+def run_of(text: str = "", *, train: Any = None, progress: Progress | None = None, **parts: Any) -> Run:
+    """A run without an engine, micro-batches of 2 and a global batch of 8."""
+    config = resolve(small(text), Machine("cpu", 1, False, True), TokenizerFacts(1000, 999, "f"))
+    nothing: Any = None
+    return Run(
+        config=config,
+        mesh=ParallelMesh.single(),
+        tokenizer=nothing,
+        engine=nothing,
+        datasets=SplitDatasets(train, {"valid": "v"}, {"test": "t"}),
+        plan=nothing,
+        options=BatchOptions(eod_id=999, vocab_size=1000),
+        report=nothing,
+        rules=parts.get("rules", nothing),
+        lock=None,
+        skips=parts.get("skips", SkipRanges()),
+        progress=progress or Progress(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "interval", "is_due"),
+    [(4, 2, True), (3, 2, False), (5, None, False), (6, 1, True)],
+)
+def test_what_happens_every_so_many_steps(step: int, interval: int | None, is_due: bool) -> None:
+    assert run_of(progress=Progress(step)).is_due(interval) is is_due
+
+
+def test_a_run_is_done_when_its_iterations_are() -> None:
+    assert not run_of("--train-iters 3", progress=Progress(2)).is_done
+    assert run_of("--train-iters 3", progress=Progress(3)).is_done
+
+
+def test_a_run_without_training_data_does_not_train() -> None:
+    with pytest.raises(RuntimeError, match="a run without training data does not train"):
+        run_of().train_batches()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_follow_the_consumed_samples(workers: int) -> None:
+    run = run_of(f"--num-workers {workers}", train=Numbers())
+    seen = []
+    for consumed in (0, 8, 16, 40):  # the last one jumps, as a skipped range does
+        run.progress = Progress(0, consumed)
+        seen.append([batch.tokens[:, 0].tolist() for batch in run.train_batches()])
+    run.close()
+    assert seen == [[[start + i, start + i + 1] for i in (0, 2, 4, 6)] for start in (0, 8, 16, 40)]
+
+
+def test_skipping_moves_the_progress() -> None:
+    run = run_of(skips=SkipRanges(((1, 2),)))
+    run.skip_unwanted_data()
+    assert run.progress == Progress(0, 16, 16 * 32)
+
+
+def test_the_verdict_of_one_rank_is_the_verdict() -> None:
+    run = run_of(rules=SimpleNamespace(verdict=lambda step: Verdict.SIGNAL if step == 4 else Verdict.GO_ON))
+    assert run.should_stop() is Verdict.GO_ON
+    run.progress = Progress(4)
+    assert run.should_stop() is Verdict.SIGNAL
+
+
+def test_the_groups_of_a_split() -> None:
+    assert run_of().evaluation_datasets("valid") == {"valid": "v"}
+    assert run_of().evaluation_datasets("test") == {"test": "t"}
+
+
+def test_closing_a_run_that_read_nothing() -> None:
+    run_of().close()
+
+
+def test_every_argument_is_logged_under_its_own_name() -> None:
+    fields = [field.name for area in AREAS.values() for field in dataclasses.fields(area)]
+    assert len(fields) == len(set(fields)), "two areas use one name, and one of them would be lost"
+    arguments = flat_arguments(run_of().config)
+    assert set(arguments) == set(fields)
+    assert (arguments["hidden_size"], arguments["micro_batch_size"], arguments["world_size"]) == (64, 2, 1)
+
+
+def test_parameters_are_counted_with_and_without_embeddings() -> None:
+    counted = [
+        ("embedding.word_embeddings.weight", 100),
+        ("embedding.position_embeddings.weight", 20),
+        ("decoder.layers.0.mlp.linear_fc1.weight", 7),
+    ]
+    engine: Any = SimpleNamespace(mesh=ParallelMesh.single(), counted_parameters=lambda: iter(counted))
+    assert parameter_counts(engine) == (127, 7)
+
+
+def test_a_kill_switch_that_is_on_keeps_everything_from_starting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    switch = tmp_path / "stop"
+    switch.touch()
+    with open_run(small(f"--kill-switch-path {switch}")) as run:
+        assert run is None
+    assert capsys.readouterr().out == f"Detected kill switch at {switch}. Exiting\n"

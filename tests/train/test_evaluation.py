@@ -1,0 +1,90 @@
+"""Validation losses: which samples are seen, and how their losses are averaged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.train.evaluation import evaluate, mean_loss
+from megatron.train.progress import Progress
+from tests.train.samples import control_config
+
+
+class FakeRun:
+    """A run whose engine answers each global batch with the next (loss sum, token count)."""
+
+    def __init__(self, answers: list[tuple[float, int]], eval_iters: int = 10) -> None:
+        self.config = SimpleNamespace(
+            optim=SimpleNamespace(global_batch_size=4),
+            control=control_config(eval_iters=eval_iters),
+            data=SimpleNamespace(num_workers=2),
+        )
+        self.asked: list[tuple[int, int, int]] = []
+        self.reported: list[tuple[Any, ...]] = []
+        self.progress = Progress(5, 20, 200)
+        self.engine = SimpleNamespace(evaluate=lambda batches: next(self._answers))
+        self.report = SimpleNamespace(evaluation=lambda *told: self.reported.append(told))
+        self.open_loaders = 0
+        self._answers = iter(answers)
+
+    @contextlib.contextmanager
+    def loader(self, dataset: Any, *, read_ahead: bool) -> Iterator[Any]:
+        assert read_ahead
+        self.open_loaders += 1
+        yield SimpleNamespace(micro_batches=lambda *wanted: self.asked.append(wanted))
+        self.open_loaders -= 1
+
+    def evaluation_datasets(self, split: str) -> dict[str, range]:
+        return {"valid": {"news": range(8), "code": range(4)}, "test": {}}[split]
+
+
+def test_tokens_are_weighed_not_batches() -> None:
+    assert mean_loss(FakeRun([(10.0, 10), (90.0, 30)]), range(8)) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("length", "eval_iters", "asked"),
+    [
+        (8, 10, [(0, 4, 8), (4, 4, 8)]),
+        (9, 10, [(0, 4, 9), (4, 4, 9), (8, 4, 9)]),
+        (100, 2, [(0, 4, 8), (4, 4, 8)]),
+        (3, 10, [(0, 4, 3)]),
+        (8, 0, []),
+    ],
+)
+def test_the_first_samples_are_seen_and_a_partial_batch_counts(length: int, eval_iters: int, asked: list) -> None:
+    run = FakeRun([(1.0, 1)] * 3, eval_iters)
+    mean_loss(run, range(length))
+    assert run.asked == asked
+    assert run.open_loaders == 0
+
+
+def test_the_same_samples_every_time() -> None:
+    run = FakeRun([(1.0, 1)] * 4)
+    mean_loss(run, range(8))
+    mean_loss(run, range(8))
+    assert run.asked[:2] == run.asked[2:]
+
+
+def test_no_counted_token_is_no_division_by_zero() -> None:
+    assert mean_loss(FakeRun([(0.0, 0)]), range(4)) == 0.0
+
+
+def test_every_group_is_reported_under_its_name() -> None:
+    run = FakeRun([(4.0, 4), (8.0, 4), (12.0, 4)])
+    assert evaluate(run, "iteration 5") == {"news": 1.5, "code": 3.0}
+    assert run.reported == [
+        (run.progress, "news", "iteration 5", 1.5),
+        (run.progress, "code", "iteration 5", 3.0),
+    ]
+    assert run.progress == Progress(5, 20, 200)
+
+
+def test_a_split_without_data_is_silent() -> None:
+    run = FakeRun([])
+    assert evaluate(run, "the end", split="test") == {}
+    assert run.reported == []

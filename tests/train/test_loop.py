@@ -1,0 +1,167 @@
+"""The order of events in a run, seen by parts that only write down when they are called."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.errors import ExitCode, NumericsError
+from megatron.train import loop
+from megatron.train.loop import check_numbers, run_to_end
+from megatron.train.progress import Progress
+from megatron.train.stop import Verdict
+from tests.train.samples import Outcome, control_config, optim_config
+
+
+class FakeRun:
+    """A run of three steps whose parts note their calls in `events`."""
+
+    def __init__(self, *, train_iters: int = 3, outcome: Outcome | None = None, **control: Any) -> None:
+        self.events: list[Any] = []
+        self.outcome = outcome or Outcome()
+        self.verdicts: dict[int, Verdict] = {}
+        self.config = SimpleNamespace(
+            control=control_config(**{"eval_interval": 2, **control}),
+            optim=optim_config(train_iters=train_iters, lr=1.0, lr_decay_style="constant"),
+            model=SimpleNamespace(seq_length=10, fp16=False),
+        )
+        self.progress = Progress()
+        self.engine = SimpleNamespace(train_batch=self._train)
+        self.report = SimpleNamespace(
+            started=lambda progress: self.events.append(("started", progress.step)),
+            step=lambda progress, step, rate, seconds: self.events.append(("report", progress.step)),
+            flush=lambda: self.events.append("flush"),
+        )
+        self.rules = SimpleNamespace(message=lambda verdict, step: f"stopped by {verdict.name} at {step}")
+
+    def _train(self, batches: Any, rate: float) -> Outcome:
+        self.events.append(("train", batches, rate))
+        return self.outcome
+
+    @property
+    def is_done(self) -> bool:
+        return self.progress.step >= self.config.optim.train_iters
+
+    def skip_unwanted_data(self) -> None:
+        self.events.append("skip")
+
+    def train_batches(self) -> str:
+        return f"from {self.progress.consumed_samples}"
+
+    def is_due(self, interval: int | None) -> bool:
+        return bool(interval) and self.progress.step % interval == 0
+
+    def should_stop(self) -> Verdict:
+        self.events.append(("ask", self.progress.step))
+        return self.verdicts.get(self.progress.step, Verdict.GO_ON)
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluating and saving write themselves down, too."""
+
+    def evaluate(run: FakeRun, prefix: str, *, split: str = "valid") -> None:
+        run.events.append(("evaluate", prefix, split))
+
+    def save_run(run: FakeRun, *, must_succeed: bool = False) -> None:
+        run.events.append(("save", run.progress.step, must_succeed))
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(loop, "save_run", save_run)
+
+
+def one_step(step: int) -> list[Any]:
+    return ["skip", ("train", f"from {8 * (step - 1)}", 1.0), ("report", step)]
+
+
+END = [
+    ("save", 3, True),
+    ("evaluate", "the end of training for val data", "valid"),
+    ("evaluate", "the end of training for test data", "test"),
+]
+
+
+def test_a_whole_run_in_order() -> None:
+    run = FakeRun(save="checkpoints", save_interval=2)
+    assert run_to_end(run) is ExitCode.DONE
+    assert run.events == [
+        ("started", 0),
+        *one_step(1),
+        ("ask", 1),
+        *one_step(2),
+        ("evaluate", "iteration 2", "valid"),
+        ("save", 2, False),
+        ("ask", 2),
+        *one_step(3),
+        ("ask", 3),
+        *END,
+    ]
+    assert run.progress == Progress(3, 24, 240)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code"),
+    [
+        (Verdict.SIGNAL, ExitCode.REQUEUE),
+        (Verdict.INTERVAL, ExitCode.DONE),
+        (Verdict.DURATION, ExitCode.DONE),
+        (Verdict.KILL_SWITCH, ExitCode.DONE),
+    ],
+)
+def test_a_stop_saves_and_leaves_with_its_code(
+    verdict: Verdict, code: ExitCode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun()
+    run.verdicts[1] = verdict
+    assert run_to_end(run) is code
+    assert run.events == [("started", 0), *one_step(1), ("ask", 1), ("save", 1, True), "flush"]
+    assert capsys.readouterr().out == f"stopped by {verdict.name} at 1\n"
+
+
+def test_a_finished_run_trains_no_further_step() -> None:
+    run = FakeRun()
+    run.progress = Progress(3, 24, 240)
+    assert run_to_end(run) is ExitCode.DONE
+    assert run.events == [("started", 3), *END]
+
+
+def test_a_run_that_the_kill_switch_kept_from_starting() -> None:
+    assert run_to_end(None) is ExitCode.DONE
+
+
+def test_evaluating_only() -> None:
+    run = FakeRun(eval_only=True)
+    run.progress = Progress(7, 56, 560)
+    assert run_to_end(run) is ExitCode.DONE
+    assert run.events == [("evaluate", "iteration 7", "valid"), ("evaluate", "iteration 7", "test")]
+
+
+def test_a_skipped_step_is_counted_and_consumes_its_samples() -> None:
+    run = FakeRun(outcome=Outcome(skipped=True))
+    run_to_end(run)
+    assert run.progress == Progress(3, 24, 240, skipped_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "sentence"),
+    [
+        (math.nan, 1.0, r"iteration 1: loss nan, gradient norm 1\.0\..*were not saved.*--lr"),
+        (math.inf, 1.0, r"iteration 1: loss inf, gradient norm 1\.0"),
+        (2.5, math.nan, r"iteration 1: loss 2\.5, gradient norm nan"),
+        (2.5, math.inf, r"iteration 1: loss 2\.5, gradient norm inf"),
+    ],
+)
+def test_numbers_that_are_none_end_the_run_reported_and_unsaved(loss: float, norm: float, sentence: str) -> None:
+    run = FakeRun(outcome=Outcome(loss=loss, gradient_norm=norm), save="checkpoints", save_interval=1)
+    with pytest.raises(NumericsError, match=sentence):
+        run_to_end(run)
+    assert run.events == [("started", 0), *one_step(1)]
+
+
+def test_an_overflow_in_fp16_is_the_loss_scaler_s_business() -> None:
+    run = FakeRun()
+    run.config.model.fp16 = True
+    check_numbers(run, math.inf, math.nan)
