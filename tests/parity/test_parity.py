@@ -69,3 +69,4 @@ def test_bf16_layout_stays_near_reference(layout, reference):
     for stage, curve in curves[0].items():
         for step, ((loss, _), (true_loss, _)) in enumerate(zip(curve, reference, strict=True)):
             assert loss == pytest.approx(true_loss, rel=BF16_LOSS_RATIO), f"ZeRO-{stage}: loss of step {step}"
+        assert curve[0][1] == pytest.approx(reference[0][1], rel=1.0e-2), f"ZeRO-{stage}: first gradient norm"
