@@ -283,7 +283,7 @@ def entry_points_start_light(source: Source) -> Iterator[Finding]:
         for inner, module in imports(node) if not is_type_checking(node) and not is_function(node) else ():
             root = module.split(".")[0]
             if root == "megatron":
-                light = ("megatron", "megatron.log", "megatron.errors", "megatron.config")
+                light = ("megatron", "megatron.__version__", "megatron.log", "megatron.errors", "megatron.config")
                 if module in light or module.startswith("megatron.config."):
                     continue
             elif root in sys.stdlib_module_names:

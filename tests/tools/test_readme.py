@@ -1,0 +1,200 @@
+"""Every command in the documents and launch scripts is parsed by the program it calls; README's walk-through really runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config import RunConfig, parse
+from megatron.config.flags import Area, parse_flags
+from megatron.config.overlay import parse_over
+from tests.helpers.recording_shell import recorded
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")))
+LAUNCH_SCRIPTS = (
+    "examples/pretrain_gpt.sh",
+    "examples/pretrain_gpt_single_node.sh",
+    "examples/pretrain_gpt_distributed.sh",
+    "examples/pretrain_gpt.slurm",
+)
+SHELL_FILES = (
+    *LAUNCH_SCRIPTS,
+    "examples/quickstart.sh",
+    "examples/environment.sh",
+    "tests/run.sh",
+    "tests/check.sh",
+    ".ci/run",
+)
+
+
+def blocks(document: str) -> str:
+    """All shell blocks of a document, one after another: later ones use variables of earlier ones."""
+    return "\n".join(re.findall(r"```bash\n(.*?)```", (ROOT / document).read_text(), flags=re.S))
+
+
+def check(command: list[str]) -> None:
+    """Lets the program's own parser read a command.
+
+    Raises:
+        ConfigError: the program would refuse it.
+    """
+    for position, word in enumerate(command):
+        rest = command[position + 1 :]
+        if word.endswith("pretrain_gpt.py"):
+            parse(rest)
+            return
+        if re.fullmatch(r"(tools|benchmarks|examples)/\w+\.py", word):
+            check_tool(word, rest)
+            return
+        if re.fullmatch(r"[\w./]+\.(sh|slurm)", word):
+            assert word in SHELL_FILES, f"{word} is not among the shell files that are checked"
+            return
+    assert command[:3] == ["pip", "install", "-e"], f"nobody checks this command: {command}"
+
+
+def check_tool(path: str, words: list[str]) -> None:
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    (flags,) = [
+        one
+        for one in vars(module).values()
+        if dataclasses.is_dataclass(one)
+        and isinstance(one, type)
+        and issubclass(one, Area)
+        and one.__module__ == module.__name__
+    ]
+    if path == "tools/generate_samples_gpt.py":
+        parse_over(flags, words, path)
+        return
+    if words and not words[0].startswith("-"):
+        words = ["--runs", *words]
+    parse_flags(flags, words)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_command_of_a_document_is_understood(document: str, tmp_path: Path) -> None:
+    commands = recorded(blocks(document), tmp_path)
+    assert len(commands) >= blocks(document).count("python ")
+    for command in commands:
+        check(command)
+
+
+def test_inline_commands_are_understood() -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(), flags=re.S)
+    commands = [
+        found for found in re.findall(r"`([^`\n]+)`", text) if found.startswith(("python tools", "pip ", "bash "))
+    ]
+    assert "python tools/doctor.py" in commands
+    for command in commands:
+        check(command.split())
+
+
+def test_files_that_are_named_exist() -> None:
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        named = re.findall(r"`((?:examples|tools|tests|benchmarks|megatron|docs|csrc)/[\w./]+)`", text)
+        named += re.findall(r"\]\((?!http)([^)#]+)\)", text)
+        missing = [name for name in named if not (ROOT / name).exists()]
+        assert not missing, f"{document} names {missing}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_flags_that_are_named_exist(document: str) -> None:
+    known = set(re.findall(r"^(--[\w-]+)", (ROOT / "tests" / "config" / "flags.txt").read_text(), flags=re.M))
+    text = (ROOT / document).read_text()
+    elsewhere = "\n".join(
+        path.read_text()
+        for folder in ("tools", "examples", "tests")
+        for path in (ROOT / folder).glob("*")
+        if path.is_file()
+    )
+    for name in set(re.findall(r"`(--[a-z][a-z0-9-]+)", text)):
+        field = name.removeprefix("--").replace("-", "_")
+        positive = name.replace("--no-", "--")
+        assert {name, positive, positive.replace("--", "--no-", 1)} & known or re.search(
+            rf"\b{field}\b|{name}", elsewhere
+        ), name
+
+
+@pytest.mark.parametrize("script", SHELL_FILES)
+def test_shell_files_are_well_formed(script: str) -> None:
+    checked = subprocess.run(["bash", "-n", str(ROOT / script)], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize("script", LAUNCH_SCRIPTS)
+def test_launch_scripts_start_what_the_trainer_understands(script: str, tmp_path: Path) -> None:
+    config = launched(script, tmp_path, "--exit-interval", "1")
+    assert config.control.exit_interval == 1, "further flags are passed on"
+    assert config.control.load == config.control.save, "a second start goes on"
+
+
+def launched(script: str, folder: Path, *flags: str, **variables: str) -> RunConfig:
+    """The configuration that a script starts the trainer with."""
+    text = (ROOT / script).read_text().replace("${BASH_SOURCE[0]}", str(ROOT / script))
+    (command,) = [
+        one for one in recorded(text, folder, *flags, **variables) if any("pretrain_gpt.py" in word for word in one)
+    ]
+    return parse(command[command.index("pretrain_gpt.py") + 1 :])
+
+
+def test_the_single_node_script_on_a_cpu(tmp_path: Path) -> None:
+    config = launched("examples/pretrain_gpt_single_node.sh", tmp_path, "--exit-interval", "1", PRECISION="--bf16")
+    assert config.model.bf16 and not config.model.fp16
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (75, True), (77, False)])
+def test_slurm_queues_the_job_again_when_it_is_resumable(code: int, requeued: bool, tmp_path: Path) -> None:
+    text = (ROOT / "examples/pretrain_gpt.slurm").read_text().replace('exit "$code"', 'echo "$code" >code')
+    commands = recorded(text, tmp_path, SLURM_JOB_ID="4711", SLURM_SUBMIT_DIR=str(tmp_path), STAND_IN_CODE=str(code))
+    assert (["scontrol", "requeue", "4711"] in commands) is requeued
+    assert (tmp_path / "code").read_text().strip() == str(code)
+
+
+def test_make_targets_call_what_exists(tmp_path: Path) -> None:
+    for line in re.findall(r"^\t(.+)$", (ROOT / "Makefile").read_text(), flags=re.M):
+        for command in recorded(line, tmp_path):
+            check(command)
+
+
+@pytest.mark.slow
+def test_the_walk_through_of_readme_works(tmp_path: Path) -> None:
+    """Runs README's data, training and generation blocks as they stand, with a smaller network and fewer steps."""
+    for name in ("tools", "pretrain_gpt.py", "megatron"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    text = blocks("README.md")
+    data, train, resume, generate = (
+        re.search(pattern, text, flags=re.S).group(0)
+        for pattern in (
+            r"mkdir -p data.*?--workers 2\n",
+            r"MODEL=.*?--attention-dropout 0\n",
+            r"torchrun --nproc-per-node 4.*?--train-iters 300\n",
+            r"python tools/generate_samples_gpt.py.*?--out-seq-length 40\n",
+        )
+    )
+    small = "--hidden-size 32 --num-layers 2 --eval-iters 1 --log-interval 1 --save-interval 2"
+    program = "\n".join(
+        [
+            "set -euo pipefail",
+            f'python() {{ "{sys.executable}" "$@"; }}',
+            f'torchrun() {{ "{sys.executable}" -m torch.distributed.run --master-addr 127.0.0.1 "$@"; }}',
+            data,
+            train.rstrip() + f" {small} --train-iters 2",
+            resume.rstrip() + f" {small} --train-iters 3",
+            generate.replace("--top_p 0.9", "--top_p 0.9 --out-seq-length 5"),
+        ]
+    )
+    finished = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    assert "iteration        3/       3" in finished.stdout
+    assert "iter_0000002: iteration 2" in finished.stderr, "the second command resumes the first"
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4
+    assert len((tmp_path / "prompts.txt.out").read_text().splitlines()) == 2
