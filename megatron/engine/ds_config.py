@@ -44,7 +44,7 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     problems += [
         f'--deepspeed_config {path}: "{key}" is {extra[key]!r} there. It must be an object, or be left out.'
         for key, ours in base.items()
-        if isinstance(ours, dict) and extra.get(key, "auto") != "auto" and not isinstance(extra[key], Mapping)
+        if isinstance(ours, dict) and extra.get(key) not in ("auto", None) and not isinstance(extra[key], Mapping)
     ]
     if problems:
         raise ConfigError(problems)
@@ -59,13 +59,13 @@ def _accumulation_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[
     theirs = extra.get("gradient_accumulation_steps", "auto")
     together = config.optim.micro_batch_size * max(1, config.parallel.data_parallel_size)
     ours = config.optim.global_batch_size // together
-    if theirs in ("auto", ours):
+    if theirs in ("auto", None, ours):
         return []
+    other_batch = f" or change --global-batch-size to {theirs * together}" if type(theirs) is int and theirs > 0 else ""
     return [
         f'--deepspeed_config {config.parallel.deepspeed_config}: "gradient_accumulation_steps" is {theirs} there, but '
         f"a global batch of {config.optim.global_batch_size} in micro-batches of {config.optim.micro_batch_size} on "
-        f"{config.parallel.data_parallel_size} replicas makes {ours}. Remove the entry or change --global-batch-size "
-        f"to {theirs * together}."
+        f"{config.parallel.data_parallel_size} replicas makes {ours}. Remove the entry{other_batch}."
     ]
 
 
@@ -101,11 +101,11 @@ def _base(config: RunConfig) -> dict[str, Any]:
 def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `base` with `extra` laid over it, objects merged key by key.
 
-    "auto" and the governed settings keep ours.
+    "auto", null and the governed settings keep ours.
     """
     merged = dict(base)
     for key, value in extra.items():
-        if value == "auto" or key == "gradient_accumulation_steps":
+        if value in ("auto", None) or key == "gradient_accumulation_steps":
             continue
         ours = merged.get(key)
         merged[key] = _merge(ours if isinstance(ours, dict) else {}, value) if isinstance(value, Mapping) else value

@@ -195,11 +195,8 @@ def planned_samples(
 ) -> tuple[int, int, int]:
     """Samples that training, validation and test want over the whole run; what the index files are built for.
 
-    Every evaluation sees the same first samples, so it needs those of one evaluation only (upstream walks on through its
-    validation data and plans for all of them).
-
-    Validation gets upstream's number, enough for fresh data at every evaluation, although each evaluation here reads
-    the first samples again: so the index files are upstream's.
+    Every evaluation sees the same first samples, so it needs those of one evaluation only (upstream walks on through
+    its validation data and plans for all of them).
 
     Args:
         optim: the resolved optimizer area.

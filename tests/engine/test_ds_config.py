@@ -147,6 +147,7 @@ def test_the_stage_that_runs_wins_over_the_stage_that_was_asked_for(tmp_path: Pa
             r'"gradient_accumulation_steps" is 3 there, but a global batch of 8 in micro-batches of 2 on 1 replicas '
             r"makes 4\. Remove the entry or change --global-batch-size to 6",
         ),
+        ({"gradient_accumulation_steps": "four"}, r"is four there, .* makes 4\. Remove the entry\.$"),
         ({"zero_optimization": True}, r'ds.json: "zero_optimization" is True there\. It must be an object'),
     ],
 )
@@ -162,6 +163,13 @@ def test_all_refusals_come_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         deepspeed_config(config)
     assert len(caught.value.problems) == 3
+
+
+def test_null_is_as_good_as_no_entry(tmp_path: Path) -> None:
+    content = dict.fromkeys(
+        ("gradient_accumulation_steps", "optimizer", "zero_optimization", "fp16", "train_batch_size")
+    )
+    assert deepspeed_config(run(written(tmp_path, content))) == {**COMMON, "zero_optimization": {"stage": 1}}
 
 
 @pytest.mark.parametrize("section", ["curriculum_learning", "data_efficiency"])
