@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from examples.kill_and_resume import Demo, DemoFlags, tool
+from examples.kill_and_resume import Demo, DemoFlags
 
 
 def print_figure(
@@ -32,11 +32,6 @@ def quickstart_data(folder: Path) -> Demo:
     """Prepares the data of examples/quickstart.sh in a folder; its output goes to standard error."""
     demo = Demo(DemoFlags(), folder / "data", folder)
     demo.data.mkdir()
-    corpus, prefix = demo.data / "demo.jsonl", demo.data / "demo"
-    for command in (
-        tool("build_demo_corpus.py", "--output", corpus),
-        tool("train_tokenizer.py", "--input", corpus, "--output-prefix", prefix, "--vocab-size", demo.flags.vocab_size),
-        tool("preprocess_data.py", "--input", corpus, "--output-prefix", prefix, *demo.tokenizer_flags, "--append-eod"),
-    ):
+    for command in demo.data_commands():
         subprocess.run(command, check=True, stdout=sys.stderr)
     return demo

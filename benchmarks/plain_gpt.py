@@ -32,7 +32,7 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # [b, a, s, d]
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.projection(context.transpose(1, 2).reshape(batch, length, width))
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
 
 
 class PlainGPT(nn.Module):

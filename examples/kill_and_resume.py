@@ -84,26 +84,20 @@ class Demo:
             say(f"using the data of an earlier run in {self.data}")
             return
         self.data.mkdir(parents=True, exist_ok=True)
-        corpus, prefix = self.data / "demo.jsonl", self.data / "demo"
-        call(tool("build_demo_corpus.py", "--output", corpus))
-        call(
-            tool(
-                "train_tokenizer.py",
-                "--input",
-                corpus,
-                "--output-prefix",
-                prefix,
-                "--vocab-size",
-                self.flags.vocab_size,
-            )
-        )
-        call(
-            tool(
-                *("preprocess_data.py", "--input", corpus, "--output-prefix", prefix, *self.tokenizer_flags),
-                *("--dataset-impl", "mmap", "--append-eod", "--workers", 2),
-            )
-        )
+        for command in self.data_commands():
+            call(command)
         done.touch()
+
+    def data_commands(self) -> list[list[str]]:
+        """What makes the data out of nothing."""
+        corpus, prefix = self.data / "demo.jsonl", self.data / "demo"
+        vocabulary = ["--output-prefix", prefix, "--vocab-size", self.flags.vocab_size]
+        output = ["--output-prefix", prefix, "--dataset-impl", "mmap", "--append-eod", "--workers", 2]
+        return [
+            tool("build_demo_corpus.py", "--output", corpus),
+            tool("train_tokenizer.py", "--input", corpus, *vocabulary),
+            tool("preprocess_data.py", "--input", corpus, *output, *self.tokenizer_flags),
+        ]
 
     @property
     def tokenizer_flags(self) -> list[object]:

@@ -21,7 +21,7 @@ sys.exit(int(os.environ.get("STAND_IN_CODE", "0")) if "pretrain_gpt.py" in " ".j
 def recorded(text: str, folder: Path, *arguments: str, **variables: str) -> list[list[str]]:
     """The commands that a piece of bash would start, in order, each as program and arguments.
 
-    `bash SCRIPT` in the text is recorded too, and not run. What is neither a stand-in nor built in really runs, in `folder`.
+    `bash SCRIPT` in the text is recorded too, and not run. What is neither a stand-in nor built in really runs.
     """
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)

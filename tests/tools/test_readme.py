@@ -1,4 +1,4 @@
-"""Every command in the documents and launch scripts is parsed by the program it calls; README's walk-through really runs."""
+"""Every command in documents and launch scripts is read by the program it calls; README's walk-through really runs."""
 
 from __future__ import annotations
 

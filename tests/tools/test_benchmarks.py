@@ -1,0 +1,59 @@
+"""The benchmarks compare like with like, and print figures that a program can read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.figures import print_figure
+from benchmarks.plain_gpt import PlainGPT
+from megatron.model.gpt import DenseGPT, build_dense
+from megatron.parallel.mesh import ParallelMesh
+from tests.model.configs import tiny_config
+
+
+def _copy_weights(ours: DenseGPT, plain: PlainGPT, heads: int) -> None:
+    """Gives the plain network our weights; rows of qkv are [heads, 3, d] here and [3, heads, d] there."""
+    source = dict(ours.named_parameters())
+
+    def reordered(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+
+    pairs = {
+        "words.weight": source["embedding.word_embeddings.weight"],
+        "positions.weight": source["embedding.position_embeddings.weight"],
+        "norm.weight": source["decoder.final_layernorm.weight"],
+        "norm.bias": source["decoder.final_layernorm.bias"],
+    }
+    for layer in range(len(plain.blocks)):
+        for theirs, our_name in (
+            ("norm1", "input_layernorm"),
+            ("qkv", "self_attention.linear_qkv"),
+            ("projection", "self_attention.linear_proj"),
+            ("norm2", "pre_mlp_layernorm"),
+            ("fc1", "mlp.linear_fc1"),
+            ("fc2", "mlp.linear_fc2"),
+        ):
+            for part in ("weight", "bias"):
+                tensor = source[f"decoder.layers.{layer}.{our_name}.{part}"]
+                pairs[f"blocks.{layer}.{theirs}.{part}"] = reordered(tensor) if theirs == "qkv" else tensor
+    plain.load_state_dict({name: tensor.detach() for name, tensor in pairs.items()})
+
+
+def test_the_plain_model_is_the_same_model() -> None:
+    config = tiny_config(hidden_dropout=0.0, attention_dropout=0.0)
+    ours, plain = build_dense(config, ParallelMesh.single()), PlainGPT(config)
+    _copy_weights(ours, plain, config.num_attention_heads)
+    tokens = torch.randint(0, 101, (3, 16), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(plain(tokens), ours(tokens, torch.arange(3)), rtol=1e-4, atol=1e-5)
+    assert sum(weight.numel() for weight in plain.parameters()) == sum(weight.numel() for weight in ours.parameters())
+
+
+def test_a_figure_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    print_figure("speed", "rate", 1234.56789, "tokens/s", spread=(1.0, 2.0), threads=2)
+    record = json.loads(capsys.readouterr().out)
+    assert record["value"] == 1234.5679
+    assert record["spread"] == [1.0, 2.0]
+    assert {"benchmark": "speed", "figure": "rate", "unit": "tokens/s", "threads": 2}.items() <= record.items()
