@@ -21,6 +21,8 @@ from megatron.data.split_datasets import SampleDataset, SplitDatasets, build_spl
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
+from megatron.errors import LaunchError
+from megatron.model.gpt import BLOCK_PREFIX
 from megatron.parallel.mesh import ParallelMesh, close_mesh, count_ranks, open_mesh
 from megatron.parallel.messages import all_reduce_max, all_reduce_sum
 from megatron.train.console import argument_lines, size_line
@@ -150,6 +152,7 @@ def _build(
         _show_notices(config.notices[known:], mesh)
     schedule(config.optim)  # refuses a warm-up that outlasts the decay before anything is built
     engine = build_engine(config, mesh)
+    check_layers(engine)
     _show_size(engine)
     record, progress = load_tensors(config.control, engine, record)
     is_resume = record is not None and not config.control.finetune
@@ -257,6 +260,22 @@ def parameter_counts(engine: Engine) -> tuple[int, int]:
         counts[1] += 0 if name.startswith("embedding.") else numel
     counts = all_reduce_sum(all_reduce_sum(counts, engine.mesh.tp), engine.mesh.pp)
     return int(counts[0]), int(counts[1])
+
+
+def check_layers(engine: Engine) -> None:
+    """Counts the transformer blocks that all stages built; collective over the pipeline.
+
+    Raises:
+        LaunchError: they are not as many as were asked for.
+    """
+    names = {name.split(".")[2] for name, _ in engine.counted_parameters() if name.startswith(BLOCK_PREFIX)}
+    built = torch.tensor([len(names)], dtype=torch.int64, device=engine.mesh.device)
+    total = int(all_reduce_max(all_reduce_sum(built, engine.mesh.pp), engine.mesh.tp))
+    if total != engine.model.num_layers:
+        raise LaunchError(
+            f"the {engine.mesh.pp.size} pipeline stages hold {total} transformer layers together, not the {engine.model.num_layers} of "
+            "--num-layers. This is a defect of the partition; use another --pipeline-model-parallel-size and report it."
+        )
 
 
 def _show_size(engine: Engine) -> None:
