@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from megatron.corpus.lines import BadLine, parse_lines
 from megatron.corpus.sources import Block
 from megatron.data.indexed import width_for
-from megatron.data.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer, surround
+from megatron.data.tokenizer import TokenizerChoice, build_tokenizer, surround
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,11 @@ class EncodedKey:
     """The documents of one key of a block; those that gave no ids are left out.
 
     Shapes:
-        ids: [sum of lengths], in the width of the output file; lengths: int64 [documents].
+        ids: [sum of lengths], in the width of the output file, or None when they wait in a worker for their place;
+        lengths: int64 [documents].
     """
 
-    ids: npt.NDArray[np.integer]
+    ids: npt.NDArray[np.integer] | None
     lengths: npt.NDArray[np.int64]
 
 
@@ -51,6 +53,7 @@ class EncodedBlock:
         lines: lines in the block, bad ones included.
         empty: documents, over all keys, that gave no ids.
         bad: the first few bad lines; `bad_count` is all of them.
+        place: where ids wait in a worker, tells it the file and the byte offset for the ids of each key.
     """
 
     keys: tuple[EncodedKey, ...]
@@ -58,19 +61,23 @@ class EncodedBlock:
     empty: int
     bad: tuple[BadLine, ...]
     bad_count: int
+    place: Callable[[Sequence[tuple[str, int]]], None] | None = None
 
 
 class Encoder:
-    """Encodes blocks; made once in each worker.
+    """Encodes blocks; made once, or once in each worker where processes cannot inherit it.
+
+    Args:
+        known_library: see `build_tokenizer`.
 
     Raises:
         ConfigError: the tokenizer's flags are wrong, or it has no end-of-document token and one is asked for.
         DataError: the tokenizer's files are damaged.
     """
 
-    def __init__(self, options: EncodeOptions) -> None:
+    def __init__(self, options: EncodeOptions, known_library: str | None = None) -> None:
         self.options = options
-        self.tokenizer: Tokenizer = build_tokenizer(options.tokenizer)
+        self.tokenizer = build_tokenizer(options.tokenizer, known_library)
         self.dtype = width_for(self.tokenizer.vocab_size)
         self._suffix = [self.tokenizer.eod_id] if options.append_eod else []
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from megatron import log
 from megatron.corpus.encode import EncodedBlock, EncodeOptions, Encoder
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import Block, blocks, check_inputs
-from megatron.corpus.workers import WorkerPool
+from megatron.corpus.workers import WorkerPool, usable_cores
 from megatron.data.indexed import IndexedWriter
 from megatron.errors import DataError
 
@@ -50,7 +51,7 @@ def preprocess(
     """Encodes jsonl inputs into one `.bin/.idx` pair a key; the bytes do not depend on `workers` or `block_bytes`.
 
     Args:
-        workers: 1 encodes in this process, more in that many others.
+        workers: 1 encodes in this process, more in others: no more than there are usable cores, or blocks.
 
     Raises:
         ConfigError: an input or a tokenizer file is missing.
@@ -61,14 +62,16 @@ def preprocess(
     check_inputs(inputs)
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in options.keys)
     source = blocks(inputs, block_bytes)
+    encoder = Encoder(options)
+    first = list(islice(source, 2))
+    source = chain(first, source)
+    workers = min(workers, usable_cores()) if len(first) > 1 else 1
     with ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(prefix, encoder.dtype)) for prefix in prefixes]
         if workers > 1:
-            pool = stack.enter_context(WorkerPool(options, workers))
-            dtype, encoded = pool.wait_until_ready(), pool.encode(source)
+            encoded = stack.enter_context(WorkerPool(encoder, workers)).encode(source)
         else:
-            encoder = Encoder(options)
-            dtype, encoded = encoder.dtype, _encode_here(encoder, source)
-        writers = [stack.enter_context(IndexedWriter(prefix, dtype)) for prefix in prefixes]
+            encoded = _encode_here(encoder, source)
         return _write(encoded, writers, prefixes, options, progress)
 
 
@@ -94,8 +97,14 @@ def _write(
             if skipped < _SHOWN_BAD_LINES:
                 progress.clear()
                 log.warning(f"{where}; skipped")
+        places = []
         for writer, key in zip(writers, result.keys, strict=True):
-            writer.add_batch(key.ids, key.lengths)
+            if key.ids is None:
+                places.append(writer.reserve(key.lengths))
+            else:
+                writer.add_batch(key.ids, key.lengths)
+        if result.place is not None:
+            result.place(places)
         line += result.lines
         empty += result.empty
         skipped += result.bad_count

@@ -1,32 +1,39 @@
 """Worker processes that encode blocks, and their results in the order of the blocks.
 
-Blocks go out and ids come back as plain bytes over one pair of pipes a worker. At most two blocks wait at each worker
-and a bounded number of results wait for their turn, so memory stays flat however uneven the blocks are. A worker that
-dies is noticed at once.
+Over one pair of pipes a worker, blocks go out and the lengths of the documents come back. The ids stay with the worker
+until the parent, which alone knows the order, says at which offset of the unfinished file they belong; the worker then
+writes them there itself. At most two blocks wait at each worker and a bounded number of results wait for their turn, so
+memory stays flat however uneven the blocks are. A worker that dies is noticed at once.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron import log
 from megatron.corpus.encode import EncodedBlock, EncodedKey, EncodeOptions, Encoder
 from megatron.corpus.lines import BadLine
 from megatron.corpus.sources import Block
+from megatron.data.atomic_files import start_write_back, storage_error
 from megatron.errors import ConfigError, DataError, ExitCode, MegatronError, StorageError
 
 if TYPE_CHECKING:
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
 _BLOCKS_PER_WORKER = 2
 _STOP_SECONDS = 2.0
 _PIPE_BYTES = 1 << 20
+_OUR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 class WorkerError(MegatronError):
@@ -53,13 +61,16 @@ _FAILURES: dict[str, type[MegatronError]] = {
 
 @dataclass
 class _Worker:
-    """One process, the pipe ends on this side, and the numbers of the blocks it has."""
+    """One process, the pipe ends on this side, the numbers of the blocks it has, and of how many results it was told
+    a place that it has not written to yet.
+    """
 
     index: int
     process: BaseProcess
     outgoing: Connection
     incoming: Connection
-    blocks: list[int]
+    blocks: list[int] = field(default_factory=list)
+    unplaced: int = 0
 
     @property
     def title(self) -> str:
@@ -67,31 +78,23 @@ class _Worker:
 
 
 class WorkerPool:
-    """Processes that encode; use as a context manager.
+    """Processes that encode, started one by one as blocks arrive; use as a context manager.
+
+    Where the system allows it they are forked and inherit the loaded tokenizer: a start takes milliseconds and its
+    memory is shared. A process with several threads is not forked; its workers load the tokenizer, but do not check
+    it again.
 
     Args:
-        options: what every worker encodes with.
-        workers: number of processes.
+        encoder: what every worker encodes with.
+        workers: most processes.
+        start_method: "fork" or "spawn"; decided here if left out.
     """
 
-    def __init__(self, options: EncodeOptions, workers: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, encoder: Encoder, workers: int, start_method: str | None = None) -> None:
+        self._encoder = encoder
+        self._most_workers = workers
+        self._start_method = start_method
         self._workers: list[_Worker] = []
-        self._dtype: np.dtype[Any] | None = None
-        try:
-            for index in range(workers):
-                task_reader, task_writer = context.Pipe(duplex=False)
-                result_reader, result_writer = context.Pipe(duplex=False)
-                _widen(task_writer)
-                _widen(result_writer)
-                process = context.Process(target=_work, args=(index, task_reader, result_writer, options), daemon=True)
-                process.start()
-                task_reader.close()
-                result_writer.close()
-                self._workers.append(_Worker(index, process, task_writer, result_reader, []))
-        except BaseException:
-            self.close()
-            raise
 
     def __enter__(self) -> Self:
         return self
@@ -103,44 +106,34 @@ class WorkerPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """The workers' process ids."""
+        """The process ids of the workers that were started."""
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
-
-    def wait_until_ready(self) -> np.dtype[Any]:
-        """Waits for the first worker that has loaded the tokenizer; returns the dtype of the ids.
-
-        Raises:
-            ConfigError: the tokenizer's flags are wrong.
-            DataError: the tokenizer's files are damaged.
-            WorkerError: a worker died.
-        """
-        while self._dtype is None:
-            self._receive({})
-        return self._dtype
 
     def encode(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, EncodedBlock]]:
         """Results of the blocks, in their order.
 
+        The ids stay with the workers: `place` of each result must be called, or the result dropped for good by leaving
+        the pool. When the iterator ends, all ids stand where they were placed.
+
         Raises:
             WorkerError: a worker died; the text names it.
             DataError: a block could not be read.
+            StorageError: ids could not be written.
         """
         source = iter(blocks)
         waiting: dict[int, EncodedBlock] = {}
         sent: dict[int, Block] = {}
         next_out = next_in = 0
         exhausted = False
-        window = (_BLOCKS_PER_WORKER + 1) * len(self._workers)
         while True:
-            while not exhausted and next_in - next_out < window:
-                worker = min(self._workers, key=lambda worker: len(worker.blocks))
-                if len(worker.blocks) >= _BLOCKS_PER_WORKER:
+            while not exhausted and next_in - next_out < (_BLOCKS_PER_WORKER + 1) * self._most_workers:
+                if not self._has_room():
                     break
                 block = next(source, None)
                 if block is None:
                     exhausted = True
                     break
-                self._send(worker, next_in, block)
+                self._send(self._freest(), next_in, block)
                 sent[next_in] = (
                     block
                     if block.data is None
@@ -151,9 +144,58 @@ class WorkerPool:
                 yield sent.pop(next_out), waiting.pop(next_out)
                 next_out += 1
             elif exhausted and next_out == next_in:
-                return
+                break
             else:
                 self._receive(waiting)
+        while any(worker.unplaced for worker in self._workers):
+            self._receive(waiting)
+
+    def _has_room(self) -> bool:
+        return len(self._workers) < self._most_workers or any(
+            len(worker.blocks) < _BLOCKS_PER_WORKER for worker in self._workers
+        )
+
+    def _freest(self) -> _Worker:
+        """The worker with the fewest blocks; a new one if all have some and there may be more."""
+        if len(self._workers) < self._most_workers and all(worker.blocks for worker in self._workers):
+            self._start()
+        return min(self._workers, key=lambda worker: len(worker.blocks))
+
+    def _start(self) -> None:
+        method = self._start_method or start_method()
+        context = multiprocessing.get_context(method)
+        task_reader, task_writer = context.Pipe(duplex=False)
+        result_reader, result_writer = context.Pipe(duplex=False)
+        _widen(task_writer)
+        _widen(result_writer)
+        forked = method == "fork"
+        encoder = self._encoder
+        process = context.Process(  # type: ignore[attr-defined]
+            target=_work,
+            args=(
+                task_reader,
+                result_writer,
+                encoder if forked else (encoder.options, encoder.tokenizer.library),
+                [end for worker in self._workers for end in (worker.outgoing, worker.incoming)] * forked,
+                [task_writer, result_reader] * forked,
+            ),
+            daemon=True,
+        )
+        worker = _Worker(len(self._workers), process, task_writer, result_reader)
+        if forked:  # no signal may meet a child that still has our way to answer it
+            old = signal.pthread_sigmask(signal.SIG_BLOCK, _OUR_SIGNALS)
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which know about forks
+                    process.start()
+                    self._workers.append(worker)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, old)
+        else:
+            process.start()
+            self._workers.append(worker)
+        task_reader.close()
+        result_writer.close()
 
     def close(self) -> None:
         """Ends the workers, by force if need be."""
@@ -196,10 +238,19 @@ class WorkerPool:
         header = json.loads(worker.incoming.recv_bytes())
         if "failure" in header:
             raise _FAILURES[header["failure"]](header["text"])
-        if "dtype" in header:
-            self._dtype = np.dtype(header["dtype"])
+        if "placed" in header:
+            worker.unplaced -= 1
         else:
-            waiting[worker.blocks.pop(0)] = _receive_result(header, worker.incoming)
+            place = partial(self._place, worker)
+            waiting[worker.blocks.pop(0)] = _receive_result(header, worker.incoming, place)
+
+    def _place(self, worker: _Worker, places: Sequence[tuple[str, int]]) -> None:
+        """Tells a worker where the ids of its oldest result belong."""
+        try:
+            worker.outgoing.send_bytes(json.dumps({"places": places}).encode())
+        except OSError as failure:
+            raise self._death(worker) from failure
+        worker.unplaced += 1
 
     def _death(self, worker: _Worker) -> MegatronError:
         try:  # what it had to say before it went
@@ -221,19 +272,46 @@ class WorkerPool:
         )
 
 
-def _work(index: int, tasks: Connection, results: Connection, options: EncodeOptions) -> None:
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def start_method() -> str:
+    """How workers are started: forked on Linux from a process with one Python thread, else spawned."""
+    return "fork" if sys.platform == "linux" and threading.active_count() == 1 else "spawn"
+
+
+def _work(
+    tasks: Connection,
+    results: Connection,
+    encoding: Encoder | tuple[EncodeOptions, str],
+    *inherited: list[Connection],
+) -> None:
     """The body of a worker process: blocks in, ids out, until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
-    if index > 0:  # what there is to say about the tokenizer is said once
-        log.set_level("warning")
-    arrived: queue.SimpleQueue[Block | None] = queue.SimpleQueue()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OUR_SIGNALS)
+    for ends in inherited:  # else no pipe would ever close
+        for end in ends:
+            end.close()
+    gc.freeze()  # leaves the pages of what was inherited alone, so that they stay shared
+    arrived: queue.SimpleQueue[Block | list[tuple[str, int]] | None] = queue.SimpleQueue()
     threading.Thread(target=_take_tasks, args=(tasks, arrived), daemon=True).start()
+    unplaced: deque[EncodedBlock] = deque()
     try:
-        encoder = Encoder(options)
-        results.send_bytes(json.dumps({"dtype": encoder.dtype.str}).encode())
-        while (block := arrived.get()) is not None:
-            _send_result(results, encoder.encode(block))
-            del block
+        encoder = encoding if isinstance(encoding, Encoder) else Encoder(*encoding)
+        while (task := arrived.get()) is not None:
+            if isinstance(task, Block):
+                encoded = encoder.encode(task)
+                _send_result(results, encoded)
+                unplaced.append(encoded)
+                del task, encoded
+            else:
+                _write_ids(unplaced.popleft(), task)
+                results.send_bytes(b'{"placed": 1}')
     except MegatronError as failure:
         kind = next((name for name, known in _FAILURES.items() if isinstance(failure, known)), "WorkerError")
         _say(results, {"failure": kind, "text": str(failure)})
@@ -241,20 +319,42 @@ def _work(index: int, tasks: Connection, results: Connection, options: EncodeOpt
         os._exit(1)
 
 
-def _take_tasks(tasks: Connection, arrived: queue.SimpleQueue[Block | None]) -> None:
+def _take_tasks(tasks: Connection, arrived: queue.SimpleQueue[Block | list[tuple[str, int]] | None]) -> None:
     """Empties the pipe as fast as it fills, so that the parent never waits here while this process waits for it."""
     try:
         while True:
             header = json.loads(tasks.recv_bytes())
+            if "places" in header:
+                arrived.put(header["places"])
+                continue
             data = _read_exactly(tasks, header["size"]).tobytes() if header["has_data"] else None
             arrived.put(Block(header["source"], header["start"], header["size"], data, 0))
     except (EOFError, OSError):
         arrived.put(None)
 
 
+def _write_ids(encoded: EncodedBlock, places: Sequence[tuple[str, int]]) -> None:
+    """Writes the ids of each key to their place in the unfinished `.bin` file."""
+    for key, (path, offset) in zip(encoded.keys, places, strict=True):
+        if key.ids is None or not key.ids.size:
+            continue
+        try:
+            descriptor = os.open(path, os.O_WRONLY)
+            try:
+                data, position = key.ids.view(np.uint8).data, offset
+                while data.nbytes:
+                    count = os.pwrite(descriptor, data, position)
+                    data, position = data[count:], position + count
+                start_write_back(descriptor, offset, key.ids.nbytes)
+            finally:
+                os.close(descriptor)
+        except OSError as failure:
+            raise storage_error(Path(path), failure) from failure
+
+
 def _send_result(results: Connection, encoded: EncodedBlock) -> None:
     header = {
-        "keys": [[key.ids.dtype.str, key.ids.nbytes, key.lengths.nbytes] for key in encoded.keys],
+        "keys": [key.lengths.nbytes for key in encoded.keys],
         "lines": encoded.lines,
         "empty": encoded.empty,
         "bad": [[bad.line, bad.offset, bad.reason] for bad in encoded.bad],
@@ -262,17 +362,15 @@ def _send_result(results: Connection, encoded: EncodedBlock) -> None:
     }
     results.send_bytes(json.dumps(header).encode())
     for key in encoded.keys:
-        _write_all(results, key.ids.view(np.uint8).data)
         _write_all(results, key.lengths.view(np.uint8).data)
 
 
-def _receive_result(header: dict[str, Any], incoming: Connection) -> EncodedBlock:
-    keys = []
-    for dtype, ids_bytes, lengths_bytes in header["keys"]:
-        ids = _read_exactly(incoming, ids_bytes).view(dtype)
-        keys.append(EncodedKey(ids, _read_exactly(incoming, lengths_bytes).view(np.int64)))
+def _receive_result(
+    header: dict[str, Any], incoming: Connection, place: Callable[[Sequence[tuple[str, int]]], None]
+) -> EncodedBlock:
+    keys = [EncodedKey(None, _read_exactly(incoming, size).view(np.int64)) for size in header["keys"]]
     bad = tuple(BadLine(*entry) for entry in header["bad"])
-    return EncodedBlock(tuple(keys), header["lines"], header["empty"], bad, header["bad_count"])
+    return EncodedBlock(tuple(keys), header["lines"], header["empty"], bad, header["bad_count"], place)
 
 
 def _write_all(pipe: Connection, data: memoryview) -> None:

@@ -6,12 +6,13 @@ one.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from megatron.errors import StorageError
 
@@ -53,6 +54,29 @@ def sync_directory(directory: Path) -> None:
         return
     finally:
         os.close(descriptor)
+
+
+def start_write_back(descriptor: int, start: int, size: int) -> None:
+    """Asks the system to begin writing a range of a file to disk now (Linux; nothing elsewhere), without waiting.
+
+    So a sync at the end finds little left to do.
+
+    Args:
+        start, size: bytes.
+    """
+    if _SYNC_FILE_RANGE is not None and size:
+        _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+
+
+def _sync_file_range() -> Any:
+    try:
+        return ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+_SYNC_FILE_RANGE = _sync_file_range()
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 def storage_error(path: Path, failure: OSError) -> StorageError:

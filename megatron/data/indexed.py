@@ -19,7 +19,12 @@ from typing import IO, BinaryIO, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from megatron.data.atomic_files import storage_error, sync_directory, temporary_beside
+from megatron.data.atomic_files import (
+    start_write_back,
+    storage_error,
+    sync_directory,
+    temporary_beside,
+)
 from megatron.data.token_index import (
     CODE_OF_DTYPE,
     FORMAT_VERSION,
@@ -35,6 +40,7 @@ _COPY_ENTRIES = 1 << 20
 _COPY_BYTES = 1 << 24
 _PROBES = 64
 _PROBE_BYTES = 4096
+_WRITE_BACK_BYTES = 1 << 20
 
 
 def width_for(vocab_size: int | None) -> np.dtype:
@@ -220,6 +226,40 @@ class IndexedWriter:
             sequences_per_document: how the sequences form documents; each is a document of its own if this is left out.
         """
         ids = self._checked_tokens(np.asarray(tokens))
+        counts, ends = self._checked_tables(lengths, sequences_per_document)
+        if int(counts.sum()) != ids.size:
+            raise DataError(
+                f"{self.bin_path}: {ids.size} tokens were given, but the lengths sum to {int(counts.sum())}."
+            )
+        start = self.tokens * self.dtype.itemsize
+        self._append(ids.view(np.uint8).data, counts, ends)
+        if ids.nbytes >= _WRITE_BACK_BYTES:
+            start_write_back(self._bin.fileno(), start, ids.nbytes)
+
+    def reserve(
+        self, lengths: Sequence[int] | np.ndarray, sequences_per_document: ArrayLike | None = None
+    ) -> tuple[str, int]:
+        """Appends sequences whose tokens somebody else writes, in `dtype`, before this writer is left.
+
+        Shapes:
+            as in `add_batch`.
+
+        Returns:
+            path of the unfinished `.bin` file, and the byte offset in it at which the tokens must stand.
+        """
+        counts, ends = self._checked_tables(lengths, sequences_per_document)
+        start = self.tokens * self.dtype.itemsize
+        self._append(b"", counts, ends)
+        try:
+            self._bin.seek(self.tokens * self.dtype.itemsize)
+        except OSError as failure:
+            raise storage_error(self.bin_path, failure) from failure
+        return str(self._temporary_bin), start
+
+    def _checked_tables(
+        self, lengths: Sequence[int] | np.ndarray, sequences_per_document: ArrayLike | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of sequences, and after how many sequences of the whole file each document ends."""
         counts = np.asarray(lengths, dtype=np.int64)
         per_document = (
             np.ones(len(counts), np.int64) if sequences_per_document is None else np.asarray(sequences_per_document)
@@ -229,16 +269,12 @@ class IndexedWriter:
             raise DataError(
                 f"{self.bin_path}: a sequence of {worst} tokens cannot be stored; 0 to {LONGEST_SEQUENCE_TOKENS} can."
             )
-        if int(counts.sum()) != ids.size:
-            raise DataError(
-                f"{self.bin_path}: {ids.size} tokens were given, but the lengths sum to {int(counts.sum())}."
-            )
         if int(per_document.sum()) != len(counts) or (per_document.size and per_document.min() < 0):
             raise DataError(
                 f"{self.bin_path}: {len(counts)} sequences were given, but the documents hold "
                 f"{int(per_document.sum())}."
             )
-        self._append(ids.view(np.uint8).data, counts, self.sequences + np.cumsum(per_document, dtype=np.int64))
+        return counts, self.sequences + np.cumsum(per_document, dtype=np.int64)
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Appends a whole pair, byte for byte, with its documents (merging).
@@ -300,6 +336,12 @@ class IndexedWriter:
         temporary_idx = temporary_beside(self.idx_path)
         try:
             self._bin.flush()
+            written = os.fstat(self._bin.fileno()).st_size
+            if written != self.tokens * self.dtype.itemsize:
+                raise DataError(
+                    f"{self.bin_path}: {written} bytes were written, but {self.tokens} tokens need "
+                    f"{self.tokens * self.dtype.itemsize}; nothing was published. Run the same command again."
+                )
             os.fsync(self._bin.fileno())
             with temporary_idx.open("xb", buffering=1 << 20) as stream:
                 self._write_index(stream)

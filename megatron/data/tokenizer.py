@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -82,10 +83,14 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str: ...
 
 
-def build_tokenizer(flags: TokenizerFlags) -> LibraryTokenizer:
+def build_tokenizer(flags: TokenizerFlags, known_library: str | None = None) -> LibraryTokenizer:
     """Loads the tokenizer that the flags name.
 
     Only a hub name of `--tokenizer-name-or-path` may touch the network.
+
+    Args:
+        known_library: what `library` of the same tokenizer was in another process, so that the check which decided it
+            need not be made again.
 
     Raises:
         ConfigError: a flag is missing, names nothing, or is not a known type.
@@ -93,10 +98,10 @@ def build_tokenizer(flags: TokenizerFlags) -> LibraryTokenizer:
     """
     kind = flags.tokenizer_type
     if kind == "GPT2BPETokenizer":
-        return _gpt2(flags.vocab_file, flags.merge_file)
+        return _gpt2(flags.vocab_file, flags.merge_file, known_library)
     if kind in ("PretrainedFromHF", "HFTokenizer"):
         source = flags.tokenizer_name_or_path or (flags.vocab_file if kind == "HFTokenizer" else None)
-        return _hugging_face(kind, source)
+        return _hugging_face(kind, source, known_library)
     raise ConfigError(
         f"--tokenizer-type {kind} is not known here; choose one of {', '.join(TOKENIZER_TYPES)} "
         "(a SentencePiece or WordPiece model works as PretrainedFromHF once it is saved as tokenizer.json)."
@@ -109,18 +114,31 @@ class LibraryTokenizer:
     Args:
         reference: the `tokenizers.Tokenizer`.
         fast: encodes like the reference without its post-processor, or None.
+        identity: what the fingerprint is taken over; asked for once, when somebody wants the fingerprint.
+        vocab_size: one more than the largest id; asked of the reference if left out.
     """
 
     def __init__(
-        self, name: str, reference: Any, fast: FastEncoder | None, eod_id: int | None, fingerprint: str
+        self,
+        name: str,
+        reference: Any,
+        fast: FastEncoder | None,
+        eod_id: int | None,
+        identity: Callable[[], str],
+        vocab_size: int | None = None,
     ) -> None:
         self.name = name
-        self.fingerprint = fingerprint
-        self.vocab_size = 1 + max(reference.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = vocab_size or 1 + max(reference.get_vocab(with_added_tokens=True).values())
+        self._identity = identity
         self._reference = reference
         self._fast = fast
         self._eod_id = eod_id
         self._prefix, self._suffix = added_ids(reference)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the tokenizer's files in a normal form."""
+        return _sha256(self._identity())
 
     @property
     def library(self) -> str:
@@ -240,7 +258,7 @@ def parse_json(text: str, path: str | Path) -> Any:
 # --- GPT-2 ----------------------------------------------------------------------------------------
 
 
-def _gpt2(vocab_file: str | None, merge_file: str | None) -> LibraryTokenizer:
+def _gpt2(vocab_file: str | None, merge_file: str | None, known_library: str | None) -> LibraryTokenizer:
     problems = [
         f"--tokenizer-type GPT2BPETokenizer needs {flag} (a {what} file)."
         for flag, value, what in (
@@ -261,9 +279,10 @@ def _gpt2(vocab_file: str | None, merge_file: str | None) -> LibraryTokenizer:
             "written by tools/train_tokenizer.py."
         )
     reference = _byte_level_reference(vocabulary, merges)
-    canonical = json.dumps({"vocab": vocabulary, "merges": merges}, sort_keys=True, separators=(",", ":"))
-    fast = _checked_fast_encoder(reference, "GPT2BPETokenizer")
-    return LibraryTokenizer("GPT2BPETokenizer", reference, fast, eod_id, _sha256(canonical))
+    fast = _checked_fast_encoder(reference, "GPT2BPETokenizer", known_library)
+    content = {"vocab": vocabulary, "merges": merges}
+    vocab_size = 1 + max(vocabulary.values())
+    return LibraryTokenizer("GPT2BPETokenizer", reference, fast, eod_id, lambda: _canonical(content), vocab_size)
 
 
 def _gpt2_vocabulary(path: str) -> dict[str, int]:
@@ -313,7 +332,7 @@ def _byte_level_reference(vocabulary: dict[str, int], merges: list[tuple[str, st
 # --- Hugging Face ---------------------------------------------------------------------------------
 
 
-def _hugging_face(kind: str, source: str | None) -> LibraryTokenizer:
+def _hugging_face(kind: str, source: str | None, known_library: str | None) -> LibraryTokenizer:
     if not source:
         raise ConfigError(
             f"--tokenizer-type {kind} needs --tokenizer-name-or-path (a folder with tokenizer.json, that "
@@ -329,11 +348,9 @@ def _hugging_face(kind: str, source: str | None) -> LibraryTokenizer:
         description = _converted_by_transformers(source)
         where = source
     reference = _reference_from_json(description, where)
-    canonical = json.dumps(description, sort_keys=True, separators=(",", ":"))
     eod_id = _hugging_face_eod(reference, files)
-    return LibraryTokenizer(
-        f"{kind}:{source}", reference, _checked_fast_encoder(reference, source), eod_id, _sha256(canonical)
-    )
+    fast = _checked_fast_encoder(reference, source, known_library)
+    return LibraryTokenizer(f"{kind}:{source}", reference, fast, eod_id, lambda: _canonical(description))
 
 
 def _hugging_face_files(source: str) -> dict[str, Path]:
@@ -421,11 +438,17 @@ def _hugging_face_eod(reference: Any, files: dict[str, Path]) -> int | None:
 # --- shared ---------------------------------------------------------------------------------------
 
 
-def _checked_fast_encoder(reference: Any, name: str) -> FastEncoder | None:
+def _checked_fast_encoder(reference: Any, name: str, known_library: str | None) -> FastEncoder | None:
+    if known_library is not None:
+        return FastEncoder(reference.to_str()) if known_library == "gigatoken" else None
     encoder, reason = fast_encoder(reference)
     if encoder is None:
         log.info(f"{name}: encoding with the tokenizers library ({reason})")
     return encoder
+
+
+def _canonical(content: Any) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
 def _sha256(text: str) -> str:

@@ -6,7 +6,7 @@ import gzip
 import json
 import os
 import signal
-import threading
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,15 +15,18 @@ import numpy as np
 import pytest
 
 from megatron.corpus import preprocess as preprocess_module
-from megatron.corpus.encode import EncodeOptions
+from megatron.corpus import workers as workers_module
+from megatron.corpus.encode import EncodeOptions, Encoder
 from megatron.corpus.preprocess import PreprocessResult, preprocess
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import Block
 from megatron.corpus.workers import WorkerError, WorkerPool
 from megatron.data.indexed import IndexedDataset
 from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, StorageError
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
+
+START_METHODS = ["spawn", "fork"] if sys.platform == "linux" else ["spawn"]
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +146,8 @@ def test_a_killed_worker_is_named_at_once(tmp_path: Path, choice: TokenizerChoic
     pools: list[WorkerPool] = []
 
     class Watched(WorkerPool):
-        def __init__(self, options: EncodeOptions, workers: int) -> None:
-            super().__init__(options, workers)
+        def __init__(self, encoder: Encoder, workers: int) -> None:
+            super().__init__(encoder, workers)
             pools.append(self)
 
     patch = pytest.MonkeyPatch()
@@ -169,12 +172,66 @@ def test_a_killed_worker_is_named_at_once(tmp_path: Path, choice: TokenizerChoic
     assert sorted(name.name for name in tmp_path.iterdir()) == ["in.jsonl"]
 
 
-def test_a_worker_killed_while_it_starts_is_named(choice: TokenizerChoice) -> None:
-    with WorkerPool(EncodeOptions(choice), 2) as pool:
-        threading.Timer(0.05, lambda: os.kill(pool.process_ids[0], signal.SIGKILL)).start()
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_a_worker_killed_while_it_starts_is_named(choice: TokenizerChoice, start_method: str) -> None:
+    def blocks_and_a_kill() -> Iterator[Block]:
+        for number, block in enumerate(endless()):
+            if number == 2:
+                os.kill(pool.process_ids[0], signal.SIGKILL)
+            yield block
+
+    with WorkerPool(Encoder(EncodeOptions(choice)), 2, start_method) as pool:
+        assert pool.process_ids == []
         with pytest.raises(WorkerError, match=r"preprocessing worker 0 \(pid \d+\) was killed by signal 9"):
-            for _ in pool.encode(endless()):
+            for _ in pool.encode(blocks_and_a_kill()):
                 pass
+
+
+def test_workers_start_as_blocks_arrive_and_write_ids_themselves(tmp_path: Path, choice: TokenizerChoice) -> None:
+    data = b'{"text": "some text"}\n' * 1000
+    encoder = Encoder(EncodeOptions(choice))
+    ids = encoder.encode(Block("<test>", 1, len(data), data, 0)).keys[0].ids
+    assert ids is not None
+    for start_method in START_METHODS:
+        target = tmp_path / start_method
+        target.touch()
+        with WorkerPool(encoder, 8, start_method) as pool:
+            for number, (_, result) in enumerate(pool.encode(Block("<test>", 1, len(data), data, 0) for _ in range(2))):
+                assert result.keys[0].ids is None and result.place is not None
+                result.place([(str(target), number * ids.nbytes)])
+            assert len(pool.process_ids) == 2
+            assert target.read_bytes() == ids.tobytes() * 2
+
+
+def test_ids_that_cannot_be_written_are_a_storage_error(tmp_path: Path, choice: TokenizerChoice) -> None:
+    data = b'{"text": "some text"}\n'
+    with (
+        WorkerPool(Encoder(EncodeOptions(choice)), 1) as pool,
+        pytest.raises(StorageError, match=r"Cannot write .*/gone/out\.bin: No such file"),
+    ):
+        for _, result in pool.encode([Block("<test>", 1, len(data), data, 0)]):
+            assert result.place is not None
+            result.place([(str(tmp_path / "gone" / "out.bin"), 0)])
+
+
+def test_no_more_workers_than_cores_or_blocks(
+    tmp_path: Path, choice: TokenizerChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    class Watched(WorkerPool):
+        def __init__(self, encoder: Encoder, workers: int) -> None:
+            asked.append(workers)
+            super().__init__(encoder, workers)
+
+    monkeypatch.setattr(preprocess_module, "WorkerPool", Watched)
+    monkeypatch.setattr(preprocess_module, "usable_cores", lambda: 3)
+    path = write_jsonl(tmp_path / "in.jsonl", ["some text"] * 100)
+    run([path], tmp_path / "one", EncodeOptions(choice), 8, 1 << 20)
+    assert asked == []
+    run([path], tmp_path / "many", EncodeOptions(choice), 8, 1000)
+    assert asked == [3] and both(tmp_path / "one_text_document") == both(tmp_path / "many_text_document")
+    assert workers_module.usable_cores() >= 1 and workers_module.start_method() in ("fork", "spawn")
 
 
 def endless() -> Iterator[Block]:
@@ -186,25 +243,26 @@ def endless() -> Iterator[Block]:
 
 def test_large_blocks_through_the_pipes_do_not_lock_up(choice: TokenizerChoice) -> None:
     data = b'{"text": "some text 1 2 3 4 5 6 7 8 9 and so on"}\n' * 60_000
-    with WorkerPool(EncodeOptions(choice), 2) as pool:
+    with WorkerPool(Encoder(EncodeOptions(choice)), 2) as pool:
         results = list(pool.encode(Block("<test>", 1, len(data), data, 0) for _ in range(12)))
     assert len(results) == 12 and all(result.lines == 60_000 for _, result in results)
 
 
-def test_workers_say_what_is_wrong_with_the_tokenizer(tmp_path: Path, choice: TokenizerChoice) -> None:
+def test_workers_say_what_is_wrong_with_the_tokenizer(tmp_path: Path) -> None:
+    choice = write_vocabulary(tmp_path)
     path = write_jsonl(tmp_path / "in.jsonl", ["a"])
     missing = TokenizerChoice("GPT2BPETokenizer", "/nowhere/v.json", "/nowhere/m.txt")
     with pytest.raises(ConfigError, match=r"--vocab-file /nowhere/v\.json is not a file"):
         run([path], tmp_path / "out", EncodeOptions(missing), workers=2)
-    with (
-        WorkerPool(EncodeOptions(missing), 1) as pool,
-        pytest.raises(ConfigError, match="--vocab-file"),
-    ):
+    encoder = Encoder(EncodeOptions(choice))
+    Path(str(choice.vocab_file)).unlink()
+    with WorkerPool(encoder, 1, "spawn") as pool, pytest.raises(ConfigError, match="--vocab-file .* is not a file"):
         list(pool.encode(endless()))
 
 
 def test_a_file_that_vanishes_is_a_data_error_from_a_worker(tmp_path: Path, choice: TokenizerChoice) -> None:
-    with WorkerPool(EncodeOptions(choice), 1) as pool, pytest.raises(DataError, match=r"gone\.jsonl: cannot be read"):
+    pool = WorkerPool(Encoder(EncodeOptions(choice)), 1)
+    with pool, pytest.raises(DataError, match=r"gone\.jsonl: cannot be read"):
         list(pool.encode([Block(str(tmp_path / "gone.jsonl"), 0, 10, None, 10)]))
 
 

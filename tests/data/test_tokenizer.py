@@ -322,6 +322,8 @@ def test_a_post_processor_that_does_more_is_left_to_the_reference(tmp_path: Path
     class Odd:
         """A reference whose post-processor repeats the text."""
 
+        post_processor = "repeats"
+
         def __init__(self) -> None:
             self._inner = reference_of(write_vocabulary(tmp_path))
 
