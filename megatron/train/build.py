@@ -273,8 +273,9 @@ def check_layers(engine: Engine) -> None:
     total = int(all_reduce_max(all_reduce_sum(built, engine.mesh.pp), engine.mesh.tp))
     if total != engine.model.num_layers:
         raise LaunchError(
-            f"the {engine.mesh.pp.size} pipeline stages hold {total} transformer layers together, not the {engine.model.num_layers} of "
-            "--num-layers. This is a defect of the partition; use another --pipeline-model-parallel-size and report it."
+            f"the {engine.mesh.pp.size} pipeline stages hold {total} transformer layers together, not the "
+            f"{engine.model.num_layers} of --num-layers. This is a defect of the partition; use another "
+            "--pipeline-model-parallel-size and report it."
         )
 
 
