@@ -1,0 +1,334 @@
+"""Several `.bin/.idx` pairs into one that is byte for byte what preprocessing all of it at once would have written.
+
+Memory does not grow with the data: tables are mapped and moved in pieces, token ids are copied by the system. Every
+number is an integer of Python or int64, so that 2^31 tokens or bytes are nothing special. Several ranks may share the
+copying; each then writes its own stretches of the same two files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron import log
+from megatron.corpus.copying import copy_into, write_all
+from megatron.corpus.crew import Crew
+from megatron.data.atomic_files import storage_error, sync_directory, temporary_beside
+from megatron.data.indexed import IndexedDataset
+from megatron.data.sidecar import Sidecar, check_replaceable, read_sidecar, remove_sidecar, write_sidecar
+from megatron.data.token_index import CODE_OF_DTYPE, FORMAT_VERSION, MMAP_HEADER, MMAP_MAGIC, read_token_index
+from megatron.errors import ConfigError, DataError
+
+_CHUNK_ENTRIES = 1 << 20
+_PROBE_BYTES = 1 << 12
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is known of one pair before anything is copied.
+
+    Args:
+        documents: entries of its document table, without the leading 0.
+    """
+
+    prefix: str
+    dtype: str
+    sequences: int
+    documents: int
+    tokens: int
+    has_modes: bool
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Which pairs become which, and where the parts of each lie in the result."""
+
+    output_prefix: str
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def dtype(self) -> np.dtype[Any]:
+        """Element type of the `.bin` files."""
+        return np.dtype(self.parts[0].dtype)
+
+    @cached_property
+    def sequences(self) -> int:
+        """Sequences of the result."""
+        return sum(part.sequences for part in self.parts)
+
+    @cached_property
+    def documents(self) -> int:
+        """Documents of the result."""
+        return sum(part.documents for part in self.parts)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of the result."""
+        return sum(part.tokens for part in self.parts)
+
+    @cached_property
+    def has_modes(self) -> bool:
+        """Whether the result has NVIDIA's table of modes."""
+        return any(part.has_modes for part in self.parts)
+
+    @cached_property
+    def bin_bytes(self) -> int:
+        """Size of the merged `.bin` file."""
+        return self.tokens * self.dtype.itemsize
+
+    @cached_property
+    def idx_bytes(self) -> int:
+        """Size of the merged `.idx` file."""
+        return self.documents_offset + 8 * (self.documents + 1) + (self.sequences if self.has_modes else 0)
+
+    @cached_property
+    def pointers_offset(self) -> int:
+        """Where the pointers begin in the `.idx` file."""
+        return MMAP_HEADER.size + 4 * self.sequences
+
+    @cached_property
+    def documents_offset(self) -> int:
+        """Where the document table begins in the `.idx` file."""
+        return MMAP_HEADER.size + 12 * self.sequences
+
+    @cached_property
+    def modes_offset(self) -> int:
+        """Where the modes begin in the `.idx` file."""
+        return self.documents_offset + 8 * (self.documents + 1)
+
+
+def merge(prefixes: Sequence[str], output_prefix: str, crew: Crew | None = None) -> MergePlan:
+    """Merges pairs, in the order given, and their sidecars if all have one.
+
+    Args:
+        crew: the ranks that share the work; all call this with the same arguments and see the same files.
+
+    Raises:
+        ConfigError: the output is one of the inputs.
+        DataError: an input is missing or damaged, the element types or the tokenizers differ, or an input changed
+            while it was copied.
+        StorageError: the outputs cannot be written; nothing is left behind then.
+    """
+    crew = crew or Crew.alone()
+    own = range(crew.rank, len(prefixes), crew.size)
+    surveys = crew.together(lambda: [[place, _survey(prefixes[place])] for place in own])
+    found = sorted(entry for survey in surveys for entry in survey)
+    plan = MergePlan(output_prefix, tuple(Part(*values) for _, values in found))
+    sidecar = _checked(plan)
+    with _temporaries(plan, crew) as (bin_path, idx_path):
+        crew.together(lambda: _copy(plan, own, Path(bin_path), Path(idx_path)))
+        crew.on_first(lambda: _publish(plan, sidecar, Path(bin_path), Path(idx_path)))
+    return plan
+
+
+def _survey(prefix: str) -> list[Any]:
+    return list(astuple(_facts(IndexedDataset(prefix))))
+
+
+def _facts(dataset: IndexedDataset) -> Part:
+    if dataset.dtype.kind not in "iu":
+        raise DataError(f"{dataset.prefix} holds {dataset.dtype.name}, not token ids; such data cannot be merged.")
+    counts = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
+    return Part(dataset.prefix, dataset.dtype.str, *counts, dataset.modes is not None)
+
+
+def _checked(plan: MergePlan) -> Sidecar | None:
+    """Checks that the parts fit together; returns the merged sidecar."""
+    names = {os.path.realpath(part.prefix) for part in plan.parts}
+    if os.path.realpath(plan.output_prefix) in names:
+        raise ConfigError(
+            f"--output-prefix {plan.output_prefix} is also one of --datasets and would be overwritten while it is "
+            "read. Choose another output."
+        )
+    first = plan.parts[0]
+    for part in plan.parts[1:]:
+        if part.dtype != first.dtype:
+            raise DataError(
+                f"{first.prefix} holds {plan.dtype.name} and {part.prefix} holds {np.dtype(part.dtype).name}: pairs of "
+                "different widths cannot be merged. Preprocess one of them again with the tokenizer of the other."
+            )
+    filled = [part for part in plan.parts if part.sequences]
+    for part in filled:
+        if part.has_modes != filled[0].has_modes:
+            with_modes, without = (part, filled[0]) if part.has_modes else (filled[0], part)
+            raise DataError(
+                f"{with_modes.prefix} has a table of modes (multimodal data) and {without.prefix} has none. Merge "
+                "multimodal data with multimodal data only."
+            )
+    check_replaceable(plan.output_prefix)
+    return _merged_sidecar(plan)
+
+
+def _merged_sidecar(plan: MergePlan) -> Sidecar | None:
+    sidecars = [read_sidecar(part.prefix) for part in plan.parts]
+    found = [(part, sidecar) for part, sidecar in zip(plan.parts, sidecars, strict=True) if sidecar is not None]
+    for part, sidecar in found:
+        if (sidecar.sequences, sidecar.tokens) != (part.sequences, part.tokens):
+            raise DataError(
+                f"{part.prefix}.json tells of {sidecar.sequences} sequences and {sidecar.tokens} tokens, but the pair "
+                f"has {part.sequences} and {part.tokens}: they do not belong together. Remove or restore the .json."
+            )
+        ours, theirs = found[0][1].tokenizer, sidecar.tokenizer
+        if (ours.fingerprint, ours.vocab_size) != (theirs.fingerprint, theirs.vocab_size):
+            raise DataError(
+                f"{found[0][0].prefix} was made with the tokenizer {ours.name} (fingerprint "
+                f"{str(ours.fingerprint)[:12]}) and {part.prefix} with {theirs.name} "
+                f"({str(theirs.fingerprint)[:12]}): their ids mean different words. Preprocess one of them again with "
+                "the tokenizer of the other."
+            )
+    if not found:
+        return None
+    if len(found) < len(plan.parts):
+        lacking = next(part.prefix for part, sidecar in zip(plan.parts, sidecars, strict=True) if sidecar is None)
+        log.warning(f"{lacking} has no sidecar (.json), so {plan.output_prefix} gets none.")
+        return None
+    merged = [sidecar for _, sidecar in found]
+    return replace(
+        merged[0],
+        documents=sum(one.documents for one in merged),
+        empty=sum(one.empty for one in merged),
+        skipped=sum(one.skipped for one in merged),
+        sequences=sum(one.sequences for one in merged),
+        tokens=sum(one.tokens for one in merged),
+        append_eod=all(one.append_eod for one in merged),
+        sources=tuple(source for one in merged for source in one.sources),
+    )
+
+
+@dataclass(frozen=True)
+class _Start:
+    """How much of the result comes before a part."""
+
+    sequences: int
+    documents: int
+    tokens: int
+
+    def after(self, part: Part) -> _Start:
+        return _Start(self.sequences + part.sequences, self.documents + part.documents, self.tokens + part.tokens)
+
+
+@contextmanager
+def _temporaries(plan: MergePlan, crew: Crew) -> Iterator[tuple[str, str]]:
+    """The two files of the result under temporary names, at full size and filled with zeros; gone in the end."""
+    own = [temporary_beside(Path(f"{plan.output_prefix}.{suffix}")) for suffix in ("bin", "idx")]
+    try:
+        names = crew.on_first(lambda: _create(plan, *own))
+        yield names[0], names[1]
+    finally:
+        for path in own:
+            path.unlink(missing_ok=True)
+
+
+def _create(plan: MergePlan, bin_path: Path, idx_path: Path) -> list[str]:
+    try:
+        bin_path.parent.mkdir(parents=True, exist_ok=True)
+        for path, size in ((bin_path, plan.bin_bytes), (idx_path, plan.idx_bytes)):
+            with path.open("xb") as stream:
+                stream.truncate(size)
+    except OSError as failure:
+        raise storage_error(Path(f"{plan.output_prefix}.bin"), failure) from failure
+    return [str(bin_path), str(idx_path)]
+
+
+def _copy(plan: MergePlan, own: Sequence[int], bin_path: Path, idx_path: Path) -> None:
+    """Copies this rank's parts to their places, and the header on the rank that has the first part."""
+    try:
+        with bin_path.open("r+b", buffering=0) as target, idx_path.open("r+b", buffering=0) as index:
+            if 0 in own:
+                code = CODE_OF_DTYPE[plan.dtype]
+                header = MMAP_HEADER.pack(MMAP_MAGIC, FORMAT_VERSION, code, plan.sequences, plan.documents + 1)
+                write_all(index.fileno(), header, 0)
+            start = _Start(0, 0, 0)
+            for place, part in enumerate(plan.parts):
+                if place in own:
+                    _copy_part(plan, part, start, target.fileno(), index.fileno())
+                start = start.after(part)
+            os.fsync(target.fileno())
+            os.fsync(index.fileno())
+    except OSError as failure:
+        raise storage_error(Path(f"{plan.output_prefix}.bin"), failure) from failure
+
+
+def _copy_part(plan: MergePlan, part: Part, before: _Start, target: int, index: int) -> None:
+    dataset = IndexedDataset(part.prefix)
+    if _facts(dataset) != part:
+        raise DataError(
+            f"{part.prefix} was written anew while it was being merged. Start again when nothing writes to it."
+        )
+    sequences, documents, tokens = before.sequences, before.documents, before.tokens
+    itemsize = plan.dtype.itemsize
+    size = part.tokens * itemsize
+    with dataset.bin_path.open("rb", buffering=0) as source:
+        copied = copy_into(source.fileno(), target, size, tokens * itemsize)
+    if copied != size:
+        raise DataError(
+            f"{dataset.bin_path} ended at byte offset {copied} instead of {size} while it was copied. Start again when "
+            "nothing writes to it."
+        )
+    for start in range(0, part.sequences, _CHUNK_ENTRIES):
+        stop = start + _CHUNK_ENTRIES
+        at = sequences + start
+        write_all(index, dataset.lengths[start:stop].astype("<i4").tobytes(), MMAP_HEADER.size + 4 * at)
+        pointers = dataset.pointers[start:stop].astype("<i8") + tokens * itemsize
+        write_all(index, pointers.tobytes(), plan.pointers_offset + 8 * at)
+        if dataset.modes is not None:
+            write_all(index, dataset.modes[start:stop].tobytes(), plan.modes_offset + at)
+    for start in range(1, part.documents + 1, _CHUNK_ENTRIES):
+        ends = dataset.documents[start : min(start + _CHUNK_ENTRIES, part.documents + 1)].astype("<i8") + sequences
+        write_all(index, ends.tobytes(), plan.documents_offset + 8 * (documents + start))
+
+
+def _publish(plan: MergePlan, sidecar: Sidecar | None, bin_path: Path, idx_path: Path) -> None:
+    """Checks the finished files and gives them their names, `.idx` last."""
+    _verify(plan, bin_path, idx_path)
+    final_bin, final_idx = (Path(f"{plan.output_prefix}.{suffix}") for suffix in ("bin", "idx"))
+    try:
+        if final_idx.exists():
+            final_idx.unlink()
+            sync_directory(final_idx.parent)
+        bin_path.replace(final_bin)
+        if sidecar is None:
+            remove_sidecar(plan.output_prefix)
+        else:
+            write_sidecar(plan.output_prefix, sidecar)
+        sync_directory(final_bin.parent)
+        idx_path.replace(final_idx)
+        sync_directory(final_idx.parent)
+    except OSError as failure:
+        raise storage_error(final_idx, failure) from failure
+
+
+def _verify(plan: MergePlan, bin_path: Path, idx_path: Path) -> None:
+    """Checks sizes, all tables, and the first and last bytes that came from each part.
+
+    Raises:
+        DataError: what was written is not what was meant; the disk or its file system lost bytes.
+    """
+    table = read_token_index(idx_path, bin_path, bin_path.stat().st_size)
+    found = (len(table.lengths), len(table.documents) - 1, table.tokens, table.dtype, idx_path.stat().st_size)
+    if found != (plan.sequences, plan.documents, plan.tokens, plan.dtype, plan.idx_bytes):
+        raise DataError(
+            f"The merged index holds {found[0]} sequences, {found[1]} documents and {found[2]} tokens; the parts have "
+            f"{plan.sequences}, {plan.documents} and {plan.tokens}. The disk lost bytes: nothing was published."
+        )
+    start = 0
+    with bin_path.open("rb", buffering=0) as merged:
+        for part in plan.parts:
+            size = part.tokens * plan.dtype.itemsize
+            with open(f"{part.prefix}.bin", "rb", buffering=0) as source:
+                for offset in (0, max(0, size - _PROBE_BYTES)):
+                    count = min(_PROBE_BYTES, size)
+                    ours = os.pread(merged.fileno(), count, start + offset)
+                    if ours != os.pread(source.fileno(), count, offset):
+                        raise DataError(
+                            f"{count} bytes at offset {start + offset} of the merged file are not those at {offset} of "
+                            f"{part.prefix}.bin. The disk lost bytes or the input changed: nothing was published."
+                        )
+            start += size

@@ -1,0 +1,93 @@
+"""Merges preprocessed corpora: the result is byte for byte what preprocessing all of it at once would have written.
+
+    python tools/merge_preprocessed_data.py --datasets part1_text_document part2_text_document \
+        --output-prefix whole_text_document
+    torchrun --nproc-per-node 4 tools/merge_preprocessed_data.py --merge distributed --datasets ... --output-prefix ...
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config import ParallelConfig
+from megatron.config.flags import Area, flag, parse_flags
+
+_LONGEST_WAIT_MINUTES = 7 * 24 * 60
+
+
+@dataclass(frozen=True)
+class MergeFlags(Area):
+    """Upstream's flags of this tool."""
+
+    datasets: tuple[str, ...] = flag(
+        help="data prefixes to merge, without .bin/.idx, in the order of the result", nargs="+"
+    )
+    output_prefix: str = flag(help="data prefix of the result, without .bin/.idx")
+    merge: str = flag(
+        "serial",
+        "serial copies in one process; distributed shares the copying among the ranks that a launcher such as torchrun "
+        "started, which must see the same file system",
+        choices=("serial", "distributed"),
+    )
+    torch_backend: str | None = flag(
+        None,
+        "communication library of --merge distributed",
+        choices=("gloo",),
+        way_out="gloo needs no special build of PyTorch and works under mpirun too.",
+    )
+    local_rank: int | None = flag(None, "number of this process on its node", spelled=("--local_rank",))
+
+
+def main() -> int:
+    """Runs the tool on the command line's flags."""
+    flags = parse_flags(MergeFlags, sys.argv[1:], prog="merge_preprocessed_data.py", description=__doc__ or "")
+    signal.signal(signal.SIGTERM, _interrupt)
+    if flags.merge == "distributed":
+        return _merge_together(flags)
+    from megatron.corpus.merge import merge
+
+    plan = merge(flags.datasets, flags.output_prefix)
+    log.info(_summary(flags, plan.documents, plan.sequences, plan.tokens, plan.bin_bytes))
+    return 0
+
+
+def _merge_together(flags: MergeFlags) -> int:
+    from megatron.corpus.crew import Crew
+    from megatron.corpus.merge import merge
+    from megatron.parallel.mesh import close_mesh, open_mesh
+    from megatron.parallel.messages import gather_json
+
+    mesh = open_mesh(
+        ParallelConfig(
+            distributed_backend="gloo",
+            distributed_timeout_minutes=_LONGEST_WAIT_MINUTES,
+            local_rank=flags.local_rank,
+        )
+    )
+    crew = Crew(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
+    plan = merge(flags.datasets, flags.output_prefix, crew)
+    log.info(_summary(flags, plan.documents, plan.sequences, plan.tokens, plan.bin_bytes))
+    close_mesh(mesh)
+    return 0
+
+
+def _summary(flags: MergeFlags, documents: int, sequences: int, tokens: int, size_bytes: int) -> str:
+    return (
+        f"Merged {len(flags.datasets)} data sets into {flags.output_prefix} (.bin, .idx): {documents} documents, "
+        f"{sequences} sequences, {tokens} tokens, {size_bytes / 1e6:.1f} MB."
+    )
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Turns SIGTERM into the keyboard's interrupt, so that temporary files are removed."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
