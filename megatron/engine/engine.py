@@ -180,11 +180,7 @@ class Engine:
         Shapes: tokens, labels, weights [b, s]; sample ids [b].
         """
         counted = torch.tensor([sum(float(batch.loss_mask.sum()) for batch in batches)], dtype=torch.float64)
-        total = (
-            float(all_reduce_sum(counted.to(self.mesh.device), self.mesh.dp))
-            if self.mesh.dp.size > 1
-            else float(counted)
-        )
+        total = float(all_reduce_sum(counted.to(self.mesh.device), self.mesh.dp))
         scale = len(batches) * self.mesh.dp.size / max(total, 1.0)
         return round(total), [self._to_device(batch, scale) for batch in batches]
 
