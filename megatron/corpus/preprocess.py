@@ -10,9 +10,11 @@ from itertools import chain, islice
 from megatron import log
 from megatron.corpus.encode import EncodedBlock, EncodeOptions, Encoder
 from megatron.corpus.progress import Progress
+from megatron.corpus.provenance import SourceLog, versions
 from megatron.corpus.sources import Block, blocks, check_inputs
 from megatron.corpus.workers import WorkerPool, usable_cores
 from megatron.data.indexed import IndexedWriter
+from megatron.data.sidecar import Sidecar, TokenizerRecord, check_replaceable
 from megatron.errors import DataError
 
 BLOCK_BYTES = 4 << 20
@@ -26,7 +28,7 @@ class PreprocessResult:
     Args:
         prefixes: data prefixes, one a key.
         documents: documents written, over all keys.
-        empty: documents that gave no ids and were left out.
+        empty_of_key: documents of each key that gave no ids and were left out.
         skipped: bad lines that were left out.
         tokens: ids written.
         text_bytes: bytes of input, uncompressed.
@@ -34,10 +36,15 @@ class PreprocessResult:
 
     prefixes: tuple[str, ...]
     documents: int
-    empty: int
+    empty_of_key: tuple[int, ...]
     skipped: int
     tokens: int
     text_bytes: int
+
+    @property
+    def empty(self) -> int:
+        """Documents that gave no ids, over all keys."""
+        return sum(self.empty_of_key)
 
 
 def preprocess(
@@ -60,9 +67,19 @@ def preprocess(
         WorkerError: a worker process died.
     """
     check_inputs(inputs)
+    return preprocess_blocks(blocks(inputs, block_bytes), output_prefix, options, workers, progress)
+
+
+def preprocess_blocks(
+    source: Iterator[Block], output_prefix: str, options: EncodeOptions, workers: int, progress: Progress
+) -> PreprocessResult:
+    """Encodes blocks of lines, in their order, into one `.bin/.idx` pair a key with its sidecar; see `preprocess`."""
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in options.keys)
-    source = blocks(inputs, block_bytes)
+    for prefix in prefixes:
+        check_replaceable(prefix)
     encoder = Encoder(options)
+    sources = SourceLog()
+    source = sources.watch(source)
     first = list(islice(source, 2))
     source = chain(first, source)
     workers = min(workers, usable_cores()) if len(first) > 1 else 1
@@ -72,7 +89,24 @@ def preprocess(
             encoded = stack.enter_context(WorkerPool(encoder, workers)).encode(source)
         else:
             encoded = _encode_here(encoder, source)
-        return _write(encoded, writers, prefixes, options, progress)
+        result = _write(encoded, writers, prefixes, options, progress)
+        for writer, empty in zip(writers, result.empty_of_key, strict=True):
+            writer.describe_with(_sidecar(writer, empty, result.skipped, encoder, sources))
+        return result
+
+
+def _sidecar(writer: IndexedWriter, empty: int, skipped: int, encoder: Encoder, sources: SourceLog) -> Sidecar:
+    return Sidecar(
+        documents=writer.document_count,
+        empty=empty,
+        skipped=skipped,
+        sequences=writer.sequences,
+        tokens=writer.tokens,
+        append_eod=encoder.options.append_eod,
+        tokenizer=TokenizerRecord.of(encoder.tokenizer),
+        versions=versions(),
+        sources=sources.records(),
+    )
 
 
 def _encode_here(encoder: Encoder, source: Iterable[Block]) -> Iterator[tuple[Block, EncodedBlock]]:
@@ -87,11 +121,14 @@ def _write(
     options: EncodeOptions,
     progress: Progress,
 ) -> PreprocessResult:
-    empty = skipped = text_bytes = line = 0
+    good = skipped = text_bytes = line = bytes_before = 0
+    path = ""
     for block, result in encoded:
-        line = 0 if block.start == 0 else line
+        if block.start == 0 or block.source != path:  # a source begins, or the part of it that is to be encoded here
+            path, line, bytes_before = block.source, 0, block.start
         for bad in result.bad:
-            where = f"{block.source}:{line + bad.line + 1}: byte offset {block.start + bad.offset}: {bad.reason}"
+            number = _newlines(path, bytes_before) + line + bad.line + 1
+            where = f"{path}:{number}: byte offset {block.start + bad.offset}: {bad.reason}"
             if not options.skip_bad_lines:
                 raise DataError(f"{where}. Mend the line, or leave such lines out with --on-bad-line skip.")
             if skipped < _SHOWN_BAD_LINES:
@@ -106,9 +143,21 @@ def _write(
         if result.place is not None:
             result.place(places)
         line += result.lines
-        empty += result.empty
+        good += result.lines - result.bad_count
         skipped += result.bad_count
         text_bytes += block.size
         progress.advance(result.lines, block.size, block.input_bytes)
     documents = sum(writer.sequences for writer in writers)
+    empty = tuple(good - writer.document_count for writer in writers)
     return PreprocessResult(prefixes, documents, empty, skipped, sum(writer.tokens for writer in writers), text_bytes)
+
+
+def _newlines(path: str, size: int) -> int:
+    """Newlines in the first bytes of a file: looked at only when a line is bad and the work began after them."""
+    count = 0
+    if size:
+        with open(path, "rb", buffering=0) as file:
+            while size and (piece := file.read(min(size, BLOCK_BYTES))):
+                count += piece.count(b"\n")
+                size -= len(piece)
+    return count

@@ -25,6 +25,7 @@ from megatron.data.atomic_files import (
     sync_directory,
     temporary_beside,
 )
+from megatron.data.sidecar import Sidecar, remove_sidecar, write_sidecar
 from megatron.data.token_index import (
     CODE_OF_DTYPE,
     FORMAT_VERSION,
@@ -186,6 +187,7 @@ class IndexedWriter:
         self.sequences = 0
         self.tokens = 0
         self.document_count = 0
+        self._sidecar: Sidecar | None = None
         self._temporary_bin = temporary_beside(self.bin_path)
         try:
             self.bin_path.parent.mkdir(parents=True, exist_ok=True)
@@ -206,6 +208,10 @@ class IndexedWriter:
                 self._finish()
         finally:
             self._abandon()
+
+    def describe_with(self, sidecar: Sidecar) -> None:
+        """Publishes a sidecar with the pair; without one, the sidecar of an older pair of that name is removed."""
+        self._sidecar = sidecar
 
     def add_document(self, sequences: Iterable[ArrayLike]) -> None:
         """Appends one document made of sequences of token ids; without sequences it is an empty document."""
@@ -351,6 +357,8 @@ class IndexedWriter:
                 self.idx_path.unlink()
                 sync_directory(self.idx_path.parent)
             self._temporary_bin.replace(self.bin_path)
+            prefix = self.bin_path.with_suffix("")
+            remove_sidecar(prefix) if self._sidecar is None else write_sidecar(prefix, self._sidecar)
             sync_directory(self.bin_path.parent)
             temporary_idx.replace(self.idx_path)
             sync_directory(self.idx_path.parent)

@@ -89,10 +89,15 @@ def build_split_datasets(
 
 def data_fingerprint(data: DataConfig) -> dict[str, Any]:
     """What identifies the token files, for a checkpoint's manifest: per prefix sizes, dtype and fingerprint."""
+    return {prefix: dict(_file_facts(prefix)) for prefix in data_prefixes(data)}
+
+
+def data_prefixes(data: DataConfig) -> list[str]:
+    """The token files that the data flags name, each once."""
     prefixes = [prefix for _, prefix in read_blend(data.data_path, "--data-path")]
     groups = (*data.train_groups, *data.valid_groups, *data.test_groups)
     prefixes += [entry.prefix for group in groups for entry in group.entries]
-    return {prefix: dict(_file_facts(prefix)) for prefix in dict.fromkeys(prefixes)}
+    return list(dict.fromkeys(prefixes))
 
 
 def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:

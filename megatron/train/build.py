@@ -17,7 +17,14 @@ from megatron.checkpoint.together import on_first, together
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, resolve
 from megatron.data.loader import Batch, BatchLoader, BatchOptions
 from megatron.data.plan import DataPlan
-from megatron.data.split_datasets import SampleDataset, SplitDatasets, build_split_datasets, describe
+from megatron.data.sidecar import check_tokenizer_fits
+from megatron.data.split_datasets import (
+    SampleDataset,
+    SplitDatasets,
+    build_split_datasets,
+    data_prefixes,
+    describe,
+)
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
@@ -122,6 +129,7 @@ def open_run(config: RunConfig) -> Iterator[Run | None]:
     world_size = count_ranks(config.parallel)
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
     config = resolve(config, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
+    check_tokenizer_fits(data_prefixes(config.data), tokenizer)
     with contextlib.ExitStack() as closing:
         signals = StopSignals()
         if config.control.exit_on_signal:

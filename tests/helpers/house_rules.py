@@ -83,6 +83,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "gigatoken": ("megatron/data/fast_encoder.py",),
     "orjson": ("megatron/corpus/lines.py",),
     "zstandard": ("megatron/corpus/sources.py",),
+    "xxhash": ("megatron/corpus/provenance.py",),
     "matplotlib": ("megatron/train/curves.py",),
     "plotext": ("tools/plot_run.py",),
     "wandb": ("megatron/train/weights_and_biases.py",),
