@@ -6,8 +6,10 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +26,7 @@ from megatron.parallel.launchers import Ranks, discover_ranks
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 # Words in a launcher's command line: they tell one that is process 1 of a container from an init that adopted us.
 _LAUNCHER_WORDS = ("torch", "deepspeed", "mpi", "orte", "prte", "hydra", "pmi_proxy", "slurm", "srun")
+_NAME_TRIES = 3  # one second apart
 
 
 @dataclass(frozen=True)
@@ -250,12 +253,33 @@ def _join(ranks: Ranks, backend: str, timeout: timedelta) -> None:
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
+    if ranks.launcher in ("srun", "mpirun"):
+        _check_address(ranks)
     try:
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as failure:
         raise LaunchError(
             f"Rank {ranks.rank} of {ranks.world_size} could not meet the others at {ranks.master_address}:"
             f"{ranks.master_port} (started by {ranks.launcher}, backend {backend}, --distributed-timeout-minutes "
-            f"{timeout.total_seconds() / 60:g}): {str(failure).splitlines()[0]}. Every rank must run and reach that "
-            f"address; another MASTER_PORT helps if the port is taken."
+            f"{timeout.total_seconds() / 60:g}): {str(failure).splitlines()[0].rstrip('.')}. Every rank must run and "
+            f"reach that address; another MASTER_PORT helps if the port is taken."
         ) from failure
+
+
+def _check_address(ranks: Ranks) -> None:
+    """Refuses a host name that nobody knows, which torch would retry until its timeout, once on every rank.
+
+    Only where the name comes from a list of nodes: that of a pod or container may become known later.
+    """
+    for left in reversed(range(_NAME_TRIES)):
+        try:
+            socket.getaddrinfo(ranks.master_address, ranks.master_port)
+            return
+        except socket.gaierror as failure:
+            if left == 0:
+                raise LaunchError(
+                    f"Rank {ranks.rank} of {ranks.world_size} cannot look up {ranks.master_address!r}, the host of "
+                    f"rank 0 (started by {ranks.launcher}): {failure.strerror}. Set MASTER_ADDR to a name or IP "
+                    f"address of that host that all nodes know."
+                ) from failure
+            time.sleep(1)

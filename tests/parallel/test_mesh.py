@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from megatron.errors import LaunchError
 from megatron.parallel import mesh as mesh_module
 from megatron.parallel import messages
+from megatron.parallel.launchers import Ranks
 from megatron.parallel.mesh import ParallelMesh, axis_ranks, check_layout, close_mesh, open_mesh
 from tests.helpers.ranks import RankFailure, run_ranks
 
@@ -142,3 +144,12 @@ def test_run_ranks_shows_the_first_failure() -> None:
         run_ranks(_dies_on_zero, 2)
     with pytest.raises(RankFailure, match="not finished after 1 s(.|\n)*in _sleeps"):
         run_ranks(_sleeps, 1, timeout_seconds=1)
+
+
+def test_unknown_host_from_a_node_list_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(mesh_module.time, "sleep", waits.append)
+    ranks = Ranks(1, 4, 0, "node001.invalid", 12345, "srun")
+    with pytest.raises(LaunchError, match=r"Rank 1 of 4 cannot look up 'node001\.invalid'.*Set MASTER_ADDR"):
+        mesh_module._join(ranks, "gloo", timedelta(minutes=1))
+    assert waits == [1, 1]
