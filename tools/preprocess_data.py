@@ -73,7 +73,11 @@ class PreprocessFlags(Area):
 
 def main() -> int:
     """Runs the tool on the command line's flags."""
-    flags = parse_flags(PreprocessFlags, sys.argv[1:], prog="preprocess_data.py", description=__doc__ or "")
+    return run(parse_flags(PreprocessFlags, sys.argv[1:], prog="preprocess_data.py", description=__doc__ or ""))
+
+
+def run(flags: PreprocessFlags) -> int:
+    """Does what the flags say; `preprocess_data_many_cores.py` is another door to it."""
     from megatron.corpus.encode import EncodeOptions
     from megatron.corpus.preprocess import preprocess
     from megatron.corpus.progress import Progress

@@ -22,7 +22,14 @@ from megatron.corpus.copying import copy_into, write_all
 from megatron.corpus.crew import Crew
 from megatron.data.atomic_files import storage_error, sync_directory, temporary_beside
 from megatron.data.indexed import IndexedDataset
-from megatron.data.sidecar import Sidecar, check_replaceable, read_sidecar, remove_sidecar, write_sidecar
+from megatron.data.sidecar import (
+    Sidecar,
+    SourceRecord,
+    check_replaceable,
+    read_sidecar,
+    remove_sidecar,
+    write_sidecar,
+)
 from megatron.data.token_index import CODE_OF_DTYPE, FORMAT_VERSION, MMAP_HEADER, MMAP_MAGIC, read_token_index
 from megatron.errors import ConfigError, DataError
 
@@ -104,11 +111,14 @@ class MergePlan:
         return self.documents_offset + 8 * (self.documents + 1)
 
 
-def merge(prefixes: Sequence[str], output_prefix: str, crew: Crew | None = None) -> MergePlan:
+def merge(
+    prefixes: Sequence[str], output_prefix: str, crew: Crew | None = None, *, is_one_corpus: bool = False
+) -> MergePlan:
     """Merges pairs, in the order given, and their sidecars if all have one.
 
     Args:
         crew: the ranks that share the work; all call this with the same arguments and see the same files.
+        is_one_corpus: the pairs are shares of the same sources, so a source that recurs is counted as one.
 
     Raises:
         ConfigError: the output is one of the inputs.
@@ -122,10 +132,29 @@ def merge(prefixes: Sequence[str], output_prefix: str, crew: Crew | None = None)
     found = sorted(entry for survey in surveys for entry in survey)
     plan = MergePlan(output_prefix, tuple(Part(*values) for _, values in found))
     sidecar = _checked(plan)
+    if sidecar is not None and is_one_corpus:
+        sidecar = replace(sidecar, sources=_joined_sources(sidecar.sources))
     with _temporaries(plan, crew) as (bin_path, idx_path):
         crew.together(lambda: _copy(plan, own, Path(bin_path), Path(idx_path)))
         crew.on_first(lambda: _publish(plan, sidecar, Path(bin_path), Path(idx_path)))
     return plan
+
+
+def remove_pair(prefix: str) -> None:
+    """Removes a pair and its sidecar, if they exist."""
+    for suffix in ("idx", "bin"):
+        Path(f"{prefix}.{suffix}").unlink(missing_ok=True)
+    remove_sidecar(prefix)
+
+
+def _joined_sources(sources: Sequence[SourceRecord]) -> tuple[SourceRecord, ...]:
+    """One record a path; the hash of a source that came in several shares is not known."""
+    joined: dict[str, SourceRecord] = {}
+    for source in sources:
+        known = joined.get(source.path)
+        size = source.text_bytes + (known.text_bytes if known else 0)
+        joined[source.path] = SourceRecord(source.path, size, None if known else source.xxh3_64)
+    return tuple(joined.values())
 
 
 def _survey(prefix: str) -> list[Any]:

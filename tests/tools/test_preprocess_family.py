@@ -1,0 +1,97 @@
+"""The other doors to preprocessing give the bytes of `preprocess_data.py`; chunks merged give them too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.data.sidecar import read_sidecar
+from tests.helpers.vocabulary import hard_documents, write_vocabulary
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary, a corpus, and what preprocess_data.py makes of it (`whole_text_document`)."""
+    folder = tmp_path_factory.mktemp("family")
+    write_vocabulary(folder)
+    lines = [json.dumps({"text": text}) + "\n" for text in hard_documents(300)]
+    (folder / "in.jsonl").write_text("".join(lines))
+    for number in range(3):
+        (folder / f"chunk{number}.jsonl").write_text("".join(lines[number * 110 : (number + 1) * 110]))
+    done = tool(folder, "preprocess_data.py", "--input", "in.jsonl", "--output-prefix", "whole")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def tool(folder: Path, name: str, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    tokenizer = "--vocab-file demo-vocab.json --merge-file demo-merges.txt --tokenizer-type GPT2BPETokenizer"
+    command = [*(launcher or (sys.executable,)), str(TOOLS / name), *tokenizer.split(), "--append-eod", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, check=False)
+
+
+def pair(folder: Path, name: str) -> list[bytes]:
+    return [(folder / f"{name}_text_document.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+
+
+def test_many_cores_and_merged_chunks_give_the_same_bytes(folder: Path) -> None:
+    words = ["--output-prefix", "cores", "--workers", "2"]
+    done = tool(folder, "preprocess_data_many_cores.py", "--input", "in.jsonl", *words)
+    assert done.returncode == 0, done.stderr
+    assert pair(folder, "cores") == pair(folder, "whole")
+    for number in range(3):
+        words = ["--input", f"chunk{number}.jsonl", "--output-prefix", f"part{number}"]
+        assert tool(folder, "preprocess_data.py", *words).returncode == 0
+    parts = [f"part{number}_text_document" for number in range(3)]
+    words = [sys.executable, str(TOOLS / "merge_preprocessed_data.py"), "--datasets", *parts]
+    done = subprocess.run([*words, "--output-prefix", "merged_text_document"], cwd=folder, timeout=60, check=False)
+    assert done.returncode == 0 and pair(folder, "merged") == pair(folder, "whole")
+    merged, whole = (read_sidecar(folder / f"{name}_text_document") for name in ("merged", "whole"))
+    assert merged is not None and whole is not None and merged.tokenizer == whole.tokenizer
+    assert (merged.documents, merged.empty, merged.tokens) == (whole.documents, whole.empty, whole.tokens)
+
+
+def test_two_ranks_give_the_same_bytes_and_one_description(folder: Path) -> None:
+    before = {path.name for path in folder.iterdir()}
+    words = ["--input", "in.jsonl", "--output-prefix", "dist", "--scratch", "scratch"]
+    done = tool(folder, "preprocess_data_dist.py", *words, launcher=tuple(TORCHRUN))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Opening in.jsonl on 2 ranks") == 1
+    assert pair(folder, "dist") == pair(folder, "whole")
+    made, whole = (read_sidecar(folder / f"{name}_text_document") for name in ("dist", "whole"))
+    assert made is not None and whole is not None
+    assert (made.documents, made.empty, made.tokens) == (whole.documents, whole.empty, whole.tokens)
+    assert [(one.path, one.text_bytes) for one in made.sources] == [(one.path, one.text_bytes) for one in whole.sources]
+    new = {path.name for path in folder.iterdir()} - before
+    assert new == {"scratch", *(f"dist_text_document.{suffix}" for suffix in ("bin", "idx", "json"))}
+    assert not list((folder / "scratch").iterdir())
+
+
+def test_without_a_launcher_it_is_one_rank(folder: Path) -> None:
+    words = ["--input", "in.jsonl", "--output-prefix", "alone", "--merge", "serial", "--columns", "text"]
+    done = tool(folder, "preprocess_data_dist.py", *words)
+    assert done.returncode == 0, done.stderr
+    assert pair(folder, "alone") == pair(folder, "whole")
+    assert not list(folder.glob("alone_0*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--input", "stas/openwebtext-10k"], "is no file here, and names of data sets are not looked up"),
+        (["--input", "in.jsonl", "--count", "5"], "--count is not available"),
+        (["--input", "in.jsonl", "--merge", "both"], "--merge both is not known"),
+        (["--input", "in.jsonl", "--torch-backend", "mpi"], "--torch-backend mpi is not known"),
+        (["--input", "in.jsonl", "--columns", "a", "a"], "names a key twice"),
+        (["--input", "in.jsonl", "--split-sentences"], "--split-sentences is not available here"),
+    ],
+)
+def test_wrong_flags_are_one_sentence(folder: Path, words: list[str], text: str) -> None:
+    done = tool(folder, "preprocess_data_dist.py", "--output-prefix", "wrong", *words)
+    assert done.returncode == 64 and text in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,94 @@
+"""Checks preprocessed corpora and shows what is in them.
+
+    python tools/check_data.py my-gpt2_text_document
+    python tools/check_data.py my-gpt2_text_document --show 3 --vocab-file vocab.json --merge-file merges.txt \
+        --tokenizer-type GPT2BPETokenizer
+
+Ends with 0 when all is well and with 65 when a file is damaged, holds ids that are not in the vocabulary, or was made
+with another tokenizer. Duplicates are counted, but are no error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config.flags import Area, flag, parse_flags
+from megatron.errors import DataError, ExitCode
+
+_TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
+_SHOWN_LETTERS = 400
+
+
+@dataclass(frozen=True)
+class CheckFlags(Area):
+    """Flags of this program."""
+
+    prefixes: tuple[str, ...] = flag(
+        help="data prefixes, without .bin/.idx; the flag's name may be left out", nargs="+"
+    )
+    show: int = flag(0, "documents of each prefix to decode and show", at_least=0)
+    tokenizer_type: str | None = flag(None, "tokenizer that made the data", choices=_TOKENIZERS)
+    vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
+    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
+    tokenizer_name_or_path: str | None = flag(
+        None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
+    )
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if self.show and self.tokenizer_type is None:
+            yield f"--show {self.show} needs the tokenizer: give --tokenizer-type and its files."
+
+
+def main() -> int:
+    """Runs the checks and returns the exit code."""
+    words = sys.argv[1:]
+    if words and not words[0].startswith("-"):
+        words.insert(0, "--prefixes")
+    flags = parse_flags(CheckFlags, words, prog="check_data.py", description=__doc__ or "")
+    from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+
+    tokenizer = build_tokenizer(TokenizerChoice.of(flags)) if flags.tokenizer_type else None
+    wrong = 0
+    for prefix in flags.prefixes:
+        try:
+            wrong += _check(prefix, flags.show, tokenizer)
+        except DataError as failure:
+            log.error(str(failure))
+            wrong += 1
+    return int(ExitCode.DATA if wrong else ExitCode.DONE)
+
+
+def _check(prefix: str, show: int, tokenizer: Any) -> int:
+    """Checks one prefix; returns 1 if it holds ids that are none."""
+    from megatron.corpus.check import examine, report, sample_documents
+    from megatron.data.indexed import IndexedDataset
+    from megatron.data.sidecar import check_tokenizer_fits
+
+    found = examine(prefix, None if tokenizer is None else tokenizer.vocab_size)
+    for text in report(found):
+        log.line(text)
+    if tokenizer is not None:
+        check_tokenizer_fits([prefix], tokenizer)
+    if found.out_of_range:
+        log.error(
+            f"{prefix} holds {found.out_of_range} ids outside of its vocabulary. Preprocess it again with the "
+            "tokenizer that training uses."
+        )
+        return 1
+    for number, ids in sample_documents(IndexedDataset(prefix), show) if show else ():
+        text = tokenizer.decode(ids[:_SHOWN_LETTERS])
+        cut = "..." if len(ids) > _SHOWN_LETTERS or len(text) > _SHOWN_LETTERS else ""
+        log.line(f"  document {number} ({len(ids)} tokens): {text[:_SHOWN_LETTERS]!r}{cut}")
+    return 0
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
