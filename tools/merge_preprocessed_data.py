@@ -31,7 +31,7 @@ class MergeFlags(Area):
     output_prefix: str = flag(help="data prefix of the result, without .bin/.idx")
     merge: str = flag(
         "serial",
-        "serial copies in one process; distributed shares the copying among the ranks that a launcher such as torchrun "
+        "serial copies in this process, to be started without a launcher; distributed shares the copying among the ranks that a launcher such as torchrun "
         "started, which must see the same file system",
         choices=("serial", "distributed"),
     )

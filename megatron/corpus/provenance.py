@@ -11,7 +11,7 @@ from megatron import __version__
 from megatron.corpus.sources import Block
 from megatron.data.sidecar import SourceRecord
 
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 17
 _PACKAGES = ("numpy", "tokenizers", "gigatoken")
 
 
@@ -19,7 +19,7 @@ class SourceLog:
     """Takes note of blocks as they pass: how many bytes of text each source gave, and their XXH3 hash.
 
     The text is hashed as it is encoded, uncompressed, so that the same lines have the same hash however they were
-    packed. It costs about a fiftieth of encoding; without the xxhash package it is left out.
+    packed. It costs less than a hundredth of encoding; without the xxhash package it is left out.
     """
 
     def __init__(self) -> None:
@@ -66,16 +66,18 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _pieces(block: Block) -> Iterator[bytes]:
+def _pieces(block: Block) -> Iterator[bytes | memoryview]:
+    """The bytes of a block, through one small buffer when they are in a file: each is looked at before the next."""
     if block.data is not None:
         yield block.data
         return
+    buffer = memoryview(bytearray(min(block.size, _READ_BYTES)))
     with open(block.source, "rb", buffering=0) as file:
         file.seek(block.start)
         missing = block.size
-        while missing and (piece := file.read(min(missing, _READ_BYTES))):
-            yield piece
-            missing -= len(piece)
+        while missing and (count := file.readinto(buffer[: min(missing, _READ_BYTES)])):
+            yield buffer[:count]
+            missing -= count
 
 
 def _hash_maker() -> Any:
