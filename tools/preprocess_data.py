@@ -1,4 +1,4 @@
-"""Turns jsonl files into the token files that training reads: `<prefix>_<key>_document.bin` and `.idx`.
+"""Turns jsonl, Parquet or text files into the token files that training reads: `<prefix>_<key>_document.bin`, `.idx`.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix my-gpt2 --vocab-file vocab.json \
         --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod --workers 2
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +18,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron import log
 from megatron.config.flags import Area, flag, parse_flags
 
+_SHOWN_FILES = 8
 _TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
 
 
 @dataclass(frozen=True)
 class PreprocessFlags(Area):
-    """Upstream's flags of this tool, and `--on-bad-line`."""
+    """Upstream's flags of this tool, and `--on-bad-line`, `--document-separator`, `--shard`."""
 
-    input: tuple[str, ...] = flag(help="jsonl files, also .gz .bz2 .xz .zst; - is standard input", nargs="+")
+    input: tuple[str, ...] = flag(
+        help="jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input", nargs="+"
+    )
     output_prefix: str = flag(help="path of the outputs without _<key>_document.bin/.idx")
     tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(_TOKENIZERS)}", choices=_TOKENIZERS)
     json_keys: tuple[str, ...] = flag(
-        ("text",), "keys whose texts are encoded, each into files of its own", nargs="+", spelled=("--json-key",)
+        ("text",),
+        "keys whose texts are encoded, each into files of its own; a.b is key b of the object under a",
+        nargs="+",
+        spelled=("--json-key",),
     )
     vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
     merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
@@ -46,6 +52,16 @@ class PreprocessFlags(Area):
         "error",
         "what a line that is no good JSON document does: stop, or be left out and counted",
         choices=("error", "skip"),
+    )
+    document_separator: str | None = flag(
+        None, r"reads .txt files and standard input as plain text whose documents end with this (\n is a newline)"
+    )
+    shard: str | None = flag(
+        None,
+        "i/n: encodes only the i-th of n equal shares, into <prefix>_shard<i>of<n>; merged in order they are the whole",
+    )
+    partitions: int | None = flag(
+        None, "accepted; memory does not grow with the input, so it is not divided", at_least=1
     )
     split_sentences: bool = flag(False, "one sequence a sentence (not available yet)")
     keep_newlines: bool = flag(False, "keep newlines between sentences; has an effect with --split-sentences only")
@@ -69,6 +85,11 @@ class PreprocessFlags(Area):
                 f"--json-keys {' '.join(self.json_keys)} names a key twice; each key gets files of its "
                 "own, so name it once."
             )
+        if self.document_separator is not None and len(self.json_keys) > 1:
+            yield (
+                f"--document-separator reads plain text, which has no keys, but --json-keys names "
+                f"{len(self.json_keys)}. Name one: it becomes part of the output's name."
+            )
 
 
 def main() -> int:
@@ -79,22 +100,36 @@ def main() -> int:
 def run(flags: PreprocessFlags) -> int:
     """Does what the flags say; `preprocess_data_many_cores.py` is another door to it."""
     from megatron.corpus.encode import EncodeOptions
+    from megatron.corpus.inputs import Part, Shard, expand_inputs, read_separator, share_of
     from megatron.corpus.preprocess import preprocess
     from megatron.corpus.progress import Progress
     from megatron.corpus.sources import total_bytes
     from megatron.data.tokenizer import TokenizerChoice
 
     signal.signal(signal.SIGTERM, _interrupt)
-    for name, given in (("--datasets", flags.datasets), ("--keep-newlines", flags.keep_newlines)):
+    for name, given in (
+        ("--datasets", flags.datasets),
+        ("--keep-newlines", flags.keep_newlines),
+        ("--partitions", flags.partitions),
+    ):
         if given:
             log.warning(f"{name} changes nothing here and is ignored.")
-    log.info(f"Opening {', '.join(flags.input)}")
-    options = EncodeOptions(TokenizerChoice.of(flags), flags.json_keys, flags.append_eod, flags.on_bad_line == "skip")
+    separator = None if flags.document_separator is None else read_separator(flags.document_separator)
+    files = expand_inputs(flags.input, separator)
+    log.info(f"Opening {', '.join(files[:_SHOWN_FILES])}{', ...' * (len(files) > _SHOWN_FILES)} ({len(files)} in all)")
+    inputs: Sequence[str | Part] = files
+    prefix = flags.output_prefix
+    if flags.shard is not None:
+        shard = Shard.of(flags.shard)
+        inputs, prefix = share_of(files, shard, separator), prefix + shard.suffix
+    options = EncodeOptions(
+        TokenizerChoice.of(flags), flags.json_keys, flags.append_eod, flags.on_bad_line == "skip", separator
+    )
     progress = Progress(
-        total_bytes(flags.input), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None
+        total_bytes(inputs), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None
     )
     try:
-        result = preprocess(flags.input, flags.output_prefix, options, flags.workers, progress)
+        result = preprocess(inputs, prefix, options, flags.workers, progress)
     except BaseException:
         progress.clear()
         raise

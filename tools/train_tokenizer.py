@@ -39,15 +39,17 @@ class TrainTokenizerFlags(Area):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(TrainTokenizerFlags, sys.argv[1:], prog="train_tokenizer.py", description=__doc__ or "")
+    from megatron.corpus.inputs import expand_inputs
     from megatron.corpus.progress import Progress
     from megatron.corpus.sources import total_bytes
     from megatron.corpus.vocab import save_byte_level_vocabulary, texts_of, train_byte_level
 
-    size = total_bytes(flags.input)
+    inputs = expand_inputs(flags.input)
+    size = total_bytes(inputs)
     write_bar = sys.stderr.write if sys.stderr.isatty() else None
     progress = Progress(size, 10_000, log.info, write_bar)
     share = 1.0 if flags.megabytes is None or not size else min(1.0, flags.megabytes * 1e6 / size)
-    texts = texts_of(flags.input, flags.json_keys, share, flags.on_bad_line == "skip", progress)
+    texts = texts_of(inputs, flags.json_keys, share, flags.on_bad_line == "skip", progress)
     vocabulary, merges = train_byte_level(texts, flags.vocab_size, flags.min_frequency)
     progress.finish()
     paths = save_byte_level_vocabulary(flags.output_prefix, vocabulary, merges)

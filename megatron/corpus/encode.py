@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron.corpus.lines import BadLine, parse_lines
+from megatron.corpus.documents import parse_block
+from megatron.corpus.lines import BadLine
 from megatron.corpus.sources import Block
 from megatron.data.indexed import width_for
 from megatron.data.tokenizer import TokenizerChoice, build_tokenizer, surround
@@ -23,12 +24,14 @@ class EncodeOptions:
         keys: JSON keys whose texts are encoded, each into files of its own.
         append_eod: end every document that is not empty with the end-of-document id.
         skip_bad_lines: leave bad lines out instead of stopping at the first.
+        document_separator: what ends a document in inputs of plain text.
     """
 
     tokenizer: TokenizerChoice
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     skip_bad_lines: bool = False
+    document_separator: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ class Encoder:
         Raises:
             DataError: the block cannot be read.
         """
-        parsed = parse_lines(block.read(), self.options.keys, block.start == 0, self.options.skip_bad_lines)
+        options = self.options
+        parsed = parse_block(block, options.keys, options.skip_bad_lines, options.document_separator)
         if parsed.bad and not self.options.skip_bad_lines:
             return EncodedBlock((), parsed.lines, 0, tuple(parsed.bad), parsed.bad_count)
         keys = []

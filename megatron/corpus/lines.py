@@ -53,6 +53,7 @@ def parse_lines(data: bytes, keys: Sequence[str], is_first: bool, skip_bad: bool
     """Takes the texts under `keys` out of every line of a block.
 
     Args:
+        keys: `a.b` is the key of that name or, where there is none, key b of the object under a.
         is_first: the block starts its file, so a byte order mark may come first.
         skip_bad: go on after a bad line; else stop at it.
     """
@@ -65,7 +66,7 @@ def parse_lines(data: bytes, keys: Sequence[str], is_first: bool, skip_bad: bool
             lines.pop()
     else:  # one line, which may be so long that a copy counts; its newline does no harm
         lines = [data] if data else []
-    if len(keys) == 1:
+    if len(keys) == 1 and "." not in keys[0]:
         parsed = _parse_one_key(lines, keys[0], skip_bad)
     else:
         parsed = _parse_keys(lines, keys, skip_bad)
@@ -88,7 +89,7 @@ def _parse_one_key(lines: list[bytes], key: str, skip_bad: bool) -> ParsedLines:
             continue
         found = _second_look(line, [key], number)
         if isinstance(found, BadLine):
-            _note(parsed, found)
+            note(parsed, found)
             if not skip_bad:
                 break
         else:
@@ -101,7 +102,7 @@ def _parse_keys(lines: list[bytes], keys: Sequence[str], skip_bad: bool) -> Pars
     for number, line in enumerate(lines):
         found = _second_look(line, keys, number)
         if isinstance(found, BadLine):
-            _note(parsed, found)
+            note(parsed, found)
             if not skip_bad:
                 break
             continue
@@ -110,7 +111,8 @@ def _parse_keys(lines: list[bytes], keys: Sequence[str], skip_bad: bool) -> Pars
     return parsed
 
 
-def _note(parsed: ParsedLines, bad: BadLine) -> None:
+def note(parsed: ParsedLines, bad: BadLine) -> None:
+    """Counts a bad line, and keeps it if it is among the first."""
     parsed.bad_count += 1
     if len(parsed.bad) < _SHOWN_BAD_LINES:
         parsed.bad.append(bad)
@@ -132,14 +134,15 @@ def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str] | B
         return BadLine(number, 0, f"the line holds a JSON {_kind(entry)}, not an object")
     texts = []
     for key in keys:
-        if key not in entry:
+        try:
+            text = entry[key] if key in entry else _nested(entry, key)
+        except KeyError:
             return BadLine(
                 number,
                 0,
                 f"key {key!r} (--json-keys) is missing; the line has "
                 f"{', '.join(map(repr, list(entry)[:8])) or 'no keys'}",
             )
-        text = entry[key]
         if not isinstance(text, str):
             return BadLine(number, 0, f"key {key!r} holds a JSON {_kind(text)}, not a string")
         surrogate = _LONE_SURROGATE.search(text) if may_hold_surrogates else None
@@ -149,6 +152,20 @@ def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str] | B
             )
         texts.append(text)
     return texts
+
+
+def _nested(entry: dict[str, Any], key: str) -> Any:
+    """Value under a path of keys.
+
+    Raises:
+        KeyError: there is none.
+    """
+    value: Any = entry
+    for name in key.split("."):
+        if not isinstance(value, dict):
+            raise KeyError(key)
+        value = value[name]
+    return value
 
 
 def _parse_slowly(line: bytes, number: int) -> Any:

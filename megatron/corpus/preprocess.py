@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 
 from megatron import log
 from megatron.corpus.encode import EncodedBlock, EncodeOptions, Encoder
+from megatron.corpus.inputs import Part
 from megatron.corpus.progress import Progress
 from megatron.corpus.provenance import SourceLog, versions
 from megatron.corpus.sources import Block, blocks, check_inputs
@@ -48,16 +49,17 @@ class PreprocessResult:
 
 
 def preprocess(
-    inputs: tuple[str, ...],
+    inputs: Sequence[str | Part],
     output_prefix: str,
     options: EncodeOptions,
     workers: int,
     progress: Progress,
     block_bytes: int = BLOCK_BYTES,
 ) -> PreprocessResult:
-    """Encodes jsonl inputs into one `.bin/.idx` pair a key; the bytes do not depend on `workers` or `block_bytes`.
+    """Encodes inputs into one `.bin/.idx` pair a key; the bytes do not depend on `workers` or `block_bytes`.
 
     Args:
+        inputs: files (see `expand_inputs`), or parts of them (see `share_of`).
         workers: 1 encodes in this process, more in others: no more than there are usable cores, or blocks.
 
     Raises:
@@ -66,8 +68,9 @@ def preprocess(
         StorageError: the outputs cannot be written.
         WorkerError: a worker process died.
     """
-    check_inputs(inputs)
-    return preprocess_blocks(blocks(inputs, block_bytes), output_prefix, options, workers, progress)
+    check_inputs([entry.path if isinstance(entry, Part) else entry for entry in inputs], options.keys)
+    source = blocks(inputs, block_bytes, options.document_separator, options.keys)
+    return preprocess_blocks(source, output_prefix, options, workers, progress)
 
 
 def preprocess_blocks(

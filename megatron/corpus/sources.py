@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megatron.corpus.inputs import STANDARD_INPUT, Part, layout_of
+from megatron.corpus.parquet import check_parquet, parquet_rows
 from megatron.errors import ConfigError, DataError
 
-STANDARD_INPUT = "-"
 _CUT_SEARCH_BYTES = 1 << 16
 _READ_BYTES = 1 << 20
 
@@ -35,6 +36,8 @@ class Block:
         size: bytes of the block.
         data: its bytes, or None when they are to be read from the file `source`.
         input_bytes: bytes of the input as it lies on disk that were consumed for this block.
+        layout: how it holds documents, see `layout_of`; of a Parquet file `start` and `size` count rows' bytes in
+            Arrow's form.
     """
 
     source: str
@@ -42,6 +45,7 @@ class Block:
     size: int
     data: bytes | None
     input_bytes: int
+    layout: str = "jsonl"
 
     def read(self) -> bytes:
         """The bytes of the block.
@@ -66,8 +70,11 @@ class Block:
         return data
 
 
-def check_inputs(paths: Sequence[str]) -> None:
+def check_inputs(paths: Sequence[str], keys: Sequence[str] = ()) -> None:
     """Checks that every input exists and can be opened, before any work is done.
+
+    Args:
+        keys: a Parquet input must have a column for each.
 
     Raises:
         ConfigError: with all inputs that cannot be read.
@@ -88,6 +95,8 @@ def check_inputs(paths: Sequence[str]) -> None:
                 pass
             if _suffix(path) == ".zst":
                 _zstandard(path)
+            if _suffix(path) == ".parquet":
+                check_parquet(path, keys)
         except OSError as failure:
             problems.append(
                 f"--input {path} cannot be read: {failure.strerror or failure}. Give the path of a jsonl "
@@ -99,33 +108,56 @@ def check_inputs(paths: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-def total_bytes(paths: Sequence[str]) -> int | None:
-    """Size of all inputs as they lie on disk, in bytes; None if one of them is a pipe."""
-    sizes = [_regular_size(path) for path in paths]
+def total_bytes(inputs: Sequence[str | Part]) -> int | None:
+    """Size of all inputs, or of the parts of them, as they lie on disk, in bytes; None if one of them is a pipe."""
+    sizes = [_size(entry if isinstance(entry, Part) else Part(entry)) for entry in inputs]
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
-def blocks(paths: Sequence[str], block_bytes: int) -> Iterator[Block]:
-    """Cuts the inputs, one after the other, into blocks of whole lines.
+def blocks(
+    inputs: Sequence[str | Part], block_bytes: int, separator: str | None = None, keys: Sequence[str] = ("text",)
+) -> Iterator[Block]:
+    """Cuts the inputs, one after the other, into blocks of whole documents.
 
     Args:
-        block_bytes: least size of a block; a longer line makes a longer block.
+        block_bytes: least size of a block; a longer document makes a longer block.
+        separator: what ends a document in plain text, see `layout_of`.
+        keys: columns that are taken out of Parquet files.
 
     Raises:
         DataError: an input cannot be read or decompressed; the text says where.
     """
-    for path in paths:
-        plain = path != STANDARD_INPUT and _suffix(path) not in _OPENERS and _regular_size(path) is not None
-        yield from _cut(path, block_bytes) if plain else _stream(path, block_bytes)
+    for entry in inputs:
+        part = entry if isinstance(entry, Part) else Part(entry)
+        layout = layout_of(part.path, separator)
+        if layout == "parquet":
+            yield from _rows(part.path, block_bytes, keys)
+        elif layout == "text" and separator is not None:
+            yield from _stream_text(part.path, block_bytes, separator.encode())
+        elif part.path == STANDARD_INPUT or _suffix(part.path) in _OPENERS or _regular_size(part.path) is None:
+            yield from _stream(part.path, block_bytes)
+        else:
+            yield from _cut(part, block_bytes)
 
 
-def _cut(path: str, block_bytes: int) -> Iterator[Block]:
+def _rows(path: str, block_bytes: int, keys: Sequence[str]) -> Iterator[Block]:
+    on_disk = os.path.getsize(path)
+    start = 0
+    for data, _ in parquet_rows(path, keys, block_bytes):
+        yield Block(path, start, len(data), data, 0 if start else on_disk, "parquet")
+        start += len(data)
+
+
+def _cut(part: Part, block_bytes: int) -> Iterator[Block]:
+    path = part.path
     try:
         with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            start = 0
-            while start < size:
-                stop = _line_end(file, min(start + block_bytes, size), size)
+            size = end = os.fstat(file.fileno()).st_size
+            start = _line_end(file, part.start, size) if part.start else 0
+            if part.stop is not None and part.stop < size:
+                end = _line_end(file, part.stop, size)
+            while start < end:
+                stop = _line_end(file, min(start + block_bytes, end), size)
                 yield Block(path, start, stop - start, None, stop - start)
                 start = stop
     except OSError as failure:
@@ -151,30 +183,67 @@ def _stream(path: str, block_bytes: int) -> Iterator[Block]:
     start = consumed = 0
     parts: list[bytes] = []
     held = 0
+    for chunk, reached in _chunks(path):
+        end = chunk.rfind(b"\n") + 1
+        if chunk and (held + len(chunk) < block_bytes or not end):
+            parts.append(chunk)
+            held += len(chunk)
+            continue
+        rest = chunk[end:]
+        if end:
+            parts.append(chunk[:end])
+        if parts:
+            data = b"".join(parts)
+            yield Block(_shown(path), start, len(data), data, reached - consumed)
+            start, consumed = start + len(data), reached
+        parts, held = [rest] if rest else [], len(rest)
+
+
+def _stream_text(path: str, block_bytes: int, separator: bytes) -> Iterator[Block]:
+    """Reads plain text once and cuts it behind a separator.
+
+    Separators are found from the left, as splitting finds them, so that one which overlaps itself (two newlines) cuts
+    the same documents for every size of a block.
+    """
+    overlaps = any(separator.startswith(separator[shift:]) for shift in range(1, len(separator)))
+    start = consumed = searched = end = 0
+    held = bytearray()
+    for chunk, reached in _chunks(path):
+        held += chunk
+        if overlaps:
+            while (found := held.find(separator, searched)) >= 0:
+                end = searched = found + len(separator)
+        elif (found := held.rfind(separator, searched)) >= 0:
+            end = found + len(separator)
+        searched = max(end, len(held) - len(separator) + 1)
+        if not chunk:
+            end = len(held)
+        if end and (len(held) >= block_bytes or not chunk):
+            data = bytes(memoryview(held)[:end])
+            del held[:end]
+            yield Block(_shown(path), start, end, data, reached - consumed, "text")
+            start, consumed, searched, end = start + end, reached, max(0, searched - end), 0
+
+
+def _chunks(path: str) -> Iterator[tuple[bytes, int]]:
+    """Decompressed bytes of an input as they come, and how many bytes of it on disk were consumed; the last is empty.
+
+    Raises:
+        DataError: it cannot be read; the text says where.
+    """
+    done = 0
     stream = None
     try:
         stream, position = _open(path)
         while chunk := stream.read(_READ_BYTES):
-            end = chunk.rfind(b"\n") + 1
-            if held + len(chunk) < block_bytes or not end:
-                parts.append(chunk)
-                held += len(chunk)
-                continue
-            parts.append(chunk[:end])
-            data = b"".join(parts)
-            parts = [chunk[end:]] if end < len(chunk) else []
-            held = len(chunk) - end
-            reached = position()
-            yield Block(_shown(path), start, len(data), data, reached - consumed)
-            start, consumed = start + len(data), reached
-        if parts:
-            data = b"".join(parts)
-            yield Block(_shown(path), start, len(data), data, position() - consumed)
+            done += len(chunk)
+            yield chunk, position()
+        yield b"", position()
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as failure:
-        raise _unreadable(path, start + held, failure) from failure
+        raise _unreadable(path, done, failure) from failure
     except Exception as failure:
         if type(failure).__name__ == "ZstdError":
-            raise _unreadable(path, start + held, failure) from failure
+            raise _unreadable(path, done, failure) from failure
         raise
     finally:
         if stream is not None and path != STANDARD_INPUT:
@@ -213,6 +282,11 @@ def _xz(raw: IO[bytes]) -> Any:
 
 def _suffix(path: str) -> str:
     return Path(path).suffix.lower()
+
+
+def _size(part: Part) -> int | None:
+    size = _regular_size(part.path)
+    return None if size is None else (size if part.stop is None else part.stop) - part.start
 
 
 def _regular_size(path: str) -> int | None:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.corpus.lines import parse_lines
+from megatron.corpus.documents import parse_block
+from megatron.corpus.inputs import expand_inputs
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import blocks, check_inputs
 from megatron.data.atomic_files import storage_error, write_atomically
@@ -35,11 +36,12 @@ def texts_of(
         ConfigError: an input is missing.
         DataError: a bad line, unless they are skipped.
     """
-    check_inputs(inputs)
+    inputs = expand_inputs(inputs)
+    check_inputs(inputs, keys)
     line = seen = taken = 0
-    for block in blocks(inputs, _BLOCK_BYTES):
+    for block in blocks(inputs, _BLOCK_BYTES, keys=keys):
         line = 0 if block.start == 0 else line
-        parsed = parse_lines(block.read(), keys, block.start == 0, skip_bad)
+        parsed = parse_block(block, keys, skip_bad)
         if parsed.bad and not skip_bad:
             bad = parsed.bad[0]
             raise DataError(

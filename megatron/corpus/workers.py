@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -134,11 +134,7 @@ class WorkerPool:
                     exhausted = True
                     break
                 self._send(self._freest(), next_in, block)
-                sent[next_in] = (
-                    block
-                    if block.data is None
-                    else Block(block.source, block.start, block.size, None, block.input_bytes)
-                )
+                sent[next_in] = block if block.data is None else replace(block, data=None)
                 next_in += 1
             if next_out in waiting:
                 yield sent.pop(next_out), waiting.pop(next_out)
@@ -211,7 +207,8 @@ class WorkerPool:
         self._workers.clear()
 
     def _send(self, worker: _Worker, number: int, block: Block) -> None:
-        header = {"source": block.source, "start": block.start, "size": block.size, "has_data": block.data is not None}
+        header = {"source": block.source, "start": block.start, "size": block.size, "layout": block.layout}
+        header["data_bytes"] = None if block.data is None else len(block.data)
         try:
             worker.outgoing.send_bytes(json.dumps(header).encode())
             if block.data is not None:
@@ -327,8 +324,9 @@ def _take_tasks(tasks: Connection, arrived: queue.SimpleQueue[Block | list[tuple
             if "places" in header:
                 arrived.put(header["places"])
                 continue
-            data = _read_exactly(tasks, header["size"]).tobytes() if header["has_data"] else None
-            arrived.put(Block(header["source"], header["start"], header["size"], data, 0))
+            size = header["data_bytes"]
+            data = None if size is None else _read_exactly(tasks, size).tobytes()
+            arrived.put(Block(header["source"], header["start"], header["size"], data, 0, header["layout"]))
     except (EOFError, OSError):
         arrived.put(None)
 

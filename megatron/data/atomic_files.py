@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import re
 import secrets
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,8 +21,59 @@ from megatron.errors import StorageError
 
 
 def temporary_beside(path: Path) -> Path:
-    """Names a temporary file in the folder of `path` that no other process will choose."""
-    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    """Names a temporary file in the folder of `path` that no other process will choose; says whose it is."""
+    return path.with_name(f".{path.name}.{_MACHINE}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
+def remove_leftovers(path: Path) -> list[Path]:
+    """Removes the temporary files of `path` that processes of this machine left when they were killed.
+
+    A file is left alone unless its process is known to be gone: another machine, or another container, may still be
+    writing it.
+
+    Returns:
+        what was removed.
+    """
+    removed = []
+    for name in sorted(_names_in(path.parent)):
+        found = re.fullmatch(rf"\.{re.escape(path.name)}\.{_MACHINE}-(\d+)-[0-9a-f]{{8}}\.tmp", name)
+        if found is None or _is_running(int(found.group(1))):
+            continue
+        try:
+            path.with_name(name).unlink()
+        except OSError:  # another run was quicker, or the folder cannot be written, which the work itself will say
+            continue
+        removed.append(path.with_name(name))
+    return removed
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # it is somebody else's
+        return True
+    return True
+
+
+def _this_machine() -> str:
+    """Eight digits that differ between machines and between containers: process ids mean something only inside one."""
+    try:
+        processes = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        processes = ""
+    return f"{zlib.crc32(f'{platform.node()} {processes}'.encode()):08x}"
+
+
+_MACHINE = _this_machine()
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:

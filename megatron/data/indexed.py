@@ -19,7 +19,9 @@ from typing import IO, BinaryIO, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from megatron import log
 from megatron.data.atomic_files import (
+    remove_leftovers,
     start_write_back,
     storage_error,
     sync_directory,
@@ -188,6 +190,9 @@ class IndexedWriter:
         self.tokens = 0
         self.document_count = 0
         self._sidecar: Sidecar | None = None
+        for path in (self.bin_path, self.idx_path):
+            for leftover in remove_leftovers(path):
+                log.info(f"Removed {leftover}, which a killed run had left.")
         self._temporary_bin = temporary_beside(self.bin_path)
         try:
             self.bin_path.parent.mkdir(parents=True, exist_ok=True)

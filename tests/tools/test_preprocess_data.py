@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from megatron.data.fast_encoder import resident_bytes
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import IndexedDataset, IndexedWriter
 from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import GPT2_FOLDER, hard_documents, write_vocabulary
 
@@ -88,6 +88,28 @@ def test_two_inputs_two_keys_and_a_hugging_face_folder(tmp_path: Path, choice: T
     assert reference.token_to_id("<|endoftext|>") in expected[0]
 
 
+def test_patterns_folders_shares_and_plain_text(tmp_path: Path, choice: TokenizerChoice) -> None:
+    texts = [text for text in hard_documents(60) if "\n\n" not in text and not text.endswith("\n")]
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in" / "a.jsonl", texts[:20])
+    write_jsonl(tmp_path / "in" / "b.jsonl", texts[20:])
+    (tmp_path / "c.txt").write_text("\n\n".join(texts), newline="")
+    written = {}
+    for name, *more in (
+        ("folder", "--input", "in"),
+        ("pattern", "--input", "in/*.jsonl", "--partitions", "4"),
+        ("text", "--input", "c.txt", "--document-separator", r"\n\n"),
+        ("share", "--input", "in", "--shard", "1/2"),
+        ("share", "--input", "in", "--shard", "2/2"),
+    ):
+        done = run(command(choice, "--output-prefix", name, *more), tmp_path)
+        assert done.returncode == 0, done.stderr.decode()
+        written[name] = [path.read_bytes() for path in sorted(tmp_path.glob(f"{name}*_text_document.bin"))]
+    assert len(written["share"]) == 2 and written["folder"] == written["pattern"] == written["text"]
+    assert b"".join(written["share"]) == written["folder"][0]
+    assert (tmp_path / "share_shard1of2_text_document.idx").is_file()
+
+
 def test_bad_lines_stop_or_are_skipped(tmp_path: Path, choice: TokenizerChoice) -> None:
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n')
     words = command(choice, "--input", "in.jsonl", "--output-prefix", "out")
@@ -108,6 +130,12 @@ def test_bad_lines_stop_or_are_skipped(tmp_path: Path, choice: TokenizerChoice) 
         (["--input", "in.jsonl", "--tokenizer-type", "Parrot"], "--tokenizer-type Parrot is not known"),
         (["--input", "in.jsonl", "--split-sentences"], "--split-sentences is not available yet"),
         (["--input", "in.jsonl", "--json-keys", "a", "a"], "names a key twice"),
+        (
+            ["--input", "in.jsonl", "--json-keys", "a", "b", "--document-separator", "x"],
+            "plain text, which has no keys",
+        ),
+        (["--input", "in.jsonl", "--shard", "3/2"], "--shard 3/2 is not a share"),
+        (["--input", "*.json"], "--input *.json matches no file"),
         (["--input", "in.jsonl", "--vocab", "none.json"], "--vocab-file none.json is not a file"),
         ([], "--input is required"),
     ],
@@ -154,6 +182,9 @@ def test_an_interrupted_run_publishes_nothing(tmp_path: Path, choice: TokenizerC
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
     if number != signal.SIGKILL:
         assert not list(tmp_path.iterdir())
+    else:
+        with IndexedWriter(tmp_path / "out_text_document", np.uint16):
+            assert len(list(tmp_path.glob(".*.tmp"))) == 1  # the killed run's is gone
     wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and is_alive(pid) for pid in workers), 10)
 
 
