@@ -31,8 +31,8 @@ class MergeFlags(Area):
     output_prefix: str = flag(help="data prefix of the result, without .bin/.idx")
     merge: str = flag(
         "serial",
-        "serial copies in this process, to be started without a launcher; distributed shares the copying among the ranks that a launcher such as torchrun "
-        "started, which must see the same file system",
+        "serial copies in this process, to be started without a launcher; distributed shares the copying among the "
+        "ranks that a launcher such as torchrun started, which must see the same file system",
         choices=("serial", "distributed"),
     )
     torch_backend: str | None = flag(

@@ -9,6 +9,7 @@ system. The width of an id follows from the unpadded vocabulary, as there (upstr
 
 from __future__ import annotations
 
+import glob
 import os
 import signal
 import sys
@@ -32,7 +33,10 @@ _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 class DistributedPreprocessFlags(Area):
     """Upstream's flags of this tool, and `--on-bad-line`."""
 
-    input: tuple[str, ...] = flag(help="jsonl files, not compressed when there are several ranks", nargs="+")
+    input: tuple[str, ...] = flag(
+        help="jsonl files, which the ranks divide; compressed or .parquet files, each one rank's; patterns; folders",
+        nargs="+",
+    )
     output_prefix: str = flag(help="path of the outputs without _<column>_document.bin/.idx")
     tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(_TOKENIZERS)}", choices=_TOKENIZERS)
     columns: tuple[str, ...] = flag(
@@ -98,7 +102,7 @@ class DistributedPreprocessFlags(Area):
                     "`shuf` or `head`; training draws its own order in any case."
                 )
         for path in self.input:
-            if not os.path.exists(path):
+            if not os.path.exists(path) and not glob.has_magic(path):
                 yield (
                     f"--input {path} is no file here, and names of data sets are not looked up. Write the data set as "
                     "jsonl first (datasets.load_dataset(...).to_json)."
@@ -132,10 +136,10 @@ def main() -> int:
 
 def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
     from megatron.corpus.encode import EncodeOptions
+    from megatron.corpus.inputs import Shard, expand_inputs, share_of
     from megatron.corpus.merge import merge, remove_pair
-    from megatron.corpus.preprocess import BLOCK_BYTES, preprocess_blocks
+    from megatron.corpus.preprocess import preprocess
     from megatron.corpus.progress import Progress
-    from megatron.corpus.shares import share_blocks
     from megatron.data.tokenizer import TokenizerChoice
 
     options = EncodeOptions(TokenizerChoice.of(flags), flags.columns, flags.append_eod, flags.on_bad_line == "skip")
@@ -145,8 +149,8 @@ def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
     log.info(f"Opening {', '.join(flags.input)} on {crew.size} ranks")
 
     def encode() -> list[int]:
-        share = share_blocks(flags.input, crew.rank, crew.size, BLOCK_BYTES)
-        result = preprocess_blocks(share, shards[crew.rank], options, 1, progress)
+        share = share_of(expand_inputs(flags.input), Shard(crew.rank + 1, crew.size))
+        result = preprocess(share, shards[crew.rank], options, 1, progress)
         return [result.documents, result.tokens, result.empty, result.skipped]
 
     try:

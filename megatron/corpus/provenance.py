@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -41,7 +42,13 @@ class SourceLog:
         )
 
     def _note(self, block: Block) -> None:
-        if block.source not in self._sizes:
+        is_new = block.source not in self._sizes
+        if block.layout == "parquet":  # has no lines: its own bytes count, once
+            if not is_new:
+                return
+            size = os.path.getsize(block.source) if os.path.exists(block.source) else 0
+            block = Block(block.source, 0, size, None, size)
+        if is_new:
             self._sizes[block.source] = 0
             self._hashes[block.source] = self._new_hash() if self._new_hash else None
         self._sizes[block.source] += block.size

@@ -62,7 +62,7 @@ class SourceRecord:
 
     Args:
         path: as it was given.
-        text_bytes: bytes of its lines, uncompressed.
+        text_bytes: bytes of its lines, uncompressed; of a Parquet file its size.
         xxh3_64: XXH3 (64 bits, hexadecimal) over those bytes; None where the xxhash package is not installed.
     """
 

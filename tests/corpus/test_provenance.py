@@ -65,6 +65,14 @@ def test_sizes_alone_without_the_package_and_for_unreadable_files(
     assert log.records() == (SourceRecord("<stdin>", 5, None),)
 
 
+def test_a_parquet_file_counts_as_it_lies_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1 some rows PAR1")
+    log = SourceLog()
+    list(log.watch([Block(str(path), start, 3, b"abc", 0, "parquet") for start in (0, 3)]))
+    assert log.records() == (SourceRecord(str(path), 19, xxhash.xxh3_64(path.read_bytes()).hexdigest()),)
+
+
 def test_a_pair_written_anew_loses_the_old_description(tmp_path: Path, choice: TokenizerChoice) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
     preprocess((f"{tmp_path}/in.jsonl",), f"{tmp_path}/out", EncodeOptions(choice), 1, quiet())

@@ -59,10 +59,10 @@ def test_many_cores_and_merged_chunks_give_the_same_bytes(folder: Path) -> None:
 
 def test_two_ranks_give_the_same_bytes_and_one_description(folder: Path) -> None:
     before = {path.name for path in folder.iterdir()}
-    words = ["--input", "in.jsonl", "--output-prefix", "dist", "--scratch", "scratch"]
+    words = ["--input", "in.json?", "--output-prefix", "dist", "--scratch", "scratch"]
     done = tool(folder, "preprocess_data_dist.py", *words, launcher=tuple(TORCHRUN))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("Opening in.jsonl on 2 ranks") == 1
+    assert done.stderr.count("Opening in.json? on 2 ranks") == 1
     assert pair(folder, "dist") == pair(folder, "whole")
     made, whole = (read_sidecar(folder / f"{name}_text_document") for name in ("dist", "whole"))
     assert made is not None and whole is not None
