@@ -44,7 +44,6 @@ NEEDED = (
 FASTER = (("gigatoken", "0.10", "preprocessing is several times faster with it"),)
 OPTIONAL = (
     ("matplotlib", "plot", "loss curves as pictures"),
-    ("plotext", "plot", "loss curves in the terminal"),
     ("pyarrow", "data", "Parquet input"),
     ("zstandard", "data", "jsonl.zst input"),
     ("transformers", "data", "tokenizers without a tokenizer.json"),

@@ -85,7 +85,6 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "zstandard": ("megatron/corpus/sources.py",),
     "xxhash": ("megatron/corpus/provenance.py",),
     "matplotlib": ("megatron/train/curves.py",),
-    "plotext": ("tools/plot_run.py",),
     "wandb": ("megatron/train/weights_and_biases.py",),
     "tensorboard": ("megatron/train/tensorboard.py",),
     "torch.utils.tensorboard": ("megatron/train/tensorboard.py",),
