@@ -33,7 +33,7 @@ MARKS = {OK: "ok     ", SLOW: "slow   ", REFUSED: "REFUSED"}
 # Distribution, oldest version, what it is for. Training cannot start without the first group.
 NEEDED = (
     ("torch", "2.7", "tensors, autograd, collectives"),
-    ("deepspeed", "0.16", "pipeline and ZeRO engines"),
+    ("deepspeed", "0.19.8", "pipeline and ZeRO engines"),
     ("numpy", "1.26", "the data side"),
     ("safetensors", "0.4.3", "checkpoints"),
     ("tokenizers", "0.20", "tokenizers"),

@@ -74,7 +74,8 @@ def check_tool(path: str, words: list[str]) -> None:
         parse_over(flags, words, path)
         return
     if words and not words[0].startswith("-"):
-        words = ["--runs", *words]
+        first = dataclasses.fields(flags)[0].name  # tools whose first flag's name may be left out
+        words = ["--" + first.replace("_", "-"), *words]
     parse_flags(flags, words)
 
 
