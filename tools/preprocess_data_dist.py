@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron import log
 from megatron.config import ParallelConfig
 from megatron.config.flags import Area, flag, parse_flags
+from megatron.errors import ConfigError
 
 _TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
@@ -101,12 +102,6 @@ class DistributedPreprocessFlags(Area):
                     f"{name} is not available: documents are taken in the order of the file. Prepare the file with "
                     "`shuf` or `head`; training draws its own order in any case."
                 )
-        for path in self.input:
-            if not os.path.exists(path) and not glob.has_magic(path):
-                yield (
-                    f"--input {path} is no file here, and names of data sets are not looked up. Write the data set as "
-                    "jsonl first (datasets.load_dataset(...).to_json)."
-                )
         if len(set(self.columns)) != len(self.columns):
             yield f"--columns {' '.join(self.columns)} names a key twice; name it once."
 
@@ -116,6 +111,7 @@ def main() -> int:
     flags = parse_flags(
         DistributedPreprocessFlags, sys.argv[1:], prog="preprocess_data_dist.py", description=__doc__ or ""
     )
+    _check_inputs(flags.input)
     from megatron.corpus.crew import Crew
     from megatron.parallel.mesh import close_mesh, open_mesh
     from megatron.parallel.messages import gather_json
@@ -132,6 +128,16 @@ def main() -> int:
     _preprocess(flags, crew)
     close_mesh(mesh)
     return 0
+
+
+def _check_inputs(paths: Sequence[str]) -> None:
+    """Refuses what is no file before any rank waits for another."""
+    missing = [path for path in paths if not os.path.exists(path) and not glob.has_magic(path)]
+    if missing:
+        raise ConfigError(
+            f"--input {missing[0]} is no file here, and names of data sets are not looked up. Write the data set as "
+            "jsonl first (datasets.load_dataset(...).to_json)."
+        )
 
 
 def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
