@@ -48,6 +48,12 @@ class LaunchError(MegatronError):
     exit_code = ExitCode.USAGE
 
 
+class PeerLostError(MegatronError):
+    """Another rank of the run is gone; what was saved is intact, so the job may simply be started again."""
+
+    exit_code = ExitCode.REQUEUE
+
+
 class DataError(MegatronError):
     """A corpus, token or index file that is damaged, missing or does not fit the run."""
 

@@ -100,6 +100,17 @@ def data_prefixes(data: DataConfig) -> list[str]:
     return list(dict.fromkeys(prefixes))
 
 
+def check_files_exist(data: DataConfig) -> None:
+    """Looks for the token files by name only, so that a wrong prefix is refused before anything heavy is imported.
+
+    Raises:
+        DataError: a file of a pair is missing.
+    """
+    for prefix in data_prefixes(data):
+        if not all(Path(prefix + suffix).is_file() for suffix in (".idx", ".bin")):
+            IndexedDataset(prefix)  # knows what to say
+
+
 def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
     """One line per source for the log: what the planned order takes from it, in samples, share and epochs."""
     pairs = [(plan.train, datasets.train)]

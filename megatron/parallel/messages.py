@@ -14,6 +14,8 @@ import torch.distributed as dist
 from megatron import device
 from megatron.parallel.mesh import Axis
 
+_LOST_PEER_TEXTS = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Connection refused")
+
 
 def barrier(axis: Axis) -> None:
     """Returns when every rank of the axis has called it."""
@@ -82,6 +84,13 @@ def broadcast_json(value: Any, axis: Axis, source: int = 0) -> Any:
     if axis.rank != source:
         text = torch.empty(int(size.item()), dtype=torch.uint8, device=wire)
     return _decode(broadcast(text, axis, source))
+
+
+def is_lost_peer(failure: BaseException) -> bool:
+    """Whether a collective failed because another rank ended, going by what gloo and NCCL say then."""
+    if isinstance(failure, dist.DistBackendError | dist.DistNetworkError):
+        return True
+    return isinstance(failure, RuntimeError) and any(text in str(failure) for text in _LOST_PEER_TEXTS)
 
 
 def _wire_device(axis: Axis) -> torch.device:

@@ -14,7 +14,7 @@ import torch
 from megatron import __version__, device, log
 from megatron.checkpoint import CheckpointLock
 from megatron.checkpoint.together import on_first, together
-from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, resolve
+from megatron.config import Machine, OptimConfig, RunConfig, TokenizerFacts, check_resume, resolve
 from megatron.data.loader import Batch, BatchLoader, BatchOptions
 from megatron.data.plan import DataPlan
 from megatron.data.sidecar import check_tokenizer_fits
@@ -28,10 +28,10 @@ from megatron.data.split_datasets import (
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
-from megatron.errors import LaunchError
+from megatron.errors import LaunchError, PeerLostError
 from megatron.model.gpt import BLOCK_PREFIX
 from megatron.parallel.mesh import ParallelMesh, close_mesh, count_ranks, open_mesh
-from megatron.parallel.messages import all_reduce_max, all_reduce_sum
+from megatron.parallel.messages import all_reduce_max, all_reduce_sum, is_lost_peer
 from megatron.train.console import argument_lines, size_line
 from megatron.train.metrics import Workload
 from megatron.train.progress import Progress, global_batch_size, is_done, planned_samples, schedule
@@ -130,7 +130,7 @@ def open_run(config: RunConfig) -> Iterator[Run | None]:
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
     config = resolve(config, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(data_prefixes(config.data), tokenizer)
-    with contextlib.ExitStack() as closing:
+    with contextlib.ExitStack() as closing, _lost_peers_named():
         signals = StopSignals()
         if config.control.exit_on_signal:
             closing.callback(signals.install().restore)
@@ -142,6 +142,21 @@ def open_run(config: RunConfig) -> Iterator[Run | None]:
         closing.callback(run.close)
         closing.callback(run.report.close)
         yield run
+
+
+@contextlib.contextmanager
+def _lost_peers_named() -> Iterator[None]:
+    """Turns the traceback that a dead rank causes on the others into one sentence."""
+    try:
+        yield
+    except RuntimeError as failure:
+        if not is_lost_peer(failure):
+            raise
+        reason = str(failure).strip().splitlines()[0]
+        raise PeerLostError(
+            f"another rank of this run ended, so this one cannot go on ({reason}). Its own message says why; what was "
+            "saved is intact: run the same command again."
+        ) from failure
 
 
 def _build(
@@ -164,6 +179,8 @@ def _build(
     _show_size(engine)
     record, progress = load_tensors(config.control, engine, record)
     is_resume = record is not None and not config.control.finetune
+    if is_resume and not config.control.eval_only:
+        say_if_done(config.optim, progress)
     stored_plan = DataPlan.from_json(record["data_plan"]) if record is not None and is_resume else None
     skips = SkipRanges.parse(config.control.skip_train_iteration_range, progress)
     datasets, plan = _open_data(config, mesh, progress, stored_plan, skips)
@@ -187,6 +204,16 @@ def _build(
         progress=progress,
         saved_step=progress.step if is_resume else None,
     )
+
+
+def say_if_done(optim: OptimConfig, progress: Progress) -> None:
+    """A resume that has nothing to do should not look like one that did something."""
+    if is_done(optim, progress):
+        log.info(
+            f"warning: the checkpoint is at iteration {progress.step} ({progress.consumed_samples} samples) and the "
+            f"run ends at iteration {optim.train_iters}: nothing is left to train. Raise --train-iters or "
+            "--train-samples to go on."
+        )
 
 
 def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import DataError
+from megatron.train.known_runs import check_run
 from megatron.train.metrics_file import read_records, read_steps
 
 Steps = Mapping[int, Mapping[str, Any]]
@@ -76,14 +77,22 @@ def read_pair(paths: Sequence[str | Path]) -> tuple[Steps, Steps]:
     """The steps of two runs; of one run that was resumed in its own folder, what it logged before and after.
 
     Raises:
-        DataError: a file cannot be read.
+        DataError: a file is missing or cannot be read, or the only run logged no step twice.
     """
+    for path in paths:
+        check_run(path)
     if len(paths) > 1:
         return read_steps(paths[0]), read_steps(paths[1])
     records = [record for record in read_records(paths[0]) if record["kind"] == "step"]
     earlier = {int(record["iteration"]): record for record in reversed(records)}
     later = {int(record["iteration"]): record for record in records}
     repeated = [step for step in sorted(later) if earlier[step] is not later[step]]
+    if not repeated:
+        raise DataError(
+            f"{paths[0]} logged no step twice ({_range(later)}), so there is nothing to compare. One run is compared "
+            "with itself: the steps after its checkpoint, as logged before it was killed and again after it was "
+            "resumed in the same folder (--run-dir). Give a second run to compare two: compare_runs.py RUN OTHER_RUN."
+        )
     return {step: earlier[step] for step in repeated}, {step: later[step] for step in repeated}
 
 

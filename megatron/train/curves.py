@@ -6,9 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from megatron.data.atomic_files import check_writable
 from megatron.errors import ConfigError, DataError, StorageError
+from megatron.train.known_runs import check_run
 from megatron.train.metrics_file import read_records, read_steps
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Braille patterns have 2 x 4 dots; bit of the dot in (row, column).
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -38,8 +44,9 @@ def read_curves(path: str | Path, metric: str) -> list[Curve]:
         metric: a field of `Metrics`.
 
     Raises:
-        DataError: the file cannot be read, or holds no finite value of this metric.
+        DataError: the file is missing or cannot be read, or holds no finite value of this metric.
     """
+    check_run(path)
     name = Path(path).parent.name if Path(path).is_file() else Path(path).name
     curves = [_curve(name, [(step, record.get(metric)) for step, record in read_steps(path).items()])]
     if not curves[0].points:
@@ -82,6 +89,17 @@ def text_plot(curves: Sequence[Curve], *, width: int = 72, height: int = 14, uni
     return lines
 
 
+def check_picture(path: str | Path) -> None:
+    """Checks that a picture can be drawn to `path`, before anything is read or shown.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or does not know the ending.
+        StorageError: the place cannot be written.
+    """
+    _new_figure(path)
+    check_writable(Path(path))
+
+
 def write_picture(curves: Sequence[Curve], path: str | Path, metric: str) -> None:
     """Draws all curves into one picture; its ending decides the format.
 
@@ -89,19 +107,7 @@ def write_picture(curves: Sequence[Curve], path: str | Path, metric: str) -> Non
         ConfigError: matplotlib is not installed, or does not know the ending.
         StorageError: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as failure:
-        raise ConfigError(
-            f"--output {path} needs the package matplotlib, which cannot be imported ({failure}). Install it with: pip "
-            "install matplotlib"
-        ) from failure
-    figure = Figure(figsize=(9.0, 5.0), dpi=120, layout="constrained")
-    known = figure.canvas.get_supported_filetypes()
-    if Path(path).suffix.lstrip(".").lower() not in known:
-        raise ConfigError(
-            f"--output {path} has no ending of a picture format. Use one of: .{', .'.join(sorted(known))}."
-        )
+    figure = _new_figure(path)
     axes = figure.subplots()
     for curve in curves:
         x, y = zip(*curve.points, strict=True)
@@ -115,6 +121,24 @@ def write_picture(curves: Sequence[Curve], path: str | Path, metric: str) -> Non
         figure.savefig(path)
     except OSError as failure:
         raise StorageError(f"--output {path} cannot be written: {failure.strerror}. Choose another place.") from failure
+
+
+def _new_figure(path: str | Path) -> Figure:
+    """An empty picture that can be saved under this name."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as failure:
+        raise ConfigError(
+            f"--output {path} needs the package matplotlib, which cannot be imported ({failure}). Install it with: pip "
+            "install matplotlib"
+        ) from failure
+    figure = Figure(figsize=(9.0, 5.0), dpi=120, layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if Path(path).suffix.lstrip(".").lower() not in known:
+        raise ConfigError(
+            f"--output {path} has no ending of a picture format. Use one of: .{', .'.join(sorted(known))}."
+        )
+    return figure
 
 
 def _curve(name: str, points: Sequence[tuple[int, object]], *, is_evaluation: bool = False) -> Curve:

@@ -36,12 +36,19 @@ def find_record(control: ControlConfig, mesh: ParallelMesh) -> Record | None:
     found = newest_record(Path(control.load), mesh)
     if found is not None:
         return found[0]
+    for flag, is_set in (("--eval-only", control.eval_only), ("--finetune", control.finetune)):
+        if is_set:
+            raise CheckpointError(
+                f"--load {control.load} holds no checkpoint, and {flag} needs the weights of one. Give the folder of "
+                "an earlier run's checkpoints."
+            )
     if control.exit_on_missing_checkpoint:
         raise CheckpointError(
             f"--load {control.load} holds no checkpoint and --exit-on-missing-checkpoint is set. Give the folder of an "
             "earlier run."
         )
-    log.info(f"Unable to find latest file at {Path(control.load) / 'latest'}: starting at iteration 0")
+    missing = Path(control.load) / "latest"
+    log.info(f"no checkpoint in {control.load} yet: starting at iteration 0 (Unable to find latest file at {missing})")
     return None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ControlConfig
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, StorageError
 from megatron.train.console import perplexity
 from megatron.train.metrics import Metrics, Workload
 from megatron.train.progress import Progress
@@ -27,6 +27,7 @@ class TensorBoard:
 
     Raises:
         ConfigError: TensorBoard is not installed.
+        StorageError: the folder cannot be written.
     """
 
     def __init__(self, directory: str, control: ControlConfig, workload: Workload) -> None:
@@ -39,7 +40,13 @@ class TensorBoard:
             ) from failure
         self.control = control
         self.workload = workload
-        self._writer: Any = SummaryWriter(log_dir=directory, max_queue=control.tensorboard_queue_size)
+        try:
+            self._writer: Any = SummaryWriter(log_dir=directory, max_queue=control.tensorboard_queue_size)
+        except OSError as failure:
+            reason = failure.strerror or failure
+            raise StorageError(
+                f"--tensorboard-dir {directory} cannot be written: {reason}. Give a folder that can."
+            ) from failure
 
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
         """Notes the arguments, and marks the restart: world size at the loaded iteration, 0 one later."""

@@ -190,3 +190,31 @@ def test_no_compiler_and_no_ninja_are_needed(corpus: TinyCorpus, tmp_path: Path)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not built.exists() or not any(built.rglob("*"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc to see the ranks")
+def test_a_dead_rank_is_one_sentence_on_the_others(corpus: TinyCorpus, tmp_path: Path) -> None:
+    flags = corpus.flags(
+        folder=tmp_path, train_iters=4000, lr_decay_iters=100, lr_warmup_fraction=None, tensor_model_parallel_size=2
+    )
+    port = str(free_port())
+    processes = []
+    for rank in range(2):
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "pretrain_gpt.py", *flags],
+                cwd=ROOT,
+                env={**environment(), **variables, "MASTER_ADDR": "127.0.0.1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    wait_for_step(tmp_path, 2, processes[0])
+    processes[1].kill()
+    text, _ = processes[0].communicate(timeout=PATIENCE_SECONDS)
+    processes[1].communicate()
+    assert processes[0].returncode == ExitCode.REQUEUE, text
+    assert "another rank of this run ended" in text
+    assert "Traceback" not in text

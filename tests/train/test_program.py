@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ExitCode
+from megatron.train.build import say_if_done
+from megatron.train.progress import Progress
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus
+from tests.train.samples import optim_config
 
 FIELDS = ("lm_loss", "gradient_norm", "learning_rate", "consumed_samples")
 
@@ -204,3 +207,38 @@ def test_exploding_loss_ends_the_run_unsaved(corpus: TinyCorpus, tmp_path: Path)
     assert code == ExitCode.NUMERICS
     assert "nan" in text.lower()
     assert losses(tmp_path)
+
+
+@pytest.mark.parametrize("flag", ["--eval-only", "--finetune"])
+def test_weights_that_are_not_there_are_an_error(corpus: TinyCorpus, tmp_path: Path, flag: str) -> None:
+    code, text = train(corpus.flags(flag, load=tmp_path / "nothing", run_dir=tmp_path / "run"))
+    assert code == ExitCode.STORAGE
+    assert f"{flag} needs the weights" in text
+
+
+def test_nothing_left_to_train_trains_nothing(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
+    flags = corpus.flags(load=whole / "checkpoints", run_dir=tmp_path / "run", train_iters=6, lr_decay_iters=8)
+    assert train(flags) == (0, "")
+    assert losses(tmp_path) == {}
+
+
+def test_nothing_left_to_train_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    optim = optim_config(train_iters=60)
+    say_if_done(optim, Progress(step=59))
+    assert capsys.readouterr().err == ""
+    say_if_done(optim, Progress(step=400, consumed_samples=3200))
+    assert "at iteration 400 (3200 samples) and the run ends at iteration 60" in capsys.readouterr().err
+
+
+def test_tensorboard_folder_that_is_a_file(corpus: TinyCorpus, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, text = train(corpus.flags(run_dir=tmp_path / "run", tensorboard_dir=tmp_path / "file"))
+    assert code == ExitCode.STORAGE
+    assert "--tensorboard-dir" in text
+
+
+def test_missing_data_is_found_before_anything_is_built(corpus: TinyCorpus, tmp_path: Path) -> None:
+    code, text = train(corpus.flags(run_dir=tmp_path / "run", data_path=str(tmp_path / "nope")))
+    assert code == ExitCode.DATA
+    assert "nope" in text
+    assert not (tmp_path / "run").exists()
