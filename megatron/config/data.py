@@ -125,11 +125,16 @@ def read_split(text: str) -> tuple[float, float, float]:
         raise ConfigError(f"--split {text} is not a list of numbers. Write it like 969,30,1.") from None
     if len(shares) > 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
         raise ConfigError(
-            f"--split {text} must be up to three shares, none negative, not all 0. Write it like 969,30,1."
+            f"--split {shown_split(text)} must be up to three shares, none negative, not all 0. Write it like 969,30,1."
         )
     shares += [0.0] * (3 - len(shares))
     total = sum(shares)
     return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+def shown_split(text: str) -> str:
+    """A split as it can be pasted behind `--split`: without the blanks that the shell would cut at."""
+    return "".join(text.split())
 
 
 def read_blend(words: tuple[str, ...], name: str) -> tuple[tuple[float, str], ...]:

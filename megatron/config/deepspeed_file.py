@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.config.deepspeed_keys import unknown_keys
 from megatron.config.flags import Flag, value_from_file
 from megatron.errors import ConfigError
 
@@ -48,10 +50,18 @@ def read_deepspeed_file(path: str) -> dict[str, Any]:
     return tree
 
 
-def governed_values(
-    path: str, flags: Mapping[str, Flag], given: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str], set[str]]:
-    """What a DeepSpeed file says about fields that were not given.
+@dataclass
+class DeepSpeedReading:
+    """What a DeepSpeed file says about fields that were not given, and what is wrong with it."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # destination -> value
+    problems: list[str] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)  # fields whose entry could not be read
+    notices: list[str] = field(default_factory=list)
+
+
+def governed_values(path: str, flags: Mapping[str, Flag], given: Mapping[str, Any]) -> DeepSpeedReading:
+    """Reads what a DeepSpeed file says about fields that were not given.
 
     Args:
         path: the file.
@@ -59,16 +69,21 @@ def governed_values(
         given: destination -> value of the command line or of `--config`.
 
     Returns:
-        The values by destination; one sentence for each entry that disagrees with a given value or is of the wrong
-        type; and the fields whose entry could not be read.
+        The values by destination, with one sentence for each entry that disagrees with a given value, is of the wrong
+        type or has a misspelt key, and a notice for each key that nobody here knows.
     """
     try:
         tree = read_deepspeed_file(path)
     except ConfigError as failure:
-        return {}, failure.problems, set()
-    values: dict[str, Any] = {}
-    problems: list[str] = []
-    broken: set[str] = set()
+        return DeepSpeedReading(problems=failure.problems)
+    reading = DeepSpeedReading()
+    for key, meant in unknown_keys(tree):
+        if meant is not None:
+            reading.problems.append(f'--deepspeed_config {path}: "{key}" is not known. Did you mean "{meant}"?')
+        else:
+            reading.notices.append(
+                f'--deepspeed_config {path}: "{key}" is not a key known here; it is handed to DeepSpeed as it is.'
+            )
     for place, destination in GOVERNED.items():
         entry = _lookup(tree, place)
         if entry is None or entry == "auto":
@@ -77,17 +92,17 @@ def governed_values(
         try:
             value = _as_flag_value(one, place, entry)
         except ConfigError as failure:
-            problems.append(f'--deepspeed_config {path}: "{key}" {failure}.')
-            broken.add(one.field)
+            reading.problems.append(f'--deepspeed_config {path}: "{key}" {failure}.')
+            reading.broken.add(one.field)
             continue
         if destination in given and given[destination] != value:
-            problems.append(
+            reading.problems.append(
                 f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there, and {one.positive_name} is '
                 f"{given[destination]}. Make them equal or drop one of them."
             )
         elif destination not in given and value is not None:
-            values[destination] = value
-    return values, problems, broken
+            reading.values[destination] = value
+    return reading
 
 
 def _as_flag_value(one: Flag, place: tuple[str, ...], entry: Any) -> Any:

@@ -16,7 +16,7 @@ import operator
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ FROM_CHECKPOINT = "from the checkpoint"
 
 _TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
 _FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+_OPTION = re.compile(r"(?<![\w-])--[\w-]*\w")
 _NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
 
@@ -46,6 +47,7 @@ class FlagFacts:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    follows: tuple[str, ...] = ()
     resume: str = MAY_CHANGE
     ignored: str | None = None
     way_out: str = ""
@@ -60,8 +62,8 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
         help: one sentence for `--help`.
         **facts: the other fields of `FlagFacts`: `spelled` (further spellings; for a boolean one that starts with
             `--no-` turns it off), `nargs` ("+": at least one value), `choices`, the bounds `at_least above at_most
-            below`, `resume` (what a resume does with it), `ignored` (why giving it changes nothing), `way_out` (what
-            to use instead of an unknown choice).
+            below`, `follows` (the fields an unset value is computed from), `resume` (what a resume does with it),
+            `ignored` (why giving it changes nothing), `way_out` (what to use instead of an unknown choice).
     """
     return dataclasses.field(default=default, metadata={"flag": FlagFacts(help=help, **facts)}, kw_only=True)
 
@@ -157,15 +159,15 @@ class Area:
 
     def all_problems(self) -> list[str]:
         """The broken bounds and the broken rules of this area."""
-        return [*bound_problems(self), *self.problems()]
+        return [*(sentence for _, sentence in bound_problems(self)), *self.problems()]
 
     def set_derived(self, field: str, value: Any) -> None:
         """Writes a derived value during construction."""
         object.__setattr__(self, field, value)
 
 
-def bound_problems(area: Any) -> Iterator[str]:
-    """One sentence for every field whose value lies outside its bounds or choices."""
+def bound_problems(area: Any) -> Iterator[tuple[str, str]]:
+    """The name of every field whose value lies outside its bounds or choices, and a sentence that says so."""
     for one in flags_of(type(area)):
         values = getattr(area, one.field)
         for value in values if one.is_tuple and values is not None else [values]:
@@ -174,7 +176,8 @@ def bound_problems(area: Any) -> Iterator[str]:
             facts = one.facts
             if facts.choices and value not in facts.choices:
                 allowed = ", ".join(str(choice) for choice in facts.choices)
-                yield f"{one.positive_name} {value} is not known. Use one of: {allowed}.{_after(facts.way_out)}"
+                sentence = f"{one.positive_name} {value} is not known. Use one of: {allowed}."
+                yield one.field, sentence + _after(facts.way_out)
             for bound, breaks, words in (
                 (facts.at_least, operator.lt, "at least"),
                 (facts.above, operator.le, "more than"),
@@ -182,10 +185,8 @@ def bound_problems(area: Any) -> Iterator[str]:
                 (facts.below, operator.ge, "less than"),
             ):
                 if bound is not None and breaks(value, bound):
-                    yield (
-                        f"{one.positive_name} {value} is out of range. It must be {words} "
-                        f"{bound}.{_after(facts.way_out)}"
-                    )
+                    sentence = f"{one.positive_name} {value} is out of range. It must be {words} {bound}."
+                    yield one.field, sentence + _after(facts.way_out)
 
 
 def without_instance_check(cls: type[Instance], values: Mapping[str, Any]) -> Instance:
@@ -261,8 +262,7 @@ def parse_flags(cls: type[Instance], argv: Sequence[str], prog: str | None = Non
     problems = [*reading.problems, *missing_problems(flags.values(), reading.values, reading.broken)]
     missing = {one.field for one in flags.values() if one.required and one.field not in reading.values}
     instance = without_instance_check(cls, reading.values)
-    own = instance.all_problems() if isinstance(instance, Area) else list(bound_problems(instance))
-    problems.extend(without_repeats(own, reading.broken | missing))
+    problems.extend(worthwhile_problems([instance], reading.values, reading.broken | missing))
     if problems:
         raise ConfigError(problems)
     return instance
@@ -277,14 +277,26 @@ def missing_problems(flags: Iterable[Flag], values: Mapping[str, Any], broken: s
     ]
 
 
-def without_repeats(sentences: Iterable[str], broken: Iterable[str]) -> list[str]:
-    """Drops the sentences about fields whose value is already refused or missing."""
-    names = ["--" + field.replace("_", "-") for field in broken]
-    return [
-        text
-        for text in sentences
-        if not any(name in text.replace(",", " ").replace(")", " ").split() for name in names)
-    ]
+def worthwhile_problems(
+    areas: Sequence[Any], given: Container[str], refused: set[str], rules: Iterable[str] = ()
+) -> list[str]:
+    """The broken bounds and rules of areas, and of `rules` between them, without those that only repeat another.
+
+    Nothing is said of a value that is `refused` already (unreadable or missing) or computed from a wrong one, and no
+    rule is tried on a value that is out of bounds. `given` and `refused` hold names of fields.
+    """
+    bounds = [pair for area in areas for pair in bound_problems(area)]
+    wrong = refused | {name for name, _ in bounds}
+    computed = {
+        one.field
+        for area in areas
+        for one in flags_of(type(area))
+        if one.field not in given and wrong.intersection(one.facts.follows)
+    }
+    found = [sentence for name, sentence in bounds if name not in refused | computed]
+    options = {"--" + name.replace("_", "-") for name in wrong | computed}
+    own = [sentence for area in areas if isinstance(area, Area) for sentence in area.problems()]
+    return found + [text for text in [*own, *rules] if not options.intersection(_OPTION.findall(text))]
 
 
 def value_from_words(one: Flag, option: str, words: Sequence[str]) -> Any:

@@ -17,9 +17,19 @@ class ModelConfig(Area):
     num_layers: int = flag(help="transformer blocks in the whole model", at_least=1, resume=MUST_MATCH)
     hidden_size: int = flag(help="width of the model", at_least=1, resume=MUST_MATCH)
     num_attention_heads: int = flag(help="attention heads per block", at_least=1, resume=MUST_MATCH)
-    ffn_hidden_size: int = flag(None, "inner width of the MLP; 4 x hidden size if unset", at_least=1, resume=MUST_MATCH)
+    ffn_hidden_size: int = flag(
+        None,
+        "inner width of the MLP; 4 x hidden size if unset",
+        at_least=1,
+        follows=("hidden_size",),
+        resume=MUST_MATCH,
+    )
     kv_channels: int = flag(
-        None, "width of one attention head; hidden size / heads if unset", at_least=1, resume=MUST_MATCH
+        None,
+        "width of one attention head; hidden size / heads if unset",
+        at_least=1,
+        follows=("hidden_size", "num_attention_heads"),
+        resume=MUST_MATCH,
     )
     seq_length: int = flag(
         help="tokens per sample", spelled=("--encoder-seq-length",), at_least=1, resume=RUN_MUST_MATCH

@@ -14,15 +14,13 @@ from typing import Any, Generic
 
 from megatron.config.flags import (
     MUST_MATCH,
-    Area,
     Instance,
-    bound_problems,
     flags_of,
     missing_problems,
     read_command_line,
     resume_rule,
     without_instance_check,
-    without_repeats,
+    worthwhile_problems,
 )
 from megatron.config.legacy import REFUSED, legacy_flags
 from megatron.config.parse import field_flags
@@ -76,8 +74,7 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
             problems.append(sentence)
     instance = without_instance_check(cls, values)
     missing = {one.field for one in own.values() if one.required and one.field not in values}
-    rules = instance.all_problems() if isinstance(instance, Area) else list(bound_problems(instance))
-    problems += without_repeats(rules, reading.broken | missing)
+    problems += worthwhile_problems([instance], values, reading.broken | missing)
     if problems:
         raise ConfigError(problems)
     return Request(instance, {name: value for name, value in reading.values.items() if name in trainer})

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.config.config_file import FileReading, read_config_file
-from megatron.config.deepspeed_file import governed_values
+from megatron.config.deepspeed_file import DeepSpeedReading, governed_values
 from megatron.config.flags import (
     Flag,
     flags_of,
@@ -15,7 +15,7 @@ from megatron.config.flags import (
     read_command_line,
     show_default,
     without_instance_check,
-    without_repeats,
+    worthwhile_problems,
 )
 from megatron.config.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
 from megatron.config.request import read_group_files, request_problems
@@ -59,12 +59,13 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunConfig:
         file = read_config_file(reading.values["control.config"], flags, AREAS)
     values = {**file.values, **reading.values}
     problems, broken = [*reading.problems, *file.problems], reading.broken | file.broken
+    governed = DeepSpeedReading()
     if "parallel.deepspeed_config" in values:
-        governed, found, unread = governed_values(values["parallel.deepspeed_config"], own, values)
-        values, broken = {**governed, **values}, broken | unread
-        problems += found
+        governed = governed_values(values["parallel.deepspeed_config"], own, values)
+        values, broken = {**governed.values, **values}, broken | governed.broken
+        problems += governed.problems
     provenance = {name: GIVEN if name in reading.values else FILE if name in values else DEFAULT for name in own}
-    notices = [*_deprecated_notices(reading.spellings.values())]
+    notices = [*_deprecated_notices(reading.spellings.values()), *governed.notices]
     for name, entry in legacy.items():
         sentence = entry.sentence(reading.spellings.get(name, entry.flag.positive_name), values.get(name, False))
         if sentence is not None:
@@ -101,10 +102,13 @@ def _build_areas(
     for area, cls in AREAS.items():
         fields = {one.field: values[f"{area}.{one.field}"] for one in flags_of(cls) if f"{area}.{one.field}" in values}
         areas[area] = without_instance_check(cls, fields)
-    rules: list[str] = [text for instance in areas.values() for text in instance.all_problems()]
-    rules.extend(cross_problems(areas["model"], areas["parallel"]))
-    rules.extend(request_problems(areas["optim"], areas["data"], areas["control"], provenance))
-    return areas, problems + without_repeats(rules, broken | {one.field for one in missing})
+    rules = [
+        *cross_problems(areas["model"], areas["parallel"]),
+        *request_problems(areas["optim"], areas["data"], areas["control"], provenance),
+    ]
+    given = {name.partition(".")[2] for name in values}
+    refused = broken | {one.field for one in missing}
+    return areas, problems + worthwhile_problems(list(areas.values()), given, refused, rules)
 
 
 def _ignored_notices(own: Mapping[str, Flag], values: Mapping[str, Any]) -> Iterator[str]:

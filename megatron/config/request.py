@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.control import ControlConfig
-from megatron.config.data import TOKENIZERS, DataConfig
+from megatron.config.data import TOKENIZERS, DataConfig, shown_split
 from megatron.config.optim import OptimConfig
 from megatron.errors import ConfigError
 
@@ -125,8 +125,8 @@ def _data_problems(data: DataConfig, provenance: Mapping[str, str]) -> Iterator[
     if len(modes) == 1 and not data.data_path:
         if provenance.get("data.split", "default") != "default":
             yield (
-                f"--split {data.split} does not go with {modes[0][0]}, which says itself what is trained on. Drop "
-                "--split."
+                f"--split {shown_split(data.split)} does not go with {modes[0][0]}, which says itself what is trained "
+                "on. Drop --split."
             )
         training = ("--train-weighted-split-paths", "--train-data-path")
         if modes[0][0] not in training:

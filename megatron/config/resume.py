@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.config.data import read_split
+from megatron.config.data import read_split, shown_split
 from megatron.config.flags import FROM_CHECKPOINT, MUST_MATCH, RUN_MUST_MATCH, resume_rule
 from megatron.config.optim import OptimConfig
 from megatron.config.run import AREAS, CHECKPOINT, RunConfig, frozen, plain
@@ -127,6 +127,8 @@ def _must_match_sentence(area: str, field: dataclasses.Field[Any], then: Any, no
             f"{area}.{field.name} ({field.metadata['derived']}) is {_shown(now)} and the checkpoint was saved with "
             f"{_shown(then)}. They must match; use the files the checkpoint was trained with."
         )
+    if field.name == "split":
+        then, now = shown_split(then), shown_split(now)
     way_out = " To train its weights in a new way, use --finetune." if rule == RUN_MUST_MATCH else ""
     switch = isinstance(then, bool)
     fix = (name if then else f"--no-{field.name.replace('_', '-')}") if switch else f"{name} {_shown(then)}"

@@ -298,3 +298,44 @@ def test_rules_between_areas_hold_for_every_run_config() -> None:
 def test_parse_leaves_the_words_alone() -> None:
     argv = tuple(words())
     assert parse(argv) == parse(list(argv))
+
+
+@pytest.mark.parametrize(
+    ("text", "drop", "problems"),
+    [
+        ("--lr -1", "", ["--lr -1.0 is out of range. It must be at least 0."]),
+        ("--hidden-size -3", "", ["--hidden-size -3 is out of range. It must be at least 1."]),
+        (
+            "--hidden-size -3 --tensor-model-parallel-size 2",
+            "",
+            ["--hidden-size -3 is out of range. It must be at least 1."],
+        ),
+        (
+            "--hidden-size 0 --ffn-hidden-size 0",
+            "",
+            [
+                "--hidden-size 0 is out of range. It must be at least 1.",
+                "--ffn-hidden-size 0 is out of range. It must be at least 1.",
+            ],
+        ),
+        ("", "--hidden-size", ["--hidden-size is required: width of the model."]),
+        ("--hidden-size wide", "", ['--hidden-size takes a whole number; "wide" is none.']),
+    ],
+)
+def test_a_wrong_value_is_said_once(text: str, drop: str, problems: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        small(text, drop)
+    assert caught.value.problems == problems
+
+
+def test_without_flags_only_flags_that_are_missing_are_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse([])
+    assert all(" is required" in text or " are required" in text for text in caught.value.problems)
+
+
+def test_a_split_is_shown_without_blanks() -> None:
+    with pytest.raises(ConfigError, match=r"--split 9,1,0 does not go with --train-data-path"):
+        small("--split '9, 1, 0' --train-data-path x", drop="--data-path")
+    with pytest.raises(ConfigError, match=r"--split 9,1,0,0 must be up to three shares"):
+        small("--split '9, 1, 0, 0'")

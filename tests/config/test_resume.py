@@ -37,7 +37,12 @@ def test_an_unchanged_run_goes_on_unchanged() -> None:
         ("", "--num-attention-heads 2", r"--num-attention-heads is 2 and the checkpoint was saved with 4"),
         ("", "--seq-length 16", r"--seq-length is 16 .* with 32.*use --finetune"),
         ("--seed 7", "", r"--seed is 1234 and the checkpoint was saved with 7\. They must match; give --seed 7"),
-        ("", "--split 9,1,0", r"--split is 9,1,0 and the checkpoint was saved with 969, 30, 1"),
+        (
+            "",
+            "--split 9,1,0",
+            r"--split is 9,1,0 and the checkpoint was saved with 969,30,1\. They must match; give --split 969,30,1\.",
+        ),
+        ("--split 9,1", "--split '8, 1, 1'", r"--split is 8,1,1 and .* give --split 9,1\."),
         ("", "--eod-mask-loss", r"--eod-mask-loss is on and .* with off.*give --no-eod-mask-loss"),
         ("--eod-mask-loss", "", r"--eod-mask-loss is off and .* with on.*give --eod-mask-loss"),
         ("", "--no-bias-gelu-fusion", r"--bias-gelu-fusion is off and .* with on"),
