@@ -3,7 +3,8 @@
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --num-samples 4 --genfile samples.jsonl --top_p 0.9
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --sample-input-file prompts.txt --greedy
 
-The network, its dtype and the tokenizer come from the checkpoint. Without --num-samples and without
+The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file gives one line of
+output; an empty one starts from the end-of-document token. Without --num-samples (or with 0) and without
 --sample-input-file, prompts are read from the terminal. Under torchrun with --tensor-model-parallel-size N, N processes
 share the network.
 """
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from megatron.model.gpt import DenseGPT
     from megatron.parallel.mesh import ParallelMesh
 
+_USUAL_NEW_TOKENS = 1024
+
 
 @dataclass(frozen=True)
 class GenerateFlags(Area):
@@ -45,10 +48,15 @@ class GenerateFlags(Area):
         0.0, "sample among the best tokens that together have this probability; 0 among all", at_least=0, at_most=1,
         spelled=("--top_p",),
     )  # fmt: skip
-    out_seq_length: int = flag(1024, "the most tokens to generate for one text", at_least=1)
-    num_samples: int = flag(0, "texts to generate from nothing, into --genfile", at_least=0)
+    out_seq_length: int | None = flag(
+        None, "the most tokens to generate for one text; 1024, or what the model's positions leave, if unset",
+        at_least=1,
+    )  # fmt: skip
+    num_samples: int = flag(
+        0, "texts to generate from nothing, into --genfile; 0 reads prompts from the terminal", at_least=0
+    )
     genfile: str | None = flag(None, "file for the texts of --num-samples, one JSON object a line")
-    sample_input_file: str | None = flag(None, "file of prompts, one a line; each is continued")
+    sample_input_file: str | None = flag(None, "file of prompts, one a line, also empty ones; each is continued")
     sample_output_file: str | None = flag(
         None, "file for the continuations, one JSON object a line; the input's name and .out if unset"
     )
@@ -66,9 +74,14 @@ class GenerateFlags(Area):
 
 @dataclass(frozen=True)
 class Generator:
-    """A loaded network with all that turns a prompt into a record."""
+    """A loaded network with all that turns a prompt into a record.
+
+    Args:
+        new_tokens: the most tokens generated for one text.
+    """
 
     flags: GenerateFlags
+    new_tokens: int
     config: RunConfig
     mesh: ParallelMesh
     tokenizer: Tokenizer
@@ -80,12 +93,12 @@ class Generator:
         from megatron.inference.sampling import Sampling
 
         flags, model = self.flags, self.config.model
-        tokens = [self.tokenizer.encode(prompt) or [self.tokenizer.eod_id] for prompt in prompts]
+        tokens = [self.encode(prompt) for prompt in prompts]
         found = generate(
             self.model,
             self.mesh,
             tokens,
-            Limits(flags.out_seq_length, model.max_position_embeddings, self.eod_id),
+            Limits(self.new_tokens, model.max_position_embeddings, self.eod_id),
             Sampling(flags.greedy, flags.temperature, flags.top_k, flags.top_p, model.seed),
             vocab_size=model.vocab_size,
             first_sample=first_sample,
@@ -93,6 +106,14 @@ class Generator:
         )
         for prompt, continuation in zip(prompts, found, strict=True):
             yield self._record(prompt, continuation)
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens a text starts with.
+
+        Raises:
+            ConfigError: the prompt is empty and the tokenizer has no end-of-document token.
+        """
+        return self.tokenizer.encode(prompt) or [self.tokenizer.eod_id]
 
     def _record(self, prompt: str, continuation: Continuation) -> dict[str, Any]:
         return {
@@ -161,7 +182,6 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], layout: ParallelConfig
         ConfigError: a flag contradicts the checkpoint, or there are more processes than ranks of one copy.
     """
     from megatron.checkpoint import newest_record
-    from megatron.data.tokenizer import build_tokenizer
     from megatron.inference.weights import load_weights
     from megatron.model.gpt import build_dense
 
@@ -178,7 +198,7 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], layout: ParallelConfig
         )
     record, path = found
     config = replace(laid_over(RunConfig.from_json(record["config"]), given), parallel=layout)
-    tokenizer = build_tokenizer(config.data)
+    tokenizer = _tokenizer(config, given, path)
     trained_with = record["tokenizer"]["fingerprint"]
     if tokenizer.fingerprint != trained_with:
         raise CheckpointError(
@@ -191,7 +211,44 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], layout: ParallelConfig
     data = config.data
     model = build_dense(config.model, mesh, reset_position_ids=data.reset_position_ids, reset_attention_mask=False)
     load_weights(model, Path(flags.load), mesh)
-    return Generator(flags, config, mesh, tokenizer, model.eval().to(_dtype(config.model, mesh)))
+    new_tokens = _new_tokens(flags.out_seq_length, config.model.max_position_embeddings, mesh)
+    return Generator(flags, new_tokens, config, mesh, tokenizer, model.eval().to(_dtype(config.model, mesh)))
+
+
+def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) -> Tokenizer:
+    """The tokenizer that the checkpoint's configuration names.
+
+    Raises:
+        ConfigError: its files are not where the checkpoint, or a flag, says.
+    """
+    from megatron.data.tokenizer import build_tokenizer
+
+    try:
+        return build_tokenizer(config.data)
+    except ConfigError as failure:
+        recorded = [
+            f"--{name.replace('_', '-')} {getattr(config.data, name)}"
+            for name in ("vocab_file", "merge_file", "tokenizer_name_or_path")
+            if getattr(config.data, name) and f"data.{name}" not in given
+        ]
+        if not recorded:
+            raise
+        raise ConfigError(
+            f"{failure} Not given here but recorded in the checkpoint {checkpoint}: {', '.join(recorded)} (a relative "
+            f"path counts from the current folder, {Path.cwd()}). --vocab-file and --merge-file, or "
+            "--tokenizer-name-or-path, give it anew."
+        ) from failure
+
+
+def _new_tokens(asked: int | None, positions: int, mesh: ParallelMesh) -> int:
+    """The most tokens generated for one text; asking for more than the model's positions can hold is worth a word."""
+    most = max(1, positions - 1)
+    if asked is not None and asked > most and mesh.world.rank == 0:
+        log.warning(
+            f"--out-seq-length {asked} does not fit a model of {positions} positions (--max-position-embeddings "
+            f"{positions}), prompt included: texts end after at most {most} new tokens."
+        )
+    return min(_USUAL_NEW_TOKENS if asked is None else asked, most)
 
 
 def _dtype(model: ModelConfig, mesh: ParallelMesh) -> Any:
@@ -205,7 +262,7 @@ def _dtype(model: ModelConfig, mesh: ParallelMesh) -> Any:
 
 
 def _read_prompts(path: str | None) -> list[str] | None:
-    """All lines of the prompt file that are not empty.
+    """All lines of the prompt file, empty ones included, so that output n belongs to line n.
 
     Raises:
         DataError: it cannot be read, is not UTF-8, or holds no prompt.
@@ -218,8 +275,10 @@ def _read_prompts(path: str | None) -> list[str] | None:
         raise DataError(
             f"{path} (--sample-input-file) cannot be read as UTF-8 text: {failure}. Give a file of prompts."
         ) from failure
-    prompts = [line.rstrip("\r") for line in lines if line.strip()]
-    if not prompts:
+    if lines[-1] == "":  # what follows the last newline is no line
+        lines.pop()
+    prompts = [line.rstrip("\r") for line in lines]
+    if not any(prompt.strip() for prompt in prompts):
         raise DataError(f"{path} (--sample-input-file) holds no prompt: every line is empty. Write one prompt a line.")
     return prompts
 
@@ -240,9 +299,9 @@ def _continue_file(generator: Generator, prompts: Sequence[str]) -> None:
     from megatron.inference.generate import Limits
 
     flags = generator.flags
-    limits = Limits(flags.out_seq_length, generator.config.model.max_position_embeddings, None)
+    limits = Limits(generator.new_tokens, generator.config.model.max_position_embeddings, None)
     for number, prompt in enumerate(prompts, start=1):
-        limits.check_prompt(len(generator.tokenizer.encode(prompt)), f"prompt {number} of {flags.sample_input_file}")
+        limits.check_prompt(len(generator.encode(prompt)), f"prompt {number} of {flags.sample_input_file}")
     path = flags.sample_output_file or f"{flags.sample_input_file}.out"
     _write(
         generator,
@@ -252,14 +311,27 @@ def _continue_file(generator: Generator, prompts: Sequence[str]) -> None:
 
 
 def _interact(generator: Generator) -> None:
-    """Continues what is typed until the end of the input (Ctrl-D)."""
+    """Continues what is typed until the end of the input (Ctrl-D).
+
+    Raises:
+        ConfigError: the input is no terminal and holds no prompt.
+    """
     from megatron.parallel.messages import broadcast_json
 
     speaks = generator.mesh.world.rank == 0
+    is_terminal = broadcast_json(_is_terminal() if speaks else None, generator.mesh.world)
+    if is_terminal:
+        log.info("Without --num-samples N and --sample-input-file, prompts are read from this terminal, one a line.")
     index = 0
     while True:
         prompt = broadcast_json(_ask() if speaks else None, generator.mesh.world)
         if prompt is None:
+            if index == 0 and not is_terminal:
+                raise ConfigError(
+                    "without --num-samples N (0 means none) and --sample-input-file, prompts are read from standard "
+                    "input, which is no terminal here and holds no prompt. Give --num-samples N --genfile FILE, "
+                    "--sample-input-file FILE, or one prompt a line on standard input."
+                )
             return
         if not prompt.strip():
             continue
@@ -272,9 +344,15 @@ def _interact(generator: Generator) -> None:
         index += 1
 
 
+def _is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def _ask() -> str | None:
+    if sys.stdin is None:  # closed by who started the program
+        return None
     try:
-        return input("prompt (Ctrl-D ends)> " if sys.stdin.isatty() else "")
+        return input("prompt (Ctrl-D ends)> " if _is_terminal() else "")
     except EOFError:
         return None
 

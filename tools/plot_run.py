@@ -38,8 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         words.insert(0, "--runs")
     flags = parse_flags(PlotFlags, words, description="Draws the curves of one or several runs.")
 
-    from megatron.train.curves import read_curves, text_plot, write_picture
+    from megatron.train.curves import check_picture, read_curves, text_plot, write_picture
 
+    if flags.output is not None:
+        check_picture(flags.output)
     curves = [curve for run in flags.runs for curve in read_curves(run, flags.metric)]
     encoding = (sys.stdout.encoding or "").lower()
     trained = [curve for curve in curves if not curve.is_evaluation]

@@ -101,7 +101,7 @@ def run(flags: PreprocessFlags) -> int:
     """Does what the flags say; `preprocess_data_many_cores.py` is another door to it."""
     from megatron.corpus.encode import EncodeOptions
     from megatron.corpus.inputs import Part, Shard, expand_inputs, read_separator, share_of
-    from megatron.corpus.preprocess import preprocess
+    from megatron.corpus.preprocess import preprocess, warn_of_no_tokens
     from megatron.corpus.progress import Progress
     from megatron.corpus.sources import total_bytes
     from megatron.data.tokenizer import TokenizerChoice
@@ -138,6 +138,7 @@ def run(flags: PreprocessFlags) -> int:
         f"Wrote {', '.join(result.prefixes)} (.bin, .idx): {result.documents} documents, {result.tokens} tokens; "
         f"{result.empty} empty documents and {result.skipped} bad lines left out."
     )
+    warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
     return 0
 
 

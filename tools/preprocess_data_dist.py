@@ -144,7 +144,7 @@ def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
     from megatron.corpus.encode import EncodeOptions
     from megatron.corpus.inputs import Shard, expand_inputs, share_of
     from megatron.corpus.merge import merge, remove_pair
-    from megatron.corpus.preprocess import preprocess
+    from megatron.corpus.preprocess import preprocess, warn_of_no_tokens
     from megatron.corpus.progress import Progress
     from megatron.data.tokenizer import TokenizerChoice
 
@@ -157,7 +157,7 @@ def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
     def encode() -> list[int]:
         share = share_of(expand_inputs(flags.input), Shard(crew.rank + 1, crew.size))
         result = preprocess(share, shards[crew.rank], options, 1, progress)
-        return [result.documents, result.tokens, result.empty, result.skipped]
+        return [result.documents, result.tokens, result.empty, result.skipped, *result.tokens_of_key]
 
     try:
         counts = [sum(column) for column in zip(*crew.together(encode), strict=True)]
@@ -174,6 +174,9 @@ def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
         f"Wrote {flags.output_prefix} (.bin, .idx): {counts[0]} documents, {counts[1]} tokens; "
         f"{counts[2]} empty documents and {counts[3]} bad lines left out."
     )
+    if crew.rank == 0:
+        wholes = [f"{flags.output_prefix}_{key}_document" for key in flags.columns]
+        warn_of_no_tokens(wholes, counts[4:], counts[2], counts[3])
 
 
 def _line_writer(interval_seconds: int) -> Callable[[str], None]:

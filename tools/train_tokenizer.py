@@ -42,9 +42,15 @@ def main() -> int:
     from megatron.corpus.inputs import expand_inputs
     from megatron.corpus.progress import Progress
     from megatron.corpus.sources import total_bytes
-    from megatron.corpus.vocab import save_byte_level_vocabulary, texts_of, train_byte_level
+    from megatron.corpus.vocab import (
+        check_vocabulary_place,
+        save_byte_level_vocabulary,
+        texts_of,
+        train_byte_level,
+    )
 
     inputs = expand_inputs(flags.input)
+    check_vocabulary_place(flags.output_prefix)
     size = total_bytes(inputs)
     write_bar = sys.stderr.write if sys.stderr.isatty() else None
     progress = Progress(size, 10_000, log.info, write_bar)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.data.atomic_files import storage_error, write_atomically
+from megatron.data.atomic_files import check_writable, storage_error, write_atomically
 from megatron.errors import DataError
 
 LEAST_BYTES = 10_000_000
@@ -51,8 +51,9 @@ def write_demo_corpus(path: Path, wanted_bytes: int) -> DemoCorpus:
 
     Raises:
         DataError: this Python carries less than 10 MB of text.
-        StorageError: the file cannot be written.
+        StorageError: the file cannot be written; said before the work where it can be known.
     """
+    check_writable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as failure:

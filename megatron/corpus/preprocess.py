@@ -31,7 +31,7 @@ class PreprocessResult:
         documents: documents written, over all keys.
         empty_of_key: documents of each key that gave no ids and were left out.
         skipped: bad lines that were left out.
-        tokens: ids written.
+        tokens_of_key: ids written for each key.
         text_bytes: bytes of input, uncompressed.
     """
 
@@ -39,13 +39,18 @@ class PreprocessResult:
     documents: int
     empty_of_key: tuple[int, ...]
     skipped: int
-    tokens: int
+    tokens_of_key: tuple[int, ...]
     text_bytes: int
 
     @property
     def empty(self) -> int:
         """Documents that gave no ids, over all keys."""
         return sum(self.empty_of_key)
+
+    @property
+    def tokens(self) -> int:
+        """Ids written, over all keys."""
+        return sum(self.tokens_of_key)
 
 
 def preprocess(
@@ -71,6 +76,19 @@ def preprocess(
     check_inputs([entry.path if isinstance(entry, Part) else entry for entry in inputs], options.keys)
     source = blocks(inputs, block_bytes, options.document_separator, options.keys)
     return preprocess_blocks(source, output_prefix, options, workers, progress)
+
+
+def warn_of_no_tokens(prefixes: Sequence[str], tokens: Sequence[int], empty: int, skipped: int) -> None:
+    """Warns once of all data prefixes that hold no token: they are valid files that nobody can train on.
+
+    Not done by `preprocess` itself: the share of one rank may well be empty.
+    """
+    bare = [prefix for prefix, count in zip(prefixes, tokens, strict=True) if count == 0]
+    if bare:
+        log.warning(
+            f"{', '.join(bare)} (.bin, .idx): 0 tokens were written ({empty} empty documents and {skipped} bad lines "
+            "left out), so there is nothing to train on. Check --input and the JSON keys."
+        )
 
 
 def preprocess_blocks(
@@ -152,7 +170,8 @@ def _write(
         progress.advance(result.lines, block.size, block.input_bytes)
     documents = sum(writer.sequences for writer in writers)
     empty = tuple(good - writer.document_count for writer in writers)
-    return PreprocessResult(prefixes, documents, empty, skipped, sum(writer.tokens for writer in writers), text_bytes)
+    tokens = tuple(writer.tokens for writer in writers)
+    return PreprocessResult(prefixes, documents, empty, skipped, tokens, text_bytes)
 
 
 def _newlines(path: str, size: int) -> int:

@@ -16,7 +16,7 @@ from megatron.corpus.documents import parse_block
 from megatron.corpus.inputs import expand_inputs
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import blocks, check_inputs
-from megatron.data.atomic_files import storage_error, write_atomically
+from megatron.data.atomic_files import check_writable, storage_error, write_atomically
 from megatron.data.tokenizer import GPT2_END_OF_DOCUMENT
 from megatron.errors import ConfigError, DataError
 
@@ -88,13 +88,28 @@ def train_byte_level(
     return vocabulary, merges
 
 
+def vocabulary_paths(prefix: str) -> tuple[Path, Path]:
+    """The two files of a vocabulary: `<prefix>-vocab.json` and `<prefix>-merges.txt`."""
+    return Path(f"{prefix}-vocab.json"), Path(f"{prefix}-merges.txt")
+
+
+def check_vocabulary_place(prefix: str) -> None:
+    """Checks before the training that its result can be written.
+
+    Raises:
+        StorageError: it cannot.
+    """
+    for path in vocabulary_paths(prefix):
+        check_writable(path)
+
+
 def save_byte_level_vocabulary(prefix: str, vocabulary: dict[str, int], merges: list[list[str]]) -> tuple[Path, Path]:
     """Writes `<prefix>-vocab.json` and `<prefix>-merges.txt`; each appears only when it is complete.
 
     Raises:
         StorageError: the file system refused.
     """
-    vocab_path, merges_path = Path(f"{prefix}-vocab.json"), Path(f"{prefix}-merges.txt")
+    vocab_path, merges_path = vocabulary_paths(prefix)
     try:
         vocab_path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as failure:

@@ -7,6 +7,7 @@ one.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import re
@@ -76,6 +77,28 @@ def _this_machine() -> str:
 _MACHINE = _this_machine()
 
 
+def check_writable(path: Path) -> None:
+    """Checks that a file could be written at `path`, before the work whose result it will hold.
+
+    Folders that are missing are not made yet: then the nearest one above them must take a file.
+
+    Raises:
+        StorageError: `path` is a folder, or the file system refuses new files there.
+    """
+    path = Path(os.path.abspath(path))
+    if path.is_dir():
+        raise storage_error(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
+    folder = path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    probe = temporary_beside(folder / path.name)
+    try:
+        probe.open("xb").close()
+        probe.unlink()
+    except OSError as failure:
+        raise storage_error(path, failure) from failure
+
+
 def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """Writes a file through `write` and gives it its name once it is on disk.
 
@@ -134,12 +157,14 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def storage_error(path: Path, failure: OSError) -> StorageError:
-    """Turns a refused write into a sentence with the path, the reason and the free space of its disk."""
+    """Turns a refused write into a sentence with the path and the reason; with the free space where that is one."""
+    reason = failure.strerror or str(failure)
+    if failure.errno == errno.EISDIR:
+        return StorageError(f"Cannot write {path}: {reason}. Give the path of a file.")
+    if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError(f"Cannot write {path}: {reason}. Choose a folder that can be written.")
     try:
         free = f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
     except OSError:
         free = "its folder cannot be examined"
-    reason = failure.strerror or str(failure)
-    return StorageError(
-        f"Cannot write {path}: {reason} ({free}). Free some space or choose a folder that can be written."
-    )
+    return StorageError(f"Cannot write {path}: {reason} ({free}). Free some space or choose a folder on another disk.")

@@ -413,5 +413,13 @@ def _missing_file_text(prefix: str, path: Path) -> str:
     folder = Path(prefix).parent
     near = sorted(str(found.with_suffix("")) for found in folder.glob("*.idx")) if folder.is_dir() else []
     likely = [name for name in near if name.startswith(prefix)] or near
-    hint = f"That folder holds {', '.join(likely[:3])}." if likely else f"There is no .idx file in {folder}."
+    place = os.path.abspath(folder)
+    if likely:
+        hint = f"That folder holds {', '.join(likely[:3])}."
+    elif folder.is_dir():
+        hint = (
+            f"The folder {place} holds no .idx file. Give another prefix, or write one with tools/preprocess_data.py."
+        )
+    else:
+        hint = f"The folder {place} does not exist either. Give another prefix."
     return f"{path} does not exist (data prefix {prefix}). {hint}"

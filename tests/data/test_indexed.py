@@ -177,13 +177,21 @@ def test_multimodal_modes_are_read(tmp_path):
     [
         ("corpus", "corpus.idx does not exist .*That folder holds .*corpus_text_document"),
         ("corpus_text_document.bin", "given without its suffix: use .*corpus_text_document"),
-        ("elsewhere/corpus", "There is no .idx file in"),
+        ("elsewhere/corpus", r"The folder /.*/elsewhere does not exist either\. Give another prefix\.$"),
     ],
 )
 def test_a_missing_file_is_named_with_what_was_probably_meant(tmp_path, name, message):
     write_corpus(tmp_path / "corpus_text_document", [3])
     with pytest.raises(DataError, match=message):
         IndexedDataset(tmp_path / name)
+
+
+def test_a_folder_without_a_corpus_is_named_in_full(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        DataError, match=rf"nope\.idx does not .*The folder {tmp_path} holds no \.idx file\. Give another"
+    ):
+        IndexedDataset("nope")
 
 
 def test_an_unreadable_file_is_a_data_error(tmp_path, monkeypatch):

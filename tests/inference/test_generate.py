@@ -123,10 +123,75 @@ def test_every_prompt_of_a_file_is_continued(checkpoints: Path, prompt_file: Pat
     assert [record["prompt"] for record in records] == [
         "def main(argument):",
         "import os",
+        "",
         "stop here",
         "the last line without an end",
     ]
     assert all(record["length"] == len(record["tokens"]) <= 6 for record in records)
+
+
+def test_output_lines_belong_to_prompt_lines(checkpoints: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "prompts.txt", tmp_path / "out"
+    path.write_text("\ndef f\n\nimport os\n")
+    argv = ["--load", str(checkpoints), "--sample-input-file", str(path), "--sample-output-file", str(out)]
+    assert generate_samples_gpt.main([*argv, "--out-seq-length", "3", "--greedy"]) == 0
+    records = _records(out)
+    assert [record["prompt"] for record in records] == ["", "def f", "", "import os"]
+    assert records[0]["tokens"] == records[2]["tokens"]
+
+
+@pytest.mark.parametrize(("length", "warns"), [(None, 0), (str(POSITIONS - 1), 0), ("100000", 1)])
+def test_more_tokens_than_positions_are_warned_of_once(
+    checkpoints: Path, prompt_file: Path, capsys: pytest.CaptureFixture[str], length: str | None, warns: int
+) -> None:
+    argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--greedy"]
+    assert generate_samples_gpt.main([*argv, *(["--out-seq-length", length] if length else [])]) == 0
+    said = capsys.readouterr().err
+    assert said.count(f"--out-seq-length {length} does not fit a model of {POSITIONS} positions") == warns
+    assert ("warning" in said) == bool(warns)
+
+
+def test_tokenizer_files_recorded_in_the_checkpoint_can_be_given_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt_file: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    saved = (tmp_path / make_checkpoint(Path("."))).resolve()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    argv = ["--load", str(saved), "--sample-input-file", str(prompt_file), "--out-seq-length", "2"]
+    message = (
+        rf"--vocab-file .* is not a file.*recorded in the checkpoint {saved}.*--vocab-file .*, --merge-file .* "
+        rf"\(a relative path counts from the current folder, {elsewhere}\).*--tokenizer-name-or-path, give it anew"
+    )
+    with pytest.raises(ConfigError, match=message):
+        generate_samples_gpt.main(argv)
+    with pytest.raises(ConfigError, match=r"--vocab-file none is not a file\. .*recorded .*: --merge-file \S+ \("):
+        generate_samples_gpt.main([*argv, "--vocab-file", "none"])
+    with pytest.raises(ConfigError, match=r"--vocab-file none is not a file\. Give the path of an existing one\.$"):
+        generate_samples_gpt.main([*argv, "--vocab-file", "none", "--merge-file", "none"])
+    from tests.helpers.vocabulary import write_vocabulary
+
+    same = write_vocabulary(elsewhere)
+    files = ["--vocab-file", str(same.vocab_file), "--merge-file", str(same.merge_file)]
+    assert generate_samples_gpt.main([*argv, *files]) == 0
+
+
+def test_the_terminal_is_announced_and_an_empty_input_refused(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate_samples_gpt, "_ask", lambda: None)
+    argv = ["--load", str(checkpoints), "--num-samples", "0"]
+    with pytest.raises(ConfigError, match=r"--num-samples N \(0 means none\).*holds no prompt"):
+        generate_samples_gpt.main(argv)
+    monkeypatch.setattr(generate_samples_gpt, "_is_terminal", lambda: True)
+    assert generate_samples_gpt.main(argv) == 0
+    assert capsys.readouterr().err.count("prompts are read from this terminal") == 1
+
+
+def test_without_standard_input_there_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert generate_samples_gpt._ask() is None and not generate_samples_gpt._is_terminal()
 
 
 def test_samples_from_nothing_depend_on_seed_and_number_only(checkpoints: Path, tmp_path: Path) -> None:

@@ -47,8 +47,16 @@ def test_demo_corpus_refuses_a_bad_place_and_a_small_size(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     done = run("build_demo_corpus.py", "--output", str(tmp_path / "file" / "demo.jsonl"))
     assert done.returncode == 74 and "Cannot write" in done.stderr and "Traceback" not in done.stderr
+    done = run("build_demo_corpus.py", "--output", str(tmp_path))
+    assert done.returncode == 74 and "Is a directory. Give the path of a file." in done.stderr
     done = run("build_demo_corpus.py", "--output", str(tmp_path / "demo.jsonl"), "--megabytes", "3")
     assert done.returncode == 64 and "--megabytes 3" in done.stderr
+
+
+def test_a_bad_place_is_told_before_the_corpus_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_module, "corpus_documents", lambda: pytest.fail("read before the place was checked"))
+    with pytest.raises(StorageError, match="Is a directory"):
+        demo_module.write_demo_corpus(tmp_path, 10_000_000)
 
 
 def test_a_python_without_enough_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +104,15 @@ def test_train_tokenizer_says_what_is_wrong(tmp_path: Path) -> None:
     )
     assert done.returncode == 65 and "in.jsonl:2: byte offset 14" in done.stderr
     assert not list(tmp_path.glob("x*"))
+
+
+def test_train_tokenizer_checks_its_place_first(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("no JSON at all\n")
+    (tmp_path / "x-merges.txt").mkdir()
+    words = ["--input", str(tmp_path / "in.jsonl"), "--vocab-size", "300", "--output-prefix", str(tmp_path / "x")]
+    done = run("train_tokenizer.py", *words)
+    assert done.returncode == 74 and "x-merges.txt: Is a directory" in done.stderr
+    assert not (tmp_path / "x-vocab.json").exists()
 
 
 def test_vocabulary_functions_refuse_what_cannot_work(tmp_path: Path) -> None:

@@ -121,6 +121,24 @@ def test_bad_lines_stop_or_are_skipped(tmp_path: Path, choice: TokenizerChoice) 
     assert done.returncode == 0 and b"2 documents" in done.stderr and b"1 bad lines left out" in done.stderr
 
 
+def test_a_corpus_without_a_token_is_warned_of_once(tmp_path: Path, choice: TokenizerChoice) -> None:
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    done = run(command(choice, "--input", "empty.jsonl", "--output-prefix", "out"), tmp_path)
+    assert done.returncode == 0
+    assert done.stderr.count(b"warning: out_text_document (.bin, .idx): 0 tokens were written") == 1
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": 1, "a": "b"}\n{"a": "b"}\n')
+    words = ["--input", "bad.jsonl", "--output-prefix", "bad", "--on-bad-line", "skip"]
+    done = run(command(choice, *words), tmp_path)
+    assert done.returncode == 0
+    assert b"0 tokens were written (0 empty documents and 2 bad lines left out)" in done.stderr
+    (tmp_path / "half.jsonl").write_bytes(b'{"text": "", "other": "b"}\n')
+    done = run(
+        command(choice, "--input", "half.jsonl", "--output-prefix", "h", "--json-keys", "text", "other"), tmp_path
+    )
+    assert done.returncode == 0
+    assert b"warning: h_text_document (.bin, .idx): 0 tokens" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

@@ -77,3 +77,17 @@ def test_a_plot_of_another_metric(runs: tuple[Path, Path]) -> None:
     done = run_tool("plot_run.py", runs[0], "--metric", "beauty")
     assert done.returncode == 65
     assert "holds no step with a finite beauty" in done.stderr
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_plot(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    done = run_tool("plot_run.py", runs[0], "--output", tmp_path / "loss.xyz")
+    assert done.returncode == 64 and done.stdout == ""
+    assert "has no ending of a picture format" in done.stderr
+    (tmp_path / "folder.png").mkdir()
+    done = run_tool("plot_run.py", runs[0], "--output", tmp_path / "folder.png")
+    assert done.returncode == 74 and done.stdout == "" and "Is a directory" in done.stderr
+
+
+def test_one_run_alone_is_explained(runs: tuple[Path, Path]) -> None:
+    done = run_tool("compare_runs.py", runs[0])
+    assert done.returncode == 65 and "logged no step twice (steps 1 to 6)" in done.stderr

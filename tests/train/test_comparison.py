@@ -96,3 +96,11 @@ def test_one_run_is_compared_with_itself(tmp_path: Path) -> None:
         (5, 1.0, 3.0),
         (6, 2.0, 3.0),
     ]
+
+
+def test_one_run_that_was_never_resumed_is_explained(tmp_path: Path) -> None:
+    with contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl")) as file:
+        for step in range(1, 4):
+            file.step(metrics(iteration=step))
+    with pytest.raises(DataError, match=r"logged no step twice \(steps 1 to 3\).*resumed.*Give a second run"):
+        read_pair([tmp_path])
