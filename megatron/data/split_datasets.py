@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron import log
-from megatron.config.data import DataConfig, WeightedGroup, read_blend
+from megatron.config.data import DataConfig, WeightedGroup, read_blend, shown_split
 from megatron.data.blend import BlendedDataset, blend_order
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
@@ -309,7 +309,7 @@ def _no_training_data_text(data: DataConfig) -> str:
     if not (data.data_path or data.train_groups):
         return "There is no training data. Name it with --data-path PREFIX."
     return (
-        f"No sequences are left for training: --data-path {' '.join(data.data_path)} with --split {data.split} gives "
+        f"No sequences are left for training: --data-path {' '.join(data.data_path)} with --split {shown_split(data.split)} gives "
         "the training range none. Use a larger share or a corpus with more documents."
     )
 
