@@ -308,9 +308,10 @@ def _sources_text(group: GroupPlan | None) -> str:
 def _no_training_data_text(data: DataConfig) -> str:
     if not (data.data_path or data.train_groups):
         return "There is no training data. Name it with --data-path PREFIX."
+    asked = f"--data-path {' '.join(data.data_path)} with --split {shown_split(data.split)}"
     return (
-        f"No sequences are left for training: --data-path {' '.join(data.data_path)} with --split {shown_split(data.split)} gives "
-        "the training range none. Use a larger share or a corpus with more documents."
+        f"No sequences are left for training: {asked} gives the training range none. Use a larger share or a corpus "
+        "with more documents."
     )
 
 

@@ -167,14 +167,14 @@ def test_ranks_die_with_their_launcher(program: Path, launcher: str) -> None:
     process = _start([*command, *tail])
     try:
         files = [program.parent / f"rank{rank}" for rank in (0, 1)]
-        _wait_for(lambda: all(file.exists() for file in files), 60, process)
+        _wait_for(lambda: all(file.exists() for file in files), 150, process)
         assert _words(program.parent, 2) == [["2", "3", "0"], ["2", "3", "1"]]
         pids = [int(file.read_text().split()[3]) for file in files]
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-    _wait_for(lambda: not any(_alive(pid) for pid in pids), 5)
+    _wait_for(lambda: not any(_alive(pid) for pid in pids), 30)
 
 
 def _wait_for(condition, seconds: float, process: subprocess.Popen[str] | None = None) -> None:
