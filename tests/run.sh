@@ -9,4 +9,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
 prepare_environment test
 workers="$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1))')"
-"$PYTHON" -m pytest --numprocesses "$workers" --dist worksteal "$@"
+"$PYTHON" -m pytest --numprocesses "$workers" --dist loadgroup "$@"

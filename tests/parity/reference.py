@@ -23,7 +23,7 @@ class Recipe:
     heads: int = 4
     vocab_size: int = 150  # no multiple of 256: the padded part differs with the tensor-parallel size
     sequence_length: int = 16
-    micro_batch_size: int = 1
+    micro_batch_size: int = 2
     global_batch_size: int = 8
     steps: int = 20
     learning_rate: float = 1.0e-2
