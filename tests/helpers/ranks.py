@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# Loaded once by the fork server, so that a rank starts in a fraction of a second. torch's compiler is among them because
-# torch.optim and DeepSpeed import it when the first optimizer is made, which takes longer than a tiny run.
+# Loaded once by the fork server, so that a rank starts in a fraction of a second. torch's compiler is among them
+# because torch.optim and DeepSpeed import it when the first optimizer is made, which takes longer than a tiny run.
 _PRELOADED = [
     "numpy",
     "pytest",
