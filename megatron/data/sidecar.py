@@ -10,26 +10,18 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megatron import log
 from megatron.data.atomic_files import write_atomically
 from megatron.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from megatron.data.tokenizer import Tokenizer
+
 FORMAT = "megatron-corpus-sidecar"
 FORMAT_VERSION = 1
 _LONGEST_BYTES = 1 << 28
-
-
-class _Tokenizer(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eod_id(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +39,7 @@ class TokenizerRecord:
     eod_id: int | None
 
     @staticmethod
-    def of(tokenizer: _Tokenizer) -> TokenizerRecord:
+    def of(tokenizer: Tokenizer) -> TokenizerRecord:
         """Takes down a tokenizer."""
         try:
             eod_id: int | None = tokenizer.eod_id
@@ -161,7 +153,7 @@ def remove_sidecar(prefix: str | Path) -> None:
         path.unlink()
 
 
-def check_tokenizer_fits(prefixes: Iterable[str], tokenizer: _Tokenizer) -> None:
+def check_tokenizer_fits(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
     """Checks that the ids of token files mean the same words to a tokenizer as to the one that made them.
 
     Raises:

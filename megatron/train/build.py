@@ -137,7 +137,8 @@ def open_run(config: RunConfig) -> Iterator[Run | None]:
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
         _show_notices(config.notices, mesh)
-        lock = closing.enter_context(_lock(config, mesh)) if config.control.save else None
+        save = config.control.save
+        lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
         run = _build(config, mesh, tokenizer, lock, signals, started_at)
         closing.callback(run.close)
         closing.callback(run.report.close)
@@ -176,7 +177,8 @@ def _build(
     schedule(config.optim)  # refuses a warm-up that outlasts the decay before anything is built
     engine = build_engine(config, mesh)
     check_layers(engine)
-    _show_size(engine)
+    sizes = parameter_counts(engine)
+    log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes))
     record, progress = load_tensors(config.control, engine, record)
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
@@ -197,7 +199,7 @@ def _build(
             eod_mask_loss=config.data.eod_mask_loss,
             segments=config.data.reset_position_ids or config.data.reset_attention_mask,
         ),
-        report=_open_report(config, engine, is_resume=record is not None),
+        report=_open_report(config, mesh, sizes[1], is_resume=record is not None),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
         skips=skips,
@@ -242,21 +244,28 @@ def _open_data(
         model = config.model
         return build_split_datasets(config.data, model.seq_length, model.seed, samples, stored, build_indices)
 
-    together(mesh, lambda: _discard(build(True)) if mesh.local_rank == 0 else None)
-    datasets, plan = build(mesh.local_rank == 0)
+    built: list[tuple[SplitDatasets, DataPlan]] = []
+
+    def go_first() -> None:
+        if mesh.local_rank == 0:
+            built.append(build(True))
+
+    together(mesh, go_first)
+    datasets, plan = built[0] if built else build(False)
     for text in describe(datasets, plan):
         log.info(text)
     return datasets, plan
 
 
-def _open_report(config: RunConfig, engine: Engine, *, is_resume: bool) -> Report:
+def _open_report(
+    config: RunConfig, mesh: ParallelMesh, parameters_without_embeddings: int, *, is_resume: bool
+) -> Report:
     """The console's lines come from the last rank, as upstream's do; all files are written by rank 0."""
-    mesh = engine.mesh
     workload = Workload.of(
         config.model,
         device_count=mesh.world.size,
         replica_count=mesh.dp.size,
-        parameters_without_embeddings=parameter_counts(engine)[1],
+        parameters_without_embeddings=parameters_without_embeddings,
     )
     arguments = flat_arguments(config)
 
@@ -314,21 +323,7 @@ def check_layers(engine: Engine) -> None:
         )
 
 
-def _show_size(engine: Engine) -> None:
-    total, without_embeddings = parameter_counts(engine)
-    log.info(size_line(engine.mesh.tp.rank, engine.mesh.pp.rank, total, without_embeddings))
-
-
-def _lock(config: RunConfig, mesh: ParallelMesh) -> CheckpointLock:
-    directory = Path(str(config.control.save))
-    return CheckpointLock(directory, mesh)
-
-
 def _set_log_level(config: RunConfig) -> None:
     if config.control.log_level:
         log.set_level(config.control.log_level)
     log.debug(f"megatron {__version__}")
-
-
-def _discard(value: object) -> None:
-    """Turns a result that is no JSON into none."""
