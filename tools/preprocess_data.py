@@ -29,7 +29,7 @@ class PreprocessFlags(Area):
     input: tuple[str, ...] = flag(
         help="jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input", nargs="+"
     )
-    output_prefix: str = flag(help="path of the outputs without _<key>_document.bin/.idx")
+    output_prefix: str = flag(help="path of the outputs without _<key>_document.bin/.idx or _<key>_sentence.bin/.idx")
     tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(_TOKENIZERS)}", choices=_TOKENIZERS)
     json_keys: tuple[str, ...] = flag(
         ("text",),
@@ -63,8 +63,11 @@ class PreprocessFlags(Area):
     partitions: int | None = flag(
         None, "accepted; memory does not grow with the input, so it is not divided", at_least=1
     )
-    split_sentences: bool = flag(False, "one sequence a sentence (not available yet)")
-    keep_newlines: bool = flag(False, "keep newlines between sentences; has an effect with --split-sentences only")
+    split_sentences: bool = flag(False, "one sequence a sentence, into <prefix>_<key>_sentence.bin/.idx")
+    keep_newlines: bool = flag(
+        False, "with --split-sentences: whitespace between sentences stays at the end of the first; else it is dropped"
+    )
+    lang: str = flag("en", "with --split-sentences: language of the texts, as a code (en, tr, zh) or name (english)")
     datasets: tuple[str, ...] = flag((), "read by no version of this tool; accepted", nargs="+")
     make_vocab_size_divisible_by: int = flag(
         128, "accepted; the width of an id follows from the unpadded vocabulary", at_least=1
@@ -75,11 +78,6 @@ class PreprocessFlags(Area):
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
-        if self.split_sentences:
-            yield (
-                "--split-sentences is not available yet. Leave it out for GPT data, or split the "
-                "sentences into lines beforehand."
-            )
         if len(set(self.json_keys)) != len(self.json_keys):
             yield (
                 f"--json-keys {' '.join(self.json_keys)} names a key twice; each key gets files of its "
@@ -103,13 +101,14 @@ def run(flags: PreprocessFlags) -> int:
     from megatron.corpus.inputs import Part, Shard, expand_inputs, read_separator, share_of
     from megatron.corpus.preprocess import preprocess, warn_of_no_tokens
     from megatron.corpus.progress import Progress
+    from megatron.corpus.sentences import SentenceSplitter
     from megatron.corpus.sources import total_bytes
     from megatron.data.tokenizer import TokenizerChoice
 
     signal.signal(signal.SIGTERM, _interrupt)
     for name, given in (
         ("--datasets", flags.datasets),
-        ("--keep-newlines", flags.keep_newlines),
+        ("--keep-newlines", flags.keep_newlines and not flags.split_sentences),
         ("--partitions", flags.partitions),
     ):
         if given:
@@ -123,7 +122,12 @@ def run(flags: PreprocessFlags) -> int:
         shard = Shard.of(flags.shard)
         inputs, prefix = share_of(files, shard, separator), prefix + shard.suffix
     options = EncodeOptions(
-        TokenizerChoice.of(flags), flags.json_keys, flags.append_eod, flags.on_bad_line == "skip", separator
+        TokenizerChoice.of(flags),
+        flags.json_keys,
+        flags.append_eod,
+        flags.on_bad_line == "skip",
+        separator,
+        SentenceSplitter(flags.lang, flags.keep_newlines) if flags.split_sentences else None,
     )
     progress = Progress(
         total_bytes(inputs), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None

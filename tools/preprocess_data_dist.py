@@ -79,8 +79,11 @@ class DistributedPreprocessFlags(Area):
     count: int | None = flag(None, "documents to take (not available)", at_least=1)
     shuffle: bool = flag(False, "change the order of the documents (not available)")
     seed: int | None = flag(None, "seed of --shuffle (not available)")
-    split_sentences: bool = flag(False, "one sequence a sentence (not available)")
-    keep_newlines: bool = flag(False, "accepted; has an effect with --split-sentences only")
+    split_sentences: bool = flag(False, "one sequence a sentence, into <prefix>_<column>_sentence.bin/.idx")
+    keep_newlines: bool = flag(
+        False, "with --split-sentences: whitespace between sentences stays at the end of the first; else it is dropped"
+    )
+    lang: str = flag("en", "with --split-sentences: language of the texts, as a code (en, tr, zh) or name (english)")
     make_vocab_size_divisible_by: int = flag(
         128, "accepted; the width of an id follows from the unpadded vocabulary", at_least=1
     )
@@ -90,8 +93,6 @@ class DistributedPreprocessFlags(Area):
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
-        if self.split_sentences:
-            yield "--split-sentences is not available here. Leave it out, or split the sentences into lines beforehand."
         for name, given in (
             ("--count", self.count is not None),
             ("--shuffle", self.shuffle),
@@ -146,11 +147,19 @@ def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
     from megatron.corpus.merge import merge, remove_pair
     from megatron.corpus.preprocess import preprocess, warn_of_no_tokens
     from megatron.corpus.progress import Progress
+    from megatron.corpus.sentences import SentenceSplitter
     from megatron.data.tokenizer import TokenizerChoice
 
-    options = EncodeOptions(TokenizerChoice.of(flags), flags.columns, flags.append_eod, flags.on_bad_line == "skip")
+    options = EncodeOptions(
+        TokenizerChoice.of(flags),
+        flags.columns,
+        flags.append_eod,
+        flags.on_bad_line == "skip",
+        sentences=SentenceSplitter(flags.lang, flags.keep_newlines) if flags.split_sentences else None,
+    )
     place = os.path.join(flags.scratch, os.path.basename(flags.output_prefix)) if flags.scratch else flags.output_prefix
     shards = [f"{place}_{rank}" for rank in range(crew.size)]
+    wholes = options.prefixes(flags.output_prefix)
     progress = Progress(None, 1, _line_writer(flags.log_interval))
     log.info(f"Opening {', '.join(flags.input)} on {crew.size} ranks")
 
@@ -161,21 +170,19 @@ def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
 
     try:
         counts = [sum(column) for column in zip(*crew.together(encode), strict=True)]
-        for key in flags.columns:
-            parts, whole = [f"{shard}_{key}_document" for shard in shards], f"{flags.output_prefix}_{key}_document"
+        for whole, *parts in zip(wholes, *map(options.prefixes, shards), strict=True):
             if flags.merge == "parallel":
                 merge(parts, whole, crew, is_one_corpus=True)
             else:
                 crew.on_first(lambda parts=parts, whole=whole: merge(parts, whole, is_one_corpus=True).tokens)
     finally:
-        for key in flags.columns:
-            remove_pair(f"{shards[crew.rank]}_{key}_document")
+        for part in options.prefixes(shards[crew.rank]):
+            remove_pair(part)
     log.info(
         f"Wrote {flags.output_prefix} (.bin, .idx): {counts[0]} documents, {counts[1]} tokens; "
         f"{counts[2]} empty documents and {counts[3]} bad lines left out."
     )
     if crew.rank == 0:
-        wholes = [f"{flags.output_prefix}_{key}_document" for key in flags.columns]
         warn_of_no_tokens(wholes, counts[4:], counts[2], counts[3])
 
 

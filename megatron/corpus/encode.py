@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from megatron.corpus.documents import parse_block
 from megatron.corpus.lines import BadLine
+from megatron.corpus.sentences import SentenceSplitter
 from megatron.corpus.sources import Block
 from megatron.data.indexed import width_for
 from megatron.data.tokenizer import TokenizerChoice, build_tokenizer, surround
@@ -25,6 +26,7 @@ class EncodeOptions:
         append_eod: end every document that is not empty with the end-of-document id.
         skip_bad_lines: leave bad lines out instead of stopping at the first.
         document_separator: what ends a document in inputs of plain text.
+        sentences: makes a sequence of every sentence instead of every document.
     """
 
     tokenizer: TokenizerChoice
@@ -32,6 +34,12 @@ class EncodeOptions:
     append_eod: bool = False
     skip_bad_lines: bool = False
     document_separator: str | None = None
+    sentences: SentenceSplitter | None = None
+
+    def prefixes(self, output_prefix: str) -> tuple[str, ...]:
+        """Upstream's names of the pairs that come of an output prefix, one a key."""
+        level = "document" if self.sentences is None else "sentence"
+        return tuple(f"{output_prefix}_{key}_{level}" for key in self.keys)
 
 
 @dataclass(frozen=True)
@@ -40,11 +48,18 @@ class EncodedKey:
 
     Shapes:
         ids: [sum of lengths], in the width of the output file, or None when they wait in a worker for their place;
-        lengths: int64 [documents].
+        lengths: int64 [sequences];
+        sequences_per_document: int64 [documents], or None when each document is one sequence.
     """
 
     ids: npt.NDArray[np.integer] | None
     lengths: npt.NDArray[np.int64]
+    sequences_per_document: npt.NDArray[np.int64] | None = None
+
+    @property
+    def documents(self) -> int:
+        """Documents that gave ids."""
+        return len(self.lengths if self.sequences_per_document is None else self.sequences_per_document)
 
 
 @dataclass(frozen=True)
@@ -99,11 +114,13 @@ class Encoder:
         for texts in parsed.texts:
             count = len(texts)
             keys.append(self._encode_texts(texts))
-            empty += count - len(keys[-1].lengths)
+            empty += count - keys[-1].documents
         return EncodedBlock(tuple(keys), parsed.lines, empty, tuple(parsed.bad), parsed.bad_count)
 
     def _encode_texts(self, texts: list[str]) -> EncodedKey:
         """Encodes texts and forgets them: a very long one should not be held longer than needed."""
+        if self.options.sentences is not None:
+            return self._encode_sentences(texts, self.options.sentences)
         ids, lengths = self.tokenizer.encode_flat(texts)
         texts.clear()
         if len(lengths) and not lengths.all():
@@ -111,3 +128,23 @@ class Encoder:
         if self._suffix:
             return EncodedKey(*surround(ids, lengths, [], self._suffix, self.dtype))
         return EncodedKey(ids.astype(self.dtype), lengths)
+
+    def _encode_sentences(self, texts: list[str], splitter: SentenceSplitter) -> EncodedKey:
+        """Encodes texts sentence by sentence; the end-of-document id follows the last sentence of each text."""
+        sentences: list[str] = []
+        counts = np.zeros(len(texts), np.int64)
+        for number, text in enumerate(texts):
+            found = splitter.split(text)
+            sentences += found
+            counts[number] = len(found)
+        texts.clear()
+        ids, lengths = self.tokenizer.encode_flat(sentences)
+        has_ids = lengths > 0
+        counts = np.bincount(np.repeat(np.arange(len(counts)), counts)[has_ids], minlength=len(counts))
+        counts, lengths = counts[counts > 0], lengths[has_ids]
+        ids = ids.astype(self.dtype)
+        if self._suffix and len(counts):
+            last = np.cumsum(counts) - 1
+            ids = np.insert(ids, np.cumsum(lengths)[last], self._suffix[0])
+            lengths[last] += len(self._suffix)
+        return EncodedKey(ids, lengths, counts)

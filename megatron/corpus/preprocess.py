@@ -95,7 +95,7 @@ def preprocess_blocks(
     source: Iterator[Block], output_prefix: str, options: EncodeOptions, workers: int, progress: Progress
 ) -> PreprocessResult:
     """Encodes blocks of lines, in their order, into one `.bin/.idx` pair a key with its sidecar; see `preprocess`."""
-    prefixes = tuple(f"{output_prefix}_{key}_document" for key in options.keys)
+    prefixes = options.prefixes(output_prefix)
     for prefix in prefixes:
         check_replaceable(prefix)
     encoder = Encoder(options)
@@ -158,9 +158,9 @@ def _write(
         places = []
         for writer, key in zip(writers, result.keys, strict=True):
             if key.ids is None:
-                places.append(writer.reserve(key.lengths))
+                places.append(writer.reserve(key.lengths, key.sequences_per_document))
             else:
-                writer.add_batch(key.ids, key.lengths)
+                writer.add_batch(key.ids, key.lengths, key.sequences_per_document)
         if result.place is not None:
             result.place(places)
         line += result.lines
@@ -168,7 +168,7 @@ def _write(
         skipped += result.bad_count
         text_bytes += block.size
         progress.advance(result.lines, block.size, block.input_bytes)
-    documents = sum(writer.sequences for writer in writers)
+    documents = sum(writer.document_count for writer in writers)
     empty = tuple(good - writer.document_count for writer in writers)
     tokens = tuple(writer.tokens for writer in writers)
     return PreprocessResult(prefixes, documents, empty, skipped, tokens, text_bytes)

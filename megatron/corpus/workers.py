@@ -352,7 +352,7 @@ def _write_ids(encoded: EncodedBlock, places: Sequence[tuple[str, int]]) -> None
 
 def _send_result(results: Connection, encoded: EncodedBlock) -> None:
     header = {
-        "keys": [key.lengths.nbytes for key in encoded.keys],
+        "keys": [[None if table is None else table.nbytes for table in _tables(key)] for key in encoded.keys],
         "lines": encoded.lines,
         "empty": encoded.empty,
         "bad": [[bad.line, bad.offset, bad.reason] for bad in encoded.bad],
@@ -360,13 +360,23 @@ def _send_result(results: Connection, encoded: EncodedBlock) -> None:
     }
     results.send_bytes(json.dumps(header).encode())
     for key in encoded.keys:
-        _write_all(results, key.lengths.view(np.uint8).data)
+        for table in _tables(key):
+            if table is not None:
+                _write_all(results, table.view(np.uint8).data)
+
+
+def _tables(key: EncodedKey) -> tuple[npt.NDArray[np.int64] | None, ...]:
+    return key.lengths, key.sequences_per_document
+
+
+def _read_table(incoming: Connection, size: int | None) -> npt.NDArray[np.int64] | None:
+    return None if size is None else _read_exactly(incoming, size).view(np.int64)
 
 
 def _receive_result(
     header: dict[str, Any], incoming: Connection, place: Callable[[Sequence[tuple[str, int]]], None]
 ) -> EncodedBlock:
-    keys = [EncodedKey(None, _read_exactly(incoming, size).view(np.int64)) for size in header["keys"]]
+    keys = [EncodedKey(None, *(_read_table(incoming, size) for size in sizes)) for sizes in header["keys"]]  # type: ignore[arg-type]
     bad = tuple(BadLine(*entry) for entry in header["bad"])
     return EncodedBlock(tuple(keys), header["lines"], header["empty"], bad, header["bad_count"], place)
 

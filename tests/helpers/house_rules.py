@@ -81,6 +81,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("megatron/data/tokenizer.py",),
     "transformers": ("megatron/data/tokenizer.py",),
     "gigatoken": ("megatron/data/fast_encoder.py",),
+    "sentencex": ("megatron/corpus/sentences.py",),
     "orjson": ("megatron/corpus/lines.py",),
     "zstandard": ("megatron/corpus/sources.py",),
     "xxhash": ("megatron/corpus/provenance.py",),

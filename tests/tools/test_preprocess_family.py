@@ -36,8 +36,8 @@ def tool(folder: Path, name: str, *words: str, launcher: tuple[str, ...] = ()) -
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150, check=False)
 
 
-def pair(folder: Path, name: str) -> list[bytes]:
-    return [(folder / f"{name}_text_document.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+def pair(folder: Path, name: str, level: str = "document") -> list[bytes]:
+    return [(folder / f"{name}_text_{level}.{suffix}").read_bytes() for suffix in ("bin", "idx")]
 
 
 def test_many_cores_and_merged_chunks_give_the_same_bytes(folder: Path) -> None:
@@ -81,6 +81,20 @@ def test_without_a_launcher_it_is_one_rank(folder: Path) -> None:
     assert not list(folder.glob("alone_0*"))
 
 
+def test_sentences_are_the_same_through_every_door(folder: Path) -> None:
+    words = ["--input", "in.jsonl", "--split-sentences", "--keep-newlines", "--lang", "english", "--output-prefix"]
+    doors = {
+        "one": ("preprocess_data.py", ()),
+        "cores": ("preprocess_data_many_cores.py", ()),
+        "ranks": ("preprocess_data_dist.py", tuple(TORCHRUN)),
+    }
+    for prefix, (name, launcher) in doors.items():
+        done = tool(folder, name, *words, prefix, launcher=launcher)
+        assert done.returncode == 0, done.stderr
+        assert pair(folder, prefix, "sentence") == pair(folder, "one", "sentence")
+    assert pair(folder, "one", "sentence")[0] != pair(folder, "whole")[0]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -89,7 +103,7 @@ def test_without_a_launcher_it_is_one_rank(folder: Path) -> None:
         (["--input", "in.jsonl", "--merge", "both"], "--merge both is not known"),
         (["--input", "in.jsonl", "--torch-backend", "mpi"], "--torch-backend mpi is not known"),
         (["--input", "in.jsonl", "--columns", "a", "a"], "names a key twice"),
-        (["--input", "in.jsonl", "--split-sentences"], "--split-sentences is not available here"),
+        (["--input", "in.jsonl", "--split-sentences", "--lang", "x"], "--lang x is no language"),
     ],
 )
 def test_wrong_flags_are_one_sentence(folder: Path, words: list[str], text: str) -> None:
