@@ -58,14 +58,16 @@ class DataConfig(Area):
     data_impl: str = flag(
         "infer",
         "on-disk format of the token files",
-        choices=("mmap", "infer"),
-        way_out="Files of the lazy and cached formats must be preprocessed again as mmap.",
+        choices=("lazy", "cached", "mmap", "infer"),
     )
     num_workers: int = flag(2, "0 reads batches in the training thread, more reads ahead in the background", at_least=0)
     eod_mask_loss: bool = flag(False, "no loss where the input token is end-of-document", resume=RUN_MUST_MATCH)
     reset_position_ids: bool = flag(False, "restart positions after each end-of-document", resume=RUN_MUST_MATCH)
     reset_attention_mask: bool = flag(False, "no attention across documents", resume=RUN_MUST_MATCH)
     data_cache_path: str | None = flag(None, "folder for cached indices; beside the token files if unset")
+    change_data_blend: bool = flag(
+        False, "a resume may go on with other training sources or weights; each source goes on where it stands"
+    )
     index_epoch_rule: str = flag(
         "bigscience",
         "when a last partial epoch is shuffled apart: bigscience 0.95, nvidia 0.80",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.data import read_split, shown_split
-from megatron.config.flags import FROM_CHECKPOINT, MUST_MATCH, RUN_MUST_MATCH, resume_rule
+from megatron.config.flags import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, resume_rule
 from megatron.config.optim import OptimConfig
 from megatron.config.run import AREAS, CHECKPOINT, RunConfig, frozen, plain
 from megatron.errors import ConfigError
@@ -91,7 +91,9 @@ def _rule(area: str, field: dataclasses.Field[Any], current: RunConfig) -> str:
     if current.optim.use_checkpoint_lr_scheduler and area == "optim" and field.name in SCHEDULE_FIELDS:
         return FROM_CHECKPOINT
     if field.name == "optimizer" and current.control.no_load_optim:
-        return "may change"
+        return MAY_CHANGE
+    if field.name == "split" and not current.data.data_path:
+        return MAY_CHANGE  # nothing is cut by it; the data plan compares the ranges themselves
     return resume_rule(field)
 
 

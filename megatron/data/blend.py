@@ -1,10 +1,12 @@
-"""Several data sets mixed by weight, in an order in which every prefix already has the right shares.
+"""Several data sets mixed by weight, in an order in which every prefix already has the right shares; and several such
+orders one after the other, where a run changed its blend.
 
 Source: bigscience Megatron-DeepSpeed `megatron/data/blendable_dataset.py` and `helpers.cpp` (`build_blending_indices`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +17,7 @@ from megatron.errors import DataError
 
 _SMALL_BLEND = 255
 _WIDE_BLEND = 32767
+_COUNTED_AT_ONCE = 1 << 22
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -52,25 +55,48 @@ def _blend_order_python(weights: list[float], size: int, dtype: type[np.integer]
     return sources, samples
 
 
+def blend_counts(sources: np.ndarray, count: int) -> tuple[int, ...]:
+    """How many samples an order takes of each of `count` sources.
+
+    Shapes:
+        sources: [samples], what `blend_order` gave.
+    """
+    total = np.zeros(count, np.int64)
+    for start in range(0, len(sources), _COUNTED_AT_ONCE):
+        total += np.bincount(sources[start : start + _COUNTED_AT_ONCE], minlength=count)
+    return tuple(int(number) for number in total)
+
+
 class BlendedDataset:
     """Samples of several data sets in blended order.
 
     Args:
         sources, samples: what `blend_order` gave.
+        firsts: at which of its samples each data set begins; 0 unless it was used before.
+        places: what `source_of` calls each data set; its place in `datasets` unless given.
 
     Raises:
         DataError: the order asks a data set for more samples than it has.
     """
 
-    def __init__(self, datasets: Sequence[GPTDataset], sources: np.ndarray, samples: np.ndarray) -> None:
+    def __init__(
+        self,
+        datasets: Sequence[GPTDataset],
+        sources: np.ndarray,
+        samples: np.ndarray,
+        firsts: Sequence[int] | None = None,
+        places: Sequence[int] | None = None,
+    ) -> None:
         self.datasets = tuple(datasets)
         self._sources = sources
         self._samples = samples
-        self.taken = tuple(int(count) for count in np.bincount(sources, minlength=len(datasets)))
-        for dataset, count in zip(self.datasets, self.taken, strict=True):
-            if count > len(dataset):
+        self._firsts = tuple(firsts) if firsts is not None else (0,) * len(self.datasets)
+        self._places = tuple(places) if places is not None else tuple(range(len(self.datasets)))
+        self.taken = blend_counts(sources, len(self.datasets))
+        for dataset, first, count in zip(self.datasets, self._firsts, self.taken, strict=True):
+            if first + count > len(dataset):
                 raise DataError(
-                    f"The blend takes {count} samples of {dataset.prefix}, which has {len(dataset)} planned."
+                    f"The blend takes {count} samples of {dataset.prefix}, which has {len(dataset) - first} planned."
                 )
 
     def __len__(self) -> int:
@@ -78,12 +104,69 @@ class BlendedDataset:
 
     def __getitem__(self, sample: int) -> np.ndarray:
         """Token ids int64 [s + 1] of a sample."""
-        return self.datasets[self.source_of(sample)][int(self._samples[sample])]
+        chosen, number = self._place(sample)
+        return self.datasets[chosen][number]
 
     def source_of(self, sample: int) -> int:
-        """Which data set a sample comes from."""
-        return int(self._sources[sample])
+        """Which source a sample comes from."""
+        return self._places[int(self._sources[sample])]
 
     def locate(self, sample: int, position: int) -> str:
         """Where a token of a sample is stored, in words."""
-        return self.datasets[self.source_of(sample)].locate(int(self._samples[sample]), position)
+        chosen, number = self._place(sample)
+        return self.datasets[chosen].locate(number, position)
+
+    def _place(self, sample: int) -> tuple[int, int]:
+        """The data set of a sample, and its number there."""
+        chosen = int(self._sources[sample])
+        return chosen, self._firsts[chosen] + int(self._samples[sample])
+
+
+class PhasedDataset:
+    """The samples of consecutive phases, each with a blend of its own.
+
+    Args:
+        firsts: the first sample of each phase.
+        earlier: samples of the phases that are over, each numbered from 0; None for one that was not opened.
+        newest: samples of the last phase, numbered from 0.
+    """
+
+    def __init__(
+        self,
+        firsts: Sequence[int],
+        earlier: Sequence[GPTDataset | BlendedDataset | None],
+        newest: GPTDataset | BlendedDataset,
+    ) -> None:
+        self.firsts = tuple(firsts)
+        self.newest = newest
+        self._phases = (*earlier, newest)
+
+    def __len__(self) -> int:
+        return self.firsts[-1] + len(self.newest)
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        """Token ids int64 [s + 1] of a sample."""
+        phase, number = self._place(sample)
+        return phase[number]
+
+    def source_of(self, sample: int) -> int:
+        """Which source a sample comes from."""
+        phase, number = self._place(sample)
+        return phase.source_of(number)
+
+    def locate(self, sample: int, position: int) -> str:
+        """Where a token of a sample is stored, in words."""
+        phase, number = self._place(sample)
+        return phase.locate(number, position)
+
+    def _place(self, sample: int) -> tuple[GPTDataset | BlendedDataset, int]:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"{len(self)} samples are planned; there is no sample {sample}.")
+        number = bisect_right(self.firsts, sample) - 1
+        phase = self._phases[number]
+        if phase is None:
+            raise DataError(
+                f"Sample {sample} was consumed before the blend changed at sample {self.firsts[number + 1]}; the data "
+                "of that time were not opened."
+            )
+        return phase, sample - self.firsts[number]

@@ -63,6 +63,10 @@ class GPTDataset:
             )
         return tokens
 
+    def source_of(self, sample: int) -> int:
+        """Which source of its group a sample comes from: there is only this one."""
+        return 0
+
     def locate(self, sample: int, position: int) -> str:
         """Where a token of a sample is stored, in words: file, sequence, token, byte offset."""
         for sequence, offset, length in self._pieces(sample):

@@ -89,6 +89,11 @@ class IndexedDataset:
         self.modes = self._index.modes
         self.tokens = self._index.tokens
 
+    @property
+    def layout(self) -> str:
+        """What `--data-impl` calls the layout of the index: "mmap" or "cached" (which lazy shares)."""
+        return self._index.layout
+
     def __len__(self) -> int:
         return len(self.lengths)
 

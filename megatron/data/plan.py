@@ -1,9 +1,16 @@
 """The data plan: what fixes the order of samples of a run, small enough for a checkpoint.
 
 Megatron's order depends on the number of samples asked for, so that asking for more on a resume repeats and skips data.
-Here the order is a list of segments. The first is Megatron's order for the samples planned at the start; a prolonged
-run appends another segment of whole further epochs with a seed of its own, and all samples of a segment are used before
-the next begins. Whatever was once planned is never reordered.
+Here every source has an order of its own, a list of segments. The first is Megatron's order for the samples planned at
+the start; a prolonged run appends another segment of whole further epochs with a seed of its own, and all samples of a
+segment are used before the next begins. Whatever was once planned is never reordered.
+
+How the sources are mixed is a list of phases. A run has one, unless its blend is changed at a resume: then a phase with
+the new weights begins at the consumed samples of that checkpoint, and the phases before it stay as they were. In the
+new phase a source that was there before goes on at the sample up to which it was consumed, so none of its samples is
+skipped, and none repeated before its epochs say so; a new source begins at its first sample; one that is left out is
+remembered, and goes on where it stood if it comes back. A phase is fixed by its first sample, its weights and the
+consumed counts, all of which are stored, so every resume from one checkpoint gives the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +25,8 @@ from typing import Any
 from megatron.data.index_map import plan_epochs
 from megatron.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_FORMAT_WITHOUT_PHASES = 1
 
 _BLEND_SURPLUS_RATIO = 1.005
 
@@ -47,7 +55,6 @@ class SourcePlan:
         fingerprint: see `IndexedDataset.fingerprint`.
         first, last: sequences [first, last) of the file.
         tokens: tokens in them.
-        weight: share of the group's samples; the weights of a group sum to 1.
     """
 
     prefix: str
@@ -55,7 +62,6 @@ class SourcePlan:
     first: int
     last: int
     tokens: int
-    weight: float
     segments: tuple[Segment, ...] = ()
 
     @property
@@ -63,35 +69,82 @@ class SourcePlan:
         """Samples in all segments."""
         return sum(segment.rows for segment in self.segments)
 
-    def identity(self) -> tuple[str, int, int, float]:
-        """What must stay as it is for the order to mean the same samples."""
-        return self.fingerprint, self.first, self.last, self.weight
+    def identity(self) -> tuple[str, int, int]:
+        """What makes it the same source, wherever its files are."""
+        return self.fingerprint, self.first, self.last
+
+
+@dataclass(frozen=True)
+class Member:
+    """A source that takes part in a phase.
+
+    Args:
+        source: its place among the sources of the group.
+        weight: its share of the phase's samples; the weights of a phase sum to 1.
+    """
+
+    source: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of the order in which the sources are mixed by the same weights.
+
+    Args:
+        first: its first sample, counted from the start of the run.
+        consumed: samples that were taken of each source of the group before; sources that are not listed had none.
+        blended: false only for one prefix that was given without a weight, which is planned without surplus.
+    """
+
+    first: int
+    members: tuple[Member, ...]
+    consumed: tuple[int, ...] = ()
+    blended: bool = True
+
+    @property
+    def weights(self) -> list[float]:
+        """The members' shares."""
+        return [member.weight for member in self.members]
+
+    def consumed_of(self, source: int) -> int:
+        """Samples of a source that were taken before the phase."""
+        return self.consumed[source] if source < len(self.consumed) else 0
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The sources of one data set (training, one validation group, one test group) and the samples planned from it."""
+    """The order of one data set (training, one validation group, one test group) and the samples planned from it.
+
+    Args:
+        sources: every source that any phase takes part of, in the order of their first appearance.
+        phases: at least one; the last one is open, each other ends where the next begins.
+        samples: end of the last phase.
+    """
 
     name: str
-    blended: bool
     sources: tuple[SourcePlan, ...]
+    phases: tuple[Phase, ...]
     samples: int = 0
+
+    def length_of(self, phase: int) -> int:
+        """Samples of the phase of that number."""
+        ends = [*(phase.first for phase in self.phases[1:]), self.samples]
+        return ends[phase] - self.phases[phase].first
 
     def extended(self, samples: int, sequence_length: int, seed: int, epoch_rule: str) -> GroupPlan:
         """The same order, continued until it holds at least `samples`; never shortened."""
         if samples <= self.samples:
             return self
-        sources = []
-        for source in self.sources:
-            needed = math.ceil(samples * source.weight * _BLEND_SURPLUS_RATIO) if self.blended else samples
-            sources.append(_extended_source(source, needed, sequence_length, seed, epoch_rule))
+        phase = self.phases[-1]
+        length = samples - phase.first
+        sources = list(self.sources)
+        for member in phase.members:
+            taken = math.ceil(length * member.weight * _BLEND_SURPLUS_RATIO) if phase.blended else length
+            needed = phase.consumed_of(member.source) + taken
+            source = sources[member.source]
+            sources[member.source] = _extended_source(source, needed, sequence_length, seed, epoch_rule)
         return dataclasses.replace(self, samples=samples, sources=tuple(sources))
-
-    def same_data(self, other: GroupPlan) -> bool:
-        """Whether both name the same sequences with the same weights."""
-        return self.blended == other.blended and [source.identity() for source in self.sources] == [
-            source.identity() for source in other.sources
-        ]
 
 
 @dataclass(frozen=True)
@@ -132,9 +185,11 @@ class DataPlan:
         Raises:
             DataError: another version, or fields are missing.
         """
-        if value.get("format_version") != FORMAT_VERSION:
+        version = value.get("format_version")
+        if version not in (_FORMAT_WITHOUT_PHASES, FORMAT_VERSION):
             raise DataError(
-                f"The stored data plan has format {value.get('format_version')!r}; this version reads {FORMAT_VERSION}."
+                f"The stored data plan has format {version!r}; this version reads {_FORMAT_WITHOUT_PHASES} and "
+                f"{FORMAT_VERSION}. Go on with the version of the program that wrote it, or with --finetune."
             )
         try:
             return DataPlan(
@@ -168,11 +223,23 @@ def _extended_source(source: SourcePlan, needed: int, sequence_length: int, seed
 
 
 def _group_from_json(value: Mapping[str, Any]) -> GroupPlan:
-    return GroupPlan(
-        name=str(value["name"]),
+    sources = tuple(_source_from_json(source) for source in value["sources"])
+    if "phases" in value:
+        phases = tuple(_phase_from_json(phase) for phase in value["phases"])
+    else:
+        members = tuple(Member(place, float(source["weight"])) for place, source in enumerate(value["sources"]))
+        phases = (Phase(0, members, blended=bool(value["blended"])),)
+    if not phases or any(member.source not in range(len(sources)) for phase in phases for member in phase.members):
+        raise ValueError(f"group {value['name']} has {len(phases)} phases that name sources of {len(sources)}")
+    return GroupPlan(str(value["name"]), sources, phases, int(value["samples"]))
+
+
+def _phase_from_json(value: Mapping[str, Any]) -> Phase:
+    return Phase(
+        first=int(value["first"]),
+        members=tuple(Member(int(member["source"]), float(member["weight"])) for member in value["members"]),
+        consumed=tuple(int(count) for count in value["consumed"]),
         blended=bool(value["blended"]),
-        sources=tuple(_source_from_json(source) for source in value["sources"]),
-        samples=int(value["samples"]),
     )
 
 
@@ -183,7 +250,6 @@ def _source_from_json(value: Mapping[str, Any]) -> SourcePlan:
         first=int(value["first"]),
         last=int(value["last"]),
         tokens=int(value["tokens"]),
-        weight=float(value["weight"]),
         segments=tuple(
             Segment(int(segment["samples"]), int(segment["seed"]), int(segment["rows"]))
             for segment in value["segments"]

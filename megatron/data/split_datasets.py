@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +12,13 @@ import numpy as np
 
 from megatron import log
 from megatron.config.data import DataConfig, WeightedGroup, read_blend, shown_split
-from megatron.data.blend import BlendedDataset, blend_order
+from megatron.data.blend import BlendedDataset, PhasedDataset, blend_order
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.index_map import Indices, build_indices
 from megatron.data.indexed import IndexedDataset
-from megatron.data.plan import DataPlan, GroupPlan, Segment, SourcePlan
+from megatron.data.plan import DataPlan, GroupPlan, Member, Phase, Segment, SourcePlan
+from megatron.data.resumed_plan import resumed_plan
 from megatron.data.splits import fraction_range, split_boundaries
 from megatron.errors import ConfigError, DataError
 
@@ -32,6 +32,9 @@ class SampleDataset(Protocol):
 
     def __getitem__(self, sample: int) -> np.ndarray:
         """Token ids int64 [s + 1]."""
+
+    def source_of(self, sample: int) -> int:
+        """Which source of its group (`GroupPlan.sources`) a sample comes from."""
 
     def locate(self, sample: int, position: int) -> str:
         """Where a token of a sample is stored, in words."""
@@ -57,6 +60,7 @@ def build_split_datasets(
     samples: tuple[int, int, int],
     plan: DataPlan | None = None,
     build_indices: bool = True,
+    consumed: int = 0,
 ) -> tuple[SplitDatasets, DataPlan]:
     """Opens the token files and gives the data sets of all splits.
 
@@ -65,20 +69,23 @@ def build_split_datasets(
         samples: training, validation and test samples the run needs in all (the latter two per group).
         plan: the stored plan of the run that is resumed; its order is kept and, if need be, continued.
         build_indices: whether this process writes missing indices; true on one process per node, which goes first.
+        consumed: training samples that were consumed before; a changed blend begins there, and phases that end there
+            or before are not opened.
 
     Raises:
-        DataError: a file is missing or damaged, training has no data, or the stored plan is of other data.
+        DataError: a file is missing or damaged or of another layout than --data-impl says, training has no data, or
+            the stored plan is of other data.
         ConfigError: two evaluation groups share a name.
     """
-    files = _OpenFiles()
+    files = _OpenFiles(data.data_impl)
     fresh = _fresh_plan(data, sequence_length, seed, files)
-    current = _continued(fresh, plan) if plan else fresh
+    current = resumed_plan(fresh, plan, consumed, may_change_blend=data.change_data_blend) if plan else fresh
     current = current.extended(samples)
     if samples[0] and current.train is None:
         raise DataError(_no_training_data_text(data))
     caches = _Caches(data.data_cache_path, build_indices)
     wanted = [*([current.train] if samples[0] and current.train else []), *current.valid, *current.test]
-    built = {id(group): _build_group(group, current, files, caches) for group in wanted if group.samples}
+    built = {id(group): _build_group(group, current, files, caches, consumed) for group in wanted if group.samples}
     datasets = SplitDatasets(
         train=built.get(id(current.train)),
         valid={group.name: built[id(group)] for group in current.valid if group.samples},
@@ -116,19 +123,44 @@ def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
     pairs = [(plan.train, datasets.train)]
     pairs += [(group, datasets.valid.get(group.name)) for group in plan.valid]
     pairs += [(group, datasets.test.get(group.name)) for group in plan.test]
-    lines = []
-    for group, dataset in pairs:
-        if group is None or dataset is None:
-            continue
-        taken = dataset.taken if isinstance(dataset, BlendedDataset) else (group.samples,)
-        for source, count in zip(group.sources, taken, strict=True):
-            epochs = count * plan.sequence_length / source.tokens
-            lines.append(
-                f"{group.name}: {source.prefix} [{source.first}, {source.last}): {count:,} samples "
-                f"({count / sum(taken):.2%}, asked {source.weight:.2%}), {epochs:.2f} epochs of {source.tokens:,} "
-                "tokens"
-            )
-    return lines
+    return [
+        text
+        for group, dataset in pairs
+        if group is not None and dataset is not None
+        for text in _described(group, dataset, plan.sequence_length)
+    ]
+
+
+def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> Iterator[str]:
+    """The lines of a group's last phase; its sources' epochs count what earlier phases took."""
+    phase = group.phases[-1]
+    newest = dataset.newest if isinstance(dataset, PhasedDataset) else dataset
+    taken = newest.taken if isinstance(newest, BlendedDataset) else (group.length_of(-1),)
+    name = f"{group.name} from sample {phase.first:,} on" if phase.first else group.name
+    for member, count in zip(phase.members, taken, strict=True):
+        source, before = group.sources[member.source], phase.consumed_of(member.source)
+        epochs = (before + count) * sequence_length / source.tokens
+        yield (
+            f"{name}: {source.prefix} [{source.first}, {source.last}): {count:,} samples "
+            f"({count / max(sum(taken), 1):.2%}, asked {member.weight:.2%})"
+            + (f" after {before:,}" if before else "")
+            + f", {epochs:.2f} epochs of {source.tokens:,} tokens"
+        )
+
+
+def check_layout(indexed: IndexedDataset, data_impl: str) -> None:
+    """Checks that a token file has the layout that `--data-impl` names; cached and lazy are one layout.
+
+    Raises:
+        DataError: it has the other one.
+    """
+    wanted = {"mmap": "mmap", "cached": "cached", "lazy": "cached"}.get(data_impl, indexed.layout)
+    if indexed.layout != wanted:
+        names = {"mmap": "mmap", "cached": "cached or lazy"}
+        raise DataError(
+            f"--data-impl {data_impl} was given, but {indexed.idx_path} has the layout {names[indexed.layout]}. Drop "
+            f"--data-impl (the layout is then read from the file) or give --data-impl {names[indexed.layout]}."
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -144,14 +176,21 @@ def _file_facts(prefix: str) -> tuple[tuple[str, int | str], ...]:
 
 
 class _OpenFiles:
-    """Token files by prefix, each opened once."""
+    """Token files by prefix, each opened once.
 
-    def __init__(self) -> None:
+    Args:
+        layout: what `--data-impl` says of them.
+    """
+
+    def __init__(self, layout: str) -> None:
+        self._layout = layout
         self._files: dict[str, IndexedDataset] = {}
 
     def __getitem__(self, prefix: str) -> IndexedDataset:
         if prefix not in self._files:
-            self._files[prefix] = IndexedDataset(prefix)
+            indexed = IndexedDataset(prefix)
+            check_layout(indexed, self._layout)
+            self._files[prefix] = indexed
         return self._files[prefix]
 
 
@@ -236,10 +275,12 @@ def _group(name: str, blended: bool, ranges: Sequence[_Range], files: _OpenFiles
                 f"its weight {part.weight:g} is shared by the others."
             )
     total = sum(part.weight for part in kept)
-    return GroupPlan(name, blended, tuple(_source(name, part, total, files) for part in kept))
+    members = tuple(Member(place, part.weight / total) for place, part in enumerate(kept))
+    sources = tuple(_source(name, part, files) for part in kept)
+    return GroupPlan(name, sources, (Phase(0, members, blended=blended),))
 
 
-def _source(name: str, part: _Range, total_weight: float, files: _OpenFiles) -> SourcePlan:
+def _source(name: str, part: _Range, files: _OpenFiles) -> SourcePlan:
     indexed = files[part.prefix]
     tokens = int(indexed.lengths[part.first : part.last].sum(dtype=np.int64))
     if tokens == 0:
@@ -247,62 +288,7 @@ def _source(name: str, part: _Range, total_weight: float, files: _OpenFiles) -> 
             f"{name}: the sequences [{part.first}, {part.last}) of {part.prefix} hold no tokens. "
             "Preprocess a corpus that is not empty, or change the split."
         )
-    return SourcePlan(part.prefix, indexed.fingerprint, part.first, part.last, tokens, part.weight / total_weight)
-
-
-def _continued(fresh: DataPlan, stored: DataPlan) -> DataPlan:
-    """The stored plan, with the prefixes that the data has now; evaluation groups that changed start over.
-
-    Raises:
-        DataError: the training data, the sequence length or the seed is another one.
-    """
-    for what, flag in (("sequence_length", "--seq-length"), ("seed", "--seed")):
-        asked, had = getattr(fresh, what), getattr(stored, what)
-        if asked != had:
-            raise DataError(
-                f"The order of samples was planned with {flag} {had}, this run has {flag} {asked}. Keep {had}, or "
-                "start a new order with --finetune."
-            )
-    old, new = stored.train, fresh.train
-    if old is not None and (new is None or not old.same_data(new)):
-        raise DataError(
-            f"The training data is not that of the run to be resumed: it had {_sources_text(old)}; now there is "
-            f"{_sources_text(new)}. Use the same files, split and weights, or start a new order with --finetune."
-        )
-    return dataclasses.replace(
-        stored,
-        train=_renamed(old, new) if old and new else new,
-        valid=_continued_groups(stored.valid, fresh.valid),
-        test=_continued_groups(stored.test, fresh.test),
-    )
-
-
-def _continued_groups(stored: Sequence[GroupPlan], fresh: Sequence[GroupPlan]) -> tuple[GroupPlan, ...]:
-    known = {group.name: group for group in stored}
-    result = []
-    for group in fresh:
-        old = known.get(group.name)
-        if old is not None and not old.same_data(group):
-            log.warning(
-                f"the evaluation data {group.name} has changed since the checkpoint; its loss is of other samples now."
-            )
-        result.append(_renamed(old, group) if old is not None and old.same_data(group) else group)
-    return tuple(result)
-
-
-def _renamed(stored: GroupPlan, fresh: GroupPlan) -> GroupPlan:
-    """The stored group under the prefixes (places) of the fresh one."""
-    pairs = zip(stored.sources, fresh.sources, strict=True)
-    return dataclasses.replace(stored, sources=tuple(dataclasses.replace(old, prefix=new.prefix) for old, new in pairs))
-
-
-def _sources_text(group: GroupPlan | None) -> str:
-    if group is None:
-        return "none"
-    return ", ".join(
-        f"{source.weight:.4g} × {source.prefix} [{source.first}, {source.last}) {source.fingerprint[:12]}"
-        for source in group.sources
-    )
+    return SourcePlan(part.prefix, indexed.fingerprint, part.first, part.last, tokens)
 
 
 def _no_training_data_text(data: DataConfig) -> str:
@@ -315,19 +301,39 @@ def _no_training_data_text(data: DataConfig) -> str:
     )
 
 
-def _build_group(group: GroupPlan, plan: DataPlan, files: _OpenFiles, caches: _Caches) -> SampleDataset:
-    parts = [_build_source(source, plan, files[source.prefix], caches) for source in group.sources]
-    if not group.blended:
-        return parts[0]
-    weights = [source.weight for source in group.sources]
+def _build_group(group: GroupPlan, plan: DataPlan, files: _OpenFiles, caches: _Caches, consumed: int) -> SampleDataset:
+    """The samples of a group; of the phases that were over before `consumed`, only their places."""
+    firsts = [phase.first for phase in group.phases]
+    last = len(firsts) - 1
+    opened = [number for number in range(last) if firsts[number + 1] > consumed]
+    places = sorted({member.source for number in (*opened, last) for member in group.phases[number].members})
+    parts = {
+        place: _build_source(group.sources[place], plan, files[group.sources[place].prefix], caches) for place in places
+    }
+    newest = _build_phase(group, last, parts, caches)
+    if last == 0:
+        return newest
+    earlier = [_build_phase(group, number, parts, caches) if number in opened else None for number in range(last)]
+    return PhasedDataset(firsts, earlier, newest)
+
+
+def _build_phase(
+    group: GroupPlan, number: int, parts: Mapping[int, GPTDataset], caches: _Caches
+) -> GPTDataset | BlendedDataset:
+    phase, length = group.phases[number], group.length_of(number)
+    members = [parts[member.source] for member in phase.members]
+    if not phase.blended:
+        return members[0]
 
     def make() -> dict[str, np.ndarray]:
-        sources, samples = blend_order(weights, group.samples)
+        sources, samples = blend_order(phase.weights, length)
         return {"source": sources, "sample": samples}
 
-    cache = caches.beside(group.sources[0].prefix)
-    arrays = cache.arrays("blend", {"weights": weights, "samples": group.samples}, make)
-    return BlendedDataset(parts, arrays["source"], arrays["sample"])
+    cache = caches.beside(members[0].prefix)
+    arrays = cache.arrays("blend", {"weights": phase.weights, "samples": length}, make)
+    places = [member.source for member in phase.members]
+    firsts = [phase.consumed_of(place) for place in places]
+    return BlendedDataset(members, arrays["source"], arrays["sample"], firsts, places)
 
 
 def _build_source(source: SourcePlan, plan: DataPlan, indexed: IndexedDataset, caches: _Caches) -> GPTDataset:

@@ -67,6 +67,11 @@ class TokenIndex:
     raw: memoryview
     hashed_ranges: tuple[tuple[int, int], ...]
 
+    @property
+    def layout(self) -> str:
+        """The layout's name: "mmap" (`MMIDIDX`) or "cached" (`TNTIDX`)."""
+        return "mmap" if self.raw[: len(MMAP_MAGIC)] == MMAP_MAGIC else "cached"
+
     def fingerprint(self) -> str:
         """SHA-256 (hexadecimal) over the header, the lengths and the document table; the pointers follow from these."""
         digest = hashlib.sha256()

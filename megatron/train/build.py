@@ -241,8 +241,8 @@ def _open_data(
     samples = (0 if config.control.eval_only else train, valid, test)
 
     def build(build_indices: bool) -> tuple[SplitDatasets, DataPlan]:
-        model = config.model
-        return build_split_datasets(config.data, model.seq_length, model.seed, samples, stored, build_indices)
+        model, consumed = config.model, progress.consumed_samples
+        return build_split_datasets(config.data, model.seq_length, model.seed, samples, stored, build_indices, consumed)
 
     built: list[tuple[SplitDatasets, DataPlan]] = []
 

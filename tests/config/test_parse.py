@@ -215,7 +215,7 @@ REFUSALS = [
         "",
         r"--tokenizer-type BertWordPieceCase is not known. Use one of: GPT2BPETokenizer",
     ),
-    ("--data-impl lazy", "", r"--data-impl lazy is not known.*preprocessed again as mmap"),
+    ("--data-impl fasta", "", r"--data-impl fasta is not known. Use one of: lazy, cached, mmap, infer"),
     # control
     ("--save out", "", r"--save out needs --save-interval"),
     ("--skip-train-iteration-range 5-2", "", r"--skip-train-iteration-range 5-2 is not a range of steps"),

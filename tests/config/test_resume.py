@@ -119,6 +119,11 @@ def test_a_split_is_compared_by_its_shares() -> None:
     assert check_resume(saved("--split 9,1"), run("--split 90,10,0")).data.split == "90,10,0"
 
 
+def test_a_split_that_cuts_nothing_is_not_compared() -> None:
+    now = run("--train-data-path 1 a 2 b --change-data-blend", drop="--data-path")
+    assert check_resume(saved("--split 9,1"), now).data.split == now.data.split
+
+
 def test_the_index_rule_stays_the_checkpoints() -> None:
     then = saved("--index-epoch-rule nvidia")
     assert check_resume(then, run()).data.index_epoch_rule == "nvidia"

@@ -11,8 +11,10 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.data import split_datasets
+from megatron.data.indexed import IndexedDataset
 from megatron.data.plan import DataPlan, segment_seed
 from megatron.data.split_datasets import build_split_datasets, data_fingerprint, describe
+from megatron.data.token_index import CACHED_HEADER, CACHED_MAGIC
 from megatron.errors import ConfigError, DataError, StorageError
 from tests.data.corpora import GOLDEN_LENGTHS, write_corpus
 
@@ -123,7 +125,7 @@ def test_a_blend_follows_the_greedy_order_and_can_be_prolonged(tmp_path):
     data = config("5", prefixes[0], "3", prefixes[1], "2", prefixes[2])
     datasets, plan = build(data, (12, 0, 0))
     assert [row[0] // 1000 for row in rows_of(datasets.train)] == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1]
-    assert [source.weight for source in plan.train.sources] == [0.5, 0.3, 0.2]
+    assert plan.train.phases[0].weights == [0.5, 0.3, 0.2]
     assert [source.segments[0].samples for source in plan.train.sources] == [7, 4, 3]
     assert datasets.train.source_of(2) == 2 and "part2.bin" in datasets.train.locate(2, 0)
     longer, extended = build(data, (500, 0, 0), plan=plan)
@@ -143,7 +145,7 @@ def test_a_source_without_sequences_is_left_out_and_its_weight_shared(tmp_path, 
     other = write_corpus(tmp_path / "other", [10] * 100, first_id=9000)
     datasets, plan = build(config("2", large, "6", small, "2", other, split="90,10,0"), (10, 4, 0))
     assert [source.prefix for source in plan.valid[0].sources] == [large, other]
-    assert [source.weight for source in plan.valid[0].sources] == [0.5, 0.5]
+    assert plan.valid[0].phases[0].weights == [0.5, 0.5]
     assert len(datasets.valid["valid"]) == 4
     assert "small has no sequences in its range [1, 1); it is left out" in capsys.readouterr().err
 
@@ -214,7 +216,7 @@ def test_the_order_is_that_of_the_stored_epoch_rule(corpus):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 2}, "has format 2; this version reads 1"),
+        ({"format_version": 3}, "has format 3; this version reads 1 and 2"),
         ({"train": {"name": "train"}}, r"is incomplete \(KeyError"),
         ({"valid": None}, r"is incomplete \(TypeError"),
         ({"seed": "x"}, r"is incomplete \(ValueError"),
@@ -283,3 +285,30 @@ def test_a_damaged_index_that_names_missing_tokens_is_a_data_error(corpus):
     dataset._segments = (segment._replace(sample=np.zeros_like(segment.sample)),)
     with pytest.raises(DataError, match="sample 0 has 1 tokens, not 9"):
         dataset[0]
+
+
+def write_cached_copy(prefix: str, copy: str) -> str:
+    """The same tokens in the `TNTIDX` layout."""
+    indexed = IndexedDataset(prefix)
+    ends = np.concatenate([[0], np.cumsum(indexed.lengths, dtype=np.int64)])
+    header = CACHED_HEADER.pack(CACHED_MAGIC, 1, 4, 4, len(indexed), len(indexed), len(indexed.documents))
+    tables = (np.arange(len(indexed) + 1), ends, indexed.lengths, indexed.documents)
+    Path(copy + ".idx").write_bytes(header + b"".join(table.astype("<i8").tobytes() for table in tables))
+    Path(copy + ".bin").write_bytes(Path(prefix + ".bin").read_bytes())
+    return copy
+
+
+def test_every_layout_of_token_files_can_be_trained_on(tmp_path, corpus):
+    cached = write_cached_copy(corpus, str(tmp_path / "cached"))
+    expected = rows_of(build(config(corpus, data_impl="mmap"))[0].train)
+    for data in (config(corpus), config(cached), config(cached, data_impl="lazy"), config(cached, data_impl="cached")):
+        assert rows_of(build(data)[0].train) == expected
+
+
+@pytest.mark.parametrize("data_impl", ["lazy", "cached", "mmap"])
+def test_a_layout_that_the_files_do_not_have_is_refused(tmp_path, corpus, data_impl):
+    prefix = write_cached_copy(corpus, str(tmp_path / "cached")) if data_impl == "mmap" else corpus
+    found = "cached or lazy" if data_impl == "mmap" else "mmap"
+    message = f"--data-impl {data_impl} was given, but {prefix}.idx has the layout {found}.*give --data-impl {found}"
+    with pytest.raises(DataError, match=message):
+        build(config(prefix, data_impl=data_impl))
