@@ -44,7 +44,10 @@ class PreprocessFlags(Area):
     )
     append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
     dataset_impl: str = flag(
-        "mmap", "format of the outputs", choices=("mmap",), way_out="mmap is what the trainer reads fastest."
+        "mmap",
+        "layout of the outputs: mmap is what every current trainer reads; cached and lazy are one older layout with "
+        "ids of int32",
+        choices=("mmap", "cached", "lazy"),
     )
     workers: int = flag(1, "processes that encode; 1 encodes in this one. The outputs do not depend on it", at_least=1)
     log_interval: int = flag(100, "documents between two progress lines (at most one a second)", at_least=1)
@@ -128,6 +131,7 @@ def run(flags: PreprocessFlags) -> int:
         flags.on_bad_line == "skip",
         separator,
         SentenceSplitter(flags.lang, flags.keep_newlines) if flags.split_sentences else None,
+        is_cached=flags.dataset_impl != "mmap",
     )
     progress = Progress(
         total_bytes(inputs), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None

@@ -73,7 +73,10 @@ class DistributedPreprocessFlags(Area):
         choices=("error", "skip"),
     )
     dataset_impl: str = flag(
-        "mmap", "format of the outputs", choices=("mmap",), way_out="mmap is what the trainer reads fastest."
+        "mmap",
+        "layout of the outputs: mmap is what every current trainer reads; cached and lazy are one older layout with "
+        "ids of int32",
+        choices=("mmap", "cached", "lazy"),
     )
     split: str = flag("train", "accepted; a jsonl file has no splits")
     count: int | None = flag(None, "documents to take (not available)", at_least=1)
@@ -156,6 +159,7 @@ def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
         flags.append_eod,
         flags.on_bad_line == "skip",
         sentences=SentenceSplitter(flags.lang, flags.keep_newlines) if flags.split_sentences else None,
+        is_cached=flags.dataset_impl != "mmap",
     )
     place = os.path.join(flags.scratch, os.path.basename(flags.output_prefix)) if flags.scratch else flags.output_prefix
     shards = [f"{place}_{rank}" for rank in range(crew.size)]

@@ -27,6 +27,7 @@ class EncodeOptions:
         skip_bad_lines: leave bad lines out instead of stopping at the first.
         document_separator: what ends a document in inputs of plain text.
         sentences: makes a sequence of every sentence instead of every document.
+        is_cached: write upstream's older layout, whose ids are always int32.
     """
 
     tokenizer: TokenizerChoice
@@ -35,6 +36,7 @@ class EncodeOptions:
     skip_bad_lines: bool = False
     document_separator: str | None = None
     sentences: SentenceSplitter | None = None
+    is_cached: bool = False
 
     def prefixes(self, output_prefix: str) -> tuple[str, ...]:
         """Upstream's names of the pairs that come of an output prefix, one a key."""
@@ -96,7 +98,7 @@ class Encoder:
     def __init__(self, options: EncodeOptions, known_library: str | None = None) -> None:
         self.options = options
         self.tokenizer = build_tokenizer(options.tokenizer, known_library)
-        self.dtype = width_for(self.tokenizer.vocab_size)
+        self.dtype = width_for(self.tokenizer.vocab_size, is_cached=options.is_cached)
         self._suffix = [self.tokenizer.eod_id] if options.append_eod else []
 
     def encode(self, block: Block) -> EncodedBlock:

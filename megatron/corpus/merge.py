@@ -21,6 +21,7 @@ from megatron import log
 from megatron.corpus.copying import copy_into, write_all
 from megatron.corpus.crew import Crew
 from megatron.data.atomic_files import storage_error, sync_directory, temporary_beside
+from megatron.data.index_layout import IndexLayout
 from megatron.data.indexed import IndexedDataset
 from megatron.data.sidecar import (
     Sidecar,
@@ -30,7 +31,7 @@ from megatron.data.sidecar import (
     remove_sidecar,
     write_sidecar,
 )
-from megatron.data.token_index import CODE_OF_DTYPE, FORMAT_VERSION, MMAP_HEADER, MMAP_MAGIC, read_token_index
+from megatron.data.token_index import read_token_index
 from megatron.errors import ConfigError, DataError
 
 _CHUNK_ENTRIES = 1 << 20
@@ -51,6 +52,7 @@ class Part:
     documents: int
     tokens: int
     has_modes: bool
+    is_cached: bool
 
 
 @dataclass(frozen=True)
@@ -81,34 +83,16 @@ class MergePlan:
         return sum(part.tokens for part in self.parts)
 
     @cached_property
-    def has_modes(self) -> bool:
-        """Whether the result has NVIDIA's table of modes."""
-        return any(part.has_modes for part in self.parts)
-
-    @cached_property
     def bin_bytes(self) -> int:
         """Size of the merged `.bin` file."""
         return self.tokens * self.dtype.itemsize
 
     @cached_property
-    def idx_bytes(self) -> int:
-        """Size of the merged `.idx` file."""
-        return self.documents_offset + 8 * (self.documents + 1) + (self.sequences if self.has_modes else 0)
-
-    @cached_property
-    def pointers_offset(self) -> int:
-        """Where the pointers begin in the `.idx` file."""
-        return MMAP_HEADER.size + 4 * self.sequences
-
-    @cached_property
-    def documents_offset(self) -> int:
-        """Where the document table begins in the `.idx` file."""
-        return MMAP_HEADER.size + 12 * self.sequences
-
-    @cached_property
-    def modes_offset(self) -> int:
-        """Where the modes begin in the `.idx` file."""
-        return self.documents_offset + 8 * (self.documents + 1)
+    def index(self) -> IndexLayout:
+        """The `.idx` file: in the cached layout if all parts have it, with NVIDIA's table of modes if one has."""
+        has_modes = any(part.has_modes for part in self.parts)
+        is_cached = all(part.is_cached for part in self.parts)
+        return IndexLayout(is_cached, self.dtype, self.sequences, self.documents, self.tokens, has_modes)
 
 
 def merge(
@@ -165,7 +149,7 @@ def _facts(dataset: IndexedDataset) -> Part:
     if dataset.dtype.kind not in "iu":
         raise DataError(f"{dataset.prefix} holds {dataset.dtype.name}, not token ids; such data cannot be merged.")
     counts = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
-    return Part(dataset.prefix, dataset.dtype.str, *counts, dataset.modes is not None)
+    return Part(dataset.prefix, dataset.dtype.str, *counts, dataset.modes is not None, dataset.is_cached)
 
 
 def _checked(plan: MergePlan) -> Sidecar | None:
@@ -258,7 +242,7 @@ def _temporaries(plan: MergePlan, crew: Crew) -> Iterator[tuple[str, str]]:
 def _create(plan: MergePlan, bin_path: Path, idx_path: Path) -> list[str]:
     try:
         bin_path.parent.mkdir(parents=True, exist_ok=True)
-        for path, size in ((bin_path, plan.bin_bytes), (idx_path, plan.idx_bytes)):
+        for path, size in ((bin_path, plan.bin_bytes), (idx_path, plan.index.size_bytes)):
             with path.open("xb") as stream:
                 stream.truncate(size)
     except OSError as failure:
@@ -271,9 +255,8 @@ def _copy(plan: MergePlan, own: Sequence[int], bin_path: Path, idx_path: Path) -
     try:
         with bin_path.open("r+b", buffering=0) as target, idx_path.open("r+b", buffering=0) as index:
             if 0 in own:
-                code = CODE_OF_DTYPE[plan.dtype]
-                header = MMAP_HEADER.pack(MMAP_MAGIC, FORMAT_VERSION, code, plan.sequences, plan.documents + 1)
-                write_all(index.fileno(), header, 0)
+                for offset, data in plan.index.frame():
+                    write_all(index.fileno(), data, offset)
             start = _Start(0, 0, 0)
             for place, part in enumerate(plan.parts):
                 if place in own:
@@ -303,15 +286,16 @@ def _copy_part(plan: MergePlan, part: Part, before: _Start, target: int, index: 
         )
     for start in range(0, part.sequences, _CHUNK_ENTRIES):
         stop = start + _CHUNK_ENTRIES
-        at = sequences + start
-        write_all(index, dataset.lengths[start:stop].astype("<i4").tobytes(), MMAP_HEADER.size + 4 * at)
-        pointers = dataset.pointers[start:stop].astype("<i8") + tokens * itemsize
-        write_all(index, pointers.tobytes(), plan.pointers_offset + 8 * at)
+        lengths, first_token = dataset.lengths[start:stop], int(dataset.pointers[start]) // itemsize + tokens
+        for offset, data in plan.index.of_sequences(sequences + start, lengths, first_token):
+            write_all(index, data, offset)
         if dataset.modes is not None:
-            write_all(index, dataset.modes[start:stop].tobytes(), plan.modes_offset + at)
-    for start in range(1, part.documents + 1, _CHUNK_ENTRIES):
-        ends = dataset.documents[start : min(start + _CHUNK_ENTRIES, part.documents + 1)].astype("<i8") + sequences
-        write_all(index, ends.tobytes(), plan.documents_offset + 8 * (documents + start))
+            offset, data = plan.index.of_modes(sequences + start, dataset.modes[start:stop])
+            write_all(index, data, offset)
+    for start in range(0, part.documents, _CHUNK_ENTRIES):
+        ends = dataset.documents[start + 1 : min(start + _CHUNK_ENTRIES, part.documents) + 1].astype("<i8") + sequences
+        offset, data = plan.index.of_documents(documents + start, ends)
+        write_all(index, data, offset)
 
 
 def _publish(plan: MergePlan, sidecar: Sidecar | None, bin_path: Path, idx_path: Path) -> None:
@@ -342,7 +326,7 @@ def _verify(plan: MergePlan, bin_path: Path, idx_path: Path) -> None:
     """
     table = read_token_index(idx_path, bin_path, bin_path.stat().st_size)
     found = (len(table.lengths), len(table.documents) - 1, table.tokens, table.dtype, idx_path.stat().st_size)
-    if found != (plan.sequences, plan.documents, plan.tokens, plan.dtype, plan.idx_bytes):
+    if found != (plan.sequences, plan.documents, plan.tokens, plan.dtype, plan.index.size_bytes):
         raise DataError(
             f"The merged index holds {found[0]} sequences, {found[1]} documents and {found[2]} tokens; the parts have "
             f"{plan.sequences}, {plan.documents} and {plan.tokens}. The disk lost bytes: nothing was published."

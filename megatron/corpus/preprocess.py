@@ -105,7 +105,10 @@ def preprocess_blocks(
     source = chain(first, source)
     workers = min(workers, usable_cores()) if len(first) > 1 else 1
     with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(prefix, encoder.dtype)) for prefix in prefixes]
+        writers = [
+            stack.enter_context(IndexedWriter(prefix, encoder.dtype, is_cached=options.is_cached))
+            for prefix in prefixes
+        ]
         if workers > 1:
             encoded = stack.enter_context(WorkerPool(encoder, workers)).encode(source)
         else:

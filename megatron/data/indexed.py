@@ -27,15 +27,9 @@ from megatron.data.atomic_files import (
     sync_directory,
     temporary_beside,
 )
+from megatron.data.index_layout import IndexLayout
 from megatron.data.sidecar import Sidecar, remove_sidecar, write_sidecar
-from megatron.data.token_index import (
-    CODE_OF_DTYPE,
-    FORMAT_VERSION,
-    LONGEST_SEQUENCE_TOKENS,
-    MMAP_HEADER,
-    MMAP_MAGIC,
-    read_token_index,
-)
+from megatron.data.token_index import CODE_OF_DTYPE, LONGEST_SEQUENCE_TOKENS, read_token_index
 from megatron.errors import DataError
 
 _NARROW_VOCABULARY_LIMIT = 65500
@@ -46,11 +40,11 @@ _PROBE_BYTES = 4096
 _WRITE_BACK_BYTES = 1 << 20
 
 
-def width_for(vocab_size: int | None) -> np.dtype:
-    """The dtype in which ids of a vocabulary are written: uint16 below 65500 entries, int32 otherwise or when
-    unknown.
+def width_for(vocab_size: int | None, *, is_cached: bool = False) -> np.dtype:
+    """The dtype in which ids of a vocabulary are written: uint16 below 65500 entries, int32 otherwise or when unknown,
+    and always in the cached layout, as upstream writes it.
     """
-    narrow = vocab_size is not None and vocab_size < _NARROW_VOCABULARY_LIMIT
+    narrow = vocab_size is not None and vocab_size < _NARROW_VOCABULARY_LIMIT and not is_cached
     return np.dtype(np.uint16 if narrow else np.int32)
 
 
@@ -87,6 +81,7 @@ class IndexedDataset:
         self.pointers = self._index.pointers
         self.documents = self._index.documents
         self.modes = self._index.modes
+        self.is_cached = self._index.is_cached
         self.tokens = self._index.tokens
 
     @property
@@ -179,18 +174,20 @@ class IndexedWriter:
     Args:
         prefix: path of the pair without suffix; its folder is made if it does not exist.
         dtype: element type of the `.bin` file, see `width_for`.
+        is_cached: write the `.idx` file in upstream's older layout ("cached" and "lazy"); its own tools expect int32.
 
     Raises:
         DataError: ids do not fit the element type, or lengths and tokens disagree.
         StorageError: the file system refused a write.
     """
 
-    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
+    def __init__(self, prefix: str | Path, dtype: DTypeLike, *, is_cached: bool = False) -> None:
         self.bin_path = Path(str(prefix) + ".bin")
         self.idx_path = Path(str(prefix) + ".idx")
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODE_OF_DTYPE or self.dtype.kind not in "iu":
             raise DataError(f"Token ids cannot be written as {self.dtype.name}; use uint16 or int32 (see width_for).")
+        self._is_cached = is_cached
         self.sequences = 0
         self.tokens = 0
         self.document_count = 0
@@ -378,20 +375,29 @@ class IndexedWriter:
             temporary_idx.unlink(missing_ok=True)
 
     def _write_index(self, stream: BinaryIO) -> None:
-        code = CODE_OF_DTYPE[self.dtype]
-        stream.write(MMAP_HEADER.pack(MMAP_MAGIC, FORMAT_VERSION, code, self.sequences, self.document_count + 1))
+        """Puts every entry in its place; the places of a table follow each other, so that nothing stays unwritten."""
+        counts = (self.sequences, self.document_count, self.tokens)
+        layout = IndexLayout(self._is_cached, self.dtype, *counts)
         for spilled in (self._lengths, self._documents):
             spilled.flush()
+        for offset, data in layout.frame():
+            stream.seek(offset)
+            stream.write(data)
+        first = tokens = 0
         for chunk in _chunks(self._lengths, 4):
-            stream.write(chunk)
-        pointer = 0
-        for chunk in _chunks(self._lengths, 4):
-            ends = np.cumsum(np.frombuffer(chunk, "<i4"), dtype="<i8") * self.dtype.itemsize + pointer
-            stream.write(np.concatenate([[pointer], ends[:-1]]).astype("<i8").tobytes())
-            pointer = int(ends[-1])
-        stream.write(bytes(8))
+            lengths = np.frombuffer(chunk, "<i4")
+            for offset, data in layout.of_sequences(first, lengths, tokens):
+                stream.seek(offset)
+                stream.write(data)
+            first += len(lengths)
+            tokens += int(lengths.sum(dtype=np.int64))
+        first = 0
         for chunk in _chunks(self._documents, 8):
-            stream.write(chunk)
+            ends = np.frombuffer(chunk, "<i8")
+            offset, data = layout.of_documents(first, ends)
+            stream.seek(offset)
+            stream.write(data)
+            first += len(ends)
 
     def _abandon(self) -> None:
         for stream in (self._bin, self._lengths, self._documents):

@@ -1,8 +1,9 @@
 """The tables of an `.idx` file: where each sequence of token ids lies in its `.bin` file.
 
 Two layouts exist in the Megatron family: `MMIDIDX` (written by every current preprocessing tool) and the older `TNTIDX`
-("cached" and "lazy"), which is read only. Every entry of every table is checked against the sizes of both files when an
-index is opened, so that a damaged pair is refused at the start and not on the day its bad sequence is drawn.
+("cached" and "lazy"); `index_layout.py` writes both. Every entry of every table is checked against the sizes of both
+files when an index is opened, so that a damaged pair is refused at the start and not on the day its bad sequence is
+drawn.
 
 Source: bigscience Megatron-DeepSpeed `megatron/data/indexed_dataset.py`; NVIDIA Megatron-LM
 `megatron/core/datasets/indexed_dataset.py`.
@@ -55,6 +56,9 @@ class TokenIndex:
         pointers: int64 [N], byte offset of each sequence in the `.bin` file.
         documents: int64 [D], 0, then the number of sequences up to the end of each document.
         modes: int8 [N] or None, NVIDIA's multimodal addition (0 text, 1 image).
+
+    Args:
+        is_cached: the file has the older layout.
     """
 
     path: Path
@@ -66,6 +70,7 @@ class TokenIndex:
     tokens: int
     raw: memoryview
     hashed_ranges: tuple[tuple[int, int], ...]
+    is_cached: bool
 
     @property
     def layout(self) -> str:
@@ -130,7 +135,7 @@ def _read_mmap_layout(path: Path, raw: memoryview, bin_path: Path, bin_bytes: in
     _check_documents(path, documents, sequences, at_documents)
     modes = _table(raw, "i1", end, sequences) if sequences and len(raw) == end + sequences else None
     hashed = ((0, at_pointers), (at_documents, len(raw)))
-    return TokenIndex(path, dtype, lengths, pointers, documents, modes, tokens, raw, hashed)
+    return TokenIndex(path, dtype, lengths, pointers, documents, modes, tokens, raw, hashed, False)
 
 
 def _read_cached_layout(path: Path, raw: memoryview, bin_path: Path, bin_bytes: int) -> TokenIndex:
@@ -179,7 +184,7 @@ def _read_cached_layout(path: Path, raw: memoryview, bin_path: Path, bin_bytes: 
     documents = _table(raw, "<i8", at_documents, entries)
     _check_documents(path, documents, sequences, at_documents)
     pointers = offsets[:-1] * dtype.itemsize
-    return TokenIndex(path, dtype, lengths, pointers, documents, None, tokens, raw, ((0, len(raw)),))
+    return TokenIndex(path, dtype, lengths, pointers, documents, None, tokens, raw, ((0, len(raw)),), True)
 
 
 def _table(raw: memoryview, dtype: str, offset: int, count: int) -> np.ndarray:

@@ -30,8 +30,8 @@ def documents(count: int, seed: int) -> Documents:
     return [[drawn.integers(0, 500, drawn.integers(0, 40)) for _ in range(drawn.integers(0, 4))] for _ in range(count)]
 
 
-def write(prefix: Path, content: Documents, dtype: Any = np.uint16) -> str:
-    with IndexedWriter(prefix, dtype) as writer:
+def write(prefix: Path, content: Documents, dtype: Any = np.uint16, is_cached: bool = False) -> str:
+    with IndexedWriter(prefix, dtype, is_cached=is_cached) as writer:
         for document in content:
             writer.add_document(document)
     return str(prefix)
@@ -70,6 +70,21 @@ def test_merged_is_the_whole_by_every_way_of_copying(
     assert files(tmp_path / "folder" / "merged") == files(parts[1])
     assert plan.bin_bytes == os.path.getsize(parts[1] + ".bin")
     assert names(tmp_path / "folder") == ["merged.bin", "merged.idx"]
+
+
+def test_the_cached_layout_is_kept_unless_it_is_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_module, "_CHUNK_ENTRIES", 7)
+    contents = [documents(30, 1), [], documents(20, 2)]
+    cached = [write(tmp_path / f"c{number}", one, np.int32, True) for number, one in enumerate(contents)]
+    plain = [write(tmp_path / f"p{number}", one, np.int32) for number, one in enumerate(contents)]
+    both = [document for one in contents for document in one]
+    merge(cached, str(tmp_path / "merged"))
+    assert files(tmp_path / "merged") == files(write(tmp_path / "whole", both, np.int32, True))
+    merge([cached[0], plain[1], cached[2]], str(tmp_path / "mixed"))
+    assert files(tmp_path / "mixed") == files(write(tmp_path / "mmap", both, np.int32))
+    narrow = write(tmp_path / "narrow", contents[0])
+    with pytest.raises(DataError, match=r"c0 holds int32 and .*narrow holds uint16"):
+        merge([cached[0], narrow], str(tmp_path / "out"))
 
 
 def test_a_second_merge_replaces_the_first(tmp_path: Path, parts: tuple[list[str], str]) -> None:
@@ -178,7 +193,7 @@ def test_lost_and_changed_bytes_are_noticed(
             merge(parts[0], str(tmp_path / "out"))
     surveyed = merge_module._survey
     with monkeypatch.context() as patch:
-        patch.setattr(merge_module, "_survey", lambda prefix: [*surveyed(prefix)[:4], 0, False])
+        patch.setattr(merge_module, "_survey", lambda prefix: [*surveyed(prefix)[:4], 0, False, False])
         with pytest.raises(DataError, match=r"part0 was written anew while it was being merged"):
             merge(parts[0], str(tmp_path / "out"))
     assert names(tmp_path) == before

@@ -85,6 +85,17 @@ def test_same_bytes_for_any_workers_blocks_and_compression(tmp_path: Path, choic
         assert both(tmp_path / f"{name}_text_document") == expected, name
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_cached_layout_holds_the_same_documents(tmp_path: Path, choice: TokenizerChoice, workers: int) -> None:
+    path = write_jsonl(tmp_path / "in.jsonl", hard_documents(300))
+    run([path], tmp_path / "mmap", EncodeOptions(choice, append_eod=True))
+    run([path], tmp_path / "cached", EncodeOptions(choice, append_eod=True, is_cached=True), workers)
+    mmap, cached = (IndexedDataset(tmp_path / f"{name}_text_document") for name in ("mmap", "cached"))
+    assert cached.is_cached and cached.dtype == np.int32 and not mmap.is_cached
+    assert [ids.tolist() for ids in cached[:]] == [ids.tolist() for ids in mmap[:]]
+    assert cached.documents.tolist() == mmap.documents.tolist()
+
+
 def test_several_keys_give_several_pairs(tmp_path: Path, choice: TokenizerChoice) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"a": "one", "b": ""}\n{"a": "two", "b": "three"}\n')

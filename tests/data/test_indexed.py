@@ -51,6 +51,30 @@ def test_writer_gives_the_golden_bytes(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["pair.bin", "pair.idx"]
 
 
+def test_writer_gives_the_golden_bytes_of_the_cached_layout(tmp_path):
+    with IndexedWriter(tmp_path / "pair", width_for(50257, is_cached=True), is_cached=True) as writer:
+        writer.add_document([[1, 2, 3], np.array([4, 5])])
+        writer.add_document([[6, 7, 8, 9]])
+    assert (tmp_path / "pair.idx").read_bytes() == GOLDEN_CACHED_IDX
+    assert (tmp_path / "pair.bin").read_bytes() == np.frombuffer(GOLDEN_BIN, "<u2").astype("<i4").tobytes()
+    assert IndexedDataset(tmp_path / "pair").is_cached
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_tables_written_in_many_pieces_are_those_of_one(tmp_path, is_cached, monkeypatch):
+    lengths = np.random.default_rng(3).integers(0, 9, 100)
+    for name, entries in (("one", 1000), ("many", 7)):
+        monkeypatch.setattr(indexed, "_COPY_ENTRIES", entries)
+        with IndexedWriter(tmp_path / name, np.int32, is_cached=is_cached) as writer:
+            writer.add_batch(np.arange(lengths.sum()), lengths, [40, 0, 60])
+    assert (tmp_path / "one.idx").read_bytes() == (tmp_path / "many.idx").read_bytes()
+    dataset = IndexedDataset(tmp_path / "many")
+    assert dataset.lengths.tolist() == lengths.tolist() and dataset.documents.tolist() == [0, 40, 40, 100]
+    assert (
+        dataset.is_cached == is_cached and dataset.get(99).tolist() == np.arange(lengths.sum())[-lengths[99] :].tolist()
+    )
+
+
 @pytest.mark.parametrize("layout", ["mmap", "cached"])
 def test_reader_gives_the_golden_tokens(tmp_path, layout):
     wide = np.frombuffer(GOLDEN_BIN, "<u2").astype("<i4").tobytes()
@@ -92,8 +116,9 @@ def test_merging_shifts_the_documents(tmp_path):
         writer.add_dataset(first)
 
 
-def test_a_pair_without_sequences_can_be_written_and_read(tmp_path):
-    with IndexedWriter(tmp_path / "empty", np.uint16):
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_pair_without_sequences_can_be_written_and_read(tmp_path, is_cached):
+    with IndexedWriter(tmp_path / "empty", np.uint16, is_cached=is_cached):
         pass
     dataset = IndexedDataset(tmp_path / "empty")
     assert len(dataset) == 0 and dataset.tokens == 0 and dataset.documents.tolist() == [0] and dataset[:] == []

@@ -144,7 +144,7 @@ def test_a_corpus_without_a_token_is_warned_of_once(tmp_path: Path, choice: Toke
     [
         (["--input", "none.jsonl"], "--input none.jsonl cannot be read"),
         (["--input", "in.jsonl", "--workers", "0"], "--workers 0 is out of range"),
-        (["--input", "in.jsonl", "--dataset-impl", "lazy"], "--dataset-impl lazy is not known"),
+        (["--input", "in.jsonl", "--dataset-impl", "best"], "--dataset-impl best is not known"),
         (["--input", "in.jsonl", "--tokenizer-type", "Parrot"], "--tokenizer-type Parrot is not known"),
         (["--input", "in.jsonl", "--split-sentences", "--lang", "x"], "--lang x is no language"),
         (["--input", "in.jsonl", "--json-keys", "a", "a"], "names a key twice"),

@@ -81,6 +81,22 @@ def test_without_a_launcher_it_is_one_rank(folder: Path) -> None:
     assert not list(folder.glob("alone_0*"))
 
 
+def test_the_older_layout_is_written_merged_and_checked(folder: Path) -> None:
+    for number in range(3):
+        words = ["--input", f"chunk{number}.jsonl", "--output-prefix", f"old{number}", "--dataset-impl", "lazy"]
+        assert tool(folder, "preprocess_data.py", *words).returncode == 0
+    words = ["--input", "in.jsonl", "--output-prefix", "old", "--dataset-impl", "cached"]
+    assert tool(folder, "preprocess_data_many_cores.py", *words).returncode == 0
+    parts = [f"old{number}_text_document" for number in range(3)]
+    words = [sys.executable, str(TOOLS / "merge_preprocessed_data.py"), "--datasets", *parts]
+    done = subprocess.run([*words, "--output-prefix", "both_text_document"], cwd=folder, timeout=60, check=False)
+    assert done.returncode == 0 and pair(folder, "both") == pair(folder, "old")
+    assert pair(folder, "old")[1].startswith(b"TNTIDX")
+    words = [sys.executable, str(TOOLS / "check_data.py"), "both_text_document"]
+    done = subprocess.run(words, cwd=folder, timeout=60, check=False, capture_output=True)
+    assert done.returncode == 0 and b"tokens of int32" in done.stdout and b"ids: all in 0 to 599" in done.stdout
+
+
 def test_sentences_are_the_same_through_every_door(folder: Path) -> None:
     words = ["--input", "in.jsonl", "--split-sentences", "--keep-newlines", "--lang", "english", "--output-prefix"]
     doors = {
