@@ -167,7 +167,7 @@ INNOCENT: tuple[tuple[str, str], ...] = (
         '"""A."""\nNAMES = {"a": 1}\n\ndef _f(seen):\n    seen.append(NAMES["a"])\n    model.eval()',
     ),
     ("tools/x.py", '"""A."""\nfrom megatron.config.flags import flag\ndef _f():\n    import torch\n    print(torch)'),
-    ("megatron/data/tokenizer.py", '"""A."""\ndef _f():\n    import tokenizers'),
+    ("megatron/data/tokenizer_gpt2.py", '"""A."""\ndef _f():\n    import tokenizers'),
 )
 
 

@@ -19,10 +19,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
+from megatron.config.data import TOKENIZERS
 from megatron.config.flags import Area, flag, parse_flags
 from megatron.errors import DataError, ExitCode
 
-_TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
 _SHOWN_LETTERS = 400
 
 
@@ -34,11 +34,13 @@ class CheckFlags(Area):
         help="data prefixes, without .bin/.idx; the flag's name may be left out", nargs="+"
     )
     show: int = flag(0, "documents of each prefix to decode and show", at_least=0)
-    tokenizer_type: str | None = flag(None, "tokenizer that made the data", choices=_TOKENIZERS)
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
+    tokenizer_type: str | None = flag(None, "tokenizer that made the data", choices=TOKENIZERS)
+    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
     merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
     tokenizer_name_or_path: str | None = flag(
-        None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
+        None,
+        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
+        spelled=("--tokenizer-model",),
     )
 
     def problems(self) -> Iterator[str]:

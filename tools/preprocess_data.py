@@ -16,10 +16,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
+from megatron.config.data import TOKENIZERS
 from megatron.config.flags import Area, flag, parse_flags
 
 _SHOWN_FILES = 8
-_TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,19 @@ class PreprocessFlags(Area):
         help="jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input", nargs="+"
     )
     output_prefix: str = flag(help="path of the outputs without _<key>_document.bin/.idx or _<key>_sentence.bin/.idx")
-    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(_TOKENIZERS)}", choices=_TOKENIZERS)
+    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
     json_keys: tuple[str, ...] = flag(
         ("text",),
         "keys whose texts are encoded, each into files of its own; a.b is key b of the object under a",
         nargs="+",
         spelled=("--json-key",),
     )
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
+    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
     merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
     tokenizer_name_or_path: str | None = flag(
-        None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
+        None,
+        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
+        spelled=("--tokenizer-model",),
     )
     append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
     dataset_impl: str = flag(

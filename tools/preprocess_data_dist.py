@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ParallelConfig
+from megatron.config.data import TOKENIZERS
 from megatron.config.flags import Area, flag, parse_flags
 from megatron.errors import ConfigError
 
-_TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
 
@@ -39,17 +39,19 @@ class DistributedPreprocessFlags(Area):
         nargs="+",
     )
     output_prefix: str = flag(help="path of the outputs without _<column>_document.bin/.idx")
-    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(_TOKENIZERS)}", choices=_TOKENIZERS)
+    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
     columns: tuple[str, ...] = flag(
         ("text",),
         "JSON keys whose texts are encoded, each into files of its own",
         nargs="+",
         spelled=("--json-keys", "--json-key"),
     )
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
+    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
     merge_file: str | None = flag(None, "byte-pair merges (merges.txt)")
     tokenizer_name_or_path: str | None = flag(
-        None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
+        None,
+        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
+        spelled=("--tokenizer-model",),
     )
     append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
     merge: str = flag(

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from megatron.config.flags import FROM_CHECKPOINT, RUN_MUST_MATCH, Area, flag
 from megatron.errors import ConfigError
 
-TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
+SENTENCEPIECE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+WORDPIECE_TOKENIZERS = ("BertWordPieceLowerCase", "BertWordPieceCase")
+TOKENIZERS = (
+    "GPT2BPETokenizer",
+    "PretrainedFromHF",
+    "HFTokenizer",
+    *SENTENCEPIECE_TOKENIZERS,
+    *WORDPIECE_TOKENIZERS,
+)
 _INDEX_RULES = ("bigscience", "nvidia")
 
 
@@ -53,7 +61,9 @@ class DataConfig(Area):
     vocab_file: str | None = flag(None, "vocabulary file of the tokenizer", spelled=("--vocab",))
     merge_file: str | None = flag(None, "byte-pair merges of the tokenizer", spelled=("--merge",))
     tokenizer_name_or_path: str | None = flag(
-        None, "folder or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
+        None,
+        "folder or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
+        spelled=("--tokenizer-model",),
     )
     data_impl: str = flag(
         "infer",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.control import ControlConfig
-from megatron.config.data import TOKENIZERS, DataConfig, shown_split
+from megatron.config.data import SENTENCEPIECE_TOKENIZERS, TOKENIZERS, WORDPIECE_TOKENIZERS, DataConfig, shown_split
 from megatron.config.optim import OptimConfig
 from megatron.errors import ConfigError
 
@@ -137,9 +137,16 @@ def _data_problems(data: DataConfig, provenance: Mapping[str, str]) -> Iterator[
 
 
 def _tokenizer_problems(data: DataConfig) -> Iterator[str]:
-    if data.tokenizer_type == "GPT2BPETokenizer":
+    kind = data.tokenizer_type
+    if kind == "GPT2BPETokenizer":
         for name, value in (("--vocab-file", data.vocab_file), ("--merge-file", data.merge_file)):
             if value is None:
                 yield f"{name} is required by --tokenizer-type GPT2BPETokenizer: its vocabulary has two files."
-    elif data.tokenizer_name_or_path is None and data.tokenizer_type in TOKENIZERS:
-        yield f"--tokenizer-name-or-path is required by --tokenizer-type {data.tokenizer_type}: a folder or a hub name."
+    elif kind in WORDPIECE_TOKENIZERS:
+        if data.vocab_file is None:
+            yield f"--vocab-file is required by --tokenizer-type {kind}: a vocab.txt with one token a line."
+    elif kind in SENTENCEPIECE_TOKENIZERS:
+        if data.tokenizer_name_or_path is None and data.vocab_file is None:
+            yield f"--tokenizer-model is required by --tokenizer-type {kind}: a SentencePiece .model file."
+    elif data.tokenizer_name_or_path is None and kind in TOKENIZERS:
+        yield f"--tokenizer-name-or-path is required by --tokenizer-type {kind}: a folder or a hub name."

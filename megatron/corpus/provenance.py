@@ -13,7 +13,7 @@ from megatron.corpus.sources import Block
 from megatron.data.sidecar import SourceRecord
 
 _READ_BYTES = 1 << 17
-_PACKAGES = ("numpy", "tokenizers", "gigatoken", "sentencex")
+_PACKAGES = ("numpy", "tokenizers", "gigatoken", "sentencepiece", "sentencex")
 
 
 class SourceLog:

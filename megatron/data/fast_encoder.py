@@ -65,26 +65,38 @@ def fast_encoder(reference: Any) -> tuple[FastEncoder | None, str]:
     Args:
         reference: a `tokenizers.Tokenizer`.
     """
+    texts = hard_texts([str(token.content) for token in reference.get_added_tokens_decoder().values()])
+    bare = {text: reference.encode(text, add_special_tokens=False).ids for text in texts}
+    encoder, reason = agreeing_encoder(reference.to_str(), texts, bare.__getitem__)
+    if encoder is not None and reference.post_processor is not None:
+        prefix, suffix = added_ids(reference)
+        if any(reference.encode(text).ids != prefix + bare[text] + suffix for text in texts):
+            return None, "its post-processor does more than add fixed tokens"
+    return encoder, reason
+
+
+def agreeing_encoder(
+    description: str, texts: Sequence[str], right_ids: Callable[[str], list[int]]
+) -> tuple[FastEncoder | None, str]:
+    """A fast encoder if it gives the right ids for all texts, else None and the reason in words.
+
+    Args:
+        description: the contents of a tokenizer.json.
+    """
     try:
-        encoder = without_panics(lambda: FastEncoder(reference.to_str()))
+        encoder = without_panics(lambda: FastEncoder(description))
     except ImportError:
         return None, "gigatoken is not installed; pip install gigatoken makes this many times faster"
     except ValueError as failure:
         return None, f"gigatoken does not support this tokenizer: {failure}"
-    texts = hard_texts([str(token.content) for token in reference.get_added_tokens_decoder().values()])
     try:
         ids, lengths = without_panics(lambda: encoder.encode_flat(texts))
     except ValueError as failure:
         return None, f"gigatoken fails on this tokenizer: {failure}"
     ends = np.cumsum(lengths).tolist()
-    prefix, suffix = added_ids(reference)
-    may_add_more = reference.post_processor is not None
     for text, length, end in zip(texts, lengths.tolist(), ends, strict=True):
-        fast = ids[end - length : end].tolist()
-        if fast != reference.encode(text, add_special_tokens=False).ids:
+        if ids[end - length : end].tolist() != right_ids(text):
             return None, f"gigatoken gives other ids for {text[:40]!r}"
-        if may_add_more and reference.encode(text).ids != prefix + fast + suffix:
-            return None, "its post-processor does more than add fixed tokens"
     return encoder, ""
 
 

@@ -212,8 +212,18 @@ REFUSALS = [
     ),
     (
         "--tokenizer-type BertWordPieceCase",
+        "--vocab-file",
+        r"--vocab-file is required by --tokenizer-type BertWordPieceCase",
+    ),
+    (
+        "--tokenizer-type Llama2Tokenizer",
+        "--vocab-file",
+        r"--tokenizer-model is required by --tokenizer-type Llama2Tokenizer",
+    ),
+    (
+        "--tokenizer-type NullTokenizer",
         "",
-        r"--tokenizer-type BertWordPieceCase is not known. Use one of: GPT2BPETokenizer",
+        r"--tokenizer-type NullTokenizer is not known. Use one of: GPT2BPETokenizer",
     ),
     ("--data-impl fasta", "", r"--data-impl fasta is not known. Use one of: lazy, cached, mmap, infer"),
     # control

@@ -237,7 +237,7 @@ def broken(tmp_path: Path, vocab: str | None = None, merges: str | None = None) 
         ('{"a": "b"}', None, "token 'a' has id 'b'"),
         ('{"a": -1}', None, "token 'a' has id -1"),
         ('{"a": 1, "b": 1}', None, "one id to two tokens"),
-        ('{"a": 0, "b": 1, "ab": 2}', "#version: 0.2\na b\n", "no <|endoftext|> entry"),
+        ('{"a": 0, "b": 1, "ab": 2}', "#version: 0.2\na b\n", r"no <\|endoftext\|> or </s> entry"),
         (None, "#version: 0.2\na b c\n", r"demo-merges.txt:2 .* is not two tokens"),
         (
             None,
@@ -283,7 +283,7 @@ def test_damaged_hugging_face_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         build_tokenizer(choice)
     write_folder(tmp_path, eos=None)
     (tmp_path / "tokenizer_config.json").unlink()
-    monkeypatch.setattr("megatron.data.tokenizer._END_OF_DOCUMENT_GUESSES", ())
+    monkeypatch.setattr("megatron.data.tokenizer_hugging_face._END_OF_DOCUMENT_GUESSES", ())
     with pytest.raises(ConfigError, match="names no end-of-document token"):
         _ = build_tokenizer(choice).eod_id
     (tmp_path / "tokenizer.json").unlink()

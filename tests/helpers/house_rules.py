@@ -77,9 +77,15 @@ HOMES = {
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "yaml": ("megatron/config/config_file.py",),
     "fcntl": ("megatron/corpus/workers.py",),  # not on every system
-    "tokenizers": ("megatron/data/tokenizer.py", "megatron/corpus/vocab.py"),
-    "huggingface_hub": ("megatron/data/tokenizer.py",),
-    "transformers": ("megatron/data/tokenizer.py",),
+    "tokenizers": (
+        "megatron/data/tokenizer_gpt2.py",
+        "megatron/data/tokenizer_hugging_face.py",
+        "megatron/data/tokenizer_wordpiece.py",
+        "megatron/corpus/vocab.py",
+    ),
+    "sentencepiece": ("megatron/data/tokenizer_sentencepiece.py",),
+    "huggingface_hub": ("megatron/data/tokenizer_hugging_face.py",),
+    "transformers": ("megatron/data/tokenizer_hugging_face.py",),
     "gigatoken": ("megatron/data/fast_encoder.py",),
     "sentencex": ("megatron/corpus/sentences.py",),
     "orjson": ("megatron/corpus/lines.py",),

@@ -1,0 +1,79 @@
+"""BERT's WordPiece from a `vocab.txt`: one token a line, the line's number is its id.
+
+Source: google-research/bert `tokenization.py` (`FullTokenizer`); Megatron-DeepSpeed `megatron/tokenizer/tokenizer.py`
+(`_BertWordPieceTokenizer`), which adds `[BOS]` and `[EOS]` behind the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.data.library_tokenizer import LibraryTokenizer, rust_tokenizer
+from megatron.data.tokenizer_files import canonical, read_tokenizer_file
+from megatron.errors import ConfigError, DataError
+
+UNKNOWN_TOKEN = "[UNK]"
+_ADDED_TOKENS = ("[BOS]", "[EOS]")
+_CONTINUATION = "##"
+_LONGEST_WORD = 200  # letters; a longer word is unknown
+
+
+def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | None) -> LibraryTokenizer:
+    """Loads a `vocab.txt`; `[EOS]` ends a document (upstream names no such token for BERT's vocabularies).
+
+    Words are written in lower case and without accents for `BertWordPieceLowerCase`, so decoding does not give the text
+    back. A Greek sigma that ends a word becomes σ, as in Hugging Face's tokenizers; BERT's own code writes ς.
+
+    Raises:
+        ConfigError: the file is not named, or does not exist.
+        DataError: it is damaged.
+    """
+    if not vocab_file:
+        raise ConfigError(f"--tokenizer-type {kind} needs --vocab-file (a vocab.txt with one token a line).")
+    vocabulary = _vocabulary(vocab_file)
+    lower_case = kind == "BertWordPieceLowerCase"
+    return rust_tokenizer(
+        kind,
+        wordpiece(vocabulary, lower_case),
+        known_library,
+        eod_id=vocabulary["[EOS]"],
+        identity=lambda: canonical({"wordpiece": vocabulary, "lower_case": lower_case}),
+        vocab_size=len(vocabulary),
+        unknown_id=vocabulary[UNKNOWN_TOKEN],
+    )
+
+
+def wordpiece(vocabulary: dict[str, int], lower_case: bool) -> Any:
+    """BERT's rules in `tokenizers`: clean, cut at blanks, punctuation and Chinese letters, longest piece first."""
+    from tokenizers import Tokenizer as Reference
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    model = models.WordPiece(vocab=vocabulary, unk_token=UNKNOWN_TOKEN, max_input_chars_per_word=_LONGEST_WORD)
+    reference = Reference(model)
+    reference.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
+    reference.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    reference.decoder = decoders.WordPiece(prefix=_CONTINUATION, cleanup=False)
+    return reference
+
+
+def _vocabulary(path: str) -> dict[str, int]:
+    lines = read_tokenizer_file(path, "--vocab-file").split("\n")
+    if lines and not lines[-1]:
+        lines.pop()
+    vocabulary: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        token = line.rstrip("\r")
+        if not token or token in vocabulary:
+            wrong = f"repeats {token!r} of line {vocabulary[token] + 1}" if token else "is empty"
+            raise DataError(
+                f"{path}:{number + 1} (--vocab-file) {wrong}; a line is one token, its number the token's id."
+            )
+        vocabulary[token] = number
+    if UNKNOWN_TOKEN not in vocabulary:
+        raise DataError(
+            f"{path} (--vocab-file) has no {UNKNOWN_TOKEN} line among its {len(vocabulary)}, so unknown words could "
+            "not be written. Use BERT's vocab.txt, or one written by tools/train_tokenizer.py --model-type wordpiece."
+        )
+    for token in _ADDED_TOKENS:
+        vocabulary.setdefault(token, len(vocabulary))
+    return vocabulary
