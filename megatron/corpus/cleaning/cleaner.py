@@ -1,0 +1,200 @@
+"""Blocks of documents to cleaned lines and the hashes that find duplicates: the part that runs in every worker."""
+
+from __future__ import annotations
+
+import hashlib
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.corpus.cleaning.entries import Entry, line_of, read_entries
+from megatron.corpus.cleaning.language import LanguageFilter
+from megatron.corpus.cleaning.options import CleanOptions
+from megatron.corpus.cleaning.repair import TextRepair, with_plain_spaces
+from megatron.corpus.cleaning.verdicts import (
+    BAD_LINE,
+    EMPTY,
+    REPAIRED,
+    SPACES,
+    CharacterCount,
+    DocumentFilter,
+    LanguageJudge,
+    TokenCount,
+    Verdict,
+    WordCount,
+)
+from megatron.corpus.sources import Block
+
+SHOWN_CHARACTERS = 80
+_BEFORE_A_CHANGE = 20
+
+
+class Dropped(NamedTuple):
+    """A document of a block that goes no further.
+
+    Args:
+        number: of the document in its block, from 0.
+        shown: the beginning of its text.
+        offset: byte offset in the block where a bad line is bad.
+    """
+
+    number: int
+    reason: str
+    detail: str
+    shown: str
+    offset: int = 0
+
+
+class Changed(NamedTuple):
+    """A document whose text is not what was read: where it first differs, before and after."""
+
+    number: int
+    what: str
+    before: str
+    after: str
+
+
+@dataclass
+class CleanedBlock:
+    """What became of the documents of a block, as far as each is looked at by itself.
+
+    Args:
+        documents: documents read, bad lines included.
+        passed: numbers of those that were not dropped.
+        output: their lines; `sizes` has the bytes and `pieces` the lines of each.
+        originals: the lines of all documents as they were read, if they are wanted; `original_sizes` has the bytes.
+        digests: hash of each text that passed, if exact duplicates are to be found.
+
+    Shapes:
+        passed, sizes, pieces: int64 [p]; original_sizes: int64 [documents] or [0]; digests: uint64 [p, 2] or [0, 2].
+    """
+
+    documents: int
+    dropped: list[Dropped] = field(default_factory=list)
+    changed: list[Changed] = field(default_factory=list)
+    passed: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    pieces: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    original_sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
+    output: bytes = b""
+    originals: bytes = b""
+
+
+class Cleaner:
+    """Cleans blocks; made once, or once in each worker where processes cannot inherit it.
+
+    Raises:
+        ConfigError: a library is missing, or a value is one that it cannot work with.
+    """
+
+    def __init__(self, options: CleanOptions) -> None:
+        self.options = options
+        self._repair = TextRepair(options.straighten_quotes) if options.fix_text else None
+        self._filters = _filters(options)
+
+    def clean(self, block: Block) -> CleanedBlock:
+        """Repairs and judges every document of a block.
+
+        Raises:
+            DataError: the block cannot be read.
+        """
+        options = self.options
+        entries = read_entries(block, (options.key, *options.kept_columns), options.document_separator)
+        cleaned = CleanedBlock(len(entries))
+        texts: dict[int, str] = {}
+        for number, entry in enumerate(entries):
+            if entry.bad is not None:
+                shown = (entry.raw or b"")[: SHOWN_CHARACTERS * 4].decode("utf-8", "replace")[:SHOWN_CHARACTERS]
+                cleaned.dropped.append(Dropped(number, BAD_LINE, entry.bad.reason, shown, entry.bad.offset))
+                if not options.skip_bad_lines:
+                    return cleaned
+            elif entry.text is not None:
+                texts[number] = self._repaired(number, entry.text, cleaned)
+        self._drop(texts, [Verdict(EMPTY) if not text.strip() else None for text in texts.values()], cleaned)
+        for judge in self._filters:
+            self._drop(texts, judge.judge(list(texts.values())), cleaned)
+        cleaned.dropped.sort()
+        self._pack(entries, texts, cleaned)
+        return cleaned
+
+    def _repaired(self, number: int, text: str, cleaned: CleanedBlock) -> str:
+        if self._repair is not None:
+            better = self._repair.repaired(text)
+            if better != text:
+                cleaned.changed.append(_change(number, REPAIRED, text, better))
+                text = better
+        if self.options.normalize_space:
+            better = with_plain_spaces(text)
+            if better != text:
+                cleaned.changed.append(_change(number, SPACES, text, better))
+                text = better
+        return text
+
+    @staticmethod
+    def _drop(texts: dict[int, str], verdicts: Sequence[Verdict | None], cleaned: CleanedBlock) -> None:
+        """Takes out of `texts` what has a verdict."""
+        for number, verdict in zip(list(texts), verdicts, strict=True):
+            if verdict is not None:
+                shown = texts.pop(number)[:SHOWN_CHARACTERS]
+                cleaned.dropped.append(Dropped(number, verdict.reason, verdict.detail, shown))
+
+    def _pack(self, entries: Sequence[Entry], texts: dict[int, str], cleaned: CleanedBlock) -> None:
+        options = self.options
+        lines = [line_of(entries[number], options.key, text) + b"\n" for number, text in texts.items()]
+        cleaned.passed = np.fromiter(texts, np.int64, len(texts))
+        cleaned.sizes = np.array([len(line) for line in lines], np.int64)
+        cleaned.pieces = np.ones(len(lines), np.int64)
+        cleaned.output = b"".join(lines)
+        if options.exact_duplicates:
+            hashes = b"".join([text_digest(text) for text in texts.values()])
+            cleaned.digests = np.frombuffer(hashes, np.uint64).reshape(-1, 2)
+        if options.keep_originals:
+            originals = [entry.raw if entry.raw is not None else _unwritten(entry, options.key) for entry in entries]
+            cleaned.original_sizes = np.array([len(line) for line in originals], np.int64)
+            cleaned.originals = b"".join(originals)
+
+
+def text_digest(text: str) -> bytes:
+    """Sixteen bytes that two texts share if they differ only in spaces and in how characters are composed (NFC).
+
+    BLAKE2b: that two of n other texts share them by chance has a probability of about n² / 2^129.
+    """
+    plain = " ".join(text.split())
+    if not plain.isascii():
+        plain = unicodedata.normalize("NFC", plain)
+    return hashlib.blake2b(plain.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _filters(options: CleanOptions) -> list[DocumentFilter]:
+    """The filters that were asked for, cheap ones first."""
+    lengths = options.lengths
+    filters: list[DocumentFilter] = []
+    if lengths.least_characters is not None or lengths.most_characters is not None:
+        filters.append(CharacterCount(lengths))
+    if lengths.least_words is not None or lengths.most_words is not None:
+        filters.append(WordCount(lengths))
+    if lengths.least_tokens is not None or lengths.most_tokens is not None:
+        filters.append(TokenCount(lengths))
+    if options.language is not None:
+        choice = options.language
+        filters.append(
+            LanguageJudge(LanguageFilter(choice.languages, choice.threshold, choice.sample_characters)),
+        )
+    return filters
+
+
+def _change(number: int, what: str, before: str, after: str) -> Changed:
+    pairs = enumerate(zip(before, after, strict=False))
+    first = next((index for index, (old, new) in pairs if old != new), min(len(before), len(after)))
+    start = max(0, first - _BEFORE_A_CHANGE)
+    return Changed(number, what, before[start : start + SHOWN_CHARACTERS], after[start : start + SHOWN_CHARACTERS])
+
+
+def _unwritten(entry: Entry, key: str) -> bytes:
+    """What an input without lines of JSON held, as one; nothing where it was no text."""
+    return b"" if entry.text is None else line_of(entry, key, entry.text)

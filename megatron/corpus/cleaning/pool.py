@@ -1,0 +1,250 @@
+"""Worker processes that clean blocks, and their results in the order of the blocks.
+
+A worker has one block at a time, so neither side ever waits for the other to read; results wait for their turn in a
+window of a few blocks a worker. What crosses the pipes is JSON and arrays. A worker that dies is noticed at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import signal
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron.corpus.cleaning.cleaner import Changed, CleanedBlock, Cleaner, Dropped
+from megatron.corpus.cleaning.options import CleanOptions
+from megatron.corpus.sources import Block
+from megatron.corpus.workers import WorkerError, start_method
+from megatron.errors import ConfigError, DataError, MegatronError, StorageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_BLOCKS_PER_WORKER = 3
+_STOP_SECONDS = 2.0
+_OUR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+_FAILURES: dict[str, type[MegatronError]] = {
+    "ConfigError": ConfigError,
+    "DataError": DataError,
+    "StorageError": StorageError,
+    "WorkerError": WorkerError,
+}
+
+
+@dataclass
+class _Worker:
+    """One process, the pipe end on this side, and the block it works on."""
+
+    index: int
+    process: BaseProcess
+    pipe: Connection
+    block: int | None = None
+
+
+@dataclass
+class CleaningPool:
+    """Processes that clean, started one by one as blocks arrive; use as a context manager.
+
+    Args:
+        cleaner: what every worker cleans with; forked workers inherit it, spawned ones make their own.
+        most_workers: most processes.
+        method: "fork" or "spawn"; decided here if left out.
+    """
+
+    cleaner: Cleaner
+    most_workers: int
+    method: str | None = None
+    _workers: list[_Worker] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The process ids of the workers that were started."""
+        return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
+
+    def clean(self, blocks: Iterable[Block]) -> Iterator[tuple[Block, CleanedBlock]]:
+        """Results of the blocks, in their order.
+
+        Raises:
+            WorkerError: a worker died; the text names it.
+            DataError: a block could not be read.
+        """
+        source = iter(blocks)
+        sent: dict[int, Block] = {}
+        results: dict[int, CleanedBlock] = {}
+        next_out = next_in = 0
+        exhausted = False
+        while True:
+            while not exhausted and next_in - next_out < _BLOCKS_PER_WORKER * self.most_workers:
+                worker = self._idle()
+                if worker is None:
+                    break
+                block = next(source, None)
+                if block is None:
+                    exhausted = True
+                    break
+                self._send(worker, next_in, block)
+                sent[next_in] = replace(block, data=None)
+                next_in += 1
+            if next_out in results:
+                yield sent.pop(next_out), results.pop(next_out)
+                next_out += 1
+            elif exhausted and next_out == next_in:
+                return
+            else:
+                self._receive(results)
+
+    def close(self) -> None:
+        """Ends the workers, by force if need be."""
+        for worker in self._workers:
+            worker.pipe.close()
+            worker.process.terminate()
+        for worker in self._workers:
+            worker.process.join(_STOP_SECONDS)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self._workers.clear()
+
+    def _idle(self) -> _Worker | None:
+        """A worker without a block; a new one if all have one and there may be more."""
+        for worker in self._workers:
+            if worker.block is None:
+                return worker
+        return self._start() if len(self._workers) < self.most_workers else None
+
+    def _start(self) -> _Worker:
+        method = self.method or start_method()
+        context = multiprocessing.get_context(method)
+        ours, theirs = context.Pipe()
+        forked = method == "fork"
+        process = context.Process(  # type: ignore[attr-defined]
+            target=_work,
+            args=(
+                theirs,
+                self.cleaner if forked else self.cleaner.options,
+                [ours, *(worker.pipe for worker in self._workers)] if forked else [],
+            ),
+            daemon=True,
+        )
+        worker = _Worker(len(self._workers), process, ours)
+        old = signal.pthread_sigmask(signal.SIG_BLOCK, _OUR_SIGNALS)  # none may meet a child that answers as we do
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which know about forks
+                process.start()
+                self._workers.append(worker)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old)
+        theirs.close()
+        return worker
+
+    def _send(self, worker: _Worker, number: int, block: Block) -> None:
+        header = {name: getattr(block, name) for name in ("source", "start", "size", "layout")}
+        try:
+            worker.pipe.send_bytes(json.dumps({**header, "has_data": block.data is not None}).encode())
+            if block.data is not None:
+                worker.pipe.send_bytes(block.data)
+        except OSError as failure:
+            raise self._death(worker) from failure
+        worker.block = number
+
+    def _receive(self, results: dict[int, CleanedBlock]) -> None:
+        """Waits until a worker has a result or dies, and takes in what there is."""
+        ready = wait([worker.pipe for worker in self._workers] + [worker.process.sentinel for worker in self._workers])
+        for worker in self._workers:
+            try:
+                if worker.pipe in ready:
+                    results[worker.block or 0] = _receive_result(worker.pipe)
+                    worker.block = None
+                elif worker.process.sentinel in ready:
+                    raise self._death(worker)
+            except (EOFError, ConnectionError) as failure:
+                raise self._death(worker) from failure
+
+    def _death(self, worker: _Worker) -> MegatronError:
+        try:  # what it had to say before it went
+            while worker.pipe.poll():
+                _receive_result(worker.pipe)
+        except MegatronError as failure:
+            return failure
+        except (EOFError, OSError):
+            pass
+        worker.process.join(_STOP_SECONDS)
+        code = worker.process.exitcode
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        return WorkerError(
+            f"cleaning worker {worker.index} (pid {worker.process.pid}) {how}; nothing was published. When the system "
+            "was short of memory (see dmesg), use fewer --workers; then run the same command again."
+        )
+
+
+def _work(pipe: Connection, cleaning: Cleaner | CleanOptions, inherited: list[Connection]) -> None:
+    """The body of a worker process: blocks in, results out, until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OUR_SIGNALS)
+    for end in inherited:  # else no pipe would ever close
+        end.close()
+    gc.freeze()  # leaves the pages of what was inherited alone, so that they stay shared
+    try:
+        cleaner = cleaning if isinstance(cleaning, Cleaner) else Cleaner(cleaning)
+        while True:
+            header = json.loads(pipe.recv_bytes())
+            data = pipe.recv_bytes() if header.pop("has_data") else None
+            _send_result(pipe, cleaner.clean(Block(**header, data=data, input_bytes=0)))
+    except MegatronError as failure:
+        kind = next((name for name, known in _FAILURES.items() if isinstance(failure, known)), "WorkerError")
+        pipe.send_bytes(json.dumps({"failure": kind, "text": str(failure)}).encode())
+    except (EOFError, ConnectionError):
+        return
+
+
+def _send_result(pipe: Connection, cleaned: CleanedBlock) -> None:
+    """Plain fields go as JSON, then the arrays and bytes one by one."""
+    header: dict[str, Any] = {}
+    heavy: list[Any] = []
+    for name in (entry.name for entry in fields(cleaned)):
+        value = getattr(cleaned, name)
+        if isinstance(value, bytes):
+            header[name] = "bytes"
+            heavy.append(value)
+        elif isinstance(value, np.ndarray):
+            header[name] = [value.dtype.str, list(value.shape)]
+            heavy.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    counts = {"documents": cleaned.documents, "dropped": cleaned.dropped, "changed": cleaned.changed}
+    pipe.send_bytes(json.dumps({"plain": counts, "heavy": header}).encode("utf-8"))
+    for value in heavy:
+        pipe.send_bytes(value)
+
+
+def _receive_result(pipe: Connection) -> CleanedBlock:
+    header = json.loads(pipe.recv_bytes())
+    if "failure" in header:
+        raise _FAILURES[header["failure"]](header["text"])
+    plain = header["plain"]
+    cleaned = CleanedBlock(
+        plain["documents"],
+        [Dropped(*entry) for entry in plain["dropped"]],
+        [Changed(*entry) for entry in plain["changed"]],
+    )
+    for name, kind in header["heavy"].items():
+        data = pipe.recv_bytes()
+        setattr(cleaned, name, data if kind == "bytes" else np.frombuffer(data, kind[0]).reshape(kind[1]))
+    return cleaned

@@ -1,0 +1,55 @@
+"""Workers that fail or die end the run at once, with a sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron.corpus.cleaning.cleaner import Cleaner
+from megatron.corpus.cleaning.options import CleanOptions
+from megatron.corpus.cleaning.pool import CleaningPool
+from megatron.corpus.sources import Block, blocks
+from megatron.corpus.workers import WorkerError
+from megatron.errors import DataError
+from tests.corpus.cleaning.runs import write_jsonl
+
+OPTIONS = CleanOptions(exact_duplicates=True, normalize_space=True)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_results_come_in_order_and_as_made_here(tmp_path: Path, method: str) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [f"{number} " * (number % 7) for number in range(200)])
+    cleaner = Cleaner(OPTIONS)
+    with CleaningPool(cleaner, 2, method) as pool:
+        found = list(pool.clean(blocks([str(source)], 500)))
+        assert len(pool.process_ids) == 2
+    assert len(found) > 6
+    for block, result in found:
+        expected = cleaner.clean(block)
+        assert (result.output, result.dropped, result.changed) == (expected.output, expected.dropped, expected.changed)
+        assert result.digests.tobytes() == expected.digests.tobytes()
+        assert result.passed.tolist() == expected.passed.tolist()
+
+
+def test_a_killed_worker_is_named(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", ["text"] * 100)
+    with (
+        CleaningPool(Cleaner(OPTIONS), 1) as pool,
+        pytest.raises(
+            WorkerError, match=r"cleaning worker 0 \(pid \d+\) was killed by signal 9; nothing was published"
+        ),
+    ):
+        for _ in pool.clean(blocks([str(source)], 100)):
+            os.kill(pool.process_ids[0], signal.SIGKILL)
+
+
+def test_a_workers_error_keeps_its_type() -> None:
+    short = Block("/dev/null", 0, 10, None, 0)
+    with (
+        CleaningPool(Cleaner(OPTIONS), 1) as pool,
+        pytest.raises(DataError, match=r"/dev/null: ended at byte offset 0 instead of 10"),
+    ):
+        list(pool.clean([short]))

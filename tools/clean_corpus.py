@@ -1,0 +1,167 @@
+"""Cleans raw text before it is preprocessed: repairs, filters, takes duplicates out, and reports what it did and why.
+
+    python tools/clean_corpus.py --input raw/*.jsonl --output clean.jsonl --fix-text --language en \
+        --min-characters 200 --exact-duplicates --report report.json --workers 8
+
+Every step has a flag of its own and none runs without it. Lines keep all their keys and their order; the output does
+not depend on --workers. Documents without any text are always left out.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config.flags import Area, flag, parse_flags
+
+if TYPE_CHECKING:
+    from megatron.corpus.cleaning.options import CleanOptions
+
+_TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
+
+
+@dataclass(frozen=True)
+class CleanFlags(Area):
+    """Flags of this program."""
+
+    input: tuple[str, ...] = flag(
+        help="jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input", nargs="+"
+    )
+    output: str = flag(help="jsonl file to write; .gz and .zst are compressed")
+    report: str | None = flag(None, "JSON file for counts and examples of what was dropped and changed")
+    dropped: str | None = flag(None, "jsonl file for the dropped documents, each with its reason")
+    examples: int = flag(3, "examples shown for each reason", at_least=0)
+    json_key: str = flag("text", "key of the text; a.b is key b of the object under a", spelled=("--json-keys",))
+    keep_columns: tuple[str, ...] = flag(
+        (), "further columns of Parquet files to write; lines of JSON keep all their keys", nargs="+"
+    )
+    document_separator: str | None = flag(
+        None, r"reads .txt files and standard input as plain text whose documents end with this (\n is a newline)"
+    )
+    on_bad_line: str = flag(
+        "error",
+        "what a line that is no good JSON document does: stop, or be left out and counted",
+        choices=("error", "skip"),
+    )
+    workers: int = flag(1, "processes that clean; 1 cleans in this one. The output does not depend on it", at_least=1)
+    log_interval: int = flag(1000, "documents between two progress lines (at most one a second)", at_least=1)
+
+    fix_text: bool = flag(False, "repair characters that were decoded wrongly, entities and the like (ftfy)")
+    keep_curly_quotes: bool = flag(False, "--fix-text leaves curly quotes as they are; else they become straight")
+    normalize_space: bool = flag(
+        False, "one kind of space and line end, no control characters, at most two blank lines; indentation stays"
+    )
+    language: tuple[str, ...] = flag(
+        (), "keep only these languages: ISO 639 codes, with commas or spaces between (py3langid)", nargs="+"
+    )
+    language_threshold: float = flag(0.5, "least probability of the most probable language", at_least=0, at_most=1)
+    language_sample: int = flag(
+        1000, "characters looked at to tell the language, in four stretches; 0: the whole text", at_least=0
+    )
+    min_characters: int | None = flag(None, "least characters a document", at_least=0)
+    max_characters: int | None = flag(None, "most characters a document", at_least=1)
+    min_words: int | None = flag(None, "least words (what spaces separate) a document", at_least=0)
+    max_words: int | None = flag(None, "most words a document", at_least=1)
+    min_tokens: int | None = flag(None, "least tokens a document; upstream drops those below 128", at_least=0)
+    max_tokens: int | None = flag(None, "most tokens a document", at_least=1)
+    tokenizer_type: str | None = flag(None, "tokenizer that counts tokens", choices=_TOKENIZERS)
+    vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
+    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
+    tokenizer_name_or_path: str | None = flag(
+        None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
+    )
+    exact_duplicates: bool = flag(False, "drop documents whose text (spaces aside) an earlier one has")
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if (self.min_tokens is not None or self.max_tokens is not None) and self.tokenizer_type is None:
+            given = (
+                f"--min-tokens {self.min_tokens}" if self.min_tokens is not None else f"--max-tokens {self.max_tokens}"
+            )
+            yield f"{given} needs the tokenizer: give --tokenizer-type and its files, or use --min-words."
+        for unit in ("characters", "words", "tokens"):
+            least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+            if least is not None and most is not None and least > most:
+                yield f"--min-{unit} {least} is more than --max-{unit} {most}, so no document could stay."
+        if self.keep_curly_quotes and not self.fix_text:
+            yield "--keep-curly-quotes changes what --fix-text does; give both."
+
+    def options(self) -> CleanOptions:
+        """What the flags ask for."""
+        from megatron.corpus.cleaning.options import CleanOptions, LanguageChoice, LengthLimits
+        from megatron.corpus.inputs import read_separator
+        from megatron.data.tokenizer import TokenizerChoice
+
+        languages = tuple(code for value in self.language for code in value.replace(",", " ").split())
+        return CleanOptions(
+            key=self.json_key,
+            kept_columns=self.keep_columns,
+            document_separator=None if self.document_separator is None else read_separator(self.document_separator),
+            fix_text=self.fix_text,
+            straighten_quotes=not self.keep_curly_quotes,
+            normalize_space=self.normalize_space,
+            language=LanguageChoice(languages, self.language_threshold, self.language_sample) if languages else None,
+            lengths=LengthLimits(
+                self.min_characters,
+                self.max_characters,
+                self.min_words,
+                self.max_words,
+                self.min_tokens,
+                self.max_tokens,
+                TokenizerChoice.of(self) if self.tokenizer_type is not None else None,
+            ),
+            exact_duplicates=self.exact_duplicates,
+            skip_bad_lines=self.on_bad_line == "skip",
+            keep_originals=self.dropped is not None,
+            most_examples=self.examples,
+        )
+
+
+def main() -> int:
+    """Runs the tool on the command line's flags."""
+    flags = parse_flags(CleanFlags, sys.argv[1:], prog="clean_corpus.py", description=__doc__ or "")
+    from megatron.corpus.cleaning.clean import CleanOutputs, clean_corpus
+    from megatron.corpus.inputs import expand_inputs
+    from megatron.corpus.progress import Progress
+    from megatron.corpus.sources import total_bytes
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    options = flags.options()
+    files = expand_inputs(flags.input, options.document_separator)
+    progress = Progress(
+        total_bytes(files), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None
+    )
+    outputs = CleanOutputs(flags.output, flags.dropped, flags.report)
+    try:
+        report = clean_corpus(files, outputs, options, flags.workers, progress)
+    except BaseException:
+        progress.clear()
+        raise
+    progress.finish()
+    for text in report.table():
+        log.info(text)
+    log.info(f"Wrote {flags.output}: {report.written:,} documents, {report.output_bytes:,} bytes.")
+    if report.read and not report.kept:
+        log.warning(f"No document was kept of {report.read:,}; the table says why.")
+    return 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Turns SIGTERM into the keyboard's interrupt, so that temporary files are removed."""
+    raise KeyboardInterrupt
+
+
+def _write_terminal(text: str) -> None:
+    os.write(sys.stderr.fileno(), text.encode())
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
