@@ -58,6 +58,7 @@ class ControlConfig(Area):
     log_num_zeros_in_grad: bool = flag(
         False, "log the number of zeros in the gradient", ignored="zeros in the gradient are not counted yet"
     )
+    log_per_source_loss: bool = flag(False, "log the loss of each source of the training blend beside the whole")
     log_timers_to_tensorboard: bool = flag(False, "write timers to TensorBoard")
     log_batch_size_to_tensorboard: bool = flag(False, "write the batch size to TensorBoard")
     log_learning_rate_to_tensorboard: bool = flag(

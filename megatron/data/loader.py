@@ -25,6 +25,7 @@ class Batch:
         tokens, labels: int64 [b, s]; loss_mask: float32 [b, s], 0 where no loss is wanted.
         sample_ids: int64 [b], number of each sample in the order of the whole run.
         segment_ids: int64 [b, s], 0 for the first document of a sample, or None if documents need not be told apart.
+        source_ids: int64 [b], which source of the blend each sample comes from, or None if nobody asked.
     """
 
     tokens: np.ndarray
@@ -32,6 +33,7 @@ class Batch:
     loss_mask: np.ndarray
     sample_ids: np.ndarray
     segment_ids: np.ndarray | None
+    source_ids: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,14 @@ class BatchOptions:
         vocab_size: ids must be below it; None leaves them unchecked.
         eod_mask_loss: no loss where the input token is end-of-document.
         segments: whether batches carry segment ids (`--reset-position-ids`, `--reset-attention-mask`).
+        sources: whether batches carry source ids (`--log-per-source-loss`).
     """
 
     eod_id: int | None = None
     vocab_size: int | None = None
     eod_mask_loss: bool = False
     segments: bool = False
+    sources: bool = False
 
     def __post_init__(self) -> None:
         if self.eod_id is None and (self.eod_mask_loss or self.segments):
@@ -107,6 +111,7 @@ class MicroBatches:
         numbers = range(first, first + self._micro_batch_size)
         exists = [self.stop_sample is None or number < self.stop_sample for number in numbers]
         rows = [self._sample(number) for number, real in zip(numbers, exists, strict=True) if real]
+        sources = [self.dataset.source_of(number) for number in numbers[: len(rows)]] if self.options.sources else []
         missing = len(numbers) - len(rows)
         if missing:
             row = rows[0] if rows else self._sample(self.first_sample)
@@ -124,6 +129,7 @@ class MicroBatches:
             loss_mask=mask,
             sample_ids=np.arange(first, first + self._micro_batch_size, dtype=np.int64),
             segment_ids=segment_ids(tokens, self.options.eod_id) if self.options.segments else None,
+            source_ids=np.array(sources + [0] * missing, np.int64) if self.options.sources else None,
         )
 
     def _sample(self, number: int) -> np.ndarray:

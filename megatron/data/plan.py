@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from megatron.data.index_map import plan_epochs
@@ -131,6 +133,21 @@ class GroupPlan:
         """Samples of the phase of that number."""
         ends = [*(phase.first for phase in self.phases[1:]), self.samples]
         return ends[phase] - self.phases[phase].first
+
+    def source_names(self) -> tuple[str, ...]:
+        """A short name for each source: the last part of its prefix, numbered from its second use on.
+
+        Sources are only ever appended, so a name stays when the blend changes.
+        """
+        names: list[str] = []
+        for source in self.sources:
+            name = numbered = PurePath(source.prefix).name
+            for number in itertools.count(2):
+                if numbered not in names:
+                    break
+                numbered = f"{name}#{number}"
+            names.append(numbered)
+        return tuple(names)
 
     def extended(self, samples: int, sequence_length: int, seed: int, epoch_rule: str) -> GroupPlan:
         """The same order, continued until it holds at least `samples`; never shortened."""

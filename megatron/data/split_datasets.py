@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import numpy as np
@@ -136,12 +136,16 @@ def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -
     phase = group.phases[-1]
     newest = dataset.newest if isinstance(dataset, PhasedDataset) else dataset
     taken = newest.taken if isinstance(newest, BlendedDataset) else (group.length_of(-1),)
+    names = group.source_names()
     name = f"{group.name} from sample {phase.first:,} on" if phase.first else group.name
     for member, count in zip(phase.members, taken, strict=True):
         source, before = group.sources[member.source], phase.consumed_of(member.source)
         epochs = (before + count) * sequence_length / source.tokens
+        logged = names[member.source]
         yield (
-            f"{name}: {source.prefix} [{source.first}, {source.last}): {count:,} samples "
+            f"{name}: {source.prefix}"
+            + (f" (in the log: {logged})" if logged != PurePath(source.prefix).name else "")
+            + f" [{source.first}, {source.last}): {count:,} samples "
             f"({count / max(sum(taken), 1):.2%}, asked {member.weight:.2%})"
             + (f" after {before:,}" if before else "")
             + f", {epochs:.2f} epochs of {source.tokens:,} tokens"

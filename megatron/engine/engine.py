@@ -23,9 +23,10 @@ from torch import nn
 from megatron import log
 from megatron.config import ModelConfig, OptimConfig
 from megatron.data.loader import Batch
+from megatron.engine.objective import LanguageModelObjective
 from megatron.engine.pipeline import MeshUnit, StagedModule
 from megatron.errors import ConfigError
-from megatron.model.gpt import build_dense, gpt_layers, language_model_loss
+from megatron.model.gpt import build_dense, gpt_layers
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 
@@ -57,6 +58,7 @@ class StepResult:
         token_count: tokens that counted in the loss.
         skipped: the update was dropped because a half-precision gradient overflowed.
         loss_scale: factor that was applied to the loss (1 outside fp16).
+        source_losses: (sum of the token losses, counted tokens) of each source; empty unless batches name sources.
     """
 
     loss: float
@@ -65,6 +67,7 @@ class StepResult:
     token_count: int
     skipped: bool
     loss_scale: float
+    source_losses: tuple[tuple[float, int], ...] = ()
 
 
 class Engine:
@@ -91,7 +94,8 @@ class Engine:
         self.mesh = mesh
         self.zero_stage = int(settings["zero_optimization"]["stage"])
         join_deepspeed()
-        self.module = build_module(model, mesh, resets or {})
+        self.objective = LanguageModelObjective(mesh, model.vocab_size)
+        self.module = build_module(model, mesh, resets or {}, self.objective)
         if model.dtype_name != "float32":
             self.module.to(getattr(torch, model.dtype_name))
         self.deepspeed = _initialize(settings, optim, mesh, self.module)
@@ -157,7 +161,8 @@ class Engine:
         else:
             loss = self._train_plain(inputs)
         skipped = not self.deepspeed.was_step_applied()
-        return StepResult(loss, self._gradient_norm(), samples, token_count, skipped, self._loss_scale())
+        sources = self.objective.source_losses(batches, token_count)
+        return StepResult(loss, self._gradient_norm(), samples, token_count, skipped, self._loss_scale(), sources)
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
         """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks; trains nothing."""
@@ -191,7 +196,10 @@ class Engine:
         inputs = [move(batch.tokens), move(batch.sample_ids)]
         if batch.segment_ids is not None:
             inputs.append(move(batch.segment_ids))
-        return tuple(inputs), (move(batch.labels), move(batch.loss_mask) * scale)
+        targets = [move(batch.labels), move(batch.loss_mask) * scale]
+        if batch.source_ids is not None:
+            targets.append(move(batch.source_ids))
+        return tuple(inputs), tuple(targets)
 
     def _train_plain(self, inputs: Sequence[tuple[Any, Any]]) -> float:
         total = torch.zeros((), device=self.mesh.device)
@@ -205,10 +213,8 @@ class Engine:
             total += loss.detach()
         return self._mean_over_replicas(total / len(inputs))
 
-    def _plain_loss(self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        labels, weights = targets
-        logits = self.deepspeed(*inputs)
-        return language_model_loss(logits, labels, weights, self.mesh.tp, self.model.vocab_size)
+    def _plain_loss(self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return self.objective(self.deepspeed(*inputs), targets)
 
     def _mean_over_replicas(self, value: torch.Tensor) -> float:
         return float(all_reduce_sum(value.detach(), self.mesh.dp)) / self.mesh.dp.size
@@ -257,12 +263,14 @@ def counts_here(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
     return mesh.tp.rank == 0 or bool(getattr(parameter, "tensor_model_parallel", False))
 
 
-def build_module(model: ModelConfig, mesh: ParallelMesh, resets: Mapping[str, bool]) -> nn.Module:
+def build_module(
+    model: ModelConfig, mesh: ParallelMesh, resets: Mapping[str, bool], objective: LanguageModelObjective
+) -> nn.Module:
     """Builds this rank's part of the network: one stage of a pipeline, or the whole as one module."""
     if mesh.pp.size == 1:
         return build_dense(model, mesh, **resets)
     with _quiet():
-        return StagedModule(gpt_layers(model, mesh, **resets), mesh, model.vocab_size)
+        return StagedModule(gpt_layers(model, mesh, **resets), mesh, objective)
 
 
 def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:

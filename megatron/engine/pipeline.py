@@ -5,7 +5,7 @@ That is a `PipelineModule` for several stages, one plain module for one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.errors import ConfigError
 from megatron.model.embedding import word_logits
-from megatron.model.gpt import BLOCK_PREFIX, WORD_EMBEDDINGS, LayerSpec, language_model_loss
+from megatron.model.gpt import BLOCK_PREFIX, WORD_EMBEDDINGS, LayerSpec
 from megatron.parallel.layers import VocabParallelEmbedding
 from megatron.parallel.mesh import ParallelMesh
 
@@ -58,17 +58,17 @@ def stage_bounds(specs: Sequence[LayerSpec], stages: int) -> list[int]:
 
 
 class StagedModule(PipelineModule):
-    """DeepSpeed's pipeline module, cut where `stage_bounds` says."""
+    """DeepSpeed's pipeline module, cut where `stage_bounds` says.
 
-    def __init__(self, specs: Sequence[LayerSpec], mesh: ParallelMesh, vocab_size: int) -> None:
+    Args:
+        loss: from the logits and the targets of a micro batch to its loss.
+    """
+
+    def __init__(self, specs: Sequence[LayerSpec], mesh: ParallelMesh, loss: Callable[..., torch.Tensor]) -> None:
         self._bounds = stage_bounds(specs, mesh.pp.size)
         topology = PipeModelDataParallelTopology(num_pp=mesh.pp.size, num_mp=mesh.tp.size, num_dp=mesh.dp.size)
 
-        def loss_of(logits: torch.Tensor, targets: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            labels, loss_weights = targets
-            return language_model_loss(logits, labels, loss_weights, mesh.tp, vocab_size)
-
-        super().__init__(layers=[_adapt(spec) for spec in specs], topology=topology, loss_fn=loss_of)
+        super().__init__(layers=[_adapt(spec) for spec in specs], topology=topology, loss_fn=loss)
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """Replaces DeepSpeed's balancing by our boundaries."""

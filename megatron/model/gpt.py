@@ -140,14 +140,25 @@ def build_dense(
 
 
 def language_model_loss(
-    logits: torch.Tensor, labels: torch.Tensor, loss_weights: torch.Tensor, axis: Axis, vocab_size: int
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    loss_weights: torch.Tensor,
+    axis: Axis,
+    vocab_size: int,
+    *,
+    observe: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """The weighted sum of the tokens' losses, float32; the caller divides by the tokens of the global batch.
 
     Shapes: logits `[b, s, v/t]`, labels and loss_weights `[b, s]`; result `[]`.
+
+    Args:
+        observe: is shown the weighted losses of the tokens `[b, s]`, outside the graph.
     """
-    losses = vocab_parallel_cross_entropy(logits, labels, axis, vocab_size)
-    return (losses * loss_weights).sum()
+    losses = vocab_parallel_cross_entropy(logits, labels, axis, vocab_size) * loss_weights  # [b, s]
+    if observe is not None:
+        observe(losses.detach())
+    return losses.sum()
 
 
 def whole_logits(logits: torch.Tensor, axis: Axis, vocab_size: int) -> torch.Tensor:

@@ -72,18 +72,19 @@ class Run:
         if self.datasets.train is None:
             raise RuntimeError("a run without training data does not train")  # build_split_datasets refuses it before
         if self._loader is None:
-            self._loader = self.loader(self.datasets.train, read_ahead=self.config.data.num_workers > 0)
+            options = dataclasses.replace(self.options, sources=self.config.control.log_per_source_loss)
+            self._loader = self.loader(self.datasets.train, self.config.data.num_workers > 0, options)
         size = global_batch_size(self.config.optim, self.progress.consumed_samples)
         return self._loader.micro_batches(self.progress.consumed_samples, size)
 
-    def loader(self, dataset: SampleDataset, *, read_ahead: bool) -> BatchLoader:
-        """A loader that deals this rank its share of a data set."""
+    def loader(self, dataset: SampleDataset, read_ahead: bool, options: BatchOptions | None = None) -> BatchLoader:
+        """A loader that deals this rank its share of a data set; its batches are those of the run unless told."""
         return BatchLoader(
             dataset,
             micro_batch_size=self.config.optim.micro_batch_size,
             dp_rank=self.mesh.dp.rank,
             dp_size=self.mesh.dp.size,
-            options=self.options,
+            options=options or self.options,
             read_ahead=read_ahead,
         )
 
@@ -186,6 +187,8 @@ def _build(
     stored_plan = DataPlan.from_json(record["data_plan"]) if record is not None and is_resume else None
     skips = SkipRanges.parse(config.control.skip_train_iteration_range, progress)
     datasets, plan = _open_data(config, mesh, progress, stored_plan, skips)
+    names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
+    engine.objective.source_count = len(names)
     return Run(
         config=config,
         mesh=mesh,
@@ -199,7 +202,7 @@ def _build(
             eod_mask_loss=config.data.eod_mask_loss,
             segments=config.data.reset_position_ids or config.data.reset_attention_mask,
         ),
-        report=_open_report(config, mesh, sizes[1], is_resume=record is not None),
+        report=_open_report(config, mesh, sizes[1], names, is_resume=record is not None),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
         skips=skips,
@@ -258,7 +261,12 @@ def _open_data(
 
 
 def _open_report(
-    config: RunConfig, mesh: ParallelMesh, parameters_without_embeddings: int, *, is_resume: bool
+    config: RunConfig,
+    mesh: ParallelMesh,
+    parameters_without_embeddings: int,
+    source_names: Sequence[str],
+    *,
+    is_resume: bool,
 ) -> Report:
     """The console's lines come from the last rank, as upstream's do; all files are written by rank 0."""
     workload = Workload.of(
@@ -287,6 +295,7 @@ def _open_report(
         shows_loss_scale=config.model.fp16,
         arguments=arguments,
         destinations=destinations,
+        source_names=source_names,
     )
 
 

@@ -1,7 +1,8 @@
 """The lines a run prints: pure functions from figures to text.
 
 Other people's scripts match these texts, so fields, order and number formats are upstream's. Two things are added:
-tokens per second, and a loss that is shown whatever it is (upstream hides it when it is NaN or not above 0).
+tokens per second, and a loss that is shown whatever it is (upstream hides it when it is NaN or not above 0). A third
+comes with --log-per-source-loss.
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py and megatron/arguments.py.
 """
@@ -26,6 +27,7 @@ def iteration_line(metrics: Metrics) -> str:
         f"global batch size: {metrics.global_batch_size:5d}",
         f"lm loss: {metrics.lm_loss:.6E}",
     ]
+    fields += [f"lm loss {name}: {one.lm_loss:.6E}" for name, one in (metrics.source_losses or {}).items()]
     if metrics.loss_scale is not None:
         fields.append(f"loss scale: {metrics.loss_scale:.1f}")
     if metrics.gradient_norm is not None:

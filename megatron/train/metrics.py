@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,23 @@ class StepOutcome(Protocol):
     @property
     def loss_scale(self) -> float:
         """Factor applied to the loss."""
+
+    @property
+    def source_losses(self) -> Sequence[tuple[float, int]]:
+        """(Sum of the token losses, counted tokens) of each source of the data; empty if nobody asked."""
+
+
+@dataclass(frozen=True)
+class SourceLoss:
+    """What the loss was on the tokens of one source.
+
+    Attributes:
+        lm_loss: mean loss per token in nats.
+        tokens: tokens that counted.
+    """
+
+    lm_loss: float
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,7 @@ class Metrics:
         tokens_per_second: over all replicas.
         teraflops_per_device: 10^12 floating-point operations per second and device.
         gigaflops_without_embeddings: 10^9 operations of the whole run so far, embeddings left out.
+        source_losses: by name of the source, for those that had tokens; None unless asked for.
     """
 
     iteration: int
@@ -115,6 +133,7 @@ class Metrics:
     tokens_per_second: float
     teraflops_per_device: float
     gigaflops_without_embeddings: float
+    source_losses: Mapping[str, SourceLoss] | None = None
 
 
 def measure(
@@ -128,6 +147,7 @@ def measure(
     loss_scale: float | None = None,
     zero_count: float | None = None,
     parameter_norm: float | None = None,
+    source_names: Sequence[str] = (),
 ) -> Metrics:
     """The record of one step.
 
@@ -141,6 +161,7 @@ def measure(
         loss_scale: the scale, in fp16 only.
         zero_count: zeros in the gradient, if counted.
         parameter_norm: norm of all parameters, if computed.
+        source_names: names of the sources that the outcome has losses of.
     """
     samples_per_second = outcome.sample_count / seconds if seconds > 0.0 else 0.0
     return Metrics(
@@ -162,6 +183,13 @@ def measure(
         tokens_per_second=samples_per_second * workload.tokens_per_sample,
         teraflops_per_device=samples_per_second * workload.flops_per_sample / workload.device_count / 1e12,
         gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
+        source_losses={
+            name: SourceLoss(loss_sum / tokens, tokens)
+            for name, (loss_sum, tokens) in zip(source_names, outcome.source_losses, strict=True)
+            if tokens
+        }
+        if source_names
+        else None,
     )
 
 
@@ -185,12 +213,25 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
         last,
         seconds_per_iteration=seconds / len(steps),
         lm_loss=sum(losses) / len(losses) if losses else math.nan,
+        source_losses=_source_losses_of([step for step in steps if not step.skipped_iterations]),
         skipped_iterations=sum(step.skipped_iterations for step in steps),
         nan_iterations=sum(step.nan_iterations for step in steps),
         samples_per_second=rate("samples_per_second"),
         tokens_per_second=rate("tokens_per_second"),
         teraflops_per_device=rate("teraflops_per_device"),
     )
+
+
+def _source_losses_of(steps: Sequence[Metrics]) -> Mapping[str, SourceLoss] | None:
+    """Sum over tokens of each source's losses in several steps, in the order in which the sources appeared."""
+    per_step = [step.source_losses for step in steps if step.source_losses is not None]
+    names = dict.fromkeys(name for losses in per_step for name in losses)
+    found = {}
+    for name in names:
+        parts = [losses[name] for losses in per_step if name in losses]
+        tokens = sum(part.tokens for part in parts)
+        found[name] = SourceLoss(math.fsum(part.lm_loss * part.tokens for part in parts) / tokens, tokens)
+    return found if per_step else None
 
 
 class Interval:

@@ -191,10 +191,14 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def _to_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _to_json(entry) for name, entry in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
 def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _from_json(entry) for name, entry in value.items()}
     return _NOT_IN_JSON.get(value, value) if isinstance(value, str) else value

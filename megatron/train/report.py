@@ -50,6 +50,7 @@ class Report:
         shows_loss_scale: whether there is a loss scale to report (fp16).
         arguments: every argument by name, for the destinations that show them.
         destinations: what is written besides the console; empty on ranks that write nothing.
+        source_names: names of the sources of the data whose losses are reported; empty if they are not.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Report:
         shows_loss_scale: bool = False,
         arguments: Mapping[str, Any] | None = None,
         destinations: Sequence[Destination] = (),
+        source_names: Sequence[str] = (),
     ) -> None:
         self.control = control
         self.optim = optim
@@ -68,6 +70,7 @@ class Report:
         self.shows_loss_scale = shows_loss_scale
         self.arguments = dict(arguments or {})
         self.destinations = tuple(destinations)
+        self.source_names = tuple(source_names)
         self._interval = Interval()
         self._train_iterations = planned_iterations(optim)
 
@@ -107,6 +110,7 @@ class Report:
             loss_scale=outcome.loss_scale if self.shows_loss_scale else None,
             zero_count=zero_count,
             parameter_norm=parameter_norm,
+            source_names=self.source_names,
         )
         for destination in self.destinations:
             destination.step(metrics)

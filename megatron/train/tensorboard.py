@@ -101,6 +101,8 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
     for tag, value in families.items():
         if value is not None:
             found |= _on_axes(tag, value, progress, workload)
+    for name, one in (metrics.source_losses or {}).items():
+        found |= _on_axes(f"lm-loss-training-by-source/{name}", one.lm_loss, progress, workload)
     if control.log_timers_to_tensorboard:
         rates = {
             "samples per second": metrics.samples_per_second,

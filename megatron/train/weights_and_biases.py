@@ -74,4 +74,5 @@ def interval_values(metrics: Metrics) -> dict[str, float]:
         "tokens-per-second": metrics.tokens_per_second,
         "tflops-per-gpu": metrics.teraflops_per_device,
     }
+    values |= {f"lm-loss-training/{name}": one.lm_loss for name, one in (metrics.source_losses or {}).items()}
     return {name: value for name, value in values.items() if value is not None}

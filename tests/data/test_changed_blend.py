@@ -139,7 +139,9 @@ def test_the_same_blend_in_another_order_or_place_is_no_change(prefixes, tmp_pat
 
 
 def test_a_source_that_is_named_twice_stays_two_sources(prefixes):
-    _, plan = build(blend("1", prefixes[0], "1", prefixes[0]), 20)
+    datasets, plan = build(blend("1", prefixes[0], "1", prefixes[0]), 20)
+    assert plan.train.source_names() == ("part0", "part0#2")
+    assert "part0 (in the log: part0#2) [0, 120)" in describe(datasets, plan)[1]
     _, changed = build(blend("1", prefixes[0], "3", prefixes[0]), 40, plan, consumed=20)
     assert len(changed.train.sources) == 2 and changed.train.phases[1].consumed == (10, 10)
 

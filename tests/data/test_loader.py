@@ -96,8 +96,25 @@ class Rows:
         self.read.append(sample)
         return self.rows[sample]
 
+    def source_of(self, sample: int) -> int:
+        return sample % 3
+
     def locate(self, sample: int, position: int) -> str:
         return f"row {sample} column {position}"
+
+
+def test_batches_say_on_request_which_source_their_samples_are_of():
+    rows = Rows([[1, 2]] * 8)
+    batches = MicroBatches(
+        rows,
+        first_sample=4,
+        global_batch_size=4,
+        micro_batch_size=2,
+        stop_sample=7,
+        options=BatchOptions(sources=True),
+    )
+    assert [batch.source_ids.tolist() for batch in batches] == [[1, 2], [0, 0]]
+    assert next(iter(MicroBatches(rows, first_sample=0, global_batch_size=1, micro_batch_size=1))).source_ids is None
 
 
 def test_no_loss_where_the_input_token_ends_a_document():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron.engine.engine import build_module, build_optimizer, counts_here
+from megatron.engine.objective import LanguageModelObjective
 from megatron.errors import ConfigError
 from megatron.model.gpt import DenseGPT
 from megatron.parallel.mesh import Axis, ParallelMesh, open_mesh
@@ -99,7 +100,8 @@ def test_one_rank_accounts_for_each_parameter(tp_rank: int, is_split: bool, is_c
 
 
 def test_one_stage_is_the_plain_module() -> None:
-    assert type(build_module(model_config(), ParallelMesh.single(), {})) is DenseGPT
+    mesh = ParallelMesh.single()
+    assert type(build_module(model_config(), mesh, {}, LanguageModelObjective(mesh, 90))) is DenseGPT
 
 
 def train_with_clipping(rank: int, clip: float, zero_stage: int) -> dict[str, object]:

@@ -49,6 +49,7 @@ class Outcome:
     sample_count: int = 8
     skipped: bool = False
     loss_scale: float = 1.0
+    source_losses: tuple[tuple[float, int], ...] = ()
 
 
 def metrics(**changes: Any) -> Metrics:

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from megatron.train.console import argument_lines, evaluation_lines, iteration_line, perplexity, size_line
+from megatron.train.metrics import SourceLoss
 from tests.train.samples import metrics
 
 
@@ -24,6 +25,12 @@ def test_optional_fields_stand_where_upstream_puts_them() -> None:
     assert (
         " | loss scale: 65536.0 | grad norm: 1.235 | num zeros: 12.0 | params norm: 3.142 | number of skipped" in line
     )
+
+
+def test_losses_of_sources_follow_the_whole_loss() -> None:
+    losses = {"web": SourceLoss(3.0, 2), "books": SourceLoss(math.nan, 4)}
+    line = iteration_line(metrics(source_losses=losses, loss_scale=8.0))
+    assert "| lm loss: 9.876543E+00 | lm loss web: 3.000000E+00 | lm loss books: NAN | loss scale: 8.0 |" in line
 
 
 def test_an_unknown_gradient_norm_is_left_out() -> None:

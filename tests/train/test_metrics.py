@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.train.metrics import Interval, Workload, flops_per_sample, mean_of, measure
+from megatron.train.metrics import Interval, SourceLoss, Workload, flops_per_sample, mean_of, measure
 from megatron.train.progress import Progress
 from tests.train.samples import WORKLOAD, Outcome, metrics, model_config
 
@@ -47,6 +47,25 @@ def test_mean_takes_the_loss_of_the_steps_that_were_not_skipped() -> None:
     mean = mean_of(steps)
     assert mean.lm_loss == 2.5
     assert (mean.iteration, mean.learning_rate, mean.gradient_norm, mean.skipped_iterations) == (3, 0.3, 9.0, 1)
+
+
+def test_the_loss_of_a_source_is_the_mean_over_its_tokens_in_the_interval() -> None:
+    outcomes = [((6.0, 2), (0.0, 0)), ((9.0, 1), (4.0, 4)), ((math.nan, 5), (math.nan, 5))]
+    steps = [
+        measure(
+            Progress(number, 8, 128),
+            Outcome(source_losses=losses, skipped=number == 3),
+            WORKLOAD,
+            train_iterations=9,
+            learning_rate=0.1,
+            seconds=1.0,
+            source_names=("web", "books"),
+        )
+        for number, losses in enumerate(outcomes, start=1)
+    ]
+    assert steps[0].source_losses == {"web": SourceLoss(3.0, 2)}
+    assert mean_of(steps).source_losses == {"web": SourceLoss(5.0, 3), "books": SourceLoss(1.0, 4)}
+    assert mean_of([metrics()]).source_losses is None
 
 
 def test_rates_of_an_interval_are_totals_over_total_time() -> None:

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.train.metrics_file import MetricsFile, read_records, read_steps
+from megatron.train.metrics import SourceLoss
+from megatron.train.metrics_file import FILE_NAME, MetricsFile, read_records, read_steps
 from megatron.train.progress import Progress
 from tests.train.samples import metrics
 
@@ -52,6 +53,15 @@ def test_numbers_come_back_bit_for_bit(loss: float, tmp_path_factory: pytest.Tem
     path = tmp_path_factory.mktemp("exact") / "metrics.jsonl"
     write(path, loss)
     assert read_steps(path)[1]["lm_loss"].hex() == loss.hex()
+
+
+def test_losses_of_sources_are_kept_in_full(tmp_path: Path) -> None:
+    losses = {"web": SourceLoss(1 / 3, 2), "books": SourceLoss(math.nan, 4)}
+    with contextlib.closing(MetricsFile(tmp_path / FILE_NAME)) as file:
+        file.step(metrics(source_losses=losses))
+    (record,) = read_records(tmp_path)
+    assert record["source_losses"]["web"] == {"lm_loss": 1 / 3, "tokens": 2}
+    assert math.isnan(record["source_losses"]["books"]["lm_loss"])
 
 
 def test_nan_is_valid_json(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.train.metrics import SourceLoss
 from megatron.train.progress import Progress
 from megatron.train.tensorboard import TensorBoard, evaluation_scalars, step_scalars
 from tests.train.samples import WORKLOAD, control_config, metrics
@@ -48,6 +49,12 @@ def test_families_can_be_switched_off() -> None:
     control = control_config(log_learning_rate_to_tensorboard=False, log_loss_scale_to_tensorboard=False)
     found = step_scalars(metrics(loss_scale=2.0, gradient_norm=None), control, WORKLOAD)
     assert not [tag for tag in found if tag.startswith(("learning-rate", "loss-scale", "grad-norm"))]
+
+
+def test_a_source_has_a_curve_of_its_own() -> None:
+    found = step_scalars(metrics(source_losses={"web": SourceLoss(3.0, 2)}), control_config(), WORKLOAD)
+    assert found["lm-loss-training-by-source/web"] == (3.0, 7)
+    assert found["lm-loss-training-by-source/web vs tokens"] == (3.0, 896)
 
 
 def test_values_and_axes() -> None:
