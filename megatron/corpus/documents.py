@@ -12,12 +12,15 @@ from megatron.corpus.sources import Block
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def parse_block(block: Block, keys: Sequence[str], skip_bad: bool, separator: str | None = None) -> ParsedLines:
+def parse_block(
+    block: Block, keys: Sequence[str], skip_bad: bool, separator: str | None = None, hold_long: bool = False
+) -> ParsedLines:
     """Takes the texts under `keys` out of every document of a block; plain text has one, which every key gets.
 
     Args:
         skip_bad: go on after a bad document; else stop at it.
         separator: what ends a document in plain text.
+        hold_long: a very long text of a JSON line is given as a `LongText`.
 
     Raises:
         DataError: the block cannot be read.
@@ -27,7 +30,7 @@ def parse_block(block: Block, keys: Sequence[str], skip_bad: bool, separator: st
         return _parse_text(data, keys, block.start == 0, skip_bad, separator or "\n")
     if block.layout == "parquet":
         return _parse_rows(parquet_texts(data, keys), keys, skip_bad)
-    return parse_lines(data, keys, block.start == 0, skip_bad)
+    return parse_lines(data, keys, block.start == 0, skip_bad, hold_long)
 
 
 def _parse_text(data: bytes, keys: Sequence[str], is_first: bool, skip_bad: bool, separator: str) -> ParsedLines:

@@ -13,6 +13,7 @@ from megatron.corpus.lines import BadLine
 from megatron.corpus.sentences import SentenceSplitter
 from megatron.corpus.sources import Block
 from megatron.data.indexed import width_for
+from megatron.data.long_text import LongText, encode_long
 from megatron.data.tokenizer import TokenizerChoice, build_tokenizer, surround
 
 
@@ -108,7 +109,7 @@ class Encoder:
             DataError: the block cannot be read.
         """
         options = self.options
-        parsed = parse_block(block, options.keys, options.skip_bad_lines, options.document_separator)
+        parsed = parse_block(block, options.keys, options.skip_bad_lines, options.document_separator, hold_long=True)
         if parsed.bad and not self.options.skip_bad_lines:
             return EncodedBlock((), parsed.lines, 0, tuple(parsed.bad), parsed.bad_count)
         keys = []
@@ -119,24 +120,24 @@ class Encoder:
             empty += count - keys[-1].documents
         return EncodedBlock(tuple(keys), parsed.lines, empty, tuple(parsed.bad), parsed.bad_count)
 
-    def _encode_texts(self, texts: list[str]) -> EncodedKey:
+    def _encode_texts(self, texts: list[str | LongText]) -> EncodedKey:
         """Encodes texts and forgets them: a very long one should not be held longer than needed."""
         if self.options.sentences is not None:
             return self._encode_sentences(texts, self.options.sentences)
-        ids, lengths = self.tokenizer.encode_flat(texts)
+        ids, lengths = self._encode_flat(texts)
         texts.clear()
         if len(lengths) and not lengths.all():
             lengths = lengths[lengths > 0]
         if self._suffix:
             return EncodedKey(*surround(ids, lengths, [], self._suffix, self.dtype))
-        return EncodedKey(ids.astype(self.dtype), lengths)
+        return EncodedKey(ids.astype(self.dtype, copy=False), lengths)
 
-    def _encode_sentences(self, texts: list[str], splitter: SentenceSplitter) -> EncodedKey:
+    def _encode_sentences(self, texts: list[str | LongText], splitter: SentenceSplitter) -> EncodedKey:
         """Encodes texts sentence by sentence; the end-of-document id follows the last sentence of each text."""
         sentences: list[str] = []
         counts = np.zeros(len(texts), np.int64)
         for number, text in enumerate(texts):
-            found = splitter.split(text)
+            found = splitter.split(text if isinstance(text, str) else text.whole())
             sentences += found
             counts[number] = len(found)
         texts.clear()
@@ -150,3 +151,17 @@ class Encoder:
             ids = np.insert(ids, np.cumsum(lengths)[last], self._suffix[0])
             lengths[last] += len(self._suffix)
         return EncodedKey(ids, lengths, counts)
+
+    def _encode_flat(self, texts: list[str | LongText]) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
+        """The ids of all texts, back to back, and how many each has."""
+        short = [text for text in texts if isinstance(text, str)]
+        if len(short) == len(texts):
+            return self.tokenizer.encode_flat(short)
+        rows = [
+            encode_long(self.tokenizer, text, self.dtype)
+            if isinstance(text, LongText)
+            else self.tokenizer.encode_flat([text])[0].astype(self.dtype)
+            for text in texts
+        ]
+        lengths = np.array([len(row) for row in rows], np.int64)
+        return (rows[0] if len(rows) == 1 else np.concatenate(rows)), lengths

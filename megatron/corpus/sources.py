@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import importlib
 import lzma
 import os
 import sys
@@ -20,9 +19,11 @@ from typing import IO, Any
 
 from megatron.corpus.inputs import STANDARD_INPUT, Part, layout_of
 from megatron.corpus.parquet import check_parquet, parquet_rows
+from megatron.corpus.zstandard_stream import zstandard_library, zstandard_stream
 from megatron.errors import ConfigError, DataError
 
 _CUT_SEARCH_BYTES = 1 << 16
+_LONG_REST_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 
 
@@ -94,7 +95,7 @@ def check_inputs(paths: Sequence[str], keys: Sequence[str] = ()) -> None:
             with open(path, "rb"):
                 pass
             if _suffix(path) == ".zst":
-                _zstandard(path)
+                zstandard_library(path)
             if _suffix(path) == ".parquet":
                 check_parquet(path, keys)
         except OSError as failure:
@@ -157,11 +158,24 @@ def _cut(part: Part, block_bytes: int) -> Iterator[Block]:
             if part.stop is not None and part.stop < size:
                 end = _line_end(file, part.stop, size)
             while start < end:
-                stop = _line_end(file, min(start + block_bytes, end), size)
+                stop = _block_end(file, start, min(start + block_bytes, end), size)
                 yield Block(path, start, stop - start, None, stop - start)
                 start = stop
     except OSError as failure:
         raise _unreadable(path, 0, failure) from failure
+
+
+def _block_end(file: IO[bytes], start: int, wanted: int, size: int) -> int:
+    """Where a block ends that should end at `wanted`; a very long line gets a block of its own."""
+    stop = _line_end(file, wanted, size)
+    if stop - wanted > _LONG_REST_BYTES:
+        for near in range(wanted, start, -_CUT_SEARCH_BYTES):
+            first = max(start, near - _CUT_SEARCH_BYTES)
+            file.seek(first)
+            found = _read_exactly(file, near - first).rfind(b"\n")
+            if found >= 0:
+                return first + found + 1
+    return stop
 
 
 def _line_end(file: IO[bytes], position: int, size: int) -> int:
@@ -259,20 +273,11 @@ def _open(path: str) -> tuple[Any, Callable[[], int]]:
     return (opener(raw, path) if opener else raw), (raw.tell if raw.seekable() else lambda: 0)
 
 
-def _zstandard(path: str) -> Any:
-    try:
-        return importlib.import_module("zstandard")
-    except ImportError as failure:
-        raise ConfigError(
-            f"--input {path} needs the zstandard package (pip install zstandard), or decompress it first."
-        ) from failure
-
-
 _OPENERS: dict[str, Callable[[IO[bytes], str], Any]] = {
     ".gz": lambda raw, path: gzip.GzipFile(fileobj=raw),
     ".bz2": lambda raw, path: bz2.BZ2File(raw),
     ".xz": lambda raw, path: _xz(raw),
-    ".zst": lambda raw, path: _zstandard(path).ZstdDecompressor().stream_reader(raw, read_across_frames=True),
+    ".zst": zstandard_stream,
 }
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from megatron import log
 from megatron.data.fast_encoder import FastEncoder, added_ids, fast_encoder
+from megatron.data.long_text import is_cut_by_blanks
 from megatron.data.tokenizer_files import sha256
 from megatron.errors import ConfigError
 
@@ -23,6 +24,8 @@ class ReferenceLibrary(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def is_cut_by_blanks(self) -> bool: ...
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -80,6 +83,11 @@ class LibraryTokenizer:
         return "gigatoken" if self._fast is not None else self._reference.name
 
     @property
+    def is_cut_by_blanks(self) -> bool:
+        """Whether a text may be encoded in pieces that begin with a blank, see `long_text.is_cut_by_blanks`."""
+        return self._reference.is_cut_by_blanks
+
+    @property
     def eod_id(self) -> int:
         """The id that ends a document.
 
@@ -122,6 +130,11 @@ class RustReference:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+
+    @cached_property
+    def is_cut_by_blanks(self) -> bool:
+        """See `long_text.is_cut_by_blanks`."""
+        return is_cut_by_blanks(self._tokenizer)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         """Ids of all texts back to back, and how many belong to each."""

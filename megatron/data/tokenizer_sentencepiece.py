@@ -72,6 +72,7 @@ class SentencePieceReference:
     """
 
     name = "sentencepiece"
+    is_cut_by_blanks = False  # a blank is a character of its pieces
 
     def __init__(self, processor: Any, prefix: Sequence[int] = (), added_tokens: Sequence[str] = ()) -> None:
         self._processor = processor

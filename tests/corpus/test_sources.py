@@ -13,8 +13,10 @@ import threading
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from megatron.corpus.sources import blocks, check_inputs, total_bytes
+from megatron.corpus.zstandard_stream import zstandard_stream
 from megatron.errors import ConfigError, DataError
 
 COMPRESSORS = {".jsonl": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
@@ -55,14 +57,32 @@ def test_several_gzip_members_and_an_empty_file(tmp_path: Path) -> None:
     ] == [b"1\n2\n"]
 
 
-def test_zstandard(tmp_path: Path) -> None:
-    zstandard = pytest.importorskip("zstandard", reason="the zstandard package is not installed")
+@pytest.mark.parametrize("parts", [[3000], [1, 1500, 0, 1499]])
+def test_zstandard(tmp_path: Path, parts: list[int]) -> None:
+    data = sample(parts[0]) if len(parts) == 1 else b"".join(sample(count) for count in parts)
     path = tmp_path / "in.jsonl.zst"
-    path.write_bytes(zstandard.ZstdCompressor().compress(sample(2)))
-    assert b"".join(block.read() for block in blocks([str(path)], 1000)) == sample(2)
-    path.write_bytes(path.read_bytes()[:50])
+    frames = [zstandard.ZstdCompressor().compress(sample(count)) for count in parts]
+    path.write_bytes(b"".join(frames))
+    assert b"".join(block.read() for block in blocks([str(path)], 1000)) == data
+    for cut in (1, 3, 10, len(frames[-1]) - 1):
+        path.write_bytes(b"".join(frames)[:-cut])
+        with pytest.raises(DataError, match=r"in.jsonl.zst: cannot be read past byte offset \d+ .*ends inside"):
+            list(blocks([str(path)], 1000))
+    path.write_bytes(b"".join(frames) + b"what is this?")
     with pytest.raises(DataError, match="in.jsonl.zst"):
         list(blocks([str(path)], 1000))
+
+
+def test_a_zstandard_bomb_does_not_fill_the_memory(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl.zst"
+    compressor = zstandard.ZstdCompressor(level=1).compressobj()
+    with path.open("wb") as file:
+        for _ in range(50):
+            file.write(compressor.compress(bytes(4 << 20)))
+        file.write(compressor.flush())
+    assert path.stat().st_size < 100_000
+    with path.open("rb") as file, zstandard_stream(file, "in") as stream:
+        assert max(len(chunk) for chunk in iter(lambda: stream.read1(1 << 30), b"")) <= 32 << 20
 
 
 def test_zstandard_missing_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
