@@ -89,7 +89,7 @@ def parse_lines(
 
 
 def _parse_one_key(lines: list[bytes], key: str, skip_bad: bool) -> ParsedLines:
-    texts: list[str] = []
+    texts: list[Any] = []
     parsed = ParsedLines([texts], len(lines))
     append, loads = texts.append, _LOADS
     for number, line in enumerate(lines):
