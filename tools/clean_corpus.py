@@ -79,6 +79,14 @@ class CleanFlags(Area):
         None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
     )
     exact_duplicates: bool = flag(False, "drop documents whose text (spaces aside) an earlier one has")
+    near_duplicates: bool = flag(False, "drop documents that are almost like an earlier one (MinHash-LSH)")
+    near_threshold: float = flag(0.7, "least estimated Jaccard similarity of near duplicates", above=0, at_most=1)
+    near_shingle: int = flag(5, "words (or characters) in a row that are compared", at_least=1, at_most=100)
+    near_unit: str = flag("word", "what shingles are made of", choices=("word", "character"))
+    near_permutations: int = flag(
+        128, "length of a signature: more are exacter and slower", spelled=("--num-perm",), at_least=16, at_most=4096
+    )
+    seed: int = flag(1234, "of the permutations of --near-duplicates", at_least=0, at_most=2**32 - 1)
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
@@ -96,11 +104,12 @@ class CleanFlags(Area):
 
     def options(self) -> CleanOptions:
         """What the flags ask for."""
-        from megatron.corpus.cleaning.options import CleanOptions, LanguageChoice, LengthLimits
+        from megatron.corpus.cleaning.options import CleanOptions, LanguageChoice, LengthLimits, NearChoice
         from megatron.corpus.inputs import read_separator
         from megatron.data.tokenizer import TokenizerChoice
 
         languages = tuple(code for value in self.language for code in value.replace(",", " ").split())
+        near = NearChoice(self.near_threshold, self.near_permutations, self.near_shingle, self.near_unit, self.seed)
         return CleanOptions(
             key=self.json_key,
             kept_columns=self.keep_columns,
@@ -119,6 +128,7 @@ class CleanFlags(Area):
                 TokenizerChoice.of(self) if self.tokenizer_type is not None else None,
             ),
             exact_duplicates=self.exact_duplicates,
+            near=near if self.near_duplicates else None,
             skip_bad_lines=self.on_bad_line == "skip",
             keep_originals=self.dropped is not None,
             most_examples=self.examples,

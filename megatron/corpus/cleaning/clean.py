@@ -177,7 +177,7 @@ class _Writer:
 
     def _write_block(self, result: CleanedBlock, duplicates: DuplicateFilter, path: str, line: int) -> None:
         report = self.report
-        verdicts = duplicates.judge(result)
+        verdicts = duplicates.judge(result, path, line)
         ends = np.cumsum(result.sizes)
         dropped = list(result.dropped)
         stays = np.array([verdict is None for verdict in verdicts], np.bool_)

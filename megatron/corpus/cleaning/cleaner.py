@@ -15,6 +15,7 @@ from megatron.corpus.cleaning.entries import Entry, line_of, read_entries
 from megatron.corpus.cleaning.language import LanguageFilter
 from megatron.corpus.cleaning.options import CleanOptions
 from megatron.corpus.cleaning.repair import TextRepair, with_plain_spaces
+from megatron.corpus.cleaning.signatures import Signer
 from megatron.corpus.cleaning.verdicts import (
     BAD_LINE,
     EMPTY,
@@ -68,9 +69,11 @@ class CleanedBlock:
         output: their lines; `sizes` has the bytes and `pieces` the lines of each.
         originals: the lines of all documents as they were read, if they are wanted; `original_sizes` has the bytes.
         digests: hash of each text that passed, if exact duplicates are to be found.
+        signatures, band_keys: see `Signer`, if near duplicates are to be found.
 
     Shapes:
-        passed, sizes, pieces: int64 [p]; original_sizes: int64 [documents] or [0]; digests: uint64 [p, 2] or [0, 2].
+        passed, sizes, pieces: int64 [p]; original_sizes: int64 [documents] or [0]; digests: uint64 [p, 2] or [0, 2];
+        signatures: uint16 [p, permutations] or [0, 0]; band_keys: uint64 [p, bands] or [0, 0].
     """
 
     documents: int
@@ -81,6 +84,8 @@ class CleanedBlock:
     pieces: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     original_sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
+    signatures: npt.NDArray[np.uint16] = field(default_factory=lambda: np.zeros((0, 0), np.uint16))
+    band_keys: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 0), np.uint64))
     output: bytes = b""
     originals: bytes = b""
 
@@ -96,6 +101,7 @@ class Cleaner:
         self.options = options
         self._repair = TextRepair(options.straighten_quotes) if options.fix_text else None
         self._filters = _filters(options)
+        self._signer = Signer(options.near) if options.near is not None else None
 
     def clean(self, block: Block) -> CleanedBlock:
         """Repairs and judges every document of a block.
@@ -153,6 +159,8 @@ class Cleaner:
         if options.exact_duplicates:
             hashes = b"".join([text_digest(text) for text in texts.values()])
             cleaned.digests = np.frombuffer(hashes, np.uint64).reshape(-1, 2)
+        if self._signer is not None:
+            cleaned.signatures, cleaned.band_keys = self._signer.sign(list(texts.values()))
         if options.keep_originals:
             originals = [entry.raw if entry.raw is not None else _unwritten(entry, options.key) for entry in entries]
             cleaned.original_sizes = np.array([len(line) for line in originals], np.int64)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
+import numpy as np
+
 from megatron.corpus.cleaning.cleaner import CleanedBlock
 from megatron.corpus.cleaning.key_table import KeyTable
+from megatron.corpus.cleaning.near_duplicates import NearIndex
 from megatron.corpus.cleaning.options import CleanOptions
-from megatron.corpus.cleaning.verdicts import EXACT_DUPLICATE, Verdict
+from megatron.corpus.cleaning.signatures import band_shape
+from megatron.corpus.cleaning.verdicts import EXACT_DUPLICATE, NEAR_DUPLICATE, Verdict
 
 
 class DuplicateFilter:
@@ -13,13 +19,39 @@ class DuplicateFilter:
 
     def __init__(self, options: CleanOptions) -> None:
         self._exact = ExactDuplicates() if options.exact_duplicates else None
+        near = options.near
+        self._near = None
+        if near is not None:
+            bands, _ = band_shape(near.permutations, near.threshold)
+            self._near = NearIndex(near.threshold, near.permutations, bands)
+        self._read = 0
+        self._sources: list[tuple[int, str, int]] = []
 
-    def judge(self, cleaned: CleanedBlock) -> list[Verdict | None]:
-        """A verdict for each document of a block that passed so far, None where it stays."""
+    def judge(self, cleaned: CleanedBlock, path: str, line: int) -> list[Verdict | None]:
+        """A verdict for each document of a block that passed so far, None where it stays.
+
+        Args:
+            path, line: the input, and how many of its documents came before the block.
+        """
+        if not self._sources or self._sources[-1][1] != path or line == 0:
+            self._sources.append((self._read, path, line))
         verdicts: list[Verdict | None] = [None] * len(cleaned.passed)
         if self._exact is not None:
             verdicts = self._exact.judge(cleaned)
+        if self._near is not None:
+            left = np.flatnonzero([verdict is None for verdict in verdicts])
+            numbers = cleaned.passed[left] + self._read
+            found = self._near.judge(cleaned.signatures[left], cleaned.band_keys[left], numbers)
+            for index, twin in zip(left.tolist(), found, strict=True):
+                if twin is not None:
+                    verdicts[index] = Verdict(NEAR_DUPLICATE, f"{twin[1]:.2f} like {self._place(twin[0])}")
+        self._read += cleaned.documents
         return verdicts
+
+    def _place(self, number: int) -> str:
+        """Input and line of a document, by its number among all that were read."""
+        first, path, line = self._sources[bisect_right(self._sources, number, key=lambda entry: entry[0]) - 1]
+        return f"{path}:{number - first + line + 1}"
 
 
 class ExactDuplicates:

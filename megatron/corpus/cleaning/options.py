@@ -34,6 +34,25 @@ class LanguageChoice:
 
 
 @dataclass(frozen=True)
+class NearChoice:
+    """What makes two documents near duplicates.
+
+    Args:
+        threshold: least estimated Jaccard similarity of the sets of their shingles.
+        permutations: length of a signature; the estimate's standard error is at most 0.5 / its square root.
+        shingle: words (or characters) a shingle.
+        unit: "word" or "character", see `WordSplitter`.
+        seed: of the permutations.
+    """
+
+    threshold: float = 0.7
+    permutations: int = 128
+    shingle: int = 5
+    unit: str = "word"
+    seed: int = 1234
+
+
+@dataclass(frozen=True)
 class CleanOptions:
     """What is done to every document; the same in every worker.
 
@@ -58,6 +77,7 @@ class CleanOptions:
     language: LanguageChoice | None = None
     lengths: LengthLimits = LengthLimits()
     exact_duplicates: bool = False
+    near: NearChoice | None = None
     skip_bad_lines: bool = False
     keep_originals: bool = False
     most_examples: int = 3

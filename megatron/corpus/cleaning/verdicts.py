@@ -14,6 +14,7 @@ BAD_LINE = "bad line"
 EMPTY = "empty"
 LANGUAGE = "language"
 EXACT_DUPLICATE = "exact duplicate"
+NEAR_DUPLICATE = "near duplicate"
 REPAIRED = "text repaired"
 SPACES = "spaces normalized"
 
