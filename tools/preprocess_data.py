@@ -65,8 +65,11 @@ class PreprocessFlags(Area):
         None,
         "i/n: encodes only the i-th of n equal shares, into <prefix>_shard<i>of<n>; merged in order they are the whole",
     )
-    partitions: int | None = flag(
-        None, "accepted; memory does not grow with the input, so it is not divided", at_least=1
+    partitions: int = flag(
+        1,
+        "from 2: encodes the inputs in so many parts, which a killed run leaves behind; the same command goes on from "
+        "there. While they are merged the disk holds the output twice; its bytes do not depend on it",
+        at_least=1,
     )
     split_sentences: bool = flag(False, "one sequence a sentence, into <prefix>_<key>_sentence.bin/.idx")
     keep_newlines: bool = flag(
@@ -103,9 +106,10 @@ def main() -> int:
 def run(flags: PreprocessFlags) -> int:
     """Does what the flags say; `preprocess_data_many_cores.py` is another door to it."""
     from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.inputs import Part, Shard, expand_inputs, read_separator, share_of
+    from megatron.corpus.inputs import Part, Shard, expand_inputs, read_separator
     from megatron.corpus.preprocess import preprocess, warn_of_no_tokens
     from megatron.corpus.progress import Progress
+    from megatron.corpus.resume import divide, preprocess_in_parts
     from megatron.corpus.sentences import SentenceSplitter
     from megatron.corpus.sources import total_bytes
     from megatron.data.tokenizer import TokenizerChoice
@@ -114,18 +118,14 @@ def run(flags: PreprocessFlags) -> int:
     for name, given in (
         ("--datasets", flags.datasets),
         ("--keep-newlines", flags.keep_newlines and not flags.split_sentences),
-        ("--partitions", flags.partitions),
     ):
         if given:
             log.warning(f"{name} changes nothing here and is ignored.")
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
     files = expand_inputs(flags.input, separator)
     log.info(f"Opening {', '.join(files[:_SHOWN_FILES])}{', ...' * (len(files) > _SHOWN_FILES)} ({len(files)} in all)")
-    inputs: Sequence[str | Part] = files
-    prefix = flags.output_prefix
-    if flags.shard is not None:
-        shard = Shard.of(flags.shard)
-        inputs, prefix = share_of(files, shard, separator), prefix + shard.suffix
+    shard = None if flags.shard is None else Shard.of(flags.shard)
+    prefix = flags.output_prefix + ("" if shard is None else shard.suffix)
     options = EncodeOptions(
         TokenizerChoice.of(flags),
         flags.json_keys,
@@ -135,11 +135,18 @@ def run(flags: PreprocessFlags) -> int:
         SentenceSplitter(flags.lang, flags.keep_newlines) if flags.split_sentences else None,
         is_cached=flags.dataset_impl != "mmap",
     )
+    inputs: Sequence[str | Part] = files
+    if shard is not None or flags.partitions > 1:
+        shares = divide(files, flags.partitions, shard, separator, flags.json_keys)
+        inputs = [part for share in shares for part in share]
     progress = Progress(
         total_bytes(inputs), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None
     )
     try:
-        result = preprocess(inputs, prefix, options, flags.workers, progress)
+        if flags.partitions > 1:
+            result = preprocess_in_parts(shares, prefix, options, flags.workers, progress)
+        else:
+            result = preprocess(inputs, prefix, options, flags.workers, progress)
     except BaseException:
         progress.clear()
         raise

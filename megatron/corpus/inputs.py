@@ -127,7 +127,8 @@ def share_of(paths: Sequence[str], shard: Shard, separator: str | None = None) -
         ConfigError: an input has no size, so that it cannot be divided.
     """
     problems = [
-        f"--shard divides files; --input {'- (standard input)' if path == STANDARD_INPUT else path} is none."
+        "--shard and --partitions divide files; --input "
+        f"{'- (standard input)' if path == STANDARD_INPUT else path} is none."
         for path in paths
         if path == STANDARD_INPUT or (os.path.exists(path) and not os.path.isfile(path))
     ]

@@ -22,7 +22,7 @@ from megatron.corpus.copying import copy_into, write_all
 from megatron.corpus.crew import Crew
 from megatron.data.atomic_files import storage_error, sync_directory, temporary_beside
 from megatron.data.index_layout import IndexLayout
-from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed import IndexedDataset, clear_leftovers
 from megatron.data.sidecar import (
     Sidecar,
     SourceRecord,
@@ -240,6 +240,7 @@ def _temporaries(plan: MergePlan, crew: Crew) -> Iterator[tuple[str, str]]:
 
 
 def _create(plan: MergePlan, bin_path: Path, idx_path: Path) -> list[str]:
+    clear_leftovers(plan.output_prefix)
     try:
         bin_path.parent.mkdir(parents=True, exist_ok=True)
         for path, size in ((bin_path, plan.bin_bytes), (idx_path, plan.index.size_bytes)):

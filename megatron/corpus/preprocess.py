@@ -92,13 +92,22 @@ def warn_of_no_tokens(prefixes: Sequence[str], tokens: Sequence[int], empty: int
 
 
 def preprocess_blocks(
-    source: Iterator[Block], output_prefix: str, options: EncodeOptions, workers: int, progress: Progress
+    source: Iterator[Block],
+    output_prefix: str,
+    options: EncodeOptions,
+    workers: int,
+    progress: Progress,
+    encoder: Encoder | None = None,
 ) -> PreprocessResult:
-    """Encodes blocks of lines, in their order, into one `.bin/.idx` pair a key with its sidecar; see `preprocess`."""
+    """Encodes blocks of lines, in their order, into one `.bin/.idx` pair a key with its sidecar; see `preprocess`.
+
+    Args:
+        encoder: of these options, where there is one already.
+    """
     prefixes = options.prefixes(output_prefix)
     for prefix in prefixes:
         check_replaceable(prefix)
-    encoder = Encoder(options)
+    encoder = encoder or Encoder(options)
     sources = SourceLog()
     source = sources.watch(source)
     first = list(islice(source, 2))

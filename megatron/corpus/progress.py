@@ -57,6 +57,11 @@ class Progress:
             self._shown_at, self._shown_documents = now, self.documents
             self._write_line(self.line())
 
+    def leave_out(self, input_bytes: int) -> None:
+        """Makes the whole smaller by what need not be done."""
+        if self._total_bytes is not None:
+            self._total_bytes -= input_bytes
+
     def finish(self) -> None:
         """Takes the bar away and leaves the last counts as a line."""
         if self._write_bar is not None:

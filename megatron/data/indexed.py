@@ -28,7 +28,7 @@ from megatron.data.atomic_files import (
     temporary_beside,
 )
 from megatron.data.index_layout import IndexLayout
-from megatron.data.sidecar import Sidecar, remove_sidecar, write_sidecar
+from megatron.data.sidecar import Sidecar, remove_sidecar, sidecar_path, write_sidecar
 from megatron.data.token_index import CODE_OF_DTYPE, LONGEST_SEQUENCE_TOKENS, read_token_index
 from megatron.errors import DataError
 
@@ -165,6 +165,13 @@ class IndexedDataset:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+def clear_leftovers(prefix: str | Path) -> None:
+    """Removes the temporary files that killed runs of this machine left of a pair and its sidecar, and says so."""
+    for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), sidecar_path(prefix)):
+        for leftover in remove_leftovers(path):
+            log.info(f"Removed {leftover}, which a killed run had left.")
+
+
 class IndexedWriter:
     """Writes one `.bin/.idx` pair; the two appear under their names, `.idx` last, only when everything is on disk.
 
@@ -192,9 +199,7 @@ class IndexedWriter:
         self.tokens = 0
         self.document_count = 0
         self._sidecar: Sidecar | None = None
-        for path in (self.bin_path, self.idx_path):
-            for leftover in remove_leftovers(path):
-                log.info(f"Removed {leftover}, which a killed run had left.")
+        clear_leftovers(prefix)
         self._temporary_bin = temporary_beside(self.bin_path)
         try:
             self.bin_path.parent.mkdir(parents=True, exist_ok=True)

@@ -92,7 +92,9 @@ def test_shares_in_order_are_the_whole(tmp_path: Path, count: int) -> None:
 
 
 def test_what_has_no_size_cannot_be_divided() -> None:
-    with pytest.raises(ConfigError, match=r"--shard divides files; --input - \(standard input\) is none"):
+    with pytest.raises(
+        ConfigError, match=r"--shard and --partitions divide files; --input - \(standard input\) is none"
+    ):
         share_of(["-"], Shard(1, 2))
 
 

@@ -76,7 +76,7 @@ HOMES = {
 # Packages that may be imported inside a function: they are optional or slow, and one file owns each.
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "yaml": ("megatron/config/config_file.py",),
-    "fcntl": ("megatron/corpus/workers.py",),  # not on every system
+    "fcntl": ("megatron/corpus/workers.py", "megatron/corpus/resume.py"),  # not on every system
     "tokenizers": (
         "megatron/data/tokenizer_gpt2.py",
         "megatron/data/tokenizer_hugging_face.py",

@@ -121,6 +121,26 @@ def test_bad_lines_stop_or_are_skipped(tmp_path: Path, choice: TokenizerChoice) 
     assert done.returncode == 0 and b"2 documents" in done.stderr and b"1 bad lines left out" in done.stderr
 
 
+def test_a_run_in_parts_goes_on_where_it_stopped(tmp_path: Path, choice: TokenizerChoice) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", hard_documents(300))
+    with source.open("ab") as stream:
+        stream.write(b"no JSON\n")
+    words = command(choice, "--input", "in.jsonl", "--output-prefix", "out", "--partitions", "4", "--workers", "2")
+    done = run(words, tmp_path)
+    assert done.returncode == 65
+    assert b"3 of 4 parts are finished and stay in .out_text_document.parts; the same command goes on" in done.stderr
+    done = run([*words, "--append-eod"], tmp_path)
+    assert done.returncode == 64 and b"with other --append-eod: false then, true now" in done.stderr
+    done = run([*words, "--on-bad-line", "skip"], tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"3 of 4 parts were finished by an earlier run (.out_text_document.parts) and are skipped" in done.stderr
+    done = run(command(choice, "--input", "in.jsonl", "--output-prefix", "one", "--on-bad-line", "skip"), tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+    for suffix in ("bin", "idx"):
+        assert len({(tmp_path / f"{name}_text_document.{suffix}").read_bytes() for name in ("out", "one")}) == 1
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_a_corpus_without_a_token_is_warned_of_once(tmp_path: Path, choice: TokenizerChoice) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"")
     done = run(command(choice, "--input", "empty.jsonl", "--output-prefix", "out"), tmp_path)
@@ -154,6 +174,8 @@ def test_a_corpus_without_a_token_is_warned_of_once(tmp_path: Path, choice: Toke
         ),
         (["--input", "in.jsonl", "--shard", "3/2"], "--shard 3/2 is not a share"),
         (["--input", "*.json"], "--input *.json matches no file"),
+        (["--input", "-", "--partitions", "2"], "--shard and --partitions divide files; --input - (standard input)"),
+        (["--input", "gone.jsonl", "in.jsonl", "--shard", "1/2"], "--input gone.jsonl cannot be read"),
         (["--input", "in.jsonl", "--vocab", "none.json"], "--vocab-file none.json is not a file"),
         ([], "--input is required"),
     ],
