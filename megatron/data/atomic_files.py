@@ -27,9 +27,9 @@ def temporary_beside(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path) -> list[Path]:
-    """Removes the temporary files of `path` that processes of this machine left when they were killed.
+    """Removes the temporary files (and folders) of `path` that processes of this machine left when they were killed.
 
-    A file is left alone unless its process is known to be gone: another machine, or another container, may still be
+    One is left alone unless its process is known to be gone: another machine, or another container, may still be
     writing it.
 
     Returns:
@@ -40,11 +40,12 @@ def remove_leftovers(path: Path) -> list[Path]:
         found = re.fullmatch(rf"\.{re.escape(path.name)}\.{_MACHINE}-(\d+)-[0-9a-f]{{8}}\.tmp", name)
         if found is None or _is_running(int(found.group(1))):
             continue
+        leftover = path.with_name(name)
         try:
-            path.with_name(name).unlink()
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         except OSError:  # another run was quicker, or the folder cannot be written, which the work itself will say
             continue
-        removed.append(path.with_name(name))
+        removed.append(leftover)
     return removed
 
 

@@ -131,6 +131,14 @@ class IndexedDataset:
         start = int(self.pointers[sequence]) + offset * self.dtype.itemsize
         return np.frombuffer(self._read(start, length * self.dtype.itemsize), dtype=self.dtype)
 
+    def tokens_at(self, pointer: int, count: int) -> np.ndarray:
+        """Reads tokens from a byte offset of the `.bin` file on, whatever sequences they belong to.
+
+        Raises:
+            DataError: the `.bin` file ended early.
+        """
+        return np.frombuffer(self._read(pointer, count * self.dtype.itemsize), dtype=self.dtype)
+
     @overload
     def __getitem__(self, item: int | np.integer) -> np.ndarray: ...
     @overload

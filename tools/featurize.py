@@ -1,0 +1,202 @@
+"""Turns texts, or a `.bin/.idx` pair, into windows of one length in Parquet shards: `<output-path>-00000-of-0000N`.
+
+    python tools/featurize.py --input corpus.jsonl --tokenizer-model ./my-tokenizer --output-path out/wt.train \
+        --min-sequence-length 128 --max-sequence-length 256 --stride 128 --num-workers 2
+    python tools/featurize.py --data-prefix my-gpt2_text_document --no-overlap --output-path out/wt.train
+
+The columns are input_ids, attention_mask and labels: `datasets.Dataset.from_parquet("out/wt.train*")` reads them, and
+so does training. Every token stands in a window; the counts are printed. Any option of Apache Beam (--runner,
+--direct_running_mode, --project, ...) makes it a Beam pipeline.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config.flags import Area, flag, flags_of, parse_flags
+
+_TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
+_LOCAL = "local"
+_DEFAULT_STRIDE = 128
+
+
+@dataclass(frozen=True)
+class FeaturizeFlags(Area):
+    """jax-lm-training's flags of this step, and those of `tools/preprocess_data.py` that choose texts."""
+
+    input: tuple[str, ...] = flag(
+        (), "jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input", nargs="+"
+    )
+    dataset_name: str | None = flag(None, "data set of the datasets library: a hub name, or a local folder")
+    dataset_sub_name: str | None = flag(None, "configuration of --dataset-name")
+    dataset_split_type: str = flag("train", "split of --dataset-name")
+    data_prefix: str | None = flag(None, "a .bin/.idx pair, without suffix, instead of texts")
+    output_path: str = flag(help="path of the shards without -00000-of-0000N")
+    tokenizer_type: str | None = flag(
+        None,
+        "tokenizer family; left out, GPT2BPETokenizer with --vocab-file, else PretrainedFromHF",
+        choices=_TOKENIZERS,
+    )
+    vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
+    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
+    tokenizer_name_or_path: str | None = flag(
+        None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
+    )
+    json_key: str = flag(
+        "text", "key, or column, of the text; a.b is key b of the object under a", spelled=("--json-keys",)
+    )
+    document_separator: str | None = flag(
+        None, r"reads .txt files and standard input as plain text whose documents end with this (\n is a newline)"
+    )
+    on_bad_line: str = flag(
+        "error",
+        "what a line that is no good JSON document does: stop, or be left out and counted",
+        choices=("error", "skip"),
+    )
+    min_sequence_length: int = flag(128, "positions below which a window counts as short", at_least=1)
+    max_sequence_length: int = flag(256, "positions of every window, special tokens included", at_least=1)
+    num_special_token_reserved: int = flag(
+        2, "special tokens of a window: 2 for a beginning and an end, 1 for an end, 0 for none", choices=(0, 1, 2)
+    )
+    ignore_label: int = flag(-100, "label of positions that are not learned")
+    stride: int | None = flag(
+        None, f"tokens between the starts of two windows; left out, {_DEFAULT_STRIDE} if windows overlap", at_least=1
+    )
+    overlap: bool | None = flag(
+        None,
+        "--overlap: windows share tokens; --no-overlap: every token stands in one window. By default as --stride says",
+    )
+    mask_overlap: bool = flag(False, "gives tokens that the window before holds too the ignore label")
+    drop_short: bool = flag(False, "leaves windows below --min-sequence-length out instead of padding them")
+    bos_id: int | None = flag(None, "id that begins a window; left out, the tokenizer's end of document", at_least=0)
+    eos_id: int | None = flag(None, "id that ends a window; left out, the tokenizer's end of document", at_least=0)
+    pad_id: int | None = flag(None, "id that fills short windows; left out, --eos-id", at_least=0)
+    num_shards: int | None = flag(None, "files; left out, as many as --rows-per-shard gives", at_least=1, below=100000)
+    rows_per_shard: int = flag(1 << 16, "most windows of a file", at_least=1)
+    num_workers: int = flag(1, "processes that encode and write. The outputs do not depend on it", at_least=1)
+    log_interval: int = flag(100, "documents between two progress lines (at most one a second)", at_least=1)
+    runner: str = flag(
+        _LOCAL, "local, or beam, or a runner of Apache Beam: DirectRunner, DataflowRunner, FlinkRunner, ..."
+    )
+
+    def complete(self) -> None:
+        """Fills in the tokenizer's family and the stride."""
+        if self.tokenizer_type is None and self.vocab_file is not None:
+            self.set_derived("tokenizer_type", "GPT2BPETokenizer")
+        elif self.tokenizer_type is None and self.tokenizer_name_or_path is not None:
+            self.set_derived("tokenizer_type", "PretrainedFromHF")
+        if self.stride is None and self.overlap is not False:
+            self.set_derived("stride", min(_DEFAULT_STRIDE, self._tokens_per_window))
+
+    @property
+    def _tokens_per_window(self) -> int:
+        return max(1, self.max_sequence_length - self.num_special_token_reserved)
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        sources = [name for name in ("input", "dataset_name", "data_prefix") if getattr(self, name)]
+        if len(sources) != 1:
+            found = " and ".join("--" + name.replace("_", "-") for name in sources) or "none"
+            yield f"Of --input, --dataset-name and --data-prefix one must be given, {found} is."
+        if self.tokenizer_type is None and not self.data_prefix:
+            yield "--tokenizer-model (or --vocab-file and --merge-file) is required to make tokens of texts."
+        room = self._tokens_per_window
+        if self.overlap is False and self.stride is not None and self.stride != room:
+            yield (
+                f"--no-overlap puts every token into one window of {room}, but --stride {self.stride} was given. Leave "
+                f"one out, or give --stride {room}."
+            )
+        if self.overlap and self.stride == room:
+            yield f"--overlap needs a --stride below the {room} tokens of a window; it is {self.stride}."
+
+
+def main() -> int:
+    """Runs the tool on the command line's flags."""
+    ours, beam = divide(sys.argv[1:])
+    flags = parse_flags(FeaturizeFlags, ours, prog="featurize.py", description=__doc__ or "")
+    signal.signal(signal.SIGTERM, _interrupt)
+    return run(flags, beam)
+
+
+def divide(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Parts a command line into this tool's flags, in their spelling with dashes, and options of Apache Beam."""
+    known = {spelling for one in flags_of(FeaturizeFlags) for spelling in one.spellings} | {"--help"}
+    ours: list[str] = []
+    beam: list[str] = []
+    current = ours
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            dashed = name.replace("_", "-")
+            current = ours if dashed in known else beam
+            word = dashed + equals + value if current is ours else word
+        current.append(word)
+    return ours, beam
+
+
+def run(flags: FeaturizeFlags, beam: Sequence[str] = ()) -> int:
+    """Does what the flags say.
+
+    Args:
+        beam: options of Apache Beam.
+    """
+    from megatron.corpus.encode import EncodeOptions
+    from megatron.corpus.featurize import WindowOptions, featurize, featurize_tokens
+    from megatron.corpus.inputs import expand_inputs, read_separator
+    from megatron.corpus.progress import Progress
+    from megatron.corpus.sources import total_bytes
+    from megatron.data.sidecar import TokenizerRecord, check_tokenizer_fits
+    from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+
+    options = WindowOptions(**{name: getattr(flags, name) for name in WindowOptions.__dataclass_fields__})
+    separator = None if flags.document_separator is None else read_separator(flags.document_separator)
+    encoding = EncodeOptions(
+        TokenizerChoice.of(flags),
+        (flags.json_key,),
+        skip_bad_lines=flags.on_bad_line == "skip",
+        document_separator=separator,
+    )
+    if flags.data_prefix is not None:
+        record = None
+        if flags.tokenizer_type is not None:
+            tokenizer = build_tokenizer(encoding.tokenizer)
+            check_tokenizer_fits([flags.data_prefix], tokenizer)
+            record = TokenizerRecord.of(tokenizer)
+        result = featurize_tokens(flags.data_prefix, flags.output_path, record, options, flags.num_workers)
+    else:
+        files = expand_inputs(flags.input, separator)
+        log.info(f"Opening {', '.join(files[:8])}{', ...' * (len(files) > 8)} ({len(files)} in all)")
+        progress = Progress(
+            total_bytes(files), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None
+        )
+        try:
+            result = featurize(files, flags.output_path, encoding, options, flags.num_workers, progress)
+        except BaseException:
+            progress.clear()
+            raise
+    for text in result.report(flags.max_sequence_length):
+        log.info(text)
+    if not result.tally.windows:
+        log.warning(f"{flags.output_path}: there is no window to train on. Check the input.")
+    return 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Turns SIGTERM into the keyboard's interrupt, so that temporary files are removed."""
+    raise KeyboardInterrupt
+
+
+def _write_terminal(text: str) -> None:
+    os.write(sys.stderr.fileno(), text.encode())
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

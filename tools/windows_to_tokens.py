@@ -1,0 +1,65 @@
+"""Turns windows in Parquet files into a `.bin/.idx` pair that `pretrain_gpt.py --data-path` reads.
+
+    python tools/windows_to_tokens.py --windows out/wt.train --output-prefix out/wt_text_document --append-eod
+
+Files of `tools/featurize.py` give back the documents they were cut from. Of other tools' files each window becomes a
+document of all ids that its attention_mask keeps. The way there is `tools/featurize.py --data-prefix`.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config.flags import Area, flag, parse_flags
+
+_TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
+
+
+@dataclass(frozen=True)
+class BackFlags(Area):
+    """Flags of this program."""
+
+    windows: tuple[str, ...] = flag(
+        help="Parquet files, patterns, or the path before -00000-of-0000N; in the order of the result", nargs="+"
+    )
+    output_prefix: str = flag(help="data prefix of the result, without .bin/.idx")
+    append_eod: bool = flag(False, "end every document with the tokenizer's end-of-document id")
+    tokenizer_type: str | None = flag(None, "tokenizer that made files which do not say it", choices=_TOKENIZERS)
+    vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
+    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
+    tokenizer_name_or_path: str | None = flag(
+        None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
+    )
+
+
+def main() -> int:
+    """Runs the tool on the command line's flags."""
+    flags = parse_flags(BackFlags, sys.argv[1:], prog="windows_to_tokens.py", description=__doc__ or "")
+    from megatron.corpus.featurize_back import windows_to_tokens
+    from megatron.data.sidecar import TokenizerRecord
+    from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    record = TokenizerRecord.of(build_tokenizer(TokenizerChoice.of(flags))) if flags.tokenizer_type else None
+    result = windows_to_tokens(flags.windows, flags.output_prefix, record, flags.append_eod)
+    kind = "put together" if result.whole else "taken as a document each (their files do not say how they were cut)"
+    log.info(
+        f"Wrote {flags.output_prefix} (.bin, .idx): {result.documents} documents, {result.tokens} tokens, from "
+        f"{result.windows} windows {kind}; {result.empty} empty ones left out."
+    )
+    return 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Turns SIGTERM into the keyboard's interrupt, so that temporary files are removed."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
