@@ -31,6 +31,7 @@ except ImportError:  # not a POSIX system: builds are not serialised, which cost
 FORMAT_VERSION = 1
 
 _READ_BYTES = 1 << 24
+_MAPPED_ABOVE_BYTES = 1 << 20
 _POLL_SECONDS = 0.2
 _REPORT_AFTER_SECONDS = 15.0
 
@@ -120,10 +121,7 @@ class IndexCache:
         if problem:
             log.warning(f"the index {path} is damaged ({problem}) and is built again.")
             return None
-        return {
-            name: np.asarray(np.load(self._array_path(stem, name), mmap_mode="r", allow_pickle=False))
-            for name in stored["files"]
-        }
+        return {name: _load_array(self._array_path(stem, name)) for name in stored["files"]}
 
     def _problem(self, stem: str, stored: object, record: dict[str, object]) -> str | None:
         if not isinstance(stored, dict) or not isinstance(stored.get("files"), dict) or not stored["files"]:
@@ -170,6 +168,12 @@ def _wait_for_lock(stream: BinaryIO, directory: Path) -> None:
             time.sleep(_POLL_SECONDS)
         except OSError:  # no locks on this file system: the work is done twice, with the same result
             return
+
+
+def _load_array(path: Path) -> np.ndarray:
+    """Maps an array; a small one is read, since a map holds its file open and hundreds of sources have many."""
+    is_small = path.stat().st_size <= _MAPPED_ABOVE_BYTES
+    return np.asarray(np.load(path, mmap_mode=None if is_small else "r", allow_pickle=False))
 
 
 def _save_array(array: np.ndarray, stream: BinaryIO) -> None:

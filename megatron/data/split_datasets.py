@@ -17,12 +17,15 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.index_map import Indices, build_indices
 from megatron.data.indexed import IndexedDataset
+from megatron.data.old_index import read_old_index
+from megatron.data.open_files import allow_open_files
 from megatron.data.plan import DataPlan, GroupPlan, Member, Phase, Segment, SourcePlan
 from megatron.data.resumed_plan import resumed_plan
 from megatron.data.splits import fraction_range, split_boundaries
 from megatron.errors import ConfigError, DataError
 
 _SPLIT_NAMES = ("train", "valid", "test")
+_FILES_PER_PREFIX = 12  # tokens, index, three mapped arrays in each of three splits; one to spare
 
 
 class SampleDataset(Protocol):
@@ -77,6 +80,7 @@ def build_split_datasets(
             the stored plan is of other data.
         ConfigError: two evaluation groups share a name.
     """
+    allow_open_files(_FILES_PER_PREFIX * len(data_prefixes(data)))
     files = _OpenFiles(data.data_impl)
     fresh = _fresh_plan(data, sequence_length, seed, files)
     current = resumed_plan(fresh, plan, consumed, may_change_blend=data.change_data_blend) if plan else fresh
@@ -311,9 +315,10 @@ def _build_group(group: GroupPlan, plan: DataPlan, files: _OpenFiles, caches: _C
     last = len(firsts) - 1
     opened = [number for number in range(last) if firsts[number + 1] > consumed]
     places = sorted({member.source for number in (*opened, last) for member in group.phases[number].members})
-    parts = {
-        place: _build_source(group.sources[place], plan, files[group.sources[place].prefix], caches) for place in places
-    }
+    parts = {}
+    for place in places:
+        source = group.sources[place]
+        parts[place] = _build_source(group.name, source, plan, files[source.prefix], caches)
     newest = _build_phase(group, last, parts, caches)
     if last == 0:
         return newest
@@ -340,15 +345,19 @@ def _build_phase(
     return BlendedDataset(members, arrays["source"], arrays["sample"], firsts, places)
 
 
-def _build_source(source: SourcePlan, plan: DataPlan, indexed: IndexedDataset, caches: _Caches) -> GPTDataset:
+def _build_source(
+    group_name: str, source: SourcePlan, plan: DataPlan, indexed: IndexedDataset, caches: _Caches
+) -> GPTDataset:
     cache = caches.beside(source.prefix)
-    segments = [_load_segment(source, segment, plan, indexed, cache) for segment in source.segments]
+    stem = f"{source.prefix}_{group_name}"
+    segments = [_load_segment(stem, source, segment, plan, indexed, cache) for segment in source.segments]
     return GPTDataset(indexed, plan.sequence_length, segments)
 
 
 def _load_segment(
-    source: SourcePlan, segment: Segment, plan: DataPlan, indexed: IndexedDataset, cache: IndexCache
+    stem: str, source: SourcePlan, segment: Segment, plan: DataPlan, indexed: IndexedDataset, cache: IndexCache
 ) -> Indices:
+    """The index arrays of a segment: our own if there are, else upstream's if they fit, else new ones."""
     description = {
         "idx_sha256": source.fingerprint,
         "first": source.first,
@@ -360,11 +369,13 @@ def _load_segment(
     }
 
     def make() -> dict[str, np.ndarray]:
+        lengths, length, samples, seed = indexed.lengths, plan.sequence_length, segment.samples, segment.seed
+        if segment is source.segments[0] and plan.epoch_rule == "bigscience":
+            old = read_old_index(stem, lengths, source.first, source.last, length, samples, seed)
+            if old is not None:
+                return old._asdict()
         documents = np.arange(source.first, source.last)
-        built = build_indices(
-            indexed.lengths, documents, plan.sequence_length, segment.samples, segment.seed, plan.epoch_rule
-        )
-        return built._asdict()
+        return build_indices(lengths, documents, length, samples, seed, plan.epoch_rule)._asdict()
 
     arrays = cache.arrays("gpt", description, make)
     return Indices(arrays["document"], arrays["sample"], arrays["shuffle"])

@@ -45,6 +45,7 @@ CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 _AMBIGUOUS_FLOAT_CODE = 7
 _CHUNK_ENTRIES = 1 << 20
+_MAPPED_ABOVE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,11 @@ def read_token_index(path: Path, bin_path: Path, bin_bytes: int) -> TokenIndex:
     """
     with path.open("rb") as stream:
         size = stream.seek(0, 2)
-        raw = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
+        if size > _MAPPED_ABOVE_BYTES:
+            raw = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+        else:  # a map would hold the file open, and a blend of hundreds of small sources has many
+            stream.seek(0)
+            raw = memoryview(stream.read())
     if bytes(raw[: len(MMAP_MAGIC)]) == MMAP_MAGIC:
         return _read_mmap_layout(path, raw, bin_path, bin_bytes)
     if bytes(raw[: len(CACHED_MAGIC)]) == CACHED_MAGIC:
