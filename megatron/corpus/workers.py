@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from megatron.corpus.encode import EncodedBlock, EncodedKey, EncodeOptions, Encoder
 from megatron.corpus.lines import BadLine
+from megatron.corpus.pipes import can_write, read_exactly, wait_for, write_all
 from megatron.corpus.sources import Block
 from megatron.data.atomic_files import start_write_back, storage_error
 from megatron.errors import ConfigError, DataError, ExitCode, MegatronError, StorageError
@@ -75,6 +76,19 @@ class _Worker:
     @property
     def title(self) -> str:
         return f"preprocessing worker {self.index} (pid {self.process.pid})"
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Sends a short message."""
+        self.wait_to_write()
+        self.outgoing.send_bytes(json.dumps(message).encode())
+
+    def wait_to_write(self) -> None:
+        """Waits until the worker empties its pipe."""
+        wait_for(partial(can_write, self.outgoing), [(self.title, self.process.pid)])
+
+    def wait_to_read(self) -> None:
+        """Waits until the worker has written something."""
+        wait_for(partial(wait, [self.incoming]), [(self.title, self.process.pid)])
 
 
 class WorkerPool:
@@ -210,18 +224,18 @@ class WorkerPool:
         header = {"source": block.source, "start": block.start, "size": block.size, "layout": block.layout}
         header["data_bytes"] = None if block.data is None else len(block.data)
         try:
-            worker.outgoing.send_bytes(json.dumps(header).encode())
+            worker.tell(header)
             if block.data is not None:
-                _write_all(worker.outgoing, memoryview(block.data))
+                write_all(worker.outgoing, memoryview(block.data), worker.wait_to_write)
         except OSError as failure:
             raise self._death(worker) from failure
         worker.blocks.append(number)
 
     def _receive(self, waiting: dict[int, EncodedBlock]) -> None:
         """Waits until a worker has a result or dies, and takes in what there is."""
-        readable = wait(
-            [worker.incoming for worker in self._workers] + [worker.process.sentinel for worker in self._workers]
-        )
+        ends = [worker.incoming for worker in self._workers] + [worker.process.sentinel for worker in self._workers]
+        busy = [(worker.title, worker.process.pid) for worker in self._workers if worker.blocks or worker.unplaced]
+        readable = wait_for(partial(wait, ends), busy)
         for worker in self._workers:
             try:
                 if worker.incoming in readable:
@@ -238,13 +252,12 @@ class WorkerPool:
         if "placed" in header:
             worker.unplaced -= 1
         else:
-            place = partial(self._place, worker)
-            waiting[worker.blocks.pop(0)] = _receive_result(header, worker.incoming, place)
+            waiting[worker.blocks.pop(0)] = _receive_result(header, worker, partial(self._place, worker))
 
     def _place(self, worker: _Worker, places: Sequence[tuple[str, int]]) -> None:
         """Tells a worker where the ids of its oldest result belong."""
         try:
-            worker.outgoing.send_bytes(json.dumps({"places": places}).encode())
+            worker.tell({"places": places})
         except OSError as failure:
             raise self._death(worker) from failure
         worker.unplaced += 1
@@ -325,7 +338,7 @@ def _take_tasks(tasks: Connection, arrived: queue.SimpleQueue[Block | list[tuple
                 arrived.put(header["places"])
                 continue
             size = header["data_bytes"]
-            data = None if size is None else _read_exactly(tasks, size).tobytes()
+            data = None if size is None else read_exactly(tasks, size).tobytes()
             arrived.put(Block(header["source"], header["start"], header["size"], data, 0, header["layout"]))
     except (EOFError, OSError):
         arrived.put(None)
@@ -362,45 +375,25 @@ def _send_result(results: Connection, encoded: EncodedBlock) -> None:
     for key in encoded.keys:
         for table in _tables(key):
             if table is not None:
-                _write_all(results, table.view(np.uint8).data)
+                write_all(results, table.view(np.uint8).data)
 
 
 def _tables(key: EncodedKey) -> tuple[npt.NDArray[np.int64] | None, ...]:
     return key.lengths, key.sequences_per_document
 
 
-def _read_table(incoming: Connection, size: int | None) -> npt.NDArray[np.int64] | None:
-    return None if size is None else _read_exactly(incoming, size).view(np.int64)
-
-
 def _receive_result(
-    header: dict[str, Any], incoming: Connection, place: Callable[[Sequence[tuple[str, int]]], None]
+    header: dict[str, Any], worker: _Worker, place: Callable[[Sequence[tuple[str, int]]], None]
 ) -> EncodedBlock:
-    keys = [EncodedKey(None, *(_read_table(incoming, size) for size in sizes)) for sizes in header["keys"]]  # type: ignore[arg-type]
+    def table(size: int) -> npt.NDArray[np.int64]:
+        return read_exactly(worker.incoming, size, worker.wait_to_read).view(np.int64)
+
+    keys = [
+        EncodedKey(None, table(lengths), None if documents is None else table(documents))
+        for lengths, documents in header["keys"]
+    ]
     bad = tuple(BadLine(*entry) for entry in header["bad"])
     return EncodedBlock(tuple(keys), header["lines"], header["empty"], bad, header["bad_count"], place)
-
-
-def _write_all(pipe: Connection, data: memoryview) -> None:
-    """Writes bytes without a frame around them: the message before said how many there are."""
-    while data.nbytes:
-        data = data[os.write(pipe.fileno(), data) :]
-
-
-def _read_exactly(pipe: Connection, size: int) -> npt.NDArray[np.uint8]:
-    """Reads so many bytes straight into their place.
-
-    Raises:
-        EOFError: the other side went away.
-    """
-    data = np.empty(size, dtype=np.uint8)
-    missing = data.data
-    while missing.nbytes:
-        count = os.readv(pipe.fileno(), [missing])
-        if not count:
-            raise EOFError("the pipe was closed")
-        missing = missing[count:]
-    return data
 
 
 def _say(results: Connection, message: dict[str, Any]) -> None:

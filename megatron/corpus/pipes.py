@@ -1,0 +1,103 @@
+"""Bytes through the pipes between the program and its workers, and waiting that says for whom.
+
+A worker may be busy with a very long document, starved by the machine, or stopped by somebody who looks into it. None
+of that is an error, but nobody should have to guess why nothing moves.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron import log
+
+PATIENCE_SECONDS = 60.0
+
+Ready = TypeVar("Ready")
+
+
+def wait_for(wait: Callable[[float], Ready], workers: Sequence[tuple[str, int | None]]) -> Ready:
+    """Waits as long as it takes; says after a minute of silence, then at twice the time each, who has not answered.
+
+    Args:
+        wait: waits for so many seconds; what it returns is false as long as nothing is ready.
+        workers: titles and process ids of those that should answer.
+    """
+    seconds = silence = PATIENCE_SECONDS
+    while not (ready := wait(seconds)):
+        for title, process_id in workers:
+            log.warning(f"{title} has not answered for {silence:g} seconds. {_likely_cause(process_id)}")
+        seconds, silence = silence, 2 * silence
+    return ready
+
+
+def can_write(pipe: Connection, seconds: float) -> bool:
+    """Whether a pipe takes a short message (or has lost its reader) within so many seconds."""
+    poll = select.poll()
+    poll.register(pipe.fileno(), select.POLLOUT)
+    return bool(poll.poll(seconds * 1000))
+
+
+def write_all(pipe: Connection, data: memoryview, wait: Callable[[], Any] | None = None) -> None:
+    """Writes bytes without a frame around them: the message before said how many there are.
+
+    Args:
+        wait: called whenever the pipe is full; without it the system waits.
+    """
+    if wait is not None:
+        os.set_blocking(pipe.fileno(), False)
+    try:
+        while data.nbytes:
+            if wait is not None:
+                wait()
+            with suppress(BlockingIOError):
+                data = data[os.write(pipe.fileno(), data) :]
+    finally:
+        if wait is not None:
+            os.set_blocking(pipe.fileno(), True)
+
+
+def read_exactly(pipe: Connection, size: int, wait: Callable[[], Any] | None = None) -> npt.NDArray[np.uint8]:
+    """Reads so many bytes straight into their place.
+
+    Args:
+        wait: called before each read; without it the system waits.
+
+    Raises:
+        EOFError: the other side went away.
+    """
+    data = np.empty(size, dtype=np.uint8)
+    missing = data.data
+    while missing.nbytes:
+        if wait is not None:
+            wait()
+        count = os.readv(pipe.fileno(), [missing])
+        if not count:
+            raise EOFError("the pipe was closed")
+        missing = missing[count:]
+    return data
+
+
+def _likely_cause(process_id: int | None) -> str:
+    if _state_of(process_id) in ("T", "t"):
+        return (
+            f"It is stopped, by a signal or a debugger: `kill -CONT {process_id}` lets it go on, and nothing is lost; "
+            f"`kill {process_id}` ends the run."
+        )
+    return "It may have a very long document, or the machine too little memory. The run goes on when it answers."
+
+
+def _state_of(process_id: int | None) -> str:
+    """The letter that Linux gives to the state of a process; empty where it is not known."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
