@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ TOKENIZERS = (
     *SENTENCEPIECE_TOKENIZERS,
     *WORDPIECE_TOKENIZERS,
 )
+_SHARD_NAME = re.compile(r"-\d{5,}-of-\d{5,}$")
 _INDEX_RULES = ("bigscience", "nvidia")
 
 
@@ -159,12 +161,17 @@ def read_blend(words: tuple[str, ...], name: str) -> tuple[tuple[float, str], ..
         return tuple((1.0, word) for word in words)
     shown = " ".join(words)
     if len(words) % 2:
-        raise ConfigError(f"{name} {shown} has {len(words)} words. Give one prefix, or pairs of weight and prefix.")
+        raise ConfigError(
+            f"{name} {shown} has {len(words)} words. Give one prefix, or pairs of weight and prefix"
+            f"{_quote_hint(words)}."
+        )
     pairs = []
     for weight, prefix in zip(words[::2], words[1::2], strict=True):
         value = _number(weight)
         if value is None or not 0 < value < float("inf"):
-            raise ConfigError(f'{name} {shown}: "{weight}" must be a positive weight, followed by its prefix.')
+            raise ConfigError(
+                f'{name} {shown}: "{weight}" must be a positive weight, followed by its prefix{_quote_hint(words)}.'
+            )
         pairs.append((value, prefix))
     return tuple(pairs)
 
@@ -199,6 +206,12 @@ def _groups(texts: tuple[str, ...], paths: tuple[str, ...], split: str) -> tuple
     pairs = read_blend(paths, f"--{split}-data-path")
     entries = tuple(WeightedPath(weight, 0.0, 1.0, prefix) for weight, prefix in pairs)
     return (WeightedGroup(split, entries),) if entries else ()
+
+
+def _quote_hint(words: tuple[str, ...]) -> str:
+    """What to do when the shell has put the files in place of a pattern."""
+    is_expanded = all(word.endswith(".parquet") or _SHARD_NAME.search(word) for word in words)
+    return "; a pattern of Parquet files must be quoted, so that the shell leaves it alone" if is_expanded else ""
 
 
 def _number(text: str) -> float | None:

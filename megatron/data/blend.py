@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_map import compiled_builder
+from megatron.data.sample import Sample, SourceDataset
 from megatron.errors import DataError
 
 _SMALL_BLEND = 255
@@ -81,7 +81,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[SourceDataset],
         sources: np.ndarray,
         samples: np.ndarray,
         firsts: Sequence[int] | None = None,
@@ -104,8 +104,12 @@ class BlendedDataset:
 
     def __getitem__(self, sample: int) -> np.ndarray:
         """Token ids int64 [s + 1] of a sample."""
+        return self.read(sample).tokens
+
+    def read(self, sample: int) -> Sample:
+        """Token ids, and which of them count as labels."""
         chosen, number = self._place(sample)
-        return self.datasets[chosen][number]
+        return self.datasets[chosen].read(number)
 
     def source_of(self, sample: int) -> int:
         """Which source a sample comes from."""
@@ -134,8 +138,8 @@ class PhasedDataset:
     def __init__(
         self,
         firsts: Sequence[int],
-        earlier: Sequence[GPTDataset | BlendedDataset | None],
-        newest: GPTDataset | BlendedDataset,
+        earlier: Sequence[SourceDataset | BlendedDataset | None],
+        newest: SourceDataset | BlendedDataset,
     ) -> None:
         self.firsts = tuple(firsts)
         self.newest = newest
@@ -146,8 +150,12 @@ class PhasedDataset:
 
     def __getitem__(self, sample: int) -> np.ndarray:
         """Token ids int64 [s + 1] of a sample."""
+        return self.read(sample).tokens
+
+    def read(self, sample: int) -> Sample:
+        """Token ids, and which of them count as labels."""
         phase, number = self._place(sample)
-        return phase[number]
+        return phase.read(number)
 
     def source_of(self, sample: int) -> int:
         """Which source a sample comes from."""
@@ -159,7 +167,7 @@ class PhasedDataset:
         phase, number = self._place(sample)
         return phase.locate(number, position)
 
-    def _place(self, sample: int) -> tuple[GPTDataset | BlendedDataset, int]:
+    def _place(self, sample: int) -> tuple[SourceDataset | BlendedDataset, int]:
         if not 0 <= sample < len(self):
             raise IndexError(f"{len(self)} samples are planned; there is no sample {sample}.")
         number = bisect_right(self.firsts, sample) - 1

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron.data.index_map import Indices
 from megatron.data.indexed import IndexedDataset
+from megatron.data.sample import Sample
 from megatron.errors import DataError
 
 
@@ -62,6 +63,10 @@ class GPTDataset:
                 f"{self.sequence_length + 1}. Delete the index cache."
             )
         return tokens
+
+    def read(self, sample: int) -> Sample:
+        """A sample, all of whose labels count."""
+        return Sample(self[sample])
 
     def source_of(self, sample: int) -> int:
         """Which source of its group a sample comes from: there is only this one."""

@@ -109,8 +109,7 @@ def build_indices(
     Raises:
         DataError: no tokens, a seed NumPy cannot take, or an order too long to be held.
     """
-    if not 0 <= seed <= _LARGEST_SEED:
-        raise DataError(f"The seed {seed} (--seed) cannot shuffle data; it must lie in 0 to {_LARGEST_SEED}.")
+    check_seed(seed)
     plan = plan_epochs(int(lengths[documents].sum(dtype=np.int64)), sequence_length, samples, epoch_rule)
     if plan.epochs * len(documents) > _MOST_ENTRIES:
         raise DataError(
@@ -121,6 +120,16 @@ def build_indices(
     document = _document_index(documents, plan, random)
     sample = sample_index(lengths, document, sequence_length, plan.samples)
     return Indices(document, sample, _shuffle_index(plan, random))
+
+
+def check_seed(seed: int) -> None:
+    """Checks that NumPy can shuffle by a seed.
+
+    Raises:
+        DataError: it cannot.
+    """
+    if not 0 <= seed <= _LARGEST_SEED:
+        raise DataError(f"The seed {seed} (--seed) cannot shuffle data; it must lie in 0 to {_LARGEST_SEED}.")
 
 
 def sample_index(lengths: np.ndarray, document: np.ndarray, sequence_length: int, samples: int) -> np.ndarray:

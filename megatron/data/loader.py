@@ -13,7 +13,7 @@ from types import TracebackType
 
 import numpy as np
 
-from megatron.data.split_datasets import SampleDataset
+from megatron.data.sample import Sample, SampleDataset
 from megatron.errors import ConfigError, DataError
 
 
@@ -115,11 +115,14 @@ class MicroBatches:
         missing = len(numbers) - len(rows)
         if missing:
             row = rows[0] if rows else self._sample(self.first_sample)
-            rows += [np.full_like(row, self.options.eod_id or 0)] * missing
-        text = np.stack(rows)  # [b, s + 1]
+            rows += [Sample(np.full_like(row.tokens, self.options.eod_id or 0))] * missing
+        text = np.stack([row.tokens for row in rows])  # [b, s + 1]
         self._check_ids(text, first)
         tokens = np.ascontiguousarray(text[:, :-1])  # [b, s]
         mask = np.ones(tokens.shape, np.float32)
+        for place, row in enumerate(rows):
+            if row.loss_mask is not None:
+                mask[place] = row.loss_mask
         if self.options.eod_mask_loss:
             mask[tokens == self.options.eod_id] = 0.0
         mask[len(numbers) - missing :] = 0.0
@@ -132,13 +135,13 @@ class MicroBatches:
             source_ids=np.array(sources + [0] * missing, np.int64) if self.options.sources else None,
         )
 
-    def _sample(self, number: int) -> np.ndarray:
+    def _sample(self, number: int) -> Sample:
         if number >= len(self.dataset):
             raise DataError(
                 f"Sample {number} was asked for, but {len(self.dataset)} samples are planned. "
                 "Plan more (--train-iters or --train-samples) before training goes on."
             )
-        return self.dataset[number]
+        return self.dataset.read(number)
 
     def _check_ids(self, text: np.ndarray, first: int) -> None:
         limit = self.options.vocab_size

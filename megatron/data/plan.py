@@ -56,7 +56,8 @@ class SourcePlan:
         prefix: data prefix; may change between runs, the fingerprint may not.
         fingerprint: see `IndexedDataset.fingerprint`.
         first, last: sequences [first, last) of the file.
-        tokens: tokens in them.
+        tokens: tokens in them; of rows, the samples' length for each.
+        is_rows: whether each of them is a row that is a sample by itself, as in Parquet windows and document stores.
     """
 
     prefix: str
@@ -65,6 +66,7 @@ class SourcePlan:
     last: int
     tokens: int
     segments: tuple[Segment, ...] = ()
+    is_rows: bool = False
 
     @property
     def rows(self) -> int:
@@ -234,7 +236,11 @@ def _extended_source(source: SourcePlan, needed: int, sequence_length: int, seed
     missing = needed - source.rows
     if missing <= 0:
         return source
-    rows = plan_epochs(source.tokens, sequence_length, missing, epoch_rule).samples
+    if source.is_rows:
+        epoch = source.last - source.first
+        rows = -(-missing // epoch) * epoch
+    else:
+        rows = plan_epochs(source.tokens, sequence_length, missing, epoch_rule).samples
     segment = Segment(missing, segment_seed(seed, len(source.segments)), rows)
     return dataclasses.replace(source, segments=(*source.segments, segment))
 
@@ -271,4 +277,5 @@ def _source_from_json(value: Mapping[str, Any]) -> SourcePlan:
             Segment(int(segment["samples"]), int(segment["seed"]), int(segment["rows"]))
             for segment in value["segments"]
         ),
+        is_rows=bool(value.get("is_rows", False)),
     )

@@ -163,16 +163,29 @@ def check_tokenizer_fits(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
         sidecar = read_sidecar(prefix)
         if sidecar is None or not _describes(prefix, sidecar):
             continue
-        made_with = sidecar.tokenizer
-        same = made_with.fingerprint in (None, tokenizer.fingerprint) and made_with.vocab_size == tokenizer.vocab_size
-        if not same:
-            raise DataError(
-                f"the data {prefix} was made with another tokenizer ({made_with.name}, fingerprint "
-                f"{str(made_with.fingerprint)[:12]}, {made_with.vocab_size} tokens) than this run's ({tokenizer.name}, "
-                f"{tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} tokens): its ids would mean other words. Give "
-                "the same --tokenizer-type, --vocab-file, --merge-file or --tokenizer-name-or-path, or preprocess the "
-                f"corpus again (without {sidecar_path(prefix)} nothing is checked)."
-            )
+        check_same_tokenizer(
+            prefix, sidecar.tokenizer, tokenizer, f" (without {sidecar_path(prefix)} nothing is checked)"
+        )
+
+
+def check_same_tokenizer(prefix: str, made_with: TokenizerRecord, tokenizer: Tokenizer, way_out: str = "") -> None:
+    """Checks that data was made with a tokenizer.
+
+    Args:
+        way_out: what else the user may do, in words.
+
+    Raises:
+        DataError: it was made with another one.
+    """
+    if made_with.fingerprint in (None, tokenizer.fingerprint) and made_with.vocab_size == tokenizer.vocab_size:
+        return
+    raise DataError(
+        f"the data {prefix} was made with another tokenizer ({made_with.name}, fingerprint "
+        f"{str(made_with.fingerprint)[:12]}, {made_with.vocab_size} tokens) than this run's ({tokenizer.name}, "
+        f"{tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} tokens): its ids would mean other words. Give the same "
+        "--tokenizer-type, --vocab-file, --merge-file or --tokenizer-name-or-path, or preprocess the corpus again"
+        f"{way_out}."
+    )
 
 
 def _describes(prefix: str, sidecar: Sidecar) -> bool:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from megatron import log
 from megatron.config.data import DataConfig, WeightedGroup, read_blend, shown_split
 from megatron.data.blend import BlendedDataset, PhasedDataset, blend_order
+from megatron.data.data_sources import DataSources, check_source_exists, source_facts, source_folder
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.index_map import Indices, build_indices
@@ -21,26 +21,14 @@ from megatron.data.old_index import read_old_index
 from megatron.data.open_files import allow_open_files
 from megatron.data.plan import DataPlan, GroupPlan, Member, Phase, Segment, SourcePlan
 from megatron.data.resumed_plan import resumed_plan
+from megatron.data.row_dataset import RowDataset, RowSource
+from megatron.data.sample import SampleDataset, SourceDataset
 from megatron.data.splits import fraction_range, split_boundaries
+from megatron.data.tokenizer import Tokenizer
 from megatron.errors import ConfigError, DataError
 
 _SPLIT_NAMES = ("train", "valid", "test")
 _FILES_PER_PREFIX = 12  # tokens, index, three mapped arrays in each of three splits; one to spare
-
-
-class SampleDataset(Protocol):
-    """Samples by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, sample: int) -> np.ndarray:
-        """Token ids int64 [s + 1]."""
-
-    def source_of(self, sample: int) -> int:
-        """Which source of its group (`GroupPlan.sources`) a sample comes from."""
-
-    def locate(self, sample: int, position: int) -> str:
-        """Where a token of a sample is stored, in words."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +52,9 @@ def build_split_datasets(
     plan: DataPlan | None = None,
     build_indices: bool = True,
     consumed: int = 0,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[SplitDatasets, DataPlan]:
-    """Opens the token files and gives the data sets of all splits.
+    """Opens the sources and gives the data sets of all splits.
 
     Args:
         sequence_length: tokens of a sample, without the one that is only a label.
@@ -74,14 +63,15 @@ def build_split_datasets(
         build_indices: whether this process writes missing indices; true on one process per node, which goes first.
         consumed: training samples that were consumed before; a changed blend begins there, and phases that end there
             or before are not opened.
+        tokenizer: of the run, which Parquet windows must have been made with.
 
     Raises:
-        DataError: a file is missing or damaged or of another layout than --data-impl says, training has no data, or
+        DataError: a source is missing or damaged or of another layout than --data-impl says, training has no data, or
             the stored plan is of other data.
-        ConfigError: two evaluation groups share a name.
+        ConfigError: two evaluation groups share a name, or Parquet windows have another length than samples.
     """
     allow_open_files(_FILES_PER_PREFIX * len(data_prefixes(data)))
-    files = _OpenFiles(data.data_impl)
+    files = DataSources(sequence_length, data.data_impl, tokenizer)
     fresh = _fresh_plan(data, sequence_length, seed, files)
     current = resumed_plan(fresh, plan, consumed, may_change_blend=data.change_data_blend) if plan else fresh
     current = current.extended(samples)
@@ -99,12 +89,12 @@ def build_split_datasets(
 
 
 def data_fingerprint(data: DataConfig) -> dict[str, Any]:
-    """What identifies the token files, for a checkpoint's manifest: per prefix sizes, dtype and fingerprint."""
-    return {prefix: dict(_file_facts(prefix)) for prefix in data_prefixes(data)}
+    """What identifies the data, for a checkpoint's manifest: per prefix sizes and fingerprint."""
+    return {prefix: dict(source_facts(prefix)) for prefix in data_prefixes(data)}
 
 
 def data_prefixes(data: DataConfig) -> list[str]:
-    """The token files that the data flags name, each once."""
+    """The sources that the data flags name, each once."""
     prefixes = [prefix for _, prefix in read_blend(data.data_path, "--data-path")]
     groups = (*data.train_groups, *data.valid_groups, *data.test_groups)
     prefixes += [entry.prefix for group in groups for entry in group.entries]
@@ -112,14 +102,13 @@ def data_prefixes(data: DataConfig) -> list[str]:
 
 
 def check_files_exist(data: DataConfig) -> None:
-    """Looks for the token files by name only, so that a wrong prefix is refused before anything heavy is imported.
+    """Looks for the sources by name only, so that a wrong prefix is refused before anything heavy is imported.
 
     Raises:
-        DataError: a file of a pair is missing.
+        ConfigError, DataError: see `check_source_exists`.
     """
     for prefix in data_prefixes(data):
-        if not all(Path(prefix + suffix).is_file() for suffix in (".idx", ".bin")):
-            IndexedDataset(prefix)  # knows what to say
+        check_source_exists(prefix)
 
 
 def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
@@ -156,55 +145,9 @@ def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -
         )
 
 
-def check_layout(indexed: IndexedDataset, data_impl: str) -> None:
-    """Checks that a token file has the layout that `--data-impl` names; cached and lazy are one layout.
-
-    Raises:
-        DataError: it has the other one.
-    """
-    wanted = {"mmap": "mmap", "cached": "cached", "lazy": "cached"}.get(data_impl, indexed.layout)
-    if indexed.layout != wanted:
-        names = {"mmap": "mmap", "cached": "cached or lazy"}
-        raise DataError(
-            f"--data-impl {data_impl} was given, but {indexed.idx_path} has the layout {names[indexed.layout]}. Drop "
-            f"--data-impl (the layout is then read from the file) or give --data-impl {names[indexed.layout]}."
-        )
-
-
-@functools.lru_cache(maxsize=1024)
-def _file_facts(prefix: str) -> tuple[tuple[str, int | str], ...]:
-    """Facts of a token file; kept, since every save asks for them and a run's files do not change."""
-    indexed = IndexedDataset(prefix)
-    return (
-        ("sequences", len(indexed)),
-        ("tokens", indexed.tokens),
-        ("dtype", indexed.dtype.name),
-        ("sha256", indexed.fingerprint),
-    )
-
-
-class _OpenFiles:
-    """Token files by prefix, each opened once.
-
-    Args:
-        layout: what `--data-impl` says of them.
-    """
-
-    def __init__(self, layout: str) -> None:
-        self._layout = layout
-        self._files: dict[str, IndexedDataset] = {}
-
-    def __getitem__(self, prefix: str) -> IndexedDataset:
-        if prefix not in self._files:
-            indexed = IndexedDataset(prefix)
-            check_layout(indexed, self._layout)
-            self._files[prefix] = indexed
-        return self._files[prefix]
-
-
 @dataclass(frozen=True)
 class _Caches:
-    """Where index arrays are kept: the folder the user named, else `index-cache` beside each token file."""
+    """Where index arrays are kept: the folder the user named, else `index-cache` beside each source."""
 
     directory: str | None
     build: bool
@@ -212,7 +155,7 @@ class _Caches:
     def beside(self, prefix: str) -> IndexCache:
         if self.directory:
             return IndexCache(Path(self.directory), self.build, required=True)
-        return IndexCache(Path(prefix).parent / "index-cache", self.build)
+        return IndexCache(source_folder(prefix) / "index-cache", self.build)
 
 
 @dataclass(frozen=True)
@@ -225,7 +168,7 @@ class _Range:
     last: int
 
 
-def _fresh_plan(data: DataConfig, sequence_length: int, seed: int, files: _OpenFiles) -> DataPlan:
+def _fresh_plan(data: DataConfig, sequence_length: int, seed: int, files: DataSources) -> DataPlan:
     """The plan of a new run, before any samples are asked of it."""
     groups = {
         "train": _weighted_groups(data.train_groups, files),
@@ -240,7 +183,7 @@ def _fresh_plan(data: DataConfig, sequence_length: int, seed: int, files: _OpenF
     return DataPlan(sequence_length, seed, rule, train, tuple(groups["valid"]), tuple(groups["test"]))
 
 
-def _cut_groups(data: DataConfig, files: _OpenFiles) -> dict[str, list[GroupPlan]]:
+def _cut_groups(data: DataConfig, files: DataSources) -> dict[str, list[GroupPlan]]:
     """One group per split, each source of `--data-path` cut by `--split`."""
     pairs = read_blend(data.data_path, "--data-path")
     ranges: dict[str, list[_Range]] = {name: [] for name in _SPLIT_NAMES}
@@ -253,7 +196,7 @@ def _cut_groups(data: DataConfig, files: _OpenFiles) -> dict[str, list[GroupPlan
     return {name: [group] if group else [] for name, group in groups.items()}
 
 
-def _weighted_groups(groups: Sequence[WeightedGroup], files: _OpenFiles) -> list[GroupPlan]:
+def _weighted_groups(groups: Sequence[WeightedGroup], files: DataSources) -> list[GroupPlan]:
     plans = []
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
@@ -271,7 +214,7 @@ def _weighted_groups(groups: Sequence[WeightedGroup], files: _OpenFiles) -> list
     return plans
 
 
-def _group(name: str, blended: bool, ranges: Sequence[_Range], files: _OpenFiles) -> GroupPlan | None:
+def _group(name: str, blended: bool, ranges: Sequence[_Range], files: DataSources) -> GroupPlan | None:
     """A group without its empty sources, the weights of the others summing to 1; None if all are empty."""
     kept = [part for part in ranges if part.first < part.last]
     if not kept:
@@ -288,15 +231,18 @@ def _group(name: str, blended: bool, ranges: Sequence[_Range], files: _OpenFiles
     return GroupPlan(name, sources, (Phase(0, members, blended=blended),))
 
 
-def _source(name: str, part: _Range, files: _OpenFiles) -> SourcePlan:
-    indexed = files[part.prefix]
-    tokens = int(indexed.lengths[part.first : part.last].sum(dtype=np.int64))
+def _source(name: str, part: _Range, files: DataSources) -> SourcePlan:
+    source = files[part.prefix]
+    if not isinstance(source, IndexedDataset):
+        tokens = (part.last - part.first) * files.sequence_length
+        return SourcePlan(source.prefix, source.fingerprint, part.first, part.last, tokens, is_rows=True)
+    tokens = int(source.lengths[part.first : part.last].sum(dtype=np.int64))
     if tokens == 0:
         raise DataError(
             f"{name}: the sequences [{part.first}, {part.last}) of {part.prefix} hold no tokens. "
             "Preprocess a corpus that is not empty, or change the split."
         )
-    return SourcePlan(part.prefix, indexed.fingerprint, part.first, part.last, tokens)
+    return SourcePlan(part.prefix, source.fingerprint, part.first, part.last, tokens)
 
 
 def _no_training_data_text(data: DataConfig) -> str:
@@ -309,7 +255,7 @@ def _no_training_data_text(data: DataConfig) -> str:
     )
 
 
-def _build_group(group: GroupPlan, plan: DataPlan, files: _OpenFiles, caches: _Caches, consumed: int) -> SampleDataset:
+def _build_group(group: GroupPlan, plan: DataPlan, files: DataSources, caches: _Caches, consumed: int) -> SampleDataset:
     """The samples of a group; of the phases that were over before `consumed`, only their places."""
     firsts = [phase.first for phase in group.phases]
     last = len(firsts) - 1
@@ -327,8 +273,8 @@ def _build_group(group: GroupPlan, plan: DataPlan, files: _OpenFiles, caches: _C
 
 
 def _build_phase(
-    group: GroupPlan, number: int, parts: Mapping[int, GPTDataset], caches: _Caches
-) -> GPTDataset | BlendedDataset:
+    group: GroupPlan, number: int, parts: Mapping[int, SourceDataset], caches: _Caches
+) -> SourceDataset | BlendedDataset:
     phase, length = group.phases[number], group.length_of(number)
     members = [parts[member.source] for member in phase.members]
     if not phase.blended:
@@ -346,12 +292,14 @@ def _build_phase(
 
 
 def _build_source(
-    group_name: str, source: SourcePlan, plan: DataPlan, indexed: IndexedDataset, caches: _Caches
-) -> GPTDataset:
+    group_name: str, source: SourcePlan, plan: DataPlan, opened: IndexedDataset | RowSource, caches: _Caches
+) -> SourceDataset:
+    if not isinstance(opened, IndexedDataset):
+        return RowDataset(opened, source.first, source.last, source.segments)
     cache = caches.beside(source.prefix)
     stem = f"{source.prefix}_{group_name}"
-    segments = [_load_segment(stem, source, segment, plan, indexed, cache) for segment in source.segments]
-    return GPTDataset(indexed, plan.sequence_length, segments)
+    segments = [_load_segment(stem, source, segment, plan, opened, cache) for segment in source.segments]
+    return GPTDataset(opened, plan.sequence_length, segments)
 
 
 def _load_segment(

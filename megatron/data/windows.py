@@ -159,10 +159,26 @@ class WindowFile:
 
     @cached_property
     def sequence_length(self) -> int:
-        """Positions of every window; 0 when there is none."""
+        """Positions of every window, by the footer; 0 when there is none.
+
+        Raises:
+            DataError: the values it counts do not make up rows of one length.
+        """
         if self.facts is not None:
             return self.facts.sequence_length
-        return int(self.read(0).input_ids.shape[1]) if self.rows else 0
+        footer = self._file.metadata
+        leaves = [footer.schema.column(place).path.split(".")[0] for place in range(footer.num_columns)]
+        place = leaves.index(COLUMNS[0])
+        length = 0
+        for group, rows in enumerate(self.group_rows):
+            values = footer.row_group(group).column(place).num_values if rows else 0
+            length = length or values // max(rows, 1)
+            if values != rows * length:
+                raise DataError(
+                    f"{self.path}: row group {group} counts {values} input_ids in {rows} rows, which others say have "
+                    f"{length} each. Windows have one length: pad them when they are made."
+                )
+        return int(length)
 
     @cached_property
     def offsets(self) -> npt.NDArray[np.int64] | None:
@@ -205,10 +221,13 @@ class WindowFile:
             raise self._unreadable(first, failure) from failure
         return self._windows(table, first, vocab_size)
 
-    def batches(self, rows: int, vocab_size: int | None = None) -> Iterator[Windows]:
-        """All windows in order, at most so many rows at once, however large the row groups are; see `read`."""
-        first = 0
-        source = self._file.iter_batches(batch_size=rows, columns=list(COLUMNS), use_threads=False)
+    def batches(self, rows: int, vocab_size: int | None = None, group: int | None = None) -> Iterator[Windows]:
+        """All windows, or those of one row group, at most so many rows at once, however large it is; see `read`."""
+        first = sum(self.group_rows[:group]) if group is not None else 0
+        groups = None if group is None else [group]
+        source = self._file.iter_batches(
+            batch_size=rows, row_groups=groups, columns=list(COLUMNS), use_threads=group is not None
+        )
         while True:
             try:
                 batch = next(source, None)

@@ -17,9 +17,9 @@ from megatron.checkpoint.together import on_first, together
 from megatron.config import Machine, OptimConfig, RunConfig, TokenizerFacts, check_resume, resolve
 from megatron.data.loader import Batch, BatchLoader, BatchOptions
 from megatron.data.plan import DataPlan
+from megatron.data.sample import SampleDataset
 from megatron.data.sidecar import check_tokenizer_fits
 from megatron.data.split_datasets import (
-    SampleDataset,
     SplitDatasets,
     build_split_datasets,
     data_prefixes,
@@ -186,7 +186,7 @@ def _build(
         say_if_done(config.optim, progress)
     stored_plan = DataPlan.from_json(record["data_plan"]) if record is not None and is_resume else None
     skips = SkipRanges.parse(config.control.skip_train_iteration_range, progress)
-    datasets, plan = _open_data(config, mesh, progress, stored_plan, skips)
+    datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, skips)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
     engine.objective.source_count = len(names)
     return Run(
@@ -236,7 +236,12 @@ def _show_notices(notices: Sequence[str], mesh: ParallelMesh) -> None:
 
 
 def _open_data(
-    config: RunConfig, mesh: ParallelMesh, progress: Progress, stored: DataPlan | None, skips: SkipRanges
+    config: RunConfig,
+    mesh: ParallelMesh,
+    tokenizer: Tokenizer,
+    progress: Progress,
+    stored: DataPlan | None,
+    skips: SkipRanges,
 ) -> tuple[SplitDatasets, DataPlan]:
     """Opens the data sets; one process per node writes missing index files first, the others wait and read them."""
     train, valid, test = planned_samples(config.optim, config.control, progress)
@@ -245,7 +250,9 @@ def _open_data(
 
     def build(build_indices: bool) -> tuple[SplitDatasets, DataPlan]:
         model, consumed = config.model, progress.consumed_samples
-        return build_split_datasets(config.data, model.seq_length, model.seed, samples, stored, build_indices, consumed)
+        return build_split_datasets(
+            config.data, model.seq_length, model.seed, samples, stored, build_indices, consumed, tokenizer
+        )
 
     built: list[tuple[SplitDatasets, DataPlan]] = []
 

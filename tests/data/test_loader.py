@@ -10,6 +10,7 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.data.blend import BlendedDataset
 from megatron.data.loader import BatchLoader, BatchOptions, MicroBatches, segment_ids
+from megatron.data.sample import Sample
 from megatron.data.split_datasets import build_split_datasets
 from megatron.errors import ConfigError, DataError
 from tests.data.corpora import write_corpus
@@ -87,14 +88,17 @@ class Rows:
 
     def __init__(self, rows: list[list[int]]) -> None:
         self.rows = np.array(rows, np.int64)
-        self.read: list[int] = []
+        self.numbers: list[int] = []
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        self.read.append(sample)
-        return self.rows[sample]
+        return self.read(sample).tokens
+
+    def read(self, sample: int) -> Sample:
+        self.numbers.append(sample)
+        return Sample(self.rows[sample])
 
     def source_of(self, sample: int) -> int:
         return sample % 3
@@ -188,10 +192,10 @@ def test_the_next_batch_is_read_ahead_but_never_beyond_the_end():
     with BatchLoader(rows, micro_batch_size=2) as loader:
         loader.micro_batches(0, 4)
         loader._ahead._thread.join()
-        assert rows.read == [0, 1, 2, 3, 4, 5, 6, 7]
+        assert rows.numbers == [0, 1, 2, 3, 4, 5, 6, 7]
         loader.micro_batches(4, 4)
         loader.micro_batches(8, 4)
-        assert loader._ahead is None and rows.read == list(range(12))
+        assert loader._ahead is None and rows.numbers == list(range(12))
         evaluation = [loader.micro_batches(first, 4, stop_sample=6) for first in (0, 4)]
         assert [int(batch.loss_mask.sum()) for batch in evaluation[1]] == [2, 0]
 

@@ -13,6 +13,7 @@ import pytest
 from megatron.config import Machine, TokenizerFacts, resolve
 from megatron.config.run import AREAS
 from megatron.data.loader import BatchOptions
+from megatron.data.sample import Sample
 from megatron.data.split_datasets import SplitDatasets
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.build import Run, flat_arguments, open_run, parameter_counts
@@ -29,7 +30,10 @@ class Numbers:
         return 100
 
     def __getitem__(self, index: int) -> np.ndarray:
-        return np.arange(index, index + 5, dtype=np.int64)
+        return self.read(index).tokens
+
+    def read(self, index: int) -> Sample:
+        return Sample(np.arange(index, index + 5, dtype=np.int64))
 
 
 def run_of(text: str = "", *, train: Any = None, progress: Progress | None = None, **parts: Any) -> Run:

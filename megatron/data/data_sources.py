@@ -1,0 +1,101 @@
+"""What a data prefix names: a pair of token files or Parquet windows."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+from pathlib import Path
+
+from megatron.data.indexed import IndexedDataset
+from megatron.data.parquet_rows import ParquetRows
+from megatron.data.row_dataset import RowSource
+from megatron.data.sidecar import check_same_tokenizer
+from megatron.data.tokenizer import Tokenizer
+from megatron.data.windows import expand_windows, names_windows
+from megatron.errors import DataError
+
+
+class DataSources:
+    """The sources of a run by prefix, each opened once.
+
+    Args:
+        sequence_length: tokens of a sample, without the one that is only a label.
+        layout: what `--data-impl` says of token files.
+        tokenizer: of the run; None leaves unchecked that windows were made with it.
+    """
+
+    def __init__(self, sequence_length: int, layout: str, tokenizer: Tokenizer | None) -> None:
+        self.sequence_length = sequence_length
+        self._layout = layout
+        self._tokenizer = tokenizer
+        self._opened: dict[str, IndexedDataset | RowSource] = {}
+
+    def __getitem__(self, prefix: str) -> IndexedDataset | RowSource:
+        if prefix not in self._opened:
+            self._opened[prefix] = self._open(prefix)
+        return self._opened[prefix]
+
+    def _open(self, prefix: str) -> IndexedDataset | RowSource:
+        if _is_windows(prefix):
+            rows = ParquetRows(prefix)
+            rows.check_sequence_length(self.sequence_length)
+            if self._tokenizer is not None:
+                for record in rows.tokenizers:
+                    check_same_tokenizer(prefix, record, self._tokenizer)
+            return rows
+        indexed = IndexedDataset(prefix)
+        check_layout(indexed, self._layout)
+        return indexed
+
+
+def check_layout(indexed: IndexedDataset, data_impl: str) -> None:
+    """Checks that a token file has the layout that `--data-impl` names; cached and lazy are one layout.
+
+    Raises:
+        DataError: it has the other one.
+    """
+    wanted = {"mmap": "mmap", "cached": "cached", "lazy": "cached"}.get(data_impl, indexed.layout)
+    if indexed.layout != wanted:
+        names = {"mmap": "mmap", "cached": "cached or lazy"}
+        raise DataError(
+            f"--data-impl {data_impl} was given, but {indexed.idx_path} has the layout {names[indexed.layout]}. Drop "
+            f"--data-impl (the layout is then read from the file) or give --data-impl {names[indexed.layout]}."
+        )
+
+
+def check_source_exists(prefix: str) -> None:
+    """Looks for the files of a source by name only.
+
+    Raises:
+        DataError: a file is missing.
+    """
+    if _is_windows(prefix):
+        expand_windows([prefix])
+    elif not all(Path(prefix + suffix).is_file() for suffix in (".idx", ".bin")):
+        IndexedDataset(prefix)  # knows what to say
+
+
+@functools.lru_cache(maxsize=1024)
+def source_facts(prefix: str) -> tuple[tuple[str, int | str], ...]:
+    """Facts that identify the data of a prefix; kept, since every save asks for them and a run's data do not change."""
+    if _is_windows(prefix):
+        rows = ParquetRows(prefix)
+        return ("windows", len(rows)), ("tokens_per_window", rows.row_length), ("sha256", rows.fingerprint)
+    indexed = IndexedDataset(prefix)
+    return (
+        ("sequences", len(indexed)),
+        ("tokens", indexed.tokens),
+        ("dtype", indexed.dtype.name),
+        ("sha256", indexed.fingerprint),
+    )
+
+
+def source_folder(prefix: str) -> Path:
+    """The folder that a source lies in."""
+    return Path(expand_windows([prefix])[0] if _is_windows(prefix) else prefix).parent
+
+
+def _is_windows(prefix: str) -> bool:
+    """Whether a prefix means Parquet files; a pattern is never a pair of token files."""
+    return names_windows(prefix) or (glob.has_magic(prefix) and not os.path.exists(f"{prefix}.idx"))
