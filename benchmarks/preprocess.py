@@ -3,30 +3,37 @@
     python benchmarks/preprocess.py --megabytes 50
 
 One JSON line a figure. The raw rate is `gigatoken.encode_files` on the whole file, in memory and on all cores, without
-the time to load the tokenizer; ours is from the start of the command until both files are published.
+the time to load the tokenizer; ours is from the start of the command until both files are published. Peers (see
+`preprocess_peers.py`) that are installed run on the first megabytes of the corpus, and so does ours, right after.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Tokenizer, models, pre_tokenizers
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.figures import print_figure
+from benchmarks.installed_text import write_installed_text
 from megatron import log
 from megatron.config.flags import Area, flag, parse_flags
+from megatron.errors import DataError
 
 ROOT = Path(__file__).resolve().parent.parent
 _GPT2 = ROOT.parent / "shared" / "data"
-_SAMPLE_SECONDS = 0.01
+_SAMPLE_SECONDS = 0.05
 _RAW = """
 import json, sys, time
 import gigatoken
@@ -48,9 +55,12 @@ class BenchmarkFlags(Area):
     """What this benchmark asks for."""
 
     megabytes: float = flag(
-        50.0, "size of the corpus (1 MB = 10^6 bytes), made from installed Python sources", at_least=10.0
+        50.0,
+        "size of the corpus (1 MB = 10^6 bytes), made of files of this machine",
+        at_least=10.0,
     )
     workers: int = flag(os.cpu_count() or 1, "processes of the tool", at_least=1)
+    peer_megabytes: float = flag(30.0, "of the corpus for the peers; 0 leaves them out", at_least=0.0)
     repeats: int = flag(3, "runs of each; the fastest counts", at_least=1)
     input: str | None = flag(None, "a jsonl file to use instead of the made one")
     vocab_file: str | None = flag(
@@ -60,66 +70,93 @@ class BenchmarkFlags(Area):
     folder: str | None = flag(None, "where the temporary files go; the system's place if unset")
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What one run took: `peak_bytes` is the memory of all its processes together."""
+
+    seconds: float
+    cpu_seconds: float
+    tokens: int
+    peak_bytes: int
+
+
 def main() -> int:
     """Runs the benchmark and prints its figures."""
     flags = parse_flags(BenchmarkFlags, sys.argv[1:], prog="preprocess.py", description=__doc__ or "")
     with tempfile.TemporaryDirectory(dir=flags.folder) as name:
         folder = Path(name)
-        corpus = Path(flags.input) if flags.input else _corpus(folder / "corpus.jsonl", int(flags.megabytes * 1e6))
-        vocab_file, merge_file = _vocabulary(flags, folder)
-        megabytes = corpus.stat().st_size / 1e6
-        raw: list[float] = []
-        raw_cpu: list[float] = []
-        ours: list[float] = []
-        ours_cpu: list[float] = []
-        peaks: list[float] = []
-        for _ in range(flags.repeats):
-            seconds, used, raw_tokens = _raw(vocab_file, merge_file, corpus)
-            raw.append(seconds)
-            raw_cpu.append(used)
-            used_before = _cpu_of_children()
-            seconds, peak, tokens = _ours(vocab_file, merge_file, corpus, folder / "out", flags.workers)
-            ours.append(seconds)
-            ours_cpu.append(_cpu_of_children() - used_before)
-            peaks.append(peak)
-            if tokens != raw_tokens:
-                log.error(f"The tool wrote {tokens} tokens; the library alone counted {raw_tokens}.")
-                return 1
-    common = {
-        "benchmark": "preprocess",
-        "megabytes": round(megabytes, 1),
-        "workers": flags.workers,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
-    }
-    for figure, value, unit in (
-        ("raw_library_rate", megabytes / min(raw), "MB/s"),
-        ("tool_rate", megabytes / min(ours), "MB/s"),
-        ("ratio_to_raw_library", min(raw) / min(ours), "ratio"),
-        ("raw_library_cpu", min(raw_cpu) / megabytes * 1e3, "core-ms/MB"),
-        ("tool_cpu", min(ours_cpu) / megabytes * 1e3, "core-ms/MB"),
-        ("peak_memory_of_all_processes", max(peaks), "MB"),
-        ("tool_seconds", min(ours), "s"),
-    ):
-        print(json.dumps({**common, "figure": figure, "value": round(value, 3), "unit": unit}), flush=True)
+        corpus = Path(flags.input) if flags.input else folder / "corpus.jsonl"
+        if not flags.input:
+            write_installed_text(corpus, int(flags.megabytes * 1e6))
+        vocabulary = _vocabulary(flags, folder)
+        _compare_with_library(flags, corpus, vocabulary, folder)
+        if flags.peer_megabytes:
+            _compare_with_peers(flags, corpus, vocabulary, folder)
     return 0
 
 
-def _corpus(path: Path, wanted_bytes: int) -> Path:
-    """Installed sources as jsonl, repeated where they do not suffice."""
-    from megatron.corpus.demo import write_demo_corpus
+def _compare_with_library(flags: BenchmarkFlags, corpus: Path, vocabulary: tuple[Path, Path], folder: Path) -> None:
+    megabytes = corpus.stat().st_size / 1e6
+    raws, ours = [], []
+    for _ in range(flags.repeats):
+        raws.append(_raw(*vocabulary, corpus))
+        ours.append(_ours(*vocabulary, [corpus], folder / "out", flags.workers))
+        if ours[-1].tokens != raws[-1].tokens:
+            raise DataError(f"The tool wrote {ours[-1].tokens} tokens; the library alone counted {raws[-1].tokens}.")
+    more = {"megabytes": round(megabytes, 1), "workers": flags.workers}
+    ratios = sorted(raw.seconds / our.seconds for raw, our in zip(raws, ours, strict=True))
+    _print_rate("raw_library_rate", raws, megabytes, more)
+    _print_rate("tool_rate", ours, megabytes, more)
+    spread = (ratios[0], ratios[-1])
+    print_figure("preprocess", "ratio_to_raw_library", ratios[len(ratios) // 2], "ratio", spread=spread, **more)
+    for figure, runs in (("raw_library_cpu", raws), ("tool_cpu", ours)):
+        used = min(run.cpu_seconds for run in runs) / megabytes * 1e3
+        print_figure("preprocess", figure, used, "core-ms/MB", **more)
+    print_figure("preprocess", "peak_memory", max(run.peak_bytes for run in ours) / 1e6, "MB", **more)
+    print_figure("preprocess", "longest_line", _longest_line_bytes(corpus) / 1e6, "MB", **more)
 
-    size = write_demo_corpus(path, wanted_bytes).size_bytes
-    with path.open("rb") as source, path.open("ab") as end:
-        while size < wanted_bytes:
-            source.seek(0)
-            remaining = min(size, wanted_bytes - size)
-            for line in source:
-                if remaining <= 0:
-                    break
-                end.write(line)
-                size += len(line)
-                remaining -= len(line)
-    return path
+
+def _compare_with_peers(flags: BenchmarkFlags, corpus: Path, vocabulary: tuple[Path, Path], folder: Path) -> None:
+    parts = folder / "parts"
+    size = _write_parts(corpus, parts, flags.workers, int(flags.peer_megabytes * 1e6))
+    tokenizer_file = folder / "tokenizer.json"
+    tokenizer_file.write_text(_reference(*vocabulary).to_str())
+    more = {"megabytes": round(size / 1e6, 1), "workers": flags.workers}
+    for peer in ("datatrove", "tokenizers"):
+        if importlib.util.find_spec(peer) is None:
+            log.info(f"{peer} is not installed and not measured (pip install {peer}).")
+            continue
+        words = [sys.executable, str(Path(__file__).with_name("preprocess_peers.py")), peer]
+        words += [str(parts), str(tokenizer_file), str(flags.workers)]
+        theirs = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        ours = _ours(*vocabulary, sorted(parts.glob("part*.jsonl")), folder / "out", flags.workers)
+        if theirs["tokens"] != ours.tokens:
+            raise DataError(f"{peer} wrote {theirs['tokens']} tokens, this tool {ours.tokens}.")
+        print_figure("preprocess", f"{peer}_rate", size / 1e6 / theirs["seconds"], "MB/s", **more)
+        print_figure("preprocess", f"ratio_to_{peer}", theirs["seconds"] / ours.seconds, "ratio", **more)
+
+
+def _print_rate(figure: str, runs: list[_Run], megabytes: float, more: dict[str, object]) -> None:
+    rates = [megabytes / run.seconds for run in runs]
+    print_figure("preprocess", figure, max(rates), "MB/s", spread=(min(rates), max(rates)), **more)
+
+
+def _longest_line_bytes(corpus: Path) -> int:
+    with corpus.open("rb") as file:
+        return max(map(len, file), default=0)
+
+
+def _write_parts(corpus: Path, folder: Path, count: int, wanted_bytes: int) -> int:
+    """Copies the first lines of the corpus into so many files of about one size; gives the bytes copied."""
+    folder.mkdir()
+    copied = 0
+    with corpus.open("rb") as lines, ExitStack() as stack:
+        files = [stack.enter_context((folder / f"part{number}.jsonl").open("wb")) for number in range(count)]
+        for line in lines:
+            if copied >= wanted_bytes:
+                break
+            copied += files[min(copied * count // wanted_bytes, count - 1)].write(line)
+    return copied
 
 
 def _vocabulary(flags: BenchmarkFlags, folder: Path) -> tuple[Path, Path]:
@@ -127,7 +164,8 @@ def _vocabulary(flags: BenchmarkFlags, folder: Path) -> tuple[Path, Path]:
         return Path(flags.vocab_file), Path(flags.merge_file)
     if (_GPT2 / "gpt2-vocab.json").is_file():
         return _GPT2 / "gpt2-vocab.json", _GPT2 / "gpt2-merges.txt"
-    corpus = _corpus(folder / "sample.jsonl", 10_000_000)
+    corpus = folder / "sample.jsonl"
+    write_installed_text(corpus, 10_000_000)
     words = ["--input", str(corpus), "--vocab-size", "16384", "--output-prefix", str(folder / "trained")]
     subprocess.run([sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), *words], check=True)
     return folder / "trained-vocab.json", folder / "trained-merges.txt"
@@ -139,19 +177,25 @@ def _cpu_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _raw(vocab_file: Path, merge_file: Path, corpus: Path) -> tuple[float, float, int]:
-    """Wall seconds, processor seconds and tokens of the library alone."""
+def _reference(vocab_file: Path, merge_file: Path) -> Tokenizer:
+    reference = Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
+    reference.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return reference
+
+
+def _raw(vocab_file: Path, merge_file: Path, corpus: Path) -> _Run:
+    """The library alone."""
     words = [sys.executable, "-c", _RAW, str(vocab_file), str(merge_file), str(corpus)]
     seconds, used, tokens = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
-    return seconds, used, tokens
+    return _Run(seconds, used, tokens, 0)
 
 
-def _ours(vocab_file: Path, merge_file: Path, corpus: Path, prefix: Path, workers: int) -> tuple[float, float, int]:
-    """Seconds, peak memory in MB (the processes' resident memory, shared pages counted for each) and tokens written."""
-    words = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(corpus)]
+def _ours(vocab_file: Path, merge_file: Path, inputs: list[Path], prefix: Path, workers: int) -> _Run:
+    words = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", *map(str, inputs)]
     words += ["--output-prefix", str(prefix), "--tokenizer-type", "GPT2BPETokenizer", "--workers", str(workers)]
     words += ["--vocab-file", str(vocab_file), "--merge-file", str(merge_file)]
     peak = 0
+    used_before = _cpu_of_children()
     start = time.perf_counter()
     with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
         while process.poll() is None:
@@ -161,19 +205,20 @@ def _ours(vocab_file: Path, merge_file: Path, corpus: Path, prefix: Path, worker
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, words)
     tokens = Path(f"{prefix}_text_document.bin").stat().st_size // 2
-    for suffix in ("bin", "idx"):
+    for suffix in ("bin", "idx", "json"):
         Path(f"{prefix}_text_document.{suffix}").unlink()
-    return seconds, peak / 1e6, tokens
+    return _Run(seconds, _cpu_of_children() - used_before, tokens, peak)
 
 
 def _tree_bytes(pid: int) -> int:
-    """Resident memory of a process and its children, where /proc says it; else 0."""
+    """Memory of a process and its children, a page that n of them share counted as 1/n for each; 0 where unknown."""
     total = 0
     for one in (pid, *_children(pid)):
         try:
-            total += int(Path(f"/proc/{one}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, IndexError, ValueError):
+            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
+        except OSError:
             continue
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return total
 
 
