@@ -335,3 +335,16 @@ def test_a_post_processor_that_does_more_is_left_to_the_reference(tmp_path: Path
 
     encoder, reason = fast_encoder(Odd())
     assert encoder is None and "does more than add fixed tokens" in reason
+
+
+@pytest.mark.parametrize("count", [1, 20_000])
+def test_many_short_texts_in_one_call_get_the_ids_of_one_call_each(tmp_path: Path, count: int) -> None:
+    texts = [text[:50] for text in hard_documents(300)] * (count // 300) + ["one more"]
+    tokenizer = build_tokenizer(write_vocabulary(tmp_path))
+    encoder = tokenizer._fast
+    assert isinstance(encoder, FastEncoder)
+    ids, lengths = encoder.encode_flat(texts)
+    other_ids, other_lengths = encoder._encode_each(texts)
+    np.testing.assert_array_equal(ids, other_ids)
+    np.testing.assert_array_equal(lengths, other_lengths)
+    assert (ids.dtype, lengths.dtype) == (np.uint32, np.int64)
