@@ -60,6 +60,11 @@ def read_model(content: bytes) -> SentencePieceModel:
         raise ValueError(f"its file cannot be read here ({type(failure).__name__}: {failure})") from failure
 
 
+def is_ordinary(piece: Piece) -> bool:
+    """Whether texts are cut into such pieces; the others are bytes, control tokens and the unknown one."""
+    return piece.kind == _NORMAL
+
+
 def needs_normalizing(model: SentencePieceModel) -> bool:
     """Whether texts must go through the model's own normalizer before `tokenizer_json` encodes them."""
     return model.changes_letters or model.joins_spaces

@@ -133,15 +133,14 @@ def _hugging_face_eod(reference: Any, files: dict[str, Path]) -> int | None:
 
 def _is_exact(description: Mapping[str, Any]) -> bool:
     """Whether texts come back byte for byte: they are cut into bytes and nothing changes them before."""
-    stages = [description.get("pre_tokenizer"), description.get("decoder")]
-    return description.get("normalizer") is None and all(_has_byte_level(stage) for stage in stages)
-
-
-def _has_byte_level(stage: Any) -> bool:
-    if not isinstance(stage, dict) or stage.get("add_prefix_space"):
-        return False
-    inner = stage.get("pretokenizers") or stage.get("decoders") or ()
-    return stage.get("type") == "ByteLevel" or any(_has_byte_level(one) for one in inner)
+    cutter, decoder = (description.get(name) or {} for name in ("pre_tokenizer", "decoder"))
+    cuts = [stage for stage in (cutter, *(cutter.get("pretokenizers") or ())) if stage.get("type") == "ByteLevel"]
+    return (
+        description.get("normalizer") is None
+        and bool(cuts)
+        and not any(stage.get("add_prefix_space") for stage in cuts)
+        and decoder.get("type") == "ByteLevel"
+    )
 
 
 def _unknown_id(reference: Any, description: Mapping[str, Any]) -> int | None:

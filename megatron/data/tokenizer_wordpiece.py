@@ -13,8 +13,8 @@ from megatron.data.tokenizer_files import canonical, read_tokenizer_file
 from megatron.errors import ConfigError, DataError
 
 UNKNOWN_TOKEN = "[UNK]"
-_ADDED_TOKENS = ("[BOS]", "[EOS]")
-_CONTINUATION = "##"
+ADDED_TOKENS = ("[BOS]", "[EOS]")
+CONTINUATION = "##"
 _LONGEST_WORD = 200  # letters; a longer word is unknown
 
 
@@ -52,7 +52,7 @@ def wordpiece(vocabulary: dict[str, int], lower_case: bool) -> Any:
     reference = Reference(model)
     reference.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
     reference.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    reference.decoder = decoders.WordPiece(prefix=_CONTINUATION, cleanup=False)
+    reference.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
     return reference
 
 
@@ -74,6 +74,6 @@ def _vocabulary(path: str) -> dict[str, int]:
             f"{path} (--vocab-file) has no {UNKNOWN_TOKEN} line among its {len(vocabulary)}, so unknown words could "
             "not be written. Use BERT's vocab.txt, or one written by tools/train_tokenizer.py --model-type wordpiece."
         )
-    for token in _ADDED_TOKENS:
+    for token in ADDED_TOKENS:
         vocabulary.setdefault(token, len(vocabulary))
     return vocabulary
