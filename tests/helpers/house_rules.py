@@ -94,6 +94,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "ftfy": ("megatron/corpus/cleaning/repair.py",),
     "py3langid": ("megatron/corpus/cleaning/language.py",),
     "datasketch": ("megatron/corpus/cleaning/signatures.py",),
+    "pymongo": ("megatron/data/mongo_store.py",),
     "xxhash": ("megatron/corpus/provenance.py",),
     "matplotlib": ("megatron/train/curves.py",),
     "wandb": ("megatron/train/weights_and_biases.py",),
