@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 
 from megatron.data.indexed import IndexedDataset
-from megatron.data.parquet_rows import ParquetRows
+from megatron.data.parquet_rows import ParquetRows, check_window_length
 from megatron.data.row_dataset import RowSource
 from megatron.data.sidecar import check_same_tokenizer
 from megatron.data.tokenizer import Tokenizer
-from megatron.data.windows import expand_windows, names_windows
+from megatron.data.windows import WindowFile, expand_windows, names_windows
 from megatron.errors import DataError
 
 
@@ -39,7 +39,7 @@ class DataSources:
     def _open(self, prefix: str) -> IndexedDataset | RowSource:
         if _is_windows(prefix):
             rows = ParquetRows(prefix)
-            rows.check_sequence_length(self.sequence_length)
+            check_window_length(prefix, rows.row_length, self.sequence_length)
             if self._tokenizer is not None:
                 for record in rows.tokenizers:
                     check_same_tokenizer(prefix, record, self._tokenizer)
@@ -64,14 +64,16 @@ def check_layout(indexed: IndexedDataset, data_impl: str) -> None:
         )
 
 
-def check_source_exists(prefix: str) -> None:
-    """Looks for the files of a source by name only.
+def check_source(prefix: str, sequence_length: int) -> None:
+    """Looks for the files of a source by name, and into the first file of windows for their length.
 
     Raises:
+        ConfigError: windows have another length, or pyarrow is missing.
         DataError: a file is missing.
     """
     if _is_windows(prefix):
-        expand_windows([prefix])
+        with WindowFile(expand_windows([prefix])[0]) as file:
+            check_window_length(prefix, file.sequence_length, sequence_length)
     elif not all(Path(prefix + suffix).is_file() for suffix in (".idx", ".bin")):
         IndexedDataset(prefix)  # knows what to say
 

@@ -102,19 +102,6 @@ class ParquetRows:
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def check_sequence_length(self, sequence_length: int) -> None:
-        """Checks that the windows are as long as the samples of a run.
-
-        Raises:
-            ConfigError: they are not.
-        """
-        if sequence_length != self.row_length:
-            raise ConfigError(
-                f"--seq-length {sequence_length} does not fit the windows of {self.prefix}, which have "
-                f"{self.row_length} tokens. Give --seq-length {self.row_length}, or featurize the corpus again with "
-                f"--max-sequence-length {sequence_length}."
-            )
-
     def read(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """Reads rows, every group they lie in once.
 
@@ -153,6 +140,19 @@ class ParquetRows:
                 f"{path} has windows of {length} tokens, the files of {self.prefix} before it of {self.row_length}. "
                 "Name files of one length, or featurize them again with one --max-sequence-length."
             )
+
+
+def check_window_length(prefix: str, length: int, sequence_length: int) -> None:
+    """Checks that windows are as long as the samples of a run; files without windows have length 0 and pass.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if length not in (0, sequence_length):
+        raise ConfigError(
+            f"--seq-length {sequence_length} does not fit the windows of {prefix}, which have {length} tokens. Give "
+            f"--seq-length {length}, or featurize the corpus again with --max-sequence-length {sequence_length}."
+        )
 
 
 def _read_shard(

@@ -12,7 +12,7 @@ import numpy as np
 from megatron import log
 from megatron.config.data import DataConfig, WeightedGroup, read_blend, shown_split
 from megatron.data.blend import BlendedDataset, PhasedDataset, blend_order
-from megatron.data.data_sources import DataSources, check_source_exists, source_facts, source_folder
+from megatron.data.data_sources import DataSources, check_source, source_facts, source_folder
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.index_map import Indices, build_indices
@@ -101,14 +101,14 @@ def data_prefixes(data: DataConfig) -> list[str]:
     return list(dict.fromkeys(prefixes))
 
 
-def check_files_exist(data: DataConfig) -> None:
-    """Looks for the sources by name only, so that a wrong prefix is refused before anything heavy is imported.
+def check_sources(data: DataConfig, sequence_length: int) -> None:
+    """Looks for the sources by name, so that a wrong one is refused before anything heavy is imported or built.
 
     Raises:
-        ConfigError, DataError: see `check_source_exists`.
+        ConfigError, DataError: see `check_source`.
     """
     for prefix in data_prefixes(data):
-        check_source_exists(prefix)
+        check_source(prefix, sequence_length)
 
 
 def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:

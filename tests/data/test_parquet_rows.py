@@ -34,9 +34,6 @@ def test_a_label_counts_where_it_is_real_and_follows_in_the_window(tmp_path: Pat
     assert [row[:4] for row in tokens] == [[5, 0, 7, 8], [9, 3, 0, 0], [4, 0, 0, 0]]
     assert mask == [[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert (len(source), source.row_length) == (3, 4)
-    source.check_sequence_length(4)
-    with pytest.raises(ConfigError, match=r"--seq-length 8 does not fit the windows of .*a.parquet, which have 4"):
-        source.check_sequence_length(8)
 
 
 def test_ignored_labels_inside_a_window_and_a_label_of_the_files_own(tmp_path: Path) -> None:

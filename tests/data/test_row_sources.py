@@ -13,7 +13,7 @@ from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.plan import DataPlan
 from megatron.data.sample import SampleDataset
 from megatron.data.sidecar import TokenizerRecord
-from megatron.data.split_datasets import build_split_datasets, check_files_exist, data_fingerprint, describe
+from megatron.data.split_datasets import build_split_datasets, check_sources, data_fingerprint, describe
 from megatron.data.windows import WindowFile, shard_name
 from megatron.errors import ConfigError, DataError
 from tests.data.corpora import write_corpus
@@ -130,13 +130,17 @@ def test_what_a_checkpoint_keeps_of_windows(windows: str, tmp_path: Path) -> Non
     assert set(facts) == {windows, prefix} and len(facts[windows]["sha256"]) == 64
 
 
-def test_missing_files_are_told_of_by_their_names_alone(windows: str, tmp_path: Path) -> None:
-    check_files_exist(DataConfig(data_path=(windows,)))
+def test_what_can_be_seen_before_anything_is_built(windows: str, tmp_path: Path) -> None:
+    check_sources(DataConfig(data_path=(windows,)), LENGTH)
+    with pytest.raises(
+        ConfigError, match=r"--seq-length 16 does not fit .*train\*, which have 8.* Give --seq-length 8"
+    ):
+        check_sources(DataConfig(data_path=(windows,)), 16)
     (tmp_path / shard_name("wikitext.train", 1, 4)).unlink()
     with pytest.raises(DataError, match="wikitext.train-00001-of-00004 is missing: 3 of 4 shards are there"):
-        check_files_exist(DataConfig(data_path=(windows,)))
+        check_sources(DataConfig(data_path=(windows,)), LENGTH)
     with pytest.raises(DataError, match=r"nothing.train\* names no Parquet file"):
-        check_files_exist(DataConfig(data_path=(f"{tmp_path}/nothing.train*",)))
+        check_sources(DataConfig(data_path=(f"{tmp_path}/nothing.train*",)), LENGTH)
 
 
 def test_windows_of_another_tokenizer_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""Training on rows, from flags to losses: Parquet windows in every layout, stopped and resumed, and what counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.data import DataConfig
+from megatron.data.indexed import IndexedDataset
+from megatron.data.loader import MicroBatches
+from megatron.data.split_datasets import build_split_datasets
+from megatron.data.windows import shard_name
+from megatron.parallel.mesh import open_mesh
+from megatron.train.build import build_engine
+from tests.data.windows_files import padded_windows, write_windows
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus
+from tests.parity.layouts import layout_config
+from tests.parity.reference import Recipe
+
+pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
+    """The tiny corpus as windows: the start of each document, filled up where it is short."""
+    corpus = write_tiny_corpus(tmp_path_factory.mktemp("corpus"))
+    documents = IndexedDataset(corpus.prefix)
+    rows = [documents[number][:LENGTH].tolist() for number in range(len(documents))]
+    for number in range(3):
+        part = padded_windows(rows[20 * number : 20 * number + 20], LENGTH)
+        write_windows(corpus.folder / shard_name("tiny.train", number, 3), part)
+    return dataclasses.replace(corpus, prefix=str(corpus.folder / "tiny.train*"))
+
+
+def test_a_run_on_windows_resumes_in_another_layout(corpus: TinyCorpus, tmp_path: Path) -> None:
+    fields = ("lm_loss", "consumed_samples")
+    exact = {"hidden_dropout": 0, "attention_dropout": 0}
+    assert train(corpus.flags(folder=tmp_path / "whole", **exact)) == (0, "")
+    two_ranks = {"tensor_model_parallel_size": 2, "exit_interval": 4, **exact}
+    assert train(corpus.flags(folder=tmp_path / "cut", **two_ranks), world_size=2) == (0, "")
+    assert sorted(losses(tmp_path / "cut")) == [1, 2, 3, 4]
+    assert train(corpus.flags(folder=tmp_path / "cut", **exact)) == (0, "")
+    whole, cut = (steps(tmp_path / name, *fields) for name in ("whole", "cut"))
+    assert sorted(whole) == sorted(cut) == list(range(1, 9))
+    for step in whole:
+        assert cut[step] == pytest.approx(whole[step], rel=1e-4)
+    assert whole[8][0] < whole[1][0]
+
+
+def unigram_losses(rank: int, paths: list[str], probabilities: list[float]) -> list[tuple[float, int]]:
+    """The loss sum and token count of a network that gives every token its probability whatever stands before it."""
+    recipe = dataclasses.replace(Recipe(), num_layers=1, sequence_length=8, vocab_size=len(probabilities))
+    config = layout_config(recipe, (1, 1, 1), 0, [])
+    engine = build_engine(config, open_mesh(config.parallel))
+    weights = dict(engine.module.named_parameters())
+    with torch.no_grad():
+        (table,) = (weight for name, weight in weights.items() if "word_embeddings" in name)
+        table.zero_()
+        table[: len(probabilities), 0] = torch.tensor(probabilities).log()
+        for name, weight in weights.items():
+            if "final_layernorm" in name:
+                weight.zero_()
+                if name.endswith("bias"):
+                    weight[0] = 1.0
+    results = []
+    for path in paths:
+        datasets, _ = build_split_datasets(DataConfig(valid_data_path=(path,)), 8, 1, (0, 4, 0))
+        batches = MicroBatches(datasets.valid["valid"], first_sample=0, global_batch_size=4, micro_batch_size=2)
+        results.append(engine.evaluate(batches))
+    return results
+
+
+def test_the_loss_is_the_mean_over_real_tokens(tmp_path: Path) -> None:
+    """By hand: of the first windows 5 + 1 + 0 + 7 labels are real; of the second 3 of the last 7 are ignored."""
+    probabilities = [0.5, 0.1, 0.2, 0.05, 0.15]
+    windows = padded_windows([[1, 2, 3, 4, 1, 2], [4, 4], [3], [1, 1, 1, 1, 2, 2, 2, 3]], 8)
+    paths = [write_windows(tmp_path / "padded.parquet", windows)]
+    windows.labels[3, :4] = -100
+    paths.append(write_windows(tmp_path / "ignored.parquet", windows))
+    labels = [2, 3, 4, 1, 2] + [4] + [1, 1, 1, 2, 2, 2, 3]
+    by_hand = -sum(math.log(probabilities[label]) for label in labels)
+    (((padded_sum, padded_tokens), (ignored_sum, ignored_tokens)),) = run_ranks(unigram_losses, 1, paths, probabilities)
+    assert (padded_tokens, ignored_tokens) == (13, 10)
+    assert padded_sum == pytest.approx(by_hand, rel=1e-5)
+    assert ignored_sum == pytest.approx(by_hand + 3 * math.log(probabilities[1]), rel=1e-5)
