@@ -65,7 +65,8 @@ def _parse_rows(columns: list[list[Any]], keys: Sequence[str], skip_bad: bool) -
                 texts.append(value)
             continue
         value = values[list(keys).index(wrong)]
-        kind = "is null or missing" if value is None else f"holds a {type(value).__name__}, not a text"
+        what = "bytes that are no" if isinstance(value, bytes) else f"a {type(value).__name__}, not a"
+        kind = "is null or missing" if value is None else f"holds {what} text"
         note(parsed, BadLine(number, 0, f"column {wrong!r} {kind} in this row"))
         if not skip_bad:
             break

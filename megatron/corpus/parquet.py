@@ -37,6 +37,7 @@ def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[t
     arrow = _pyarrow("pyarrow", path)
     with _open(path) as file:
         columns = _columns(file, path, keys)
+        _check_counts(file.metadata, path)
         held: list[Any] = []
         rows = 0
         try:
@@ -53,24 +54,45 @@ def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[t
             ) from failure
         if held:
             yield _packed(arrow, held), sum(one.num_rows for one in held)
+            rows += sum(one.num_rows for one in held)
+        if rows != file.metadata.num_rows:
+            raise DataError(
+                f"{path}: its footer tells of {file.metadata.num_rows} rows, but row {rows} is the last that could be "
+                "read. The file is damaged; fetch it again or leave it out."
+            )
 
 
 def parquet_texts(data: bytes, keys: Sequence[str]) -> list[list[Any]]:
-    """For each key, the values of all rows of a block; None where there is none. `a.b` is field b of column a."""
+    """For each key, the values of all rows of a block; None where there is none, bytes where it is no UTF-8. `a.b` is field b of column a."""
     ipc = importlib.import_module("pyarrow.ipc")
     with ipc.open_stream(data) as reader:
         table = reader.read_all()
     found = []
     for key in keys:
         if key in table.column_names:
-            found.append(table.column(key).to_pylist())
+            found.append(_values(table.column(key)))
             continue
         first, *rest = key.split(".")
-        values = table.column(first).to_pylist()
+        values = _values(table.column(first))
         for name in rest:
             values = [value.get(name) if isinstance(value, dict) else None for value in values]
         found.append(values)
     return found
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column; bytes in place of a text that is not UTF-8, which Parquet does not rule out."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return b""
 
 
 def _packed(arrow: Any, batches: list[Any]) -> bytes:
@@ -100,6 +122,29 @@ def _columns(file: Any, path: str, keys: Sequence[str]) -> list[str]:
             )
         columns.append(column)
     return list(dict.fromkeys(columns))
+
+
+def _check_counts(metadata: Any, path: str) -> None:
+    """Checks that the numbers of rows in a footer agree; the library would leave rows out without a word.
+
+    Raises:
+        DataError: they do not.
+    """
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    if sum(group.num_rows for group in groups) != metadata.num_rows:
+        raise DataError(
+            f"{path}: its footer tells of {metadata.num_rows} rows, but the row groups hold "
+            f"{sum(group.num_rows for group in groups)}. The file is damaged; fetch it again or leave it out."
+        )
+    for number, group in enumerate(groups):
+        for place in range(group.num_columns):
+            if metadata.schema.column(place).max_repetition_level == 0:
+                values = group.column(place).num_values
+                if values != group.num_rows:
+                    raise DataError(
+                        f"{path}: row group {number} has {group.num_rows} rows, but {values} values in column "
+                        f"{group.column(place).path_in_schema!r}. The file is damaged; fetch it again or leave it out."
+                    )
 
 
 def _pyarrow(name: str, path: str) -> Any:

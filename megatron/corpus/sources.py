@@ -6,8 +6,6 @@ standard input is read once, here, and its blocks carry their bytes.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import lzma
 import os
 import sys
@@ -17,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from megatron.corpus.compressed import check_decompressor, decompressing, is_compressed
 from megatron.corpus.inputs import STANDARD_INPUT, Part, layout_of
 from megatron.corpus.parquet import check_parquet, parquet_rows
-from megatron.corpus.zstandard_stream import zstandard_library, zstandard_stream
 from megatron.errors import ConfigError, DataError
 
 _CUT_SEARCH_BYTES = 1 << 16
 _LONG_REST_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
+_LONGEST_FREE_BYTES = 64 << 20  # a compressed document of this size is taken whatever its ratio
+_LARGEST_RATIO = 100  # text is compressed by 3 to 10
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ def check_inputs(paths: Sequence[str], keys: Sequence[str] = ()) -> None:
         try:
             with open(path, "rb"):
                 pass
-            if _suffix(path) == ".zst":
-                zstandard_library(path)
+            check_decompressor(path)
             if _suffix(path) == ".parquet":
                 check_parquet(path, keys)
         except OSError as failure:
@@ -135,7 +134,7 @@ def blocks(
             yield from _rows(part.path, block_bytes, keys)
         elif layout == "text" and separator is not None:
             yield from _stream_text(part.path, block_bytes, separator.encode())
-        elif part.path == STANDARD_INPUT or _suffix(part.path) in _OPENERS or _regular_size(part.path) is None:
+        elif part.path == STANDARD_INPUT or is_compressed(part.path) or _regular_size(part.path) is None:
             yield from _stream(part.path, block_bytes)
         else:
             yield from _cut(part, block_bytes)
@@ -202,6 +201,7 @@ def _stream(path: str, block_bytes: int) -> Iterator[Block]:
         if chunk and (held + len(chunk) < block_bytes or not end):
             parts.append(chunk)
             held += len(chunk)
+            _check_no_bomb(path, start, held, reached - consumed)
             continue
         rest = chunk[end:]
         if end:
@@ -229,6 +229,8 @@ def _stream_text(path: str, block_bytes: int, separator: bytes) -> Iterator[Bloc
                 end = searched = found + len(separator)
         elif (found := held.rfind(separator, searched)) >= 0:
             end = found + len(separator)
+        if not end:
+            _check_no_bomb(path, start, len(held), reached - consumed)
         searched = max(end, len(held) - len(separator) + 1)
         if not chunk:
             end = len(held)
@@ -237,6 +239,19 @@ def _stream_text(path: str, block_bytes: int, separator: bytes) -> Iterator[Bloc
             del held[:end]
             yield Block(_shown(path), start, end, data, reached - consumed, "text")
             start, consumed, searched, end = start + end, reached, max(0, searched - end), 0
+
+
+def _check_no_bomb(path: str, start: int, held_bytes: int, input_bytes: int) -> None:
+    """Checks that a compressed file does not fill the memory with one document out of next to nothing.
+
+    Raises:
+        DataError: it does.
+    """
+    if held_bytes > _LONGEST_FREE_BYTES and held_bytes > _LARGEST_RATIO * input_bytes and is_compressed(path):
+        raise DataError(
+            f"{path}: the document at byte offset {start} of its text has more than {held_bytes:,} bytes, which come "
+            f"from {input_bytes:,} bytes of the file: a decompression bomb. If it is meant, decompress the file first."
+        )
 
 
 def _chunks(path: str) -> Iterator[tuple[bytes, int]]:
@@ -269,20 +284,8 @@ def _open(path: str) -> tuple[Any, Callable[[], int]]:
     if path == STANDARD_INPUT:
         return sys.stdin.buffer, lambda: 0
     raw = open(path, "rb")
-    opener = _OPENERS.get(_suffix(path))
-    return (opener(raw, path) if opener else raw), (raw.tell if raw.seekable() else lambda: 0)
-
-
-_OPENERS: dict[str, Callable[[IO[bytes], str], Any]] = {
-    ".gz": lambda raw, path: gzip.GzipFile(fileobj=raw),
-    ".bz2": lambda raw, path: bz2.BZ2File(raw),
-    ".xz": lambda raw, path: _xz(raw),
-    ".zst": zstandard_stream,
-}
-
-
-def _xz(raw: IO[bytes]) -> Any:
-    return lzma.LZMAFile(raw)
+    reader = decompressing(raw, path) if is_compressed(path) else raw
+    return reader, (raw.tell if raw.seekable() else lambda: 0)
 
 
 def _suffix(path: str) -> str:

@@ -104,7 +104,8 @@ class IndexCache:
             path = self._array_path(stem, name)
             write_atomically(path, functools.partial(_save_array, array))
             files[name] = {"bytes": path.stat().st_size, "crc32": _crc32(path)}
-        text = json.dumps({"description": record, "files": files}, indent=1, sort_keys=True)
+        stored = {"description": record, "files": files}
+        text = json.dumps({**stored, "crc32": _crc32_of(stored)}, indent=1, sort_keys=True)
         write_atomically(self._description_path(stem), functools.partial(_write_all, text.encode()))
 
     def _load(self, stem: str, record: dict[str, object]) -> Arrays | None:
@@ -114,18 +115,24 @@ class IndexCache:
             stored = json.loads(path.read_bytes())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as failure:
+        except (OSError, ValueError, RecursionError) as failure:
             log.warning(f"the index {path} cannot be read ({failure}) and is built again.")
             return None
         problem = self._problem(stem, stored, record)
+        try:
+            arrays = {} if problem else {name: _load_array(self._array_path(stem, name)) for name in stored["files"]}
+        except Exception as failure:  # NumPy has many ways to say that a header is none
+            problem = f"{type(failure).__name__}: {failure}"
         if problem:
-            log.warning(f"the index {path} is damaged ({problem}) and is built again.")
+            log.warning(f"the index {path} is damaged ({problem[:300]}) and is built again.")
             return None
-        return {name: _load_array(self._array_path(stem, name)) for name in stored["files"]}
+        return arrays
 
     def _problem(self, stem: str, stored: object, record: dict[str, object]) -> str | None:
         if not isinstance(stored, dict) or not isinstance(stored.get("files"), dict) or not stored["files"]:
             return "it lists no files"
+        if stored.get("crc32") != _crc32_of({name: stored.get(name) for name in ("description", "files")}):
+            return "its checksum is not that of what it says"
         if stored.get("description") != json.loads(json.dumps(record)):
             return "it describes another index"
         for name, facts in stored["files"].items():
@@ -171,9 +178,16 @@ def _wait_for_lock(stream: BinaryIO, directory: Path) -> None:
 
 
 def _load_array(path: Path) -> np.ndarray:
-    """Maps an array; a small one is read, since a map holds its file open and hundreds of sources have many."""
+    """Maps an array; a small one is read, since a map holds its file open and hundreds of sources have many.
+
+    Raises:
+        ValueError: it holds no integers.
+    """
     is_small = path.stat().st_size <= _MAPPED_ABOVE_BYTES
-    return np.asarray(np.load(path, mmap_mode=None if is_small else "r", allow_pickle=False))
+    array = np.asarray(np.load(path, mmap_mode=None if is_small else "r", allow_pickle=False))
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{path.name} holds {array.dtype.name}, not integers")
+    return array
 
 
 def _save_array(array: np.ndarray, stream: BinaryIO) -> None:
@@ -182,6 +196,10 @@ def _save_array(array: np.ndarray, stream: BinaryIO) -> None:
 
 def _write_all(data: bytes, stream: BinaryIO) -> None:
     stream.write(data)
+
+
+def _crc32_of(value: object) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def _crc32(path: Path) -> int:

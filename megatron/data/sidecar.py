@@ -111,7 +111,7 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
         )
     try:
         return _from_json(content)
-    except (KeyError, TypeError, ValueError, AttributeError) as failure:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as failure:
         raise DataError(
             f"{path} is a damaged sidecar ({type(failure).__name__}: {failure}). Restore it, or remove it: the data "
             "can be read without it."

@@ -52,7 +52,7 @@ def write_undamaged(folder: Path) -> None:
         (folder / f"one{suffix}").write_bytes(compress(lines))
         (folder / f"two{suffix}").write_bytes(compress(lines[:half]) + compress(lines[half:]))
         (folder / f"bomb{suffix}").write_bytes(compress(bytes(BOMB_BYTES)))
-        (folder / f"lines{suffix}").write_bytes(compress(b'{"text": ""}\n' * (BOMB_BYTES // 160)))
+        (folder / f"lines{suffix}").write_bytes(compress(b'{"text": ""}\n' * (BOMB_BYTES // 1000)))
     try:
         (folder / "in.parquet").write_bytes(_parquet(lines))
     except ImportError:
