@@ -9,6 +9,12 @@ import pytest
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--cases` and `--fuzz-seed`: how much `tests/reliability/test_data_fuzz.py` does, and from which seed."""
+    parser.addoption("--cases", type=int, default=2000, help="how many damaged files are tried")
+    parser.addoption("--fuzz-seed", type=int, default=1, help="the same seed and number give the same damaged file")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests marked `gpu` where there is none."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

@@ -63,7 +63,10 @@ def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[t
 
 
 def parquet_texts(data: bytes, keys: Sequence[str]) -> list[list[Any]]:
-    """For each key, the values of all rows of a block; None where there is none, bytes where it is no UTF-8. `a.b` is field b of column a."""
+    """For each key, the values of all rows of a block: None where there is none, bytes where a text is not UTF-8.
+
+    `a.b` is field b of column a.
+    """
     ipc = importlib.import_module("pyarrow.ipc")
     with ipc.open_stream(data) as reader:
         table = reader.read_all()

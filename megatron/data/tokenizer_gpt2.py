@@ -69,7 +69,8 @@ def _gpt2_vocabulary(path: str) -> dict[str, int]:
     for token, number in vocabulary.items():
         if type(number) is not int or not 0 <= number < 2**31:
             raise DataError(
-                f"{path} (--vocab-file): token {token!r} has id {number!r}; ids are whole numbers from 0 to 2^31 - 1."
+                f"{path} (--vocab-file): token {token!r:.200} has id {number!r:.200}; ids are whole numbers from 0 to "
+                "2^31 - 1."
             )
     if len(set(vocabulary.values())) != len(vocabulary):
         raise DataError(f"{path} (--vocab-file) gives one id to two tokens; every token needs an id of its own.")
@@ -88,8 +89,8 @@ def _gpt2_merges(path: str, vocabulary: dict[str, int], vocab_file: str) -> list
         for token in (left, right, left + right):
             if token not in vocabulary:
                 raise DataError(
-                    f"{path}:{number} merges {left!r} and {right!r}, but {token!r} is not in {vocab_file}: "
-                    "--vocab-file and --merge-file must come from the same tokenizer."
+                    f"{path}:{number} merges {left!r:.200} and {right!r:.200}, but {token!r:.200} is not in "
+                    f"{vocab_file}: --vocab-file and --merge-file must come from the same tokenizer."
                 )
         merges.append((left, right))
     return merges

@@ -121,12 +121,12 @@ def _hugging_face_eod(reference: Any, files: dict[str, Path]) -> int | None:
         token = named.get("eos_token") if isinstance(named, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
-            number = reference.token_to_id(token)
+            number = _id_of(reference, token)
             if number is None:
                 raise DataError(
-                    f"{files[name]} names eos_token {token!r}, which is not in the vocabulary of tokenizer.json."
+                    f"{files[name]} names eos_token {token!r:.200}, which is not in the vocabulary of tokenizer.json."
                 )
-            return int(number)
+            return number
     found = (reference.token_to_id(token) for token in _END_OF_DOCUMENT_GUESSES)
     return next((int(number) for number in found if number is not None), None)
 
@@ -150,5 +150,13 @@ def _unknown_id(reference: Any, description: Mapping[str, Any]) -> int | None:
     if isinstance(model.get("unk_id"), int):
         return int(model["unk_id"])
     token = model.get("unk_token")
-    number = reference.token_to_id(token) if isinstance(token, str) else None
+    return _id_of(reference, token) if isinstance(token, str) else None
+
+
+def _id_of(reference: Any, token: str) -> int | None:
+    """The id of a token; None when there is none, as for a text with lone surrogates."""
+    try:
+        number = reference.token_to_id(token)
+    except UnicodeEncodeError:
+        return None
     return None if number is None else int(number)

@@ -120,6 +120,7 @@ def _processor(content: bytes, model_file: str) -> Any:
     try:
         processor = SentencePieceProcessor(model_proto=content)
         size = len(processor)
+        processor.normalize(hard_texts([]))  # a damaged table of letters gives bytes that are no text
     except (RuntimeError, ValueError) as failure:
         size, reason = 0, str(failure).splitlines()[0][:200] if str(failure) else type(failure).__name__
     else:

@@ -64,7 +64,7 @@ def _vocabulary(path: str) -> dict[str, int]:
     for number, line in enumerate(lines):
         token = line.rstrip("\r")
         if not token or token in vocabulary:
-            wrong = f"repeats {token!r} of line {vocabulary[token] + 1}" if token else "is empty"
+            wrong = f"repeats {token!r:.200} of line {vocabulary[token] + 1}" if token else "is empty"
             raise DataError(
                 f"{path}:{number + 1} (--vocab-file) {wrong}; a line is one token, its number the token's id."
             )

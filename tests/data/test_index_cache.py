@@ -42,13 +42,16 @@ def test_arrays_are_built_once_and_then_mapped(tmp_path):
 def test_another_description_is_another_file(tmp_path):
     cache = IndexCache(tmp_path)
     cache.arrays("gpt", DESCRIPTION, make)
-    other = cache.arrays("gpt", {**DESCRIPTION, "seed": 2}, lambda: {"first": np.zeros(3)})
+    other = cache.arrays("gpt", {**DESCRIPTION, "seed": 2}, lambda: {"first": np.zeros(3, np.int32)})
     assert other["first"].tolist() == [0, 0, 0]
     assert same(cache.arrays("gpt", DESCRIPTION, never), make())
 
 
 def damage_names() -> list[str]:
-    return ["cut array", "flipped bit", "missing array", "cut description", "other description", "no files", "pickle"]
+    return [
+        "cut array", "flipped bit", "missing array", "cut description", "other description", "no files", "pickle",
+        "missing entry", "deep nesting", "believable header", "believable floats", "believable pickle",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", damage_names())
@@ -72,6 +75,19 @@ def test_a_damaged_index_is_built_again(tmp_path, kind, capsys):
         description.write_text(json.dumps({**stored, "description": {}}))
     elif kind == "no files":
         description.write_text(json.dumps({**stored, "files": {}}))
+    elif kind == "missing entry":
+        description.write_text(json.dumps({**stored, "files": {"second": stored["files"]["second"]}}))
+    elif kind == "deep nesting":
+        description.write_text("[" * 100_000)
+    elif kind.startswith("believable"):
+        if kind == "believable header":
+            array.write_bytes(array.read_bytes().replace(b"(5,)", b"(5,("))
+        else:
+            dtype = object if kind == "believable pickle" else np.float64
+            np.save(array, np.array([1, 2], dtype=dtype), allow_pickle=True)
+        stored["files"]["first"] = {"bytes": array.stat().st_size, "crc32": index_cache._crc32(array)}
+        stored.pop("crc32")
+        description.write_text(json.dumps({**stored, "crc32": index_cache._crc32_of(stored)}))
     else:
         np.save(array, np.array([{}], dtype=object), allow_pickle=True)
     assert same(cache.arrays("gpt", DESCRIPTION, make), make())

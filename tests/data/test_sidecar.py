@@ -111,6 +111,7 @@ def test_our_own_file_is_replaced_and_removed(prefix: str) -> None:
     [
         ({"format_version": 2}, r"data\.json has format version 2; version 1 is read"),
         ({"tokens": "many"}, r"data\.json is a damaged sidecar \(ValueError"),
+        ({"tokens": float("inf")}, r"data\.json is a damaged sidecar \(OverflowError"),
         ({"tokenizer": {}}, r"data\.json is a damaged sidecar \(KeyError: 'fingerprint'\)"),
         ({"sources": 5}, r"data\.json is a damaged sidecar \(TypeError"),
         ({"versions": []}, r"data\.json is a damaged sidecar \(AttributeError"),

@@ -281,6 +281,9 @@ def test_damaged_hugging_face_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         DataError, match="tokenizer_config.json names eos_token '<nope>', which is not in the vocabulary"
     ):
         build_tokenizer(choice)
+    write_folder(tmp_path, eos="\ud800" * 1000)
+    with pytest.raises(DataError, match=r"names eos_token '\\ud800\\ud800.{1,200}, which is not in the vocabulary"):
+        build_tokenizer(choice)
     write_folder(tmp_path, eos=None)
     (tmp_path / "tokenizer_config.json").unlink()
     monkeypatch.setattr("megatron.data.tokenizer_hugging_face._END_OF_DOCUMENT_GUESSES", ())

@@ -122,6 +122,10 @@ def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"broken.model \(--tokenizer-model\) is not a SentencePiece model"):
             load(path)
+    content = write_model(tmp_path, normalization_rule_name="nfkc").read_bytes()
+    path.write_bytes(content.replace(b"\0fi\0", b"\0\x87\x87\0"))  # what the ligature ﬁ becomes
+    with pytest.raises(DataError, match=r"broken.model .* is not a SentencePiece model: 'utf-8' codec can't decode"):
+        load(path)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(ConfigError, match="small.model needs the sentencepiece package"):
         load(write_model(tmp_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import functools
 import gzip
 import io
@@ -43,6 +44,7 @@ def write_undamaged(folder: Path) -> None:
         write_sidecar(folder / name, Sidecar(*counts, record, {"python": "3.11"}, sources))
     (folder / "cached.idx").write_bytes(_cached_index())
     (folder / "cached.bin").write_bytes(ids.tobytes())
+    (folder / "vocab.txt").write_text(_wordpiece_vocabulary())
     groups = '"TRAIN: 0.5 0:0.5 {0}, 1.5 0.25:1 {0}" "MORE: 1 0:1 {0}"'.format(folder / "pair")
     (folder / "groups.txt").write_text(groups.split('" "')[0] + '"')
     lines = _jsonl()
@@ -53,10 +55,9 @@ def write_undamaged(folder: Path) -> None:
         (folder / f"two{suffix}").write_bytes(compress(lines[:half]) + compress(lines[half:]))
         (folder / f"bomb{suffix}").write_bytes(compress(bytes(BOMB_BYTES)))
         (folder / f"lines{suffix}").write_bytes(compress(b'{"text": ""}\n' * (BOMB_BYTES // 1000)))
-    try:
-        (folder / "in.parquet").write_bytes(_parquet(lines))
-    except ImportError:
-        return
+    for name, write in (("in.parquet", lambda: _parquet(lines)), ("spiece.model", _sentencepiece_model)):
+        with contextlib.suppress(ImportError):  # without the package that it needs, a target is left out
+            (folder / name).write_bytes(write())
 
 
 def compressors() -> Mapping[str, Callable[[bytes], bytes]]:
@@ -74,7 +75,9 @@ def compressors() -> Mapping[str, Callable[[bytes], bytes]]:
 
 
 def _jsonl() -> bytes:
-    rows = [{"text": text, "a": {"b": f"{number} words"}, "n": number} for number, text in enumerate(hard_documents(25))]
+    rows = [
+        {"text": text, "a": {"b": f"{number} words"}, "n": number} for number, text in enumerate(hard_documents(25))
+    ]
     return b"".join(json.dumps(row, ensure_ascii=row["n"] % 2 == 0).encode() + b"\n" for row in rows)
 
 
@@ -99,6 +102,23 @@ def _tokenizer_json(folder: Path) -> str:
     return str(reference.to_str())
 
 
+def _wordpiece_vocabulary() -> str:
+    pieces = [letter for letter in "abcdefghijklmnopqrstuvwxyz0123456789.,;!?'<>/|"]
+    pieces += [f"##{piece}" for piece in pieces] + ["the", "##ing", "it", "word", "##s"]
+    return "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]) + "\n"
+
+
+def _sentencepiece_model() -> bytes:
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(hard_documents(200)), model_writer=model, vocab_size=500, model_type="bpe",
+        byte_fallback=True, num_threads=1, minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    return model.getvalue()
+
+
 def _parquet(lines: bytes) -> bytes:
     import pyarrow
     import pyarrow.parquet
@@ -113,13 +133,17 @@ def _parquet(lines: bytes) -> bytes:
 
 HOSTILE_LINES: Mapping[str, tuple[bytes, ...]] = {
     "NUL": (b"\x00", b"\x00" * 5000, b'{"text": "a\x00b"}', b'{"text": "a\\u0000b"}'),
-    "byte order mark": (b'\xef\xbb\xbf{"text": "a"}', b'{"text": "\xef\xbb\xbfa"}', b"\xef\xbb\xbf", b"\xff\xfe{\x00}\x00"),
+    "byte order mark": (
+        b'\xef\xbb\xbf{"text": "a"}', b'{"text": "\xef\xbb\xbfa"}', b"\xef\xbb\xbf", b"\xff\xfe{\x00}\x00",
+    ),
     "lone surrogate": (
         b'{"text": "\\ud800"}', b'{"text": "a\\udfffb", "a": {"b": "c"}}', b'{"text": "\xed\xa0\x80"}',
         b'{"text": "\\ud83d\\ude00"}', b'{"text": "a", "a": {"b": "\\udc00"}}', b'{"\\ud800": 1, "text": "a"}',
         b'{"text": "\\uD83D\\u0041"}',
     ),
-    "not UTF-8": (b"\xff", b'{"text": "\xff"}', b'{"text": "\xc0\xaf"}', b'{"text": "\xf4\x90\x80\x80"}', b'{"text": "\xe9"}'),
+    "not UTF-8": (
+        b"\xff", b'{"text": "\xff"}', b'{"text": "\xc0\xaf"}', b'{"text": "\xf4\x90\x80\x80"}', b'{"text": "\xe9"}',
+    ),
     "deep nesting": (
         b"[" * 100000, b"[" * 100000 + b"]" * 100000, b'{"text": "a", "b": ' + b"[" * 100000 + b"]" * 100000 + b"}",
         b'{"a":' * 100000 + b"1" + b"}" * 100000, b'{"text":' * 5000 + b'"a"' + b"}" * 5000, b'{"b": ' + b"[" * 900,
@@ -135,12 +159,14 @@ HOSTILE_LINES: Mapping[str, tuple[bytes, ...]] = {
         b'{"text": "a", "n": 18446744073709551616}', b'{"text": "a", "n": 1e-999999999999}',
     ),
     "not JSON": (
-        b"{", b'{"text": "a"', b'{"text": "a"}}', b"{'text': 'a'}", b'{"text": "a",}', b'{"text": "\t"}', b'{"text": "\\x"}',
-        b'{"text": "a"} {"text": "b"}', b"//", b"text", b'{"text": "\\ud8', b'{"text": "', b'{"text": "\\', b"\x1f\x8b\x08",
+        b"{", b'{"text": "a"', b'{"text": "a"}}', b"{'text': 'a'}", b'{"text": "a",}', b'{"text": "\t"}',
+        b'{"text": "\\x"}', b'{"text": "a"} {"text": "b"}', b"//", b"text", b'{"text": "\\ud8', b'{"text": "',
+        b'{"text": "\\', b"\x1f\x8b\x08",
     ),
     "blank lines": (b"", b" ", b"\t", b"\x0b", b"\r", b"\n\n\n", b"\xc2\xa0", b"\xe2\x80\xa8"),
     "long line": (
-        b'{"text": "' + b"long " * 200000 + b'"}', b'{"text": "' + b"x" * 300000, b" " * 1000000, b'{"text": "a"}' + b" " * 500000,
+        b'{"text": "' + b"long " * 200000 + b'"}', b'{"text": "' + b"x" * 300000, b" " * 1000000,
+        b'{"text": "a"}' + b" " * 500000,
         b'{"text": "a", "b": [' + b"[]," * 100000 + b"[]]}", b'"' * 500000, b"\\" * 500000, b"{" * 1000,
     ),
 }  # fmt: skip
@@ -167,7 +193,8 @@ def other_ends_of_lines(draw: Random, files: Files) -> Files:
         name: draw.choice(
             (
                 data.replace(b"\n", b"\r\n"), data.replace(b"\n", b"\r"), data.replace(b"\n", b"\n\r"), data[:-1],
-                data.replace(b"\n", b"\n\n"), data[:at] + data[at + 1 :], data.replace(b"\n", b""), b"\xef\xbb\xbf" + data,
+                data.replace(b"\n", b"\n\n"), data[:at] + data[at + 1 :], data.replace(b"\n", b""),
+                b"\xef\xbb\xbf" + data,
             )
         )
     }  # fmt: skip

@@ -323,14 +323,15 @@ def _json_file(draw: Random, files: Files) -> tuple[str, Any]:
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every (holder, key) below a value, none where it is no tree; each level as likely as the one below it, however many entries it has."""
+    """Every (holder, key) below a value, none where it is no tree.
+
+    Small levels are repeated, so that each is about as likely as the one below it, however many entries it has.
+    """
     levels: list[list[tuple[Any, Any]]] = []
     reached = [tree] if isinstance(tree, (dict, list)) else []
     while reached:
         entries = [
-            (holder, key)
-            for holder in reached
-            for key in (holder if isinstance(holder, dict) else range(len(holder)))
+            (holder, key) for holder in reached for key in (holder if isinstance(holder, dict) else range(len(holder)))
         ]
         if entries:
             levels.append(entries)
