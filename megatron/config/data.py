@@ -155,11 +155,12 @@ def read_blend(words: tuple[str, ...], name: str) -> tuple[tuple[float, str], ..
     """Reads `PREFIX` or `WEIGHT PREFIX WEIGHT PREFIX ...` into (weight, prefix) pairs.
 
     Raises:
-        ConfigError: an odd number of words, or a weight that is no positive number.
+        ConfigError: an odd number of words, a weight that is no positive number, or a NUL character.
     """
+    shown = " ".join(words)
+    _check_no_nul(shown, name)
     if len(words) <= 1:
         return tuple((1.0, word) for word in words)
-    shown = " ".join(words)
     if len(words) % 2:
         raise ConfigError(
             f"{name} {shown} has {len(words)} words. Give one prefix, or pairs of weight and prefix"
@@ -180,8 +181,9 @@ def read_weighted_group(text: str, name: str) -> WeightedGroup:
     """Reads one group `NAME: W S:E PREFIX, W S:E PREFIX`.
 
     Raises:
-        ConfigError: the text does not have this form, or a range is not within 0 <= S < E <= 1.
+        ConfigError: the text does not have this form or holds a NUL character, or a range is not within 0 <= S < E <= 1.
     """
+    _check_no_nul(text, name)
     label, colon, rest = text.partition(":")
     form = f'{name} "{text}": a group is written "NAME: WEIGHT START:STOP PREFIX, WEIGHT START:STOP PREFIX"'
     if not colon or not label.strip() or not rest.strip():
@@ -212,6 +214,14 @@ def _quote_hint(words: tuple[str, ...]) -> str:
     """What to do when the shell has put the files in place of a pattern."""
     is_expanded = all(word.endswith(".parquet") or _SHARD_NAME.search(word) for word in words)
     return "; a pattern of Parquet files must be quoted, so that the shell leaves it alone" if is_expanded else ""
+
+
+def _check_no_nul(text: str, name: str) -> None:
+    if "\0" in text:
+        raise ConfigError(
+            f"{name} {text!r} holds a NUL character at place {text.index(chr(0))}, which no path can hold. The file "
+            "that it was read from is damaged: write it again."
+        )
 
 
 def _number(text: str) -> float | None:

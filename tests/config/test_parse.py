@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import ModelConfig, RunConfig, parse
+from megatron.config.data import read_blend, read_weighted_group
 from megatron.config.parse import field_flags
 from megatron.errors import ConfigError
 from tests.config.command_lines import small, words
@@ -349,3 +350,10 @@ def test_a_split_is_shown_without_blanks() -> None:
         small("--split '9, 1, 0' --train-data-path x", drop="--data-path")
     with pytest.raises(ConfigError, match=r"--split 9,1,0,0 must be up to three shares"):
         small("--split '9, 1, 0, 0'")
+
+
+def test_a_path_with_a_nul_character_is_no_path() -> None:
+    with pytest.raises(ConfigError, match=r"--data-path '1 a\\x00b' holds a NUL character at place 3"):
+        read_blend(("1", "a\0b"), "--data-path")
+    with pytest.raises(ConfigError, match=r"--train-weighted-split-paths .* holds a NUL character at place 11"):
+        read_weighted_group("A: 1 0:1 a\0", "--train-weighted-split-paths")

@@ -199,7 +199,7 @@ def _outcome(case: Case, place: Path, undamaged: Path) -> tuple[str, str]:
             return "failed", f"refused without naming the file: {text}"
         if not re.search(case.target.position, text):
             return "failed", f"refused without naming the place: {text}"
-        if len(text) > 4000:
+        if len(text) > case.target.longest_letters:
             return "failed", f"refused in {len(text)} letters: {text[:300]}"
         return "refused", text
     except BaseException:  # of whatever kind: that is what is looked for

@@ -51,6 +51,7 @@ class Target:
         read: takes the folder of the case, the undamaged folder and a source of randomness.
         position: what a refusal must say beside the name of a file.
         share: of all cases, relative to the other targets.
+        longest_letters: of a refusal.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Target:
     read: Callable[[Path, Path, Random], None]
     position: str = ""
     share: float = 1.0
+    longest_letters: int = 4000
 
 
 def check(holds: bool, sentence: str) -> None:
@@ -412,5 +414,5 @@ TARGETS: tuple[Target, ...] = (
     Target("tokenizer.json", (("tokenizer.json", "tokenizer_config.json"),), _TREES, _read_hugging_face, share=0.5),
     Target("vocab.txt", (("vocab.txt",),), _ONE_FILE, _read_wordpiece, share=0.3),
     Target("SentencePiece model", (("spiece.model",),), _ONE_FILE, _read_sentencepiece, share=0.3),
-    Target("blend file", (("groups.txt",),), {**ANY_FILE, "words": hostile_words}, _read_blend, share=1.5),
+    Target("blend file", (("groups.txt",),), {**ANY_FILE, "words": hostile_words}, _read_blend, "", 1.5, 300_000),
 )
