@@ -181,7 +181,7 @@ def read_weighted_group(text: str, name: str) -> WeightedGroup:
     """Reads one group `NAME: W S:E PREFIX, W S:E PREFIX`.
 
     Raises:
-        ConfigError: the text does not have this form or holds a NUL character, or a range is not within 0 <= S < E <= 1.
+        ConfigError: the text does not have this form or holds a NUL, or a range is not within 0 <= S < E <= 1.
     """
     _check_no_nul(text, name)
     label, colon, rest = text.partition(":")
