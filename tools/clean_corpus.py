@@ -78,6 +78,39 @@ class CleanFlags(Area):
     tokenizer_name_or_path: str | None = flag(
         None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
     )
+    gopher_quality: bool = flag(
+        False, "drop what is no prose: number and length of words, symbols, bullets, ellipses, stop words (Gopher)"
+    )
+    gopher_stop_words: int = flag(
+        2,
+        "how many of eight frequent English words --gopher-quality asks for; 0 for other languages",
+        at_least=0,
+        at_most=8,
+    )
+    gopher_repetition: bool = flag(False, "drop what repeats too many lines, paragraphs or runs of words (Gopher)")
+    decontaminate: tuple[str, ...] = flag(
+        (), "evaluation texts, jsonl or .txt, of which no run of words may stay; patterns; folders", nargs="+"
+    )
+    decontaminate_mode: str = flag("split", "cut documents around such runs, or drop them", choices=("split", "drop"))
+    ngram: int = flag(13, "words a run", spelled=("--max-ngram-size",), at_least=1, at_most=100)
+    min_ngram: int = flag(
+        8, "least words of an evaluation text that is shorter than a run", spelled=("--min-ngram-size",), at_least=1
+    )
+    ngram_occurrences: int = flag(
+        10,
+        "runs that the input has more often are common phrases and stay; 0: none is, and the input is read once",
+        spelled=("--key-threshold",),
+        at_least=0,
+    )
+    margin_characters: int = flag(
+        200, "cut away on each side of a run", spelled=("--remove-char-each-side",), at_least=0
+    )
+    min_piece_characters: int = flag(
+        200, "least characters of a piece that is left", spelled=("--filter-text-char-len",), at_least=1
+    )
+    max_pieces: int = flag(
+        10, "documents that would fall into more pieces are dropped", spelled=("--splits-count",), at_least=1
+    )
     exact_duplicates: bool = flag(False, "drop documents whose text (spaces aside) an earlier one has")
     near_duplicates: bool = flag(False, "drop documents that are almost like an earlier one (MinHash-LSH)")
     near_threshold: float = flag(0.7, "least estimated Jaccard similarity of near duplicates", above=0, at_most=1)
@@ -99,17 +132,35 @@ class CleanFlags(Area):
             least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             if least is not None and most is not None and least > most:
                 yield f"--min-{unit} {least} is more than --max-{unit} {most}, so no document could stay."
+        if self.decontaminate and self.min_ngram > self.ngram:
+            yield f"--min-ngram {self.min_ngram} is more than --ngram {self.ngram}; it must be at most that."
         if self.keep_curly_quotes and not self.fix_text:
             yield "--keep-curly-quotes changes what --fix-text does; give both."
 
     def options(self) -> CleanOptions:
         """What the flags ask for."""
-        from megatron.corpus.cleaning.options import CleanOptions, LanguageChoice, LengthLimits, NearChoice
+        from megatron.corpus.cleaning.options import (
+            CleanOptions,
+            ContaminationChoice,
+            LanguageChoice,
+            LengthLimits,
+            NearChoice,
+        )
         from megatron.corpus.inputs import read_separator
         from megatron.data.tokenizer import TokenizerChoice
 
         languages = tuple(code for value in self.language for code in value.replace(",", " ").split())
         near = NearChoice(self.near_threshold, self.near_permutations, self.near_shingle, self.near_unit, self.seed)
+        contamination = ContaminationChoice(
+            self.decontaminate,
+            run=self.ngram,
+            shortest_run=self.min_ngram,
+            most_occurrences=self.ngram_occurrences,
+            drops=self.decontaminate_mode == "drop",
+            margin=self.margin_characters,
+            shortest_piece=self.min_piece_characters,
+            most_pieces=self.max_pieces,
+        )
         return CleanOptions(
             key=self.json_key,
             kept_columns=self.keep_columns,
@@ -127,6 +178,10 @@ class CleanFlags(Area):
                 self.max_tokens,
                 TokenizerChoice.of(self) if self.tokenizer_type is not None else None,
             ),
+            gopher_quality=self.gopher_quality,
+            least_stop_words=self.gopher_stop_words,
+            gopher_repetition=self.gopher_repetition,
+            contamination=contamination if self.decontaminate else None,
             exact_duplicates=self.exact_duplicates,
             near=near if self.near_duplicates else None,
             skip_bad_lines=self.on_bad_line == "skip",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from megatron import log
 from megatron.corpus.cleaning.cleaner import SHOWN_CHARACTERS, CleanedBlock, Cleaner, Dropped
+from megatron.corpus.cleaning.contamination import EvaluationSets
 from megatron.corpus.cleaning.duplicates import DuplicateFilter
 from megatron.corpus.cleaning.entries import document_of
 from megatron.corpus.cleaning.options import CleanOptions
@@ -23,6 +24,7 @@ from megatron.corpus.cleaning.output import check_output, write_lines
 from megatron.corpus.cleaning.pool import CleaningPool
 from megatron.corpus.cleaning.report import CleaningReport
 from megatron.corpus.cleaning.verdicts import BAD_LINE
+from megatron.corpus.inputs import STANDARD_INPUT
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import Block, blocks, check_inputs
 from megatron.corpus.workers import usable_cores
@@ -92,17 +94,17 @@ def clean_corpus(
     for path in (outputs.kept, outputs.dropped, outputs.report):
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-    cleaner = Cleaner(options)
-    source = blocks(inputs, block_bytes, options.document_separator, keys)
-    first = list(islice(source, 2))
-    source = chain(first, source)
-    workers = min(workers, usable_cores()) if len(first) > 1 else 1
+    evaluation = None
+    if options.contamination is not None:
+        evaluation = EvaluationSets(options.contamination)
+        if options.contamination.most_occurrences:
+            _check_twice_readable(inputs)
+            counter = Cleaner(options.only_counting(), evaluation, counts=True)
+            source = blocks(inputs, block_bytes, options.document_separator, keys)
+            _ignore_common_runs(evaluation, counter, source, workers)
     report = CleaningReport(options.most_examples)
-    with ExitStack() as stack:
-        if workers > 1:
-            cleaned = stack.enter_context(CleaningPool(cleaner, workers)).clean(source)
-        else:
-            cleaned = _clean_here(cleaner, source)
+    source = blocks(inputs, block_bytes, options.document_separator, keys)
+    with _cleaning(Cleaner(options, evaluation), source, workers) as cleaned:
         _write(cleaned, outputs, options, report, progress)
     if outputs.report is not None:
         write_atomically(Path(outputs.report), partial(_write_report, report))
@@ -111,6 +113,40 @@ def clean_corpus(
 
 def _write_report(report: CleaningReport, stream: BinaryIO) -> None:
     stream.write(report.as_json())
+
+
+@contextmanager
+def _cleaning(
+    cleaner: Cleaner, source: Iterator[Block], workers: int
+) -> Iterator[Iterable[tuple[Block, CleanedBlock]]]:
+    """Results of blocks in their order, from this process or from others."""
+    first = list(islice(source, 2))
+    source = chain(first, source)
+    workers = min(workers, usable_cores()) if len(first) > 1 else 1
+    if workers == 1:
+        yield _clean_here(cleaner, source)
+        return
+    with CleaningPool(cleaner, workers) as pool:
+        yield pool.clean(source)
+
+
+def _check_twice_readable(inputs: Sequence[str]) -> None:
+    pipes = [path for path in inputs if path == STANDARD_INPUT or not Path(path).is_file()]
+    if pipes:
+        raise ConfigError(
+            f"--decontaminate reads the input twice, first to find phrases that are common (--ngram-occurrences), but "
+            f"{pipes[0]} can be read once. Give a file, or --ngram-occurrences 0."
+        )
+
+
+def _ignore_common_runs(evaluation: EvaluationSets, counter: Cleaner, source: Iterator[Block], workers: int) -> None:
+    log.info(f"Counting {len(evaluation):,} word runs of the evaluation texts in the input")
+    occurrences = np.zeros(len(evaluation), np.int64)
+    with _cleaning(counter, source, workers) as counted:
+        for _, result in counted:
+            np.add.at(occurrences, result.runs, 1)
+    common = evaluation.ignore(occurrences)
+    log.info(f"{int(np.count_nonzero(occurrences)):,} occur, of which {common:,} are too common to count")
 
 
 def _clean_here(cleaner: Cleaner, source: Iterable[Block]) -> Iterator[tuple[Block, CleanedBlock]]:

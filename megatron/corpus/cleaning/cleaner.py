@@ -11,13 +11,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.corpus.cleaning.contamination import EvaluationSets, Match, pieces_around
 from megatron.corpus.cleaning.entries import Entry, line_of, read_entries
 from megatron.corpus.cleaning.language import LanguageFilter
 from megatron.corpus.cleaning.options import CleanOptions
+from megatron.corpus.cleaning.quality import GopherQuality
 from megatron.corpus.cleaning.repair import TextRepair, with_plain_spaces
+from megatron.corpus.cleaning.repetition import GopherRepetition
 from megatron.corpus.cleaning.signatures import Signer
 from megatron.corpus.cleaning.verdicts import (
     BAD_LINE,
+    CONTAMINATED,
+    CUT,
     EMPTY,
     REPAIRED,
     SPACES,
@@ -28,6 +33,7 @@ from megatron.corpus.cleaning.verdicts import (
     Verdict,
     WordCount,
 )
+from megatron.corpus.cleaning.words import WordSplitter
 from megatron.corpus.sources import Block
 
 SHOWN_CHARACTERS = 80
@@ -69,11 +75,13 @@ class CleanedBlock:
         output: their lines; `sizes` has the bytes and `pieces` the lines of each.
         originals: the lines of all documents as they were read, if they are wanted; `original_sizes` has the bytes.
         digests: hash of each text that passed, if exact duplicates are to be found.
+        runs: numbers of the evaluation texts' runs that occur, if they are counted.
         signatures, band_keys: see `Signer`, if near duplicates are to be found.
 
     Shapes:
-        passed, sizes, pieces: int64 [p]; original_sizes: int64 [documents] or [0]; digests: uint64 [p, 2] or [0, 2];
-        signatures: uint16 [p, permutations] or [0, 0]; band_keys: uint64 [p, bands] or [0, 0].
+        passed, sizes, pieces: int64 [p]; original_sizes: int64 [documents] or [0]; runs: int64 [occurrences];
+        digests: uint64 [p, 2] or [0, 2]; signatures: uint16 [p, permutations] or [0, 0];
+        band_keys: uint64 [p, bands] or [0, 0].
     """
 
     documents: int
@@ -84,6 +92,7 @@ class CleanedBlock:
     pieces: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     original_sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
+    runs: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     signatures: npt.NDArray[np.uint16] = field(default_factory=lambda: np.zeros((0, 0), np.uint16))
     band_keys: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 0), np.uint64))
     output: bytes = b""
@@ -93,15 +102,26 @@ class CleanedBlock:
 class Cleaner:
     """Cleans blocks; made once, or once in each worker where processes cannot inherit it.
 
+    Args:
+        evaluation: what must not occur, if it is read already.
+        counts: instead of cleaning, tell how often which run of the evaluation texts occurs in a block.
+
     Raises:
         ConfigError: a library is missing, or a value is one that it cannot work with.
     """
 
-    def __init__(self, options: CleanOptions) -> None:
+    def __init__(self, options: CleanOptions, evaluation: EvaluationSets | None = None, counts: bool = False) -> None:
         self.options = options
+        self.counts = counts
         self._repair = TextRepair(options.straighten_quotes) if options.fix_text else None
         self._filters = _filters(options)
+        self._repetition = GopherRepetition() if options.gopher_repetition else None
         self._signer = Signer(options.near) if options.near is not None else None
+        if evaluation is None and options.contamination is not None:
+            evaluation = EvaluationSets(options.contamination)
+        self.evaluation = evaluation
+        needs_words = self._repetition is not None or evaluation is not None or self._signer is not None
+        self._splitter = WordSplitter() if needs_words else None
 
     def clean(self, block: Block) -> CleanedBlock:
         """Repairs and judges every document of a block.
@@ -111,6 +131,8 @@ class Cleaner:
         """
         options = self.options
         entries = read_entries(block, (options.key, *options.kept_columns), options.document_separator)
+        if self.counts:
+            return self._count(entries)
         cleaned = CleanedBlock(len(entries))
         texts: dict[int, str] = {}
         for number, entry in enumerate(entries):
@@ -124,9 +146,56 @@ class Cleaner:
         self._drop(texts, [Verdict(EMPTY) if not text.strip() else None for text in texts.values()], cleaned)
         for judge in self._filters:
             self._drop(texts, judge.judge(list(texts.values())), cleaned)
+        pieces: dict[int, list[str]] = {}
+        if self._splitter is not None:
+            self._judge_words(self._splitter, texts, pieces, cleaned)
         cleaned.dropped.sort()
-        self._pack(entries, texts, cleaned)
+        self._pack(entries, texts, pieces, cleaned)
         return cleaned
+
+    def _count(self, entries: Sequence[Entry]) -> CleanedBlock:
+        """The evaluation runs that occur in a block, each as often as it does."""
+        cleaned = CleanedBlock(len(entries))
+        if self._splitter is not None and self.evaluation is not None:
+            words = self._splitter.split([entry.text for entry in entries if entry.text is not None])
+            runs = [match.run for matches in self.evaluation.matches(words) for match in matches]
+            cleaned.runs = np.array(runs, np.int64)
+        return cleaned
+
+    def _judge_words(
+        self, splitter: WordSplitter, texts: dict[int, str], pieces: dict[int, list[str]], cleaned: CleanedBlock
+    ) -> None:
+        """What needs the words of the texts: repetition, contamination and signatures."""
+        place = {number: index for index, number in enumerate(texts)}
+        words = splitter.split(list(texts.values()))
+        if self._repetition is not None:
+            self._drop(texts, self._repetition.judge(list(texts.values()), words), cleaned)
+        if self.evaluation is not None:
+            matches = self.evaluation.matches(words)
+            self._drop(
+                texts,
+                [self._cut(number, text, matches[place[number]], pieces, cleaned) for number, text in texts.items()],
+                cleaned,
+            )
+        if self._signer is not None:
+            left = words.of([place[number] for number in texts])
+            cleaned.signatures, cleaned.band_keys = self._signer.sign(list(texts.values()), left)
+
+    def _cut(
+        self, number: int, text: str, matches: Sequence[Match], pieces: dict[int, list[str]], cleaned: CleanedBlock
+    ) -> Verdict | None:
+        choice = self.options.contamination
+        if not matches or choice is None:
+            return None
+        shown = text[matches[0].start : matches[0].stop]
+        if choice.drops:
+            return Verdict(CONTAMINATED, shown)
+        found = pieces_around(text, matches, choice)
+        if not found or len(found) > choice.most_pieces:
+            return Verdict(CONTAMINATED, f"{len(found)} pieces left: {shown}")
+        pieces[number] = found
+        cleaned.changed.append(Changed(number, CUT, shown[:SHOWN_CHARACTERS], f"{len(found)} pieces left"))
+        return None
 
     def _repaired(self, number: int, text: str, cleaned: CleanedBlock) -> str:
         if self._repair is not None:
@@ -149,18 +218,25 @@ class Cleaner:
                 shown = texts.pop(number)[:SHOWN_CHARACTERS]
                 cleaned.dropped.append(Dropped(number, verdict.reason, verdict.detail, shown))
 
-    def _pack(self, entries: Sequence[Entry], texts: dict[int, str], cleaned: CleanedBlock) -> None:
+    def _pack(
+        self,
+        entries: Sequence[Entry],
+        texts: dict[int, str],
+        pieces: dict[int, list[str]],
+        cleaned: CleanedBlock,
+    ) -> None:
         options = self.options
-        lines = [line_of(entries[number], options.key, text) + b"\n" for number, text in texts.items()]
+        lines = [
+            b"".join([line_of(entries[number], options.key, piece) + b"\n" for piece in pieces.get(number, (text,))])
+            for number, text in texts.items()
+        ]
         cleaned.passed = np.fromiter(texts, np.int64, len(texts))
         cleaned.sizes = np.array([len(line) for line in lines], np.int64)
-        cleaned.pieces = np.ones(len(lines), np.int64)
+        cleaned.pieces = np.array([len(pieces.get(number, "1")) for number in texts], np.int64)
         cleaned.output = b"".join(lines)
         if options.exact_duplicates:
             hashes = b"".join([text_digest(text) for text in texts.values()])
             cleaned.digests = np.frombuffer(hashes, np.uint64).reshape(-1, 2)
-        if self._signer is not None:
-            cleaned.signatures, cleaned.band_keys = self._signer.sign(list(texts.values()))
         if options.keep_originals:
             originals = [entry.raw if entry.raw is not None else _unwritten(entry, options.key) for entry in entries]
             cleaned.original_sizes = np.array([len(line) for line in originals], np.int64)
@@ -188,6 +264,8 @@ def _filters(options: CleanOptions) -> list[DocumentFilter]:
         filters.append(WordCount(lengths))
     if lengths.least_tokens is not None or lengths.most_tokens is not None:
         filters.append(TokenCount(lengths))
+    if options.gopher_quality:
+        filters.append(GopherQuality(options.least_stop_words))
     if options.language is not None:
         choice = options.language
         filters.append(

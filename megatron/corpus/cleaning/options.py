@@ -53,6 +53,30 @@ class NearChoice:
 
 
 @dataclass(frozen=True)
+class ContaminationChoice:
+    """Which runs of words must not occur, and what happens to documents with one.
+
+    Args:
+        files: evaluation texts: jsonl or .txt files, patterns, folders.
+        run: words a run; `shortest_run` of evaluation texts that have fewer.
+        most_occurrences: runs that the corpus has more often are common phrases and stay; 0: none is too common.
+        drops: drop such documents; else they are cut around the runs, see `pieces_around`.
+        margin: characters that are cut away on each side of a run.
+        shortest_piece: least characters a piece.
+        most_pieces: documents that would fall into more are dropped.
+    """
+
+    files: tuple[str, ...]
+    run: int = 13
+    shortest_run: int = 8
+    most_occurrences: int = 10
+    drops: bool = False
+    margin: int = 200
+    shortest_piece: int = 200
+    most_pieces: int = 10
+
+
+@dataclass(frozen=True)
 class CleanOptions:
     """What is done to every document; the same in every worker.
 
@@ -62,6 +86,8 @@ class CleanOptions:
         document_separator: what ends a document in inputs of plain text.
         fix_text, straighten_quotes: see `TextRepair`.
         normalize_space: see `with_plain_spaces`.
+        gopher_quality: whether the rules of `GopherQuality` hold, with `least_stop_words`.
+        gopher_repetition: whether those of `GopherRepetition` hold.
         exact_duplicates: whether documents with the text of an earlier one are dropped.
         skip_bad_lines: leave bad lines out instead of stopping at the first.
         keep_originals: whether dropped documents are wanted as they were read.
@@ -76,8 +102,22 @@ class CleanOptions:
     normalize_space: bool = False
     language: LanguageChoice | None = None
     lengths: LengthLimits = LengthLimits()
+    gopher_quality: bool = False
+    least_stop_words: int = 2
+    gopher_repetition: bool = False
+    contamination: ContaminationChoice | None = None
     exact_duplicates: bool = False
     near: NearChoice | None = None
     skip_bad_lines: bool = False
     keep_originals: bool = False
     most_examples: int = 3
+
+    def only_counting(self) -> CleanOptions:
+        """What is needed to read documents and to find evaluation texts in them."""
+        return CleanOptions(
+            key=self.key,
+            kept_columns=self.kept_columns,
+            document_separator=self.document_separator,
+            contamination=self.contamination,
+            skip_bad_lines=True,
+        )

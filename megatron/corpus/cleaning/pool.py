@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.corpus.cleaning.cleaner import Changed, CleanedBlock, Cleaner, Dropped
+from megatron.corpus.cleaning.contamination import EvaluationSets
 from megatron.corpus.cleaning.options import CleanOptions
 from megatron.corpus.sources import Block
 from megatron.corpus.workers import WorkerError, start_method
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _BLOCKS_PER_WORKER = 3
 _STOP_SECONDS = 2.0
 _OUR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+_Cleaning = tuple[CleanOptions, EvaluationSets | None, bool]
 _FAILURES: dict[str, type[MegatronError]] = {
     "ConfigError": ConfigError,
     "DataError": DataError,
@@ -138,7 +140,7 @@ class CleaningPool:
             target=_work,
             args=(
                 theirs,
-                self.cleaner if forked else self.cleaner.options,
+                self.cleaner if forked else (self.cleaner.options, self.cleaner.evaluation, self.cleaner.counts),
                 [ours, *(worker.pipe for worker in self._workers)] if forked else [],
             ),
             daemon=True,
@@ -195,7 +197,7 @@ class CleaningPool:
         )
 
 
-def _work(pipe: Connection, cleaning: Cleaner | CleanOptions, inherited: list[Connection]) -> None:
+def _work(pipe: Connection, cleaning: Cleaner | _Cleaning, inherited: list[Connection]) -> None:
     """The body of a worker process: blocks in, results out, until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -204,7 +206,7 @@ def _work(pipe: Connection, cleaning: Cleaner | CleanOptions, inherited: list[Co
         end.close()
     gc.freeze()  # leaves the pages of what was inherited alone, so that they stay shared
     try:
-        cleaner = cleaning if isinstance(cleaning, Cleaner) else Cleaner(cleaning)
+        cleaner = cleaning if isinstance(cleaning, Cleaner) else Cleaner(*cleaning)
         while True:
             header = json.loads(pipe.recv_bytes())
             data = pipe.recv_bytes() if header.pop("has_data") else None

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.corpus.cleaning.options import NearChoice
-from megatron.corpus.cleaning.words import Hashes, WordSplitter, mixed
+from megatron.corpus.cleaning.words import Hashes, Words, WordSplitter, mixed
 from megatron.errors import ConfigError
 
 # Of documents that are exactly as alike as the threshold, at least this share meets in a band. Others meet more often.
@@ -37,16 +37,21 @@ class Signer:
         self._choice = choice
         self._minhash: Any = datasketch.MinHash
         self._permutations = self._new().permutations
-        self._splitter = WordSplitter(each_character=choice.unit == "character")
+        self._letters = WordSplitter(each_character=True) if choice.unit == "character" else None
 
-    def sign(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint16], Hashes]:
+    def sign(self, texts: Sequence[str], words: Words | None = None) -> tuple[npt.NDArray[np.uint16], Hashes]:
         """Signatures, and the keys of their bands; the keys of a text without a word are 0.
+
+        Args:
+            words: of the texts, as `WordSplitter` finds them; not needed where shingles are of characters.
 
         Shapes:
             uint16 [texts, permutations]; uint64 [texts, bands].
         """
         choice = self._choice
-        hashes, bounds = self._splitter.split(texts).shingles(choice.shingle)
+        if words is None or self._letters is not None:
+            words = (self._letters or WordSplitter()).split(texts)
+        hashes, bounds = words.shingles(choice.shingle)
         halves = (hashes >> np.uint64(32)).astype(np.uint32)
         signatures = np.zeros((len(texts), choice.permutations), np.uint32)
         for number, (start, stop) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):

@@ -13,10 +13,12 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 BAD_LINE = "bad line"
 EMPTY = "empty"
 LANGUAGE = "language"
+CONTAMINATED = "contaminated"
 EXACT_DUPLICATE = "exact duplicate"
 NEAR_DUPLICATE = "near duplicate"
 REPAIRED = "text repaired"
 SPACES = "spaces normalized"
+CUT = "contamination cut out"
 
 
 @dataclass(frozen=True)

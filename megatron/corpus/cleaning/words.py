@@ -51,6 +51,14 @@ class Words:
     ends: Positions
     bounds: Positions
 
+    def of(self, texts: Sequence[int]) -> Words:
+        """The words of some of the texts."""
+        chosen = np.asarray(texts, np.int64)
+        counts = np.diff(self.bounds)[chosen]
+        bounds = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
+        places = np.arange(bounds[-1]) + np.repeat(self.bounds[chosen] - bounds[:-1], counts)
+        return Words(self.hashes[places], self.starts[places], self.ends[places], bounds)
+
     def runs(self, length: int) -> tuple[Hashes, npt.NDArray[np.bool_]]:
         """A hash for the run of `length` words that begins at each word, and whether its text has that many more.
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.corpus.cleaning.clean import CleanOutputs, clean_corpus
-from megatron.corpus.cleaning.options import CleanOptions, LengthLimits
+from megatron.corpus.cleaning.options import CleanOptions, ContaminationChoice, LengthLimits, NearChoice
 from megatron.errors import ConfigError, DataError, StorageError
 from tests.corpus.cleaning.runs import clean_texts, quiet, read_jsonl, write_jsonl
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
@@ -21,7 +22,9 @@ from tests.helpers.vocabulary import hard_documents, write_vocabulary
 EVERYTHING = CleanOptions(
     normalize_space=True,
     lengths=LengthLimits(least_characters=3, most_characters=2000, least_words=1, most_words=300),
+    gopher_repetition=True,
     exact_duplicates=True,
+    near=NearChoice(),
     skip_bad_lines=True,
     keep_originals=True,
 )
@@ -37,16 +40,21 @@ def run(folder: Path, source: Path, options: CleanOptions, workers: int = 1, blo
 def test_the_bytes_do_not_depend_on_workers_and_blocks(tmp_path: Path) -> None:
     texts = hard_documents(200)
     drawn = random.Random(0)
+    (tmp_path / "task.txt").write_text("abc xyz abc 019 it's the straße\n" + " ".join(texts[0].split("\n")) * 3)
     source = write_jsonl(tmp_path / "in.jsonl", [drawn.choice(texts) for _ in range(600)])
     with source.open("ab") as file:
         file.write(b"no json\n" + gzip.compress(b"nor this").replace(b"\n", b"") + b"\n")
-    whole = run(tmp_path, source, EVERYTHING)
-    assert whole == run(tmp_path, source, EVERYTHING, block_bytes=1000)
-    assert whole == run(tmp_path, source, EVERYTHING, workers=2, block_bytes=3000)
+    contamination = ContaminationChoice((str(tmp_path / "task.txt"),), run=3, shortest_run=2, drops=True)
+    options = replace(EVERYTHING, contamination=contamination)
+    whole = run(tmp_path, source, options)
+    assert whole == run(tmp_path, source, options, block_bytes=1000)
+    assert whole == run(tmp_path, source, options, workers=2, block_bytes=3000)
     described = json.loads(whole[2])
     assert described["dropped_for"]["exact duplicate"]["documents"] > 100
     assert described["dropped_for"]["bad line"]["documents"] == 2
-    assert {"empty", "too few characters", "too many characters"} < set(described["dropped_for"])
+    assert {"empty", "too few characters", "too many characters", "contaminated", "near duplicate"} < set(
+        described["dropped_for"]
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -60,6 +68,7 @@ def test_kept_and_dropped_are_what_was_read(documents: list[object], block_bytes
         normalize_space=True,
         lengths=LengthLimits(least_characters=least),
         exact_duplicates=True,
+        near=NearChoice(threshold=0.5, permutations=16, shingle=1, unit="character"),
         skip_bad_lines=True,
         keep_originals=True,
     )

@@ -16,6 +16,7 @@ from megatron.corpus.cleaning.key_table import KeyTable
 from megatron.corpus.cleaning.near_duplicates import NearIndex
 from megatron.corpus.cleaning.options import CleanOptions, NearChoice
 from megatron.corpus.cleaning.signatures import Signer, band_keys, band_shape
+from megatron.corpus.cleaning.words import WordSplitter
 from megatron.errors import ConfigError
 from tests.corpus.cleaning.runs import clean_texts
 from tests.corpus.cleaning.texts import jaccard, mutated, random_text, vocabulary
@@ -82,7 +83,7 @@ def test_signatures_are_those_of_the_library() -> None:
     choice = NearChoice(permutations=64)
     signer = Signer(choice)
     text = random_text(random.Random(8), WORDS, 3000)
-    hashes, _ = signer._splitter.split([text]).shingles(5)
+    hashes, _ = WordSplitter().split([text]).shingles(5)
     plain = datasketch.MinHash(64, seed=choice.seed, hashfunc=lambda value: int(value) >> 32, scheme="affine32")
     for value in hashes.tolist():
         plain.update(value)
