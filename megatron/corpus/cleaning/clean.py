@@ -101,7 +101,7 @@ def clean_corpus(
             _check_twice_readable(inputs)
             counter = Cleaner(options.only_counting(), evaluation, counts=True)
             source = blocks(inputs, block_bytes, options.document_separator, keys)
-            _ignore_common_runs(evaluation, counter, source, workers)
+            _ignore_frequent_runs(evaluation, counter, source, workers)
     report = CleaningReport(options.most_examples)
     source = blocks(inputs, block_bytes, options.document_separator, keys)
     with _cleaning(Cleaner(options, evaluation), source, workers) as cleaned:
@@ -139,14 +139,14 @@ def _check_twice_readable(inputs: Sequence[str]) -> None:
         )
 
 
-def _ignore_common_runs(evaluation: EvaluationSets, counter: Cleaner, source: Iterator[Block], workers: int) -> None:
+def _ignore_frequent_runs(evaluation: EvaluationSets, counter: Cleaner, source: Iterator[Block], workers: int) -> None:
     log.info(f"Counting {len(evaluation):,} word runs of the evaluation texts in the input")
     occurrences = np.zeros(len(evaluation), np.int64)
     with _cleaning(counter, source, workers) as counted:
         for _, result in counted:
             np.add.at(occurrences, result.runs, 1)
-    common = evaluation.ignore(occurrences)
-    log.info(f"{int(np.count_nonzero(occurrences)):,} occur, of which {common:,} are too common to count")
+    frequent = evaluation.ignore(occurrences)
+    log.info(f"{int(np.count_nonzero(occurrences)):,} occur, of which {frequent:,} are too frequent to count")
 
 
 def _clean_here(cleaner: Cleaner, source: Iterable[Block]) -> Iterator[tuple[Block, CleanedBlock]]:
