@@ -17,13 +17,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
+from megatron.config.data import TOKENIZERS
 from megatron.config.flags import Area, flag, flags_of, parse_flags
 
-_TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
+if TYPE_CHECKING:
+    from megatron.corpus.encode import EncodeOptions
+    from megatron.corpus.featurize import FeaturizeResult, WindowOptions
+    from megatron.corpus.hub import HubSource
+
 _LOCAL = "local"
 _DEFAULT_STRIDE = 128
 
@@ -43,12 +49,14 @@ class FeaturizeFlags(Area):
     tokenizer_type: str | None = flag(
         None,
         "tokenizer family; left out, GPT2BPETokenizer with --vocab-file, else PretrainedFromHF",
-        choices=_TOKENIZERS,
+        choices=TOKENIZERS,
     )
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
+    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
     merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
     tokenizer_name_or_path: str | None = flag(
-        None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
+        None,
+        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
+        spelled=("--tokenizer-model",),
     )
     json_key: str = flag(
         "text", "key, or column, of the text; a.b is key b of the object under a", spelled=("--json-keys",)
@@ -100,6 +108,12 @@ class FeaturizeFlags(Area):
     def _tokens_per_window(self) -> int:
         return max(1, self.max_sequence_length - self.num_special_token_reserved)
 
+    def hub_source(self) -> HubSource:
+        """What the three flags of the datasets library name."""
+        from megatron.corpus.hub import HubSource
+
+        return HubSource(str(self.dataset_name), self.dataset_sub_name, self.dataset_split_type)
+
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
         sources = [name for name in ("input", "dataset_name", "data_prefix") if getattr(self, name)]
@@ -108,6 +122,8 @@ class FeaturizeFlags(Area):
             yield f"Of --input, --dataset-name and --data-prefix one must be given, {found} is."
         if self.tokenizer_type is None and not self.data_prefix:
             yield "--tokenizer-model (or --vocab-file and --merge-file) is required to make tokens of texts."
+        if self.data_prefix and self.runner != _LOCAL:
+            yield f"--data-prefix {self.data_prefix} is tokens already: Beam (--runner {self.runner}) works on texts."
         room = self._tokens_per_window
         if self.overlap is False and self.stride is not None and self.stride != room:
             yield (
@@ -149,12 +165,9 @@ def run(flags: FeaturizeFlags, beam: Sequence[str] = ()) -> int:
         beam: options of Apache Beam.
     """
     from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.featurize import WindowOptions, featurize, featurize_tokens
-    from megatron.corpus.inputs import expand_inputs, read_separator
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.sources import total_bytes
-    from megatron.data.sidecar import TokenizerRecord, check_tokenizer_fits
-    from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+    from megatron.corpus.featurize import WindowOptions
+    from megatron.corpus.inputs import read_separator
+    from megatron.data.tokenizer import TokenizerChoice
 
     options = WindowOptions(**{name: getattr(flags, name) for name in WindowOptions.__dataclass_fields__})
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
@@ -165,28 +178,87 @@ def run(flags: FeaturizeFlags, beam: Sequence[str] = ()) -> int:
         document_separator=separator,
     )
     if flags.data_prefix is not None:
-        record = None
-        if flags.tokenizer_type is not None:
-            tokenizer = build_tokenizer(encoding.tokenizer)
-            check_tokenizer_fits([flags.data_prefix], tokenizer)
-            record = TokenizerRecord.of(tokenizer)
-        result = featurize_tokens(flags.data_prefix, flags.output_path, record, options, flags.num_workers)
+        result = _of_tokens(flags, encoding, options)
+    elif beam or flags.runner != _LOCAL:
+        result = _with_beam(flags, encoding, options, beam)
     else:
-        files = expand_inputs(flags.input, separator)
-        log.info(f"Opening {', '.join(files[:8])}{', ...' * (len(files) > 8)} ({len(files)} in all)")
-        progress = Progress(
-            total_bytes(files), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None
-        )
-        try:
-            result = featurize(files, flags.output_path, encoding, options, flags.num_workers, progress)
-        except BaseException:
-            progress.clear()
-            raise
+        result = _of_texts(flags, encoding, options)
     for text in result.report(flags.max_sequence_length):
         log.info(text)
     if not result.tally.windows:
         log.warning(f"{flags.output_path}: there is no window to train on. Check the input.")
     return 0
+
+
+def make_in_worker(element: str, folder: str, job: str) -> None:
+    """One step of the Beam pipeline. Sent by value: workers on this machine do not know the package's folder."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    from megatron.corpus.featurize_beam import make_shard
+
+    make_shard(element, job)
+
+
+def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions) -> FeaturizeResult:
+    from megatron.corpus.featurize import featurize, featurize_blocks
+    from megatron.corpus.hub import hub_blocks
+    from megatron.corpus.inputs import expand_inputs
+    from megatron.corpus.preprocess import BLOCK_BYTES
+    from megatron.corpus.progress import Progress
+    from megatron.corpus.sources import total_bytes
+
+    write_bar = _write_terminal if sys.stderr.isatty() else None
+    path, workers = flags.output_path, flags.num_workers
+    if flags.dataset_name is not None:
+        progress = Progress(None, flags.log_interval, log.info, write_bar)
+        source = hub_blocks(flags.hub_source(), encoding.keys, BLOCK_BYTES)
+        return featurize_blocks(source, path, encoding, options, workers, progress)
+    files = expand_inputs(flags.input, encoding.document_separator)
+    log.info(f"Opening {', '.join(files[:8])}{', ...' * (len(files) > 8)} ({len(files)} in all)")
+    progress = Progress(total_bytes(files), flags.log_interval, log.info, write_bar)
+    try:
+        return featurize(files, path, encoding, options, workers, progress)
+    except BaseException:
+        progress.clear()
+        raise
+
+
+def _of_tokens(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions) -> FeaturizeResult:
+    from megatron.corpus.featurize import featurize_tokens
+    from megatron.data.sidecar import TokenizerRecord, check_tokenizer_fits
+    from megatron.data.tokenizer import build_tokenizer
+
+    record = None
+    if flags.tokenizer_type is not None:
+        tokenizer = build_tokenizer(encoding.tokenizer)
+        check_tokenizer_fits([str(flags.data_prefix)], tokenizer)
+        record = TokenizerRecord.of(tokenizer)
+    return featurize_tokens(str(flags.data_prefix), flags.output_path, record, options, flags.num_workers)
+
+
+def _with_beam(
+    flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions, words: Sequence[str]
+) -> FeaturizeResult:
+    """Runs the Beam pipeline; `--num-workers` becomes the option of the runner that means it."""
+    from megatron.corpus.featurize_beam import featurize_with_beam
+    from megatron.corpus.inputs import expand_inputs
+
+    words = list(words)
+    is_direct = flags.runner in (_LOCAL, "beam", "DirectRunner")
+    if not is_direct:
+        words += ["--runner", flags.runner]
+    if flags.num_workers > 1 and is_direct:
+        words += ["--direct_num_workers", str(flags.num_workers), "--direct_running_mode", "multi_processing"]
+    elif flags.num_workers > 1:
+        words += ["--num_workers", str(flags.num_workers)]
+    source: HubSource | list[str] = [
+        path
+        for one in flags.input
+        for path in ([one] if "://" in one else expand_inputs([one], encoding.document_separator))
+    ]
+    if flags.dataset_name is not None:
+        source = flags.hub_source()
+    return featurize_with_beam(source, flags.output_path, encoding, options, words, make_in_worker)
 
 
 def _interrupt(number: int, frame: object) -> None:

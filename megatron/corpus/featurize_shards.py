@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron import log
-from megatron.corpus.featurize_windows import Cutting, Documents, Numbers, Tally, cut, tally, window_counts
+from megatron.corpus.featurize_windows import Cutting, Documents, Numbers, Tally, cut, regrouped, tally, window_counts
 from megatron.corpus.workers import WorkerError, start_method
 from megatron.data.atomic_files import remove_leftovers, storage_error, sync_directory, temporary_beside
 from megatron.data.indexed import IndexedDataset
@@ -60,19 +60,7 @@ class WindowPlan:
         Raises:
             DataError: the pair is damaged, or its ids are no tokens.
         """
-        size = self.cutting.rows_at_once
-        held: list[tuple[Windows, Numbers]] = []
-        count = 0
-        for piece in self._pieces(first, last):
-            held.append(piece)
-            count += len(piece[1])
-            if count >= size:
-                whole = _joined(held)
-                yield _part(whole, slice(0, size))
-                held = [_part(whole, slice(size, count))] if count > size else []
-                count -= size
-        if count:
-            yield _joined(held)
+        yield from regrouped(self._pieces(first, last), self.cutting.rows_at_once)
 
     def _pieces(self, first: int, last: int) -> Iterator[tuple[Windows, Numbers]]:
         chunk = int(np.searchsorted(self.chunk_ends, first, side="right"))
@@ -273,19 +261,3 @@ def _work(prefix: str, cutting: Cutting, chunk_ends: Numbers, shards: Sequence[_
     except MegatronError as failure:
         answer = [type(failure).__name__, str(failure)]
     answers.send_bytes(json.dumps(answer).encode())
-
-
-def _joined(pieces: Sequence[tuple[Windows, Numbers]]) -> tuple[Windows, Numbers]:
-    if len(pieces) == 1:
-        return pieces[0]
-    windows = Windows(
-        np.concatenate([piece.input_ids for piece, _ in pieces]),
-        np.concatenate([piece.attention_mask for piece, _ in pieces]),
-        np.concatenate([piece.labels for piece, _ in pieces]),
-    )
-    return windows, np.concatenate([offsets for _, offsets in pieces])
-
-
-def _part(piece: tuple[Windows, Numbers], rows: slice) -> tuple[Windows, Numbers]:
-    windows, offsets = piece
-    return Windows(windows.input_ids[rows], windows.attention_mask[rows], windows.labels[rows]), offsets[rows]

@@ -6,7 +6,7 @@ A document of L tokens gives windows that begin every `stride` tokens, until one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -169,6 +169,38 @@ def cut(
             _check_ends(documents, facts.document_end, owners, tokens[starts + sizes], offsets + sizes)
         yield _rows(facts, tokens, starts, sizes, numbers > 0), offsets
         first += len(rows)
+
+
+def regrouped(pieces: Iterable[tuple[Windows, Numbers]], size: int) -> Iterator[tuple[Windows, Numbers]]:
+    """The same windows in pieces of `size` rows, but for the last; none of the given ones is larger."""
+    held: list[tuple[Windows, Numbers]] = []
+    count = 0
+    for piece in pieces:
+        held.append(piece)
+        count += len(piece[1])
+        if count >= size:
+            whole = _joined(held)
+            yield _part(whole, slice(0, size))
+            held = [_part(whole, slice(size, count))] if count > size else []
+            count -= size
+    if count:
+        yield _joined(held)
+
+
+def _joined(pieces: Sequence[tuple[Windows, Numbers]]) -> tuple[Windows, Numbers]:
+    if len(pieces) == 1:
+        return pieces[0]
+    windows = Windows(
+        np.concatenate([piece.input_ids for piece, _ in pieces]),
+        np.concatenate([piece.attention_mask for piece, _ in pieces]),
+        np.concatenate([piece.labels for piece, _ in pieces]),
+    )
+    return windows, np.concatenate([offsets for _, offsets in pieces])
+
+
+def _part(piece: tuple[Windows, Numbers], rows: slice) -> tuple[Windows, Numbers]:
+    windows, offsets = piece
+    return Windows(windows.input_ids[rows], windows.attention_mask[rows], windows.labels[rows]), offsets[rows]
 
 
 def _check_ends(documents: Documents, end: int, owners: Numbers, following: npt.NDArray[Any], reached: Numbers) -> None:

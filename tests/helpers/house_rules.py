@@ -96,6 +96,8 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "datasketch": ("megatron/corpus/cleaning/signatures.py",),
     "pymongo": ("megatron/data/mongo_store.py",),
     "xxhash": ("megatron/corpus/provenance.py",),
+    "datasets": ("megatron/corpus/hub.py",),
+    "apache_beam": ("megatron/corpus/featurize_beam.py",),
     "matplotlib": ("megatron/train/curves.py",),
     "wandb": ("megatron/train/weights_and_biases.py",),
     "tensorboard": ("megatron/train/tensorboard.py",),
