@@ -14,9 +14,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from megatron import log
 
 PATIENCE_SECONDS = 60.0
@@ -65,7 +62,7 @@ def write_all(pipe: Connection, data: memoryview, wait: Callable[[], Any] | None
             os.set_blocking(pipe.fileno(), True)
 
 
-def read_exactly(pipe: Connection, size: int, wait: Callable[[], Any] | None = None) -> npt.NDArray[np.uint8]:
+def read_exactly(pipe: Connection, size: int, wait: Callable[[], Any] | None = None) -> bytearray:
     """Reads so many bytes straight into their place.
 
     Args:
@@ -74,8 +71,8 @@ def read_exactly(pipe: Connection, size: int, wait: Callable[[], Any] | None = N
     Raises:
         EOFError: the other side went away.
     """
-    data = np.empty(size, dtype=np.uint8)
-    missing = data.data
+    data = bytearray(size)
+    missing = memoryview(data)
     while missing.nbytes:
         if wait is not None:
             wait()

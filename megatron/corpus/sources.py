@@ -13,10 +13,11 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from megatron.corpus.compressed import check_decompressor, decompressing, is_compressed
 from megatron.corpus.inputs import STANDARD_INPUT, Part, layout_of
+from megatron.corpus.long_lines import LONG_LINE_BYTES
 from megatron.corpus.parquet import check_parquet, parquet_rows
 from megatron.errors import ConfigError, DataError
 
@@ -194,23 +195,32 @@ def _line_end(file: IO[bytes], position: int, size: int) -> int:
 
 def _stream(path: str, block_bytes: int) -> Iterator[Block]:
     start = consumed = 0
-    parts: list[bytes] = []
-    held = 0
+    held = bytearray()  # grows in place, where joining chunks would copy a long line
     for chunk, reached in _chunks(path):
+        kept = len(held)
+        held += chunk
         end = chunk.rfind(b"\n") + 1
-        if chunk and (held + len(chunk) < block_bytes or not end):
-            parts.append(chunk)
-            held += len(chunk)
-            _check_no_bomb(path, start, held, reached - consumed)
+        if chunk and (len(held) < block_bytes or not end):
+            _check_no_bomb(path, start, len(held), reached - consumed)
             continue
-        rest = chunk[end:]
-        if end:
-            parts.append(chunk[:end])
-        if parts:
-            data = b"".join(parts)
-            yield Block(_shown(path), start, len(data), data, reached - consumed)
+        data, held = held, _cut_off(held, kept + end if end else len(held))
+        if data:
+            yield Block(_shown(path), start, len(data), as_block_data(data), reached - consumed)
             start, consumed = start + len(data), reached
-        parts, held = [rest] if rest else [], len(rest)
+
+
+def as_block_data(data: bytearray) -> bytes:
+    """Bytes as a block carries them: copied into the form that is quicker to work on, unless they are so many that
+    they stay what they are, which whoever reads a block does not notice.
+    """
+    return bytes(data) if len(data) < LONG_LINE_BYTES else cast(bytes, data)
+
+
+def _cut_off(held: bytearray, end: int) -> bytearray:
+    """Takes away and gives what stands behind `end`."""
+    rest = held[end:]
+    del held[end:]
+    return rest
 
 
 def _stream_text(path: str, block_bytes: int, separator: bytes) -> Iterator[Block]:
@@ -235,9 +245,8 @@ def _stream_text(path: str, block_bytes: int, separator: bytes) -> Iterator[Bloc
         if not chunk:
             end = len(held)
         if end and (len(held) >= block_bytes or not chunk):
-            data = bytes(memoryview(held)[:end])
-            del held[:end]
-            yield Block(_shown(path), start, end, data, reached - consumed, "text")
+            data, held = held, _cut_off(held, end)
+            yield Block(_shown(path), start, end, as_block_data(data), reached - consumed, "text")
             start, consumed, searched, end = start + end, reached, max(0, searched - end), 0
 
 

@@ -33,7 +33,7 @@ import numpy.typing as npt
 from megatron.corpus.encode import EncodedBlock, EncodedKey, EncodeOptions, Encoder
 from megatron.corpus.lines import BadLine
 from megatron.corpus.pipes import can_write, read_exactly, wait_for, write_all
-from megatron.corpus.sources import Block
+from megatron.corpus.sources import Block, as_block_data
 from megatron.data.atomic_files import start_write_back, storage_error
 from megatron.errors import ConfigError, DataError, ExitCode, MegatronError, StorageError
 
@@ -338,7 +338,7 @@ def _take_tasks(tasks: Connection, arrived: queue.SimpleQueue[Block | list[tuple
                 arrived.put(header["places"])
                 continue
             size = header["data_bytes"]
-            data = None if size is None else read_exactly(tasks, size).tobytes()
+            data = None if size is None else as_block_data(read_exactly(tasks, size))
             arrived.put(Block(header["source"], header["start"], header["size"], data, 0, header["layout"]))
     except (EOFError, OSError):
         arrived.put(None)
@@ -386,7 +386,7 @@ def _receive_result(
     header: dict[str, Any], worker: _Worker, place: Callable[[Sequence[tuple[str, int]]], None]
 ) -> EncodedBlock:
     def table(size: int) -> npt.NDArray[np.int64]:
-        return read_exactly(worker.incoming, size, worker.wait_to_read).view(np.int64)
+        return np.frombuffer(read_exactly(worker.incoming, size, worker.wait_to_read), np.int64)
 
     keys = [
         EncodedKey(None, table(lengths), None if documents is None else table(documents))

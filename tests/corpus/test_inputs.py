@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.corpus import documents as documents_module
+from megatron.corpus import sources as sources_module
 from megatron.corpus.documents import parse_block
 from megatron.corpus.encode import EncodeOptions
 from megatron.corpus.inputs import Part, Shard, expand_inputs, layout_of, read_separator, share_of
@@ -18,6 +20,7 @@ from megatron.corpus.preprocess import preprocess
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import Block, blocks, check_inputs, total_bytes
 from megatron.data.indexed import IndexedDataset
+from megatron.data.long_text import LongText
 from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
 from megatron.errors import ConfigError, DataError
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
@@ -233,3 +236,34 @@ def test_pyarrow_missing_is_said_before_the_work(tmp_path: Path, monkeypatch: py
 
 def test_a_part_knows_whether_it_is_whole() -> None:
     assert Part("a").is_whole and not Part("a", 1).is_whole and not Part("a", 0, 1).is_whole
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "|"])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_long_documents_of_plain_text_are_the_same_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str, wrong: bool
+) -> None:
+    documents = [f"döcument {number} " * (number % 4 * 5) + "ü" * number for number in range(30)]
+    data = separator.join(documents).encode()
+    if wrong:
+        data = data.replace("ü".encode() * 9, "ü".encode() * 8 + b"\xff")
+    path = tmp_path / "in.txt"
+    path.write_bytes(data)
+
+    def parsed(hold_long: bool) -> tuple[list[str], int, list[int]]:
+        texts, lines, offsets = [], 0, []
+        for block in blocks([str(path)], 40, separator):
+            found = parse_block(block, ("text",), True, separator, hold_long)
+            texts += [text.whole() if isinstance(text, LongText) else text for text in found.texts[0]]
+            lines += found.lines
+            offsets += [block.start + bad.offset for bad in found.bad]
+        return texts, lines, offsets
+
+    expected = parsed(False)
+    monkeypatch.setattr(documents_module, "LONG_LINE_BYTES", 20)
+    monkeypatch.setattr(documents_module, "_CHECK_BYTES", 3)
+    monkeypatch.setattr(sources_module, "LONG_LINE_BYTES", 20)
+    assert parsed(True) == expected
+    assert bool(expected[2]) == wrong
+    if not wrong:
+        assert expected[0] == documents
