@@ -1,4 +1,4 @@
-"""What a data prefix names: a pair of token files or Parquet windows."""
+"""What a data prefix names: a pair of token files, Parquet windows or a document store."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import glob
 import os
 from pathlib import Path
 
+from megatron.data.document_store import open_store
 from megatron.data.indexed import IndexedDataset
 from megatron.data.parquet_rows import ParquetRows, check_window_length
 from megatron.data.row_dataset import RowSource
 from megatron.data.sidecar import check_same_tokenizer
+from megatron.data.store_address import StoreAddress, is_store_address
+from megatron.data.store_rows import DocumentEncoder, StoreRows, store_fingerprint
 from megatron.data.tokenizer import Tokenizer
 from megatron.data.windows import WindowFile, expand_windows, names_windows
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 
 
 class DataSources:
@@ -22,7 +25,10 @@ class DataSources:
     Args:
         sequence_length: tokens of a sample, without the one that is only a label.
         layout: what `--data-impl` says of token files.
-        tokenizer: of the run; None leaves unchecked that windows were made with it.
+        tokenizer: of the run; without it no document store can be read, and windows are not checked to be of it.
+
+    Raises:
+        ConfigError, DataError, StorageError: on access, what the source's class says.
     """
 
     def __init__(self, sequence_length: int, layout: str, tokenizer: Tokenizer | None) -> None:
@@ -33,10 +39,13 @@ class DataSources:
 
     def __getitem__(self, prefix: str) -> IndexedDataset | RowSource:
         if prefix not in self._opened:
-            self._opened[prefix] = self._open(prefix)
+            source = self._open(prefix)
+            self._opened[prefix] = self._opened[source.prefix] = source
         return self._opened[prefix]
 
     def _open(self, prefix: str) -> IndexedDataset | RowSource:
+        if is_store_address(prefix):
+            return StoreRows(prefix, self._encoder)
         if _is_windows(prefix):
             rows = ParquetRows(prefix)
             check_window_length(prefix, rows.row_length, self.sequence_length)
@@ -47,6 +56,14 @@ class DataSources:
         indexed = IndexedDataset(prefix)
         check_layout(indexed, self._layout)
         return indexed
+
+    @functools.cached_property
+    def _encoder(self) -> DocumentEncoder:
+        if self._tokenizer is None:
+            raise ConfigError(
+                "A document store is encoded while it is read, which needs a tokenizer (--tokenizer-type)."
+            )
+        return DocumentEncoder(self._tokenizer, self.sequence_length)
 
 
 def check_layout(indexed: IndexedDataset, data_impl: str) -> None:
@@ -68,9 +85,14 @@ def check_source(prefix: str, sequence_length: int) -> None:
     """Looks for the files of a source by name, and into the first file of windows for their length.
 
     Raises:
-        ConfigError: windows have another length, or pyarrow is missing.
+        ConfigError: windows have another length, an address is none, or pyarrow is missing.
         DataError: a file is missing.
     """
+    if is_store_address(prefix):
+        address = StoreAddress.of(prefix)
+        if address.kind == "sqlite" and not os.path.isfile(address.place):
+            open_store(address)  # knows what to say
+        return
     if _is_windows(prefix):
         with WindowFile(expand_windows([prefix])[0]) as file:
             check_window_length(prefix, file.sequence_length, sequence_length)
@@ -81,6 +103,9 @@ def check_source(prefix: str, sequence_length: int) -> None:
 @functools.lru_cache(maxsize=1024)
 def source_facts(prefix: str) -> tuple[tuple[str, int | str], ...]:
     """Facts that identify the data of a prefix; kept, since every save asks for them and a run's data do not change."""
+    if is_store_address(prefix):
+        store = open_store(prefix)
+        return ("documents", len(store)), ("sha256", store_fingerprint(store))
     if _is_windows(prefix):
         rows = ParquetRows(prefix)
         return ("windows", len(rows)), ("tokens_per_window", rows.row_length), ("sha256", rows.fingerprint)
@@ -94,10 +119,13 @@ def source_facts(prefix: str) -> tuple[tuple[str, int | str], ...]:
 
 
 def source_folder(prefix: str) -> Path:
-    """The folder that a source lies in."""
+    """The folder that a source lies in; the present one for a database that is no file."""
+    if is_store_address(prefix):
+        address = StoreAddress.of(prefix)
+        return Path(address.place).parent if address.kind == "sqlite" else Path()
     return Path(expand_windows([prefix])[0] if _is_windows(prefix) else prefix).parent
 
 
 def _is_windows(prefix: str) -> bool:
-    """Whether a prefix means Parquet files; a pattern is never a pair of token files."""
+    """Whether a prefix that names no store means Parquet files; a pattern is never a pair of token files."""
     return names_windows(prefix) or (glob.has_magic(prefix) and not os.path.exists(f"{prefix}.idx"))

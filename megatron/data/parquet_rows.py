@@ -128,9 +128,10 @@ class ParquetRows:
     def _warn_of_large_groups(self) -> None:
         rows, path = max((int(np.diff(shard.starts).max()), shard.path) for shard in self._shards)
         if rows * self.row_length > _CHUNK_TOKENS and len(self) > rows:
-            log.warning(
-                f"{path} has {rows} rows in one row group, all of which must be decoded to read one: reading in random "
-                f"order is slow. Write the files with row groups of about 1,000 rows (pyarrow: row_group_size=1000)."
+            log.info(
+                f"warning: {path} has {rows} rows in one row group, all of which must be decoded to read one: reading "
+                "in random order is slow. Write the files with row groups of about 1,000 rows (pyarrow: "
+                "row_group_size=1000)."
             )
 
     def _check_length(self, path: str, length: int) -> None:

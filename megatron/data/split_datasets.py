@@ -24,6 +24,7 @@ from megatron.data.resumed_plan import resumed_plan
 from megatron.data.row_dataset import RowDataset, RowSource
 from megatron.data.sample import SampleDataset, SourceDataset
 from megatron.data.splits import fraction_range, split_boundaries
+from megatron.data.store_address import without_password
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import ConfigError, DataError
 
@@ -63,7 +64,7 @@ def build_split_datasets(
         build_indices: whether this process writes missing indices; true on one process per node, which goes first.
         consumed: training samples that were consumed before; a changed blend begins there, and phases that end there
             or before are not opened.
-        tokenizer: of the run, which Parquet windows must have been made with.
+        tokenizer: of the run; document stores are encoded by it, Parquet windows must have been.
 
     Raises:
         DataError: a source is missing or damaged or of another layout than --data-impl says, training has no data, or
@@ -90,7 +91,7 @@ def build_split_datasets(
 
 def data_fingerprint(data: DataConfig) -> dict[str, Any]:
     """What identifies the data, for a checkpoint's manifest: per prefix sizes and fingerprint."""
-    return {prefix: dict(source_facts(prefix)) for prefix in data_prefixes(data)}
+    return {without_password(prefix): dict(source_facts(prefix)) for prefix in data_prefixes(data)}
 
 
 def data_prefixes(data: DataConfig) -> list[str]:

@@ -16,6 +16,7 @@ from megatron.data.split_datasets import build_split_datasets
 from megatron.data.windows import shard_name
 from megatron.parallel.mesh import open_mesh
 from megatron.train.build import build_engine
+from tests.data.stores import Database, numbered
 from tests.data.windows_files import padded_windows, write_windows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus
@@ -29,24 +30,27 @@ LENGTH = 32
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
-    """The tiny corpus as windows: the start of each document, filled up where it is short."""
+    """The tiny corpus as windows, the start of each document, filled up where it is short; and a store of texts."""
     corpus = write_tiny_corpus(tmp_path_factory.mktemp("corpus"))
     documents = IndexedDataset(corpus.prefix)
     rows = [documents[number][:LENGTH].tolist() for number in range(len(documents))]
     for number in range(3):
         part = padded_windows(rows[20 * number : 20 * number + 20], LENGTH)
         write_windows(corpus.folder / shard_name("tiny.train", number, 3), part)
-    return dataclasses.replace(corpus, prefix=str(corpus.folder / "tiny.train*"))
+    texts = [f"the text of document {number} of the store" for number in range(50)]
+    Database("sqlite", "", corpus.folder / "store.db").write({"web": numbered(texts)})
+    return corpus
 
 
-def test_a_run_on_windows_resumes_in_another_layout(corpus: TinyCorpus, tmp_path: Path) -> None:
+def test_a_run_on_windows_and_a_store_resumes_in_another_layout(corpus: TinyCorpus, tmp_path: Path) -> None:
     fields = ("lm_loss", "consumed_samples")
-    exact = {"hidden_dropout": 0, "attention_dropout": 0}
-    assert train(corpus.flags(folder=tmp_path / "whole", **exact)) == (0, "")
-    two_ranks = {"tensor_model_parallel_size": 2, "exit_interval": 4, **exact}
-    assert train(corpus.flags(folder=tmp_path / "cut", **two_ranks), world_size=2) == (0, "")
+    blend = ("2", f"{corpus.folder}/tiny.train*", "1", f"sqlite:///{corpus.folder}/store.db?table=web")
+    flags = {"data_path": blend, "hidden_dropout": 0, "attention_dropout": 0}
+    assert train(corpus.flags(folder=tmp_path / "whole", **flags)) == (0, "")
+    stopped = corpus.flags(folder=tmp_path / "cut", tensor_model_parallel_size=2, exit_interval=4, **flags)
+    assert train(stopped, world_size=2) == (0, "")
     assert sorted(losses(tmp_path / "cut")) == [1, 2, 3, 4]
-    assert train(corpus.flags(folder=tmp_path / "cut", **exact)) == (0, "")
+    assert train(corpus.flags(folder=tmp_path / "cut", **flags)) == (0, "")
     whole, cut = (steps(tmp_path / name, *fields) for name in ("whole", "cut"))
     assert sorted(whole) == sorted(cut) == list(range(1, 9))
     for step in whole:
