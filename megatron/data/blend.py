@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.data.index_map import compiled_builder
-from megatron.data.sample import Sample, SourceDataset
+from megatron.data.sample import Piece, Sample, SourceDataset
 from megatron.errors import DataError
 
 _SMALL_BLEND = 255
@@ -120,6 +120,11 @@ class BlendedDataset:
         chosen, number = self._place(sample)
         return self.datasets[chosen].locate(number, position)
 
+    def pieces(self, sample: int) -> list[Piece]:
+        """What a sample is put together from, in the order of its tokens."""
+        chosen, number = self._place(sample)
+        return self.datasets[chosen].pieces(number)
+
     def _place(self, sample: int) -> tuple[int, int]:
         """The data set of a sample, and its number there."""
         chosen = int(self._sources[sample])
@@ -166,6 +171,11 @@ class PhasedDataset:
         """Where a token of a sample is stored, in words."""
         phase, number = self._place(sample)
         return phase.locate(number, position)
+
+    def pieces(self, sample: int) -> list[Piece]:
+        """What a sample is put together from, in the order of its tokens."""
+        phase, number = self._place(sample)
+        return phase.pieces(number)
 
     def _place(self, sample: int) -> tuple[SourceDataset | BlendedDataset, int]:
         if not 0 <= sample < len(self):

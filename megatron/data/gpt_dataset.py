@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron.data.index_map import Indices
 from megatron.data.indexed import IndexedDataset
-from megatron.data.sample import Sample
+from megatron.data.sample import Piece, Sample
 from megatron.errors import DataError
 
 
@@ -49,7 +49,7 @@ class GPTDataset:
             DataError: the index names tokens that the file does not have.
         """
         try:
-            pieces = [self.indexed.get(*piece) for piece in self._pieces(sample)]
+            pieces = [self.indexed.get(*piece) for piece in self.pieces(sample)]
         except IndexError as failure:
             if not 0 <= sample < len(self):
                 raise
@@ -74,7 +74,7 @@ class GPTDataset:
 
     def locate(self, sample: int, position: int) -> str:
         """Where a token of a sample is stored, in words: file, sequence, token, byte offset."""
-        for sequence, offset, length in self._pieces(sample):
+        for sequence, offset, length in self.pieces(sample):
             if position < length:
                 token = offset + position
                 at = int(self.indexed.pointers[sequence]) + token * self.indexed.dtype.itemsize
@@ -82,8 +82,11 @@ class GPTDataset:
             position -= length
         raise IndexError(f"A sample has {self.sequence_length + 1} tokens; it has no token {position} beyond its end.")
 
-    def _pieces(self, sample: int) -> Iterator[tuple[int, int, int]]:
-        """The (sequence, offset, length) of each part of a sample."""
+    def pieces(self, sample: int) -> list[Piece]:
+        """What a sample is put together from, in the order of its tokens."""
+        return list(self._pieces(sample))
+
+    def _pieces(self, sample: int) -> Iterator[Piece]:
         if not 0 <= sample < len(self):
             raise IndexError(f"{self.prefix} has {len(self)} planned samples; there is no sample {sample}.")
         number = bisect_right(self._starts, sample) - 1
@@ -94,5 +97,5 @@ class GPTDataset:
         for place in range(first, last + 1):
             sequence = int(segment.document[place])
             stop = end + 1 if place == last else int(self.indexed.lengths[sequence])
-            yield sequence, offset, stop - offset
+            yield Piece(sequence, offset, stop - offset)
             offset = 0

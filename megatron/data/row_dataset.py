@@ -18,7 +18,7 @@ import numpy as np
 from megatron.data.index_map import check_seed
 from megatron.data.plan import Segment
 from megatron.data.row_order import RowOrder, Shuffling
-from megatron.data.sample import Sample
+from megatron.data.sample import Piece, Sample
 
 
 class RowSource(Protocol):
@@ -128,6 +128,11 @@ class RowDataset:
         """Where a token of a sample is stored, in words."""
         chunk, place = self._place(sample)
         return self.source.locate(int(chunk.rows[place]), position)
+
+    def pieces(self, sample: int) -> list[Piece]:
+        """The one row that is the sample."""
+        chunk, place = self._place(sample)
+        return [Piece(int(chunk.rows[place]), 0, len(self.read(sample).tokens))]
 
     def _place(self, sample: int) -> tuple[_Chunk, int]:
         """The chunk that a sample lies in, and its place there."""

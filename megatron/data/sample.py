@@ -19,6 +19,20 @@ class Sample(NamedTuple):
     loss_mask: np.ndarray | None = None
 
 
+class Piece(NamedTuple):
+    """A stretch of tokens of one document that lies in a sample.
+
+    Args:
+        sequence: its number in the source, of a row source the number of the row.
+        first: number of its first token in that sequence.
+        tokens: how many of them.
+    """
+
+    sequence: int
+    first: int
+    tokens: int
+
+
 class SampleDataset(Protocol):
     """Samples by number."""
 
@@ -35,6 +49,9 @@ class SampleDataset(Protocol):
 
     def locate(self, sample: int, position: int) -> str:
         """Where a token of a sample is stored, in words."""
+
+    def pieces(self, sample: int) -> list[Piece]:
+        """What a sample is put together from, in the order of its tokens."""
 
 
 class SourceDataset(SampleDataset, Protocol):

@@ -1,0 +1,188 @@
+"""Which text was in which step: the training samples of a run that is over, in the order in which it read them.
+
+The order is fixed by the data plan of a checkpoint or, where there is none, by the flags that a plan is made from. Only
+the data files and their indices are read; nothing is trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.config import ControlConfig, DataConfig, OptimConfig
+from megatron.data.plan import DataPlan
+from megatron.data.sample import Piece, SampleDataset
+from megatron.data.split_datasets import build_split_datasets
+from megatron.data.tokenizer import Tokenizer
+from megatron.errors import ConfigError, DataError
+from megatron.train.progress import Progress, global_batch_size, planned_samples
+from megatron.train.skip import SkipRanges
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """What fixes the order of a run's training samples.
+
+    Args:
+        planned_samples: samples that the order was planned for; another number gives another order.
+        plan: as a checkpoint stored it; None makes it from the other values.
+    """
+
+    data: DataConfig
+    sequence_length: int
+    seed: int
+    planned_samples: int
+    plan: DataPlan | None = None
+
+    @staticmethod
+    def of_plan(plan: DataPlan, data: DataConfig) -> SampleOrder:
+        """The order of a stored plan; its files are those of the data flags, which may have moved."""
+        samples = plan.train.samples if plan.train else 0
+        return SampleOrder(data, plan.sequence_length, plan.seed, samples, plan)
+
+    @staticmethod
+    def of_flags(
+        data: DataConfig, sequence_length: int, seed: int, optim: OptimConfig, control: ControlConfig
+    ) -> SampleOrder:
+        """The order that a new run with these flags has, its global batch size being known.
+
+        Raises:
+            ConfigError: the flags do not say how many samples are planned.
+        """
+        if optim.train_samples is None and optim.train_iters is None:
+            raise ConfigError(
+                "The order of samples depends on how many are planned. Give --train-samples (or --train-iters and "
+                "--global-batch-size) as training had it, or a checkpoint with --load."
+            )
+        check_batch_is_known(optim, "--train-iters" if optim.train_samples is None else None)
+        skips = SkipRanges.parse(control.skip_train_iteration_range, Progress())
+        more = skips.iteration_count * (optim.global_batch_size or 0)
+        return SampleOrder(data, sequence_length, seed, planned_samples(optim, control)[0] + more)
+
+
+@dataclass(frozen=True)
+class TrainedSample:
+    """One sample as training saw it.
+
+    Args:
+        number: in the order of the run; the first one is 0, so it is what was consumed before.
+        source: prefix of the data it comes from.
+        tokens: the inputs and, one further, the labels.
+
+    Shapes:
+        tokens: int64 [s + 1].
+    """
+
+    number: int
+    source: str
+    pieces: tuple[Piece, ...]
+    tokens: np.ndarray
+
+
+def check_batch_is_known(optim: OptimConfig, flag: str | None) -> None:
+    """Checks that steps can be counted in samples, if `flag` counts in steps.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if flag is not None and optim.global_batch_size is None:
+        raise ConfigError(
+            f"{flag} counts steps, and how many samples a step had depends on the number of processes. Give "
+            "--global-batch-size as training had it."
+        )
+
+
+def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer | None) -> Iterator[TrainedSample]:
+    """The training samples [start, end).
+
+    Args:
+        tokenizer: of the run; checked against the data where it can be.
+
+    Raises:
+        DataError: the range is not within the planned samples, or the data is missing, damaged or other than planned.
+    """
+    if not 0 <= start < end <= order.planned_samples:
+        raise DataError(
+            f"Samples {start} to {end} are no range of the {order.planned_samples} that are planned for training. Give "
+            f"a start below the end, and an end of at most {order.planned_samples}."
+        )
+    # evaluation data is not looked at: it need not be there any more
+    data = dataclasses.replace(
+        order.data,
+        valid_weighted_split_paths=(),
+        test_weighted_split_paths=(),
+        valid_data_path=(),
+        test_data_path=(),
+        change_data_blend=False,
+    )
+    wanted = (order.planned_samples, 0, 0)
+    datasets, plan = build_split_datasets(
+        data, order.sequence_length, order.seed, wanted, order.plan, tokenizer=tokenizer
+    )
+    if datasets.train is None or plan.train is None:
+        raise DataError("The stored data plan has no training data, so no text can be shown.")
+    prefixes = [source.prefix for source in plan.train.sources]
+    return _samples(datasets.train, prefixes, start, end)
+
+
+def _samples(dataset: SampleDataset, prefixes: Sequence[str], start: int, end: int) -> Iterator[TrainedSample]:
+    for number in range(start, end):
+        source = prefixes[dataset.source_of(number)]
+        yield TrainedSample(number, source, tuple(dataset.pieces(number)), dataset[number])
+
+
+def samples_of_steps(
+    first: int, last: int, optim: OptimConfig, skipped: Sequence[str], end: Progress | None = None
+) -> tuple[int, int]:
+    """The samples [start, end) of the steps `first` to `last`, both included; steps are counted from 1.
+
+    The batch-size ramp-up and ranges of data that were passed over are walked through step by step.
+
+    Args:
+        optim: with its global batch size.
+        skipped: the ranges of `--skip-train-iteration-range`.
+        end: where a run of these settings is known to have stood.
+
+    Raises:
+        ConfigError: the batch size is unknown, or the settings do not lead to `end`.
+    """
+    check_batch_is_known(optim, "--start-step")
+    skips = SkipRanges.parse(skipped, Progress())
+    progress = Progress()
+    start = stop = 0
+    while progress.step < max(last, end.step if end else 0):
+        progress = skips.passed(progress, optim, sequence_length=1)
+        start = progress.consumed_samples if progress.step + 1 == first else start
+        size = global_batch_size(optim, progress.consumed_samples)
+        progress = progress.after(size, size)
+        stop = progress.consumed_samples if progress.step == last else stop
+        if end is not None and progress.step == end.step and progress.consumed_samples != end.consumed_samples:
+            raise ConfigError(
+                f"The checkpoint had consumed {end.consumed_samples} samples at step {end.step}; with the batch sizes "
+                f"it was saved with, that would be {progress.consumed_samples}: they changed during the run. Give the "
+                "run's folder (--run-dir), which has the count of every step, or --start-sample and --end-sample."
+            )
+    return start, stop
+
+
+def samples_of_logged_steps(first: int, last: int, steps: Mapping[int, Mapping[str, Any]]) -> tuple[int, int]:
+    """The samples [start, end) of the steps `first` to `last`, both included, as a run logged them.
+
+    Args:
+        steps: see `read_steps`.
+
+    Raises:
+        DataError: one of the two was not logged.
+    """
+    missing = [step for step in (first, last) if step not in steps]
+    if missing:
+        logged = f"steps {min(steps)} to {max(steps)}" if steps else "no step"
+        raise DataError(
+            f"The run logged {logged}, but not step {missing[0]}. Choose --start-step and --end-step there."
+        )
+    start = int(steps[first]["consumed_samples"]) - int(steps[first]["global_batch_size"])
+    return start, int(steps[last]["consumed_samples"])
