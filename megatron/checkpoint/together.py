@@ -6,19 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.checkpoint.manifest import DamagedError
-from megatron.errors import CheckpointError, StorageError
+from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import gather_json
 
 # In the order of precedence: when ranks fail for different reasons, an older checkpoint helps only if all are damage.
-_KINDS: tuple[type[Exception], ...] = (CheckpointError, StorageError, DamagedError)
+_KINDS: tuple[type[Exception], ...] = (ConfigError, DataError, CheckpointError, StorageError, DamagedError)
+_UNKNOWN = _KINDS.index(CheckpointError)
 
 
 def together(mesh: ParallelMesh, work: Callable[[], Any]) -> list[Any]:
     """Runs `work` on this rank, waits for all ranks, and returns all results (JSON-able) in rank order.
 
     Raises:
-        CheckpointError, StorageError, DamagedError: that of the rank whose failure weighs most, on every rank.
+        ConfigError, DataError, CheckpointError, StorageError, DamagedError: that of the rank whose failure weighs most,
+            on every rank; another kind of failure becomes a CheckpointError on the other ranks.
     """
     value: Any = None
     failure: Exception | None = None
@@ -48,4 +50,4 @@ def _describe(failure: Exception | None) -> tuple[int | None, str]:
     for place, kind in enumerate(_KINDS):
         if type(failure) is kind:
             return place, str(failure)
-    return 0, f"{type(failure).__name__}: {failure}"
+    return _UNKNOWN, f"{type(failure).__name__}: {failure}"

@@ -10,8 +10,9 @@ import torch
 
 from megatron.checkpoint import CheckpointLock, load, load_newest, newest_record, save, verify
 from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.together import together
 from megatron.config import ParallelConfig
-from megatron.errors import CheckpointError, LaunchError, MegatronError
+from megatron.errors import CheckpointError, ConfigError, DataError, LaunchError, MegatronError
 from megatron.parallel.mesh import ParallelMesh, open_mesh
 from megatron.parallel.pieces import PieceKey
 from tests.checkpoint.fake_pieces import Sink, cut_for_ranks, make_state, whole_sink
@@ -141,3 +142,29 @@ def test_ranks_that_see_different_directories_are_refused(tmp_path: Path) -> Non
     for rank in range(2):
         run_ranks(save_part, 1, str(tmp_path / str(rank)), 5, 1)
     assert all("the ranks see different checkpoints" in text for text in run_ranks(load_own, 2, str(tmp_path)))
+
+
+def fail_for_a_reason(rank: int) -> list[tuple[str, str]]:
+    mesh = open_mesh(ParallelConfig())
+    reasons: list[Exception] = [DataError("a torn file"), ConfigError("a wrong flag"), ValueError("a bug")]
+    met = []
+    for reason in reasons:
+
+        def work(reason: Exception = reason) -> None:
+            if rank == 1:
+                raise reason
+
+        with pytest.raises(Exception, match=str(reason)) as caught:
+            together(mesh, work)
+        met.append((type(caught.value).__name__, str(caught.value)))
+    return met
+
+
+def test_the_reason_of_one_rank_is_the_reason_of_all() -> None:
+    first, second = run_ranks(fail_for_a_reason, 2)
+    assert first == [
+        ("DataError", "rank 1: a torn file"),
+        ("ConfigError", "rank 1: a wrong flag"),
+        ("CheckpointError", "rank 1: ValueError: a bug"),
+    ]
+    assert second == [("DataError", "a torn file"), ("ConfigError", "a wrong flag"), ("ValueError", "a bug")]
