@@ -1,18 +1,22 @@
-// Sample and blend order of Megatron-style data sets, compiled.
+// Sample and blend order of Megatron-style data sets, and NumPy's shuffle, compiled.
 //
-// The same results as megatron/data/index_map.py and megatron/data/blend.py, byte for byte, with less memory and time.
+// The same results as megatron/data/index_map.py, megatron/data/blend.py and NumPy, byte for byte, with less memory and
+// time. What costs time in large tables is waiting for memory, so places are asked for before they are needed.
 // Every index is checked; what does not fit is a ValueError that names its position. Nothing here can abort the process.
 //
-// Source: the algorithms of bigscience Megatron-DeepSpeed, megatron/data/helpers.cpp.
+// Source: the algorithms of bigscience Megatron-DeepSpeed, megatron/data/helpers.cpp; NumPy, `RandomState.shuffle` and
+// `random_interval` (numpy/random/src/distributions/distributions.c).
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace py = pybind11;
@@ -22,9 +26,22 @@ namespace {
 // Raised in Python as ValueError.
 [[noreturn]] void refuse(const std::string& text) { throw std::invalid_argument(text); }
 
+// Asks for a place in memory that is read soon.
+inline void prefetch(const void* place) {
+#if defined(__GNUC__) || defined(__clang__)
+    __builtin_prefetch(place);
+#else
+    (void)place;
+#endif
+}
+
+// How many documents ahead of the present one their lengths are asked for.
+constexpr std::int64_t kDocumentsAhead = 32;
+
 template <typename Id, typename Entry>
 void fill_sample_index(const std::int32_t* lengths, std::int64_t sequences, const Id* documents, std::int64_t entries,
                        std::int64_t sequence_length, std::int64_t samples, Entry* rows) {
+    std::int64_t asked = 0;   // documents whose lengths were asked for
     std::int64_t place = 0;   // position in `documents`
     std::int64_t offset = 0;  // token inside that document
     rows[0] = 0;
@@ -35,6 +52,12 @@ void fill_sample_index(const std::int32_t* lengths, std::int64_t sequences, cons
             if (place >= entries) {
                 refuse("the documents end inside sample " + std::to_string(sample - 1) + " of " + std::to_string(samples) +
                        " (document index entry " + std::to_string(place) + ")");
+            }
+            for (; asked < entries && asked <= place + kDocumentsAhead; ++asked) {
+                const std::int64_t next = static_cast<std::int64_t>(documents[asked]);
+                if (next >= 0 && next < sequences) {
+                    prefetch(lengths + next);
+                }
             }
             const std::int64_t id = static_cast<std::int64_t>(documents[place]);
             if (id < 0 || id >= sequences) {
@@ -116,6 +139,70 @@ py::array build_sample_index(const py::array_t<std::int32_t, py::array::c_style>
     refuse("documents must be int32 or int64");
 }
 
+// How many swaps are decided before they are made.
+constexpr std::int64_t kSwapsAhead = 128;
+
+// Goes on with a Fisher-Yates shuffle at `place`, the last entry that is not settled, for as long as the draws last.
+// An entry is swapped with one that is drawn from those up to it: the draw's low bits, drawn again while too large.
+// Returns the new place and the number of draws that were used.
+template <typename Entry>
+std::pair<std::int64_t, std::int64_t> settle(Entry* values, std::int64_t place, const std::uint32_t* draws,
+                                             std::int64_t count) {
+    std::uint32_t mask = 0;
+    while (mask < static_cast<std::uint32_t>(place)) {
+        mask = (mask << 1) | 1;
+    }
+    std::int64_t used = 0;
+    std::int64_t chosen[kSwapsAhead + 1];
+    while (place > 0 && used < count) {
+        std::int64_t decided = 0;
+        std::int64_t at = place;
+        for (; used < count && decided < kSwapsAhead && at > 0; ++used) {
+            mask >>= static_cast<std::uint32_t>(at) <= (mask >> 1);
+            const std::int64_t candidate = static_cast<std::int64_t>(draws[used] & mask);
+            // A draw that is too large is written and then overwritten: which ones are cannot be guessed.
+            const std::int64_t fits = candidate <= at;
+            prefetch(values + (fits ? candidate : at));
+            chosen[decided] = candidate;
+            decided += fits;
+            at -= fits;
+        }
+        for (std::int64_t swap = 0; swap < decided; ++swap) {
+            std::swap(values[place - swap], values[chosen[swap]]);
+        }
+        place = at;
+    }
+    return {place, used};
+}
+
+template <typename Entry>
+std::pair<std::int64_t, std::int64_t> settle_array(py::array& values, std::int64_t place,
+                                                   const py::array_t<std::uint32_t, py::array::c_style>& draws) {
+    Entry* entries = static_cast<Entry*>(values.mutable_data());
+    const std::uint32_t* from = draws.data();
+    const std::int64_t count = draws.size();
+    py::gil_scoped_release released;
+    return settle<Entry>(entries, place, from, count);
+}
+
+std::pair<std::int64_t, std::int64_t> shuffle(py::array values, std::int64_t place,
+                                              const py::array_t<std::uint32_t, py::array::c_style>& draws) {
+    if (values.ndim() != 1 || draws.ndim() != 1 || !(values.flags() & py::array::c_style)) {
+        refuse("values and draws must be one-dimensional and contiguous");
+    }
+    if (place < 0 || place >= values.size() || place > std::numeric_limits<std::uint32_t>::max()) {
+        refuse("place " + std::to_string(place) + " is not one of " + std::to_string(values.size()) +
+               " entries, or not below 2^32");
+    }
+    if (values.itemsize() == 4) {
+        return settle_array<std::uint32_t>(values, place, draws);
+    }
+    if (values.itemsize() == 8) {
+        return settle_array<std::uint64_t>(values, place, draws);
+    }
+    refuse("values must have 4 or 8 bytes each");
+}
+
 template <typename Source>
 void fill_blend(const double* weights, std::int64_t count, std::int64_t size, Source* sources, std::int64_t* samples) {
     std::vector<std::int64_t> taken(static_cast<std::size_t>(count), 0);
@@ -179,9 +266,10 @@ py::tuple build_blend_index(const py::array_t<double, py::array::c_style | py::a
 }  // namespace
 
 PYBIND11_MODULE(_index_builder, module) {
-    module.doc() = "Sample and blend order of Megatron-style data sets, compiled.";
-    module.attr("INTERFACE") = 1;
+    module.doc() = "Sample and blend order of Megatron-style data sets, and NumPy's shuffle, compiled.";
+    module.attr("INTERFACE") = 2;
     module.def("build_sample_index", &build_sample_index, py::arg("lengths"), py::arg("documents"),
                py::arg("sequence_length"), py::arg("samples"), py::arg("wide"));
+    module.def("shuffle", &shuffle, py::arg("values").noconvert(), py::arg("place"), py::arg("draws").noconvert());
     module.def("build_blend_index", &build_blend_index, py::arg("weights"), py::arg("size"));
 }

@@ -100,8 +100,11 @@ def check_writable(path: Path) -> None:
         raise storage_error(path, failure) from failure
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], None], *, durable: bool = True) -> None:
     """Writes a file through `write` and gives it its name once it is on disk.
+
+    Args:
+        durable: false does not wait for the disk; a crash of the machine may then leave the name with other content.
 
     Raises:
         StorageError: the file system refused; nothing is left behind.
@@ -111,9 +114,11 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
         with temporary.open("xb") as stream:
             write(stream)
             stream.flush()
-            os.fsync(stream.fileno())
+            if durable:
+                os.fsync(stream.fileno())
         temporary.replace(path)
-        sync_directory(path.parent)
+        if durable:
+            sync_directory(path.parent)
     except OSError as failure:
         raise storage_error(path, failure) from failure
     finally:

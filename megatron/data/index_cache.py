@@ -1,8 +1,8 @@
 """Index arrays kept on disk, built once and shared by every process that needs the same ones.
 
 A name is the hash of everything that determines the content, so a stale file cannot be taken for a fresh one. Arrays
-are written first and a description with their checksums last, each by temporary file, sync and rename: what has a
-description is complete.
+are written first and a description with their checksums last, each by temporary file and rename: what has a description
+is complete. Nothing waits for the disk: what a crash of the machine takes fails its checksum and is built again.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class IndexCache:
                     return found
                 arrays = make()
                 self._store(stem, record, arrays)
-                return self._load(stem, record) or arrays
+                return {name: _load_array(self._array_path(stem, name)) for name in arrays}
         except (OSError, StorageError) as failure:
             reason = failure.strerror if isinstance(failure, OSError) else str(failure)
             text = f"The index cache {self.directory} cannot be written: {reason}. Set --data-cache-path."
@@ -101,12 +101,12 @@ class IndexCache:
     def _store(self, stem: str, record: dict[str, object], arrays: Arrays) -> None:
         files: dict[str, dict[str, object]] = {}
         for name, array in arrays.items():
-            path = self._array_path(stem, name)
-            write_atomically(path, functools.partial(_save_array, array))
-            files[name] = {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+            facts: dict[str, object] = {}
+            write_atomically(self._array_path(stem, name), functools.partial(_save_array, array, facts), durable=False)
+            files[name] = facts
         stored = {"description": record, "files": files}
         text = json.dumps({**stored, "crc32": _crc32_of(stored)}, indent=1, sort_keys=True)
-        write_atomically(self._description_path(stem), functools.partial(_write_all, text.encode()))
+        write_atomically(self._description_path(stem), functools.partial(_write_all, text.encode()), durable=False)
 
     def _load(self, stem: str, record: dict[str, object]) -> Arrays | None:
         """Maps and verifies stored arrays; None if there are none or they are damaged (which is said once)."""
@@ -190,8 +190,26 @@ def _load_array(path: Path) -> np.ndarray:
     return array
 
 
-def _save_array(array: np.ndarray, stream: BinaryIO) -> None:
-    np.save(stream, array, allow_pickle=False)
+def _save_array(array: np.ndarray, facts: dict[str, object], stream: BinaryIO) -> None:
+    """Writes an array and notes size and checksum of the file."""
+    counted = _CountedWriter(stream)
+    np.save(counted, array, allow_pickle=False)
+    facts.update(bytes=counted.size, crc32=counted.checksum)
+
+
+class _CountedWriter:
+    """Passes on what is written; keeps its size and checksum."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.size = 0
+        self.checksum = 0
+        self._stream = stream
+
+    def write(self, data: bytes) -> int:
+        """Writes and counts."""
+        self.size += len(data)
+        self.checksum = zlib.crc32(data, self.checksum)
+        return self._stream.write(data)
 
 
 def _write_all(data: bytes, stream: BinaryIO) -> None:

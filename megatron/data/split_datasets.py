@@ -323,8 +323,9 @@ def _load_segment(
             old = read_old_index(stem, lengths, source.first, source.last, length, samples, seed)
             if old is not None:
                 return old._asdict()
-        documents = np.arange(source.first, source.last)
-        return build_indices(lengths, documents, length, samples, seed, plan.epoch_rule)._asdict()
+        wide = source.last > np.iinfo(np.int32).max
+        documents = np.arange(source.first, source.last, dtype=np.int64 if wide else np.int32)
+        return build_indices(lengths, documents, length, samples, seed, plan.epoch_rule, source.tokens)._asdict()
 
     arrays = cache.arrays("gpt", description, make)
     return Indices(arrays["document"], arrays["sample"], arrays["shuffle"])

@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
 
 
 def test_a_disk_that_fills_up_while_an_array_is_written(tmp_path, monkeypatch):
-    def full(array: np.ndarray, stream: object) -> None:
+    def full(array: np.ndarray, facts: object, stream: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(index_cache, "_save_array", full)

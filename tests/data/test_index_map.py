@@ -173,6 +173,33 @@ def test_documents_that_end_early_are_an_error(builder):
         sample_index(LENGTHS, np.arange(10, dtype=np.int32), 8, 10)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    size=strategies.integers(0, 5000),
+    seed=strategies.integers(0, 2**32 - 1),
+    dtype=strategies.sampled_from([np.int32, np.uint32, np.int64]),
+    draws=strategies.sampled_from([1, 7, 1 << 20]),
+)
+def test_the_shuffle_is_numpys_and_leaves_the_generator_where_numpy_does(size, seed, dtype, draws):
+    theirs, ours = np.random.RandomState(seed), np.random.RandomState(seed)
+    expected, found = np.arange(size, dtype=dtype), np.arange(2 * size, dtype=dtype)[:size]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_map, "_DRAWS_AT_ONCE", draws)
+        for _ in range(2):
+            theirs.shuffle(expected)
+            index_map.shuffle(ours, found)
+    assert found.tolist() == expected.tolist()
+    assert theirs.randint(0, 2**32, 8, dtype=np.uint32).tolist() == ours.randint(0, 2**32, 8, dtype=np.uint32).tolist()
+
+
+@pytest.mark.parametrize("size", [2**k + step for k in (1, 7, 16) for step in (-1, 0, 1)])
+def test_the_shuffle_is_numpys_at_the_powers_of_two(builder, size):
+    expected, found = np.arange(size), np.arange(size)
+    np.random.RandomState(5).shuffle(expected)
+    index_map.shuffle(np.random.RandomState(5), found)
+    assert np.array_equal(expected, found)
+
+
 def test_the_compiled_builder_checks_everything():
     compiled = index_map.compiled_builder()
     if compiled is None:
@@ -199,6 +226,16 @@ def test_the_compiled_builder_checks_everything():
     ):
         with pytest.raises(ValueError, match=message):
             compiled.build_blend_index(np.array(weights, np.float64), size)
+    draws = np.zeros(4, np.uint32)
+    for values, place, message in (
+        (np.zeros((2, 2), np.int32), 0, "one-dimensional"),
+        (np.zeros(8, np.int32)[::2], 1, "contiguous"),
+        (np.zeros(4, np.int32), 4, "place 4 is not one of 4 entries"),
+        (np.zeros(4, np.int32), -1, "place -1 is not one of 4"),
+        (np.zeros(4, np.uint16), 1, "4 or 8 bytes each"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compiled.shuffle(values, place, draws)
 
 
 def test_a_missing_builder_is_said_once(monkeypatch, capsys):

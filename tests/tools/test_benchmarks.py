@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import index
 from benchmarks.figures import print_figure
 from benchmarks.plain_gpt import PlainGPT
 from megatron.model.gpt import DenseGPT, build_dense
@@ -57,3 +59,12 @@ def test_a_figure_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert record["value"] == 1234.5679
     assert record["spread"] == [1.0, 2.0]
     assert {"benchmark": "speed", "figure": "rate", "unit": "tokens/s", "threads": 2}.items() <= record.items()
+
+
+def test_the_index_benchmark_measures_a_corpus_that_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert index.main(["--documents", "3000", "--seq-length", "128", "--repeats", "1", "--folder", str(tmp_path)]) == 0
+    figures = {record["figure"]: record for record in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert {"seconds_to_first_batch_cold_cache", "peak_own_memory_warm_cache", "build_to_cumsum"} <= set(figures)
+    assert all(record["value"] > 0 for record in figures.values())
+    assert figures["cache_on_disk"]["documents"] == 3000
+    assert list(tmp_path.iterdir()) == []
