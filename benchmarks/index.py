@@ -77,9 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "index", f"peak_{what}_memory_{state}_cache", size / 1e6, "MB", to_index_file=ratio, **common
                 )
         cache_bytes = sum(path.stat().st_size for path in Path(name).glob("index-cache/*"))
-        print_figure(
-            "index", "cache_on_disk", cache_bytes / 1e6, "MB", to_index_file=round(cache_bytes / index_bytes, 3)
-        )
+        ratio = round(cache_bytes / index_bytes, 3)
+        print_figure("index", "cache_on_disk", cache_bytes / 1e6, "MB", to_index_file=ratio, **common)
         build, cumsum = build_seconds(prefix, flags)
         print_figure("index", "build_in_memory", build, "s", **common)
         print_figure("index", "build_to_cumsum", build / cumsum, "ratio", cumsum_seconds=round(cumsum, 4), **common)

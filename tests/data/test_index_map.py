@@ -101,7 +101,7 @@ def test_any_number_of_sources_can_be_blended(builder, count, dtype):
     assert sources.dtype == dtype and sources.tolist() == list(range(min(count, 300)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=strategies.lists(strategies.integers(0, 40), min_size=1, max_size=30).filter(sum),
     sequence_length=strategies.integers(1, 20),
@@ -173,12 +173,12 @@ def test_documents_that_end_early_are_an_error(builder):
         sample_index(LENGTHS, np.arange(10, dtype=np.int32), 8, 10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
-    size=strategies.integers(0, 5000),
+    size=strategies.integers(0, 1000),
     seed=strategies.integers(0, 2**32 - 1),
     dtype=strategies.sampled_from([np.int32, np.uint32, np.int64]),
-    draws=strategies.sampled_from([1, 7, 1 << 20]),
+    draws=strategies.sampled_from([3, 1 << 20]),
 )
 def test_the_shuffle_is_numpys_and_leaves_the_generator_where_numpy_does(size, seed, dtype, draws):
     theirs, ours = np.random.RandomState(seed), np.random.RandomState(seed)
