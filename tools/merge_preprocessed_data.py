@@ -37,9 +37,9 @@ class MergeFlags(Area):
     )
     torch_backend: str | None = flag(
         None,
-        "communication library of --merge distributed",
-        choices=("gloo",),
-        way_out="gloo needs no special build of PyTorch and works under mpirun too.",
+        "communication library of --merge distributed; mpi is accepted for ranks that mpirun starts, which talk "
+        "through gloo too: no PyTorch from PyPI has another, and the files do not depend on it",
+        choices=("gloo", "mpi"),
     )
     local_rank: int | None = flag(None, "number of this process on its node", spelled=("--local_rank",))
 

@@ -9,12 +9,10 @@ system. The width of an id follows from the unpadded vocabulary, as there (upstr
 
 from __future__ import annotations
 
-import glob
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from megatron import log
 from megatron.config import ParallelConfig
 from megatron.config.data import TOKENIZERS
 from megatron.config.flags import Area, flag, parse_flags
-from megatron.errors import ConfigError
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
@@ -35,10 +32,14 @@ class DistributedPreprocessFlags(Area):
     """Upstream's flags of this tool, and `--on-bad-line`."""
 
     input: tuple[str, ...] = flag(
-        help="jsonl files, which the ranks divide; compressed or .parquet files, each one rank's; patterns; folders",
+        help="jsonl files, which the ranks divide; compressed or .parquet files, each one rank's; patterns; folders; "
+        "or the name of a data set of the Hugging Face hub (name or name:configuration). That, a folder of "
+        "save_to_disk, and anything with --split, --count or --shuffle is read by the datasets library",
         nargs="+",
     )
-    output_prefix: str = flag(help="path of the outputs without _<column>_document.bin/.idx")
+    output_prefix: str = flag(
+        help="path of the outputs without _<column>_document.bin/.idx or _<column>_sentence.bin/.idx"
+    )
     tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
     columns: tuple[str, ...] = flag(
         ("text",),
@@ -56,16 +57,15 @@ class DistributedPreprocessFlags(Area):
     append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
     merge: str = flag(
         "parallel",
-        "parallel: all ranks write the result together; serial: rank 0 does",
-        choices=("parallel", "serial"),
-        way_out="What both compared, parallel checks by itself before it publishes.",
+        "parallel: all ranks write the result together; serial: rank 0 does; both: both, and the two are compared",
+        choices=("parallel", "serial", "both"),
     )
     scratch: str | None = flag(None, "folder for the files of the single ranks; beside the output if unset")
     torch_backend: str = flag(
         "gloo",
-        "communication library",
-        choices=("gloo",),
-        way_out="gloo needs no special build of PyTorch and works under mpirun too.",
+        "communication library; mpi is accepted for ranks that mpirun starts, which talk through gloo too: no PyTorch "
+        "from PyPI has another, and the files do not depend on it",
+        choices=("gloo", "mpi"),
     )
     local_rank: int | None = flag(None, "number of this process on its node", spelled=("--local_rank",))
     log_interval: int = flag(30, "seconds between two progress lines of rank 0's share; 0 shows none", at_least=0)
@@ -80,10 +80,12 @@ class DistributedPreprocessFlags(Area):
         "ids of int32",
         choices=("mmap", "cached", "lazy"),
     )
-    split: str = flag("train", "accepted; a jsonl file has no splits")
-    count: int | None = flag(None, "documents to take (not available)", at_least=1)
-    shuffle: bool = flag(False, "change the order of the documents (not available)")
-    seed: int | None = flag(None, "seed of --shuffle (not available)")
+    split: str | None = flag(
+        None, "split of the data set, or a part of one as the datasets library writes it (train[:10%]); train if unset"
+    )
+    count: int | None = flag(None, "documents to take: the first so many, after shuffling", at_least=1)
+    shuffle: bool = flag(False, "take the documents in random order")
+    seed: int | None = flag(None, "seed of --shuffle; drawn and told if unset", at_least=0)
     split_sentences: bool = flag(False, "one sequence a sentence, into <prefix>_<column>_sentence.bin/.idx")
     keep_newlines: bool = flag(
         False, "with --split-sentences: whitespace between sentences stays at the end of the first; else it is dropped"
@@ -98,16 +100,8 @@ class DistributedPreprocessFlags(Area):
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
-        for name, given in (
-            ("--count", self.count is not None),
-            ("--shuffle", self.shuffle),
-            ("--seed", self.seed is not None),
-        ):
-            if given:
-                yield (
-                    f"{name} is not available: documents are taken in the order of the file. Prepare the file with "
-                    "`shuf` or `head`; training draws its own order in any case."
-                )
+        if self.seed is not None and not self.shuffle:
+            yield f"--seed {self.seed} is the seed of --shuffle, which is not given. Give both or none."
         if len(set(self.columns)) != len(self.columns):
             yield f"--columns {' '.join(self.columns)} names a key twice; name it once."
 
@@ -117,7 +111,8 @@ def main() -> int:
     flags = parse_flags(
         DistributedPreprocessFlags, sys.argv[1:], prog="preprocess_data_dist.py", description=__doc__ or ""
     )
-    _check_inputs(flags.input)
+    if flags.torch_backend == "mpi":
+        log.warning("--torch-backend mpi: the ranks are those that mpirun started, but talk through gloo.")
     from megatron.corpus.crew import Crew
     from megatron.parallel.mesh import close_mesh, open_mesh
     from megatron.parallel.messages import gather_json
@@ -125,7 +120,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     mesh = open_mesh(
         ParallelConfig(
-            distributed_backend=flags.torch_backend,
+            distributed_backend="gloo",
             distributed_timeout_minutes=_LONGEST_WAIT_MINUTES,
             local_rank=flags.local_rank,
         )
@@ -136,21 +131,10 @@ def main() -> int:
     return 0
 
 
-def _check_inputs(paths: Sequence[str]) -> None:
-    """Refuses what is no file before any rank waits for another."""
-    missing = [path for path in paths if not os.path.exists(path) and not glob.has_magic(path)]
-    if missing:
-        raise ConfigError(
-            f"--input {missing[0]} is no file here, and names of data sets are not looked up. Write the data set as "
-            "jsonl first (datasets.load_dataset(...).to_json)."
-        )
-
-
 def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
+    from megatron.corpus.distributed import Draw, preprocess_on_ranks, share_of_rank
     from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.inputs import Shard, expand_inputs, share_of
-    from megatron.corpus.merge import merge, remove_pair
-    from megatron.corpus.preprocess import preprocess, warn_of_no_tokens
+    from megatron.corpus.preprocess import warn_of_no_tokens
     from megatron.corpus.progress import Progress
     from megatron.corpus.sentences import SentenceSplitter
     from megatron.data.tokenizer import TokenizerChoice
@@ -163,33 +147,16 @@ def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
         sentences=SentenceSplitter(flags.lang, flags.keep_newlines) if flags.split_sentences else None,
         is_cached=flags.dataset_impl != "mmap",
     )
-    place = os.path.join(flags.scratch, os.path.basename(flags.output_prefix)) if flags.scratch else flags.output_prefix
-    shards = [f"{place}_{rank}" for rank in range(crew.size)]
-    wholes = options.prefixes(flags.output_prefix)
-    progress = Progress(None, 1, _line_writer(flags.log_interval))
     log.info(f"Opening {', '.join(flags.input)} on {crew.size} ranks")
-
-    def encode() -> list[int]:
-        share = share_of(expand_inputs(flags.input), Shard(crew.rank + 1, crew.size))
-        result = preprocess(share, shards[crew.rank], options, 1, progress)
-        return [result.documents, result.tokens, result.empty, result.skipped, *result.tokens_of_key]
-
-    try:
-        counts = [sum(column) for column in zip(*crew.together(encode), strict=True)]
-        for whole, *parts in zip(wholes, *map(options.prefixes, shards), strict=True):
-            if flags.merge == "parallel":
-                merge(parts, whole, crew, is_one_corpus=True)
-            else:
-                crew.on_first(lambda parts=parts, whole=whole: merge(parts, whole, is_one_corpus=True).tokens)
-    finally:
-        for part in options.prefixes(shards[crew.rank]):
-            remove_pair(part)
+    draw = Draw(flags.split, flags.count, flags.shuffle, flags.seed)
+    encode = share_of_rank(flags.input, draw, options, crew, Progress(None, 1, _line_writer(flags.log_interval)))
+    result = preprocess_on_ranks(encode, flags.output_prefix, options, flags.merge, flags.scratch, crew)
     log.info(
-        f"Wrote {flags.output_prefix} (.bin, .idx): {counts[0]} documents, {counts[1]} tokens; "
-        f"{counts[2]} empty documents and {counts[3]} bad lines left out."
+        f"Wrote {', '.join(result.prefixes)} (.bin, .idx): {result.documents} documents, {result.tokens} tokens; "
+        f"{result.empty} empty documents and {result.skipped} bad lines left out."
     )
     if crew.rank == 0:
-        warn_of_no_tokens(wholes, counts[4:], counts[2], counts[3])
+        warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
 
 
 def _line_writer(interval_seconds: int) -> Callable[[str], None]:

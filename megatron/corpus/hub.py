@@ -58,32 +58,19 @@ def hub_blocks(
         )
     if first or last is not None:
         rows = rows.select(range(first, len(rows) if last is None else last))
-    return _blocks(rows.select_columns(columns).with_format("arrow"), f"{source.name}:{source.split}", block_bytes)
+    return row_blocks(rows.select_columns(columns), f"{source.name}:{source.split}", block_bytes)
 
 
-def _loaded(source: HubSource) -> Any:
-    name, configuration, split = source.name, source.configuration, source.split
-    try:
-        library = importlib.import_module("datasets")
-    except ImportError as failure:
-        raise ConfigError(
-            f"--dataset-name {name} needs the datasets package: pip install datasets, or give files with --input."
-        ) from failure
-    try:
-        return library.load_dataset(name, configuration, split=split)
-    except Exception as failure:  # whatever the library and the builders of its data sets raise
-        reason = next(iter(str(failure).splitlines()), "")[:300]
-        raise ConfigError(
-            f"--dataset-name {name} (--dataset-sub-name {configuration}, --dataset-split-type {split}) cannot be "
-            f"loaded: {type(failure).__name__}: {reason}. Check the names and the network, or give a local folder."
-        ) from failure
+def row_blocks(rows: Any, source: str, block_bytes: int) -> Iterator[Block]:
+    """All columns of the library's `Dataset`, in its order, as blocks.
 
-
-def _blocks(rows: Any, source: str, block_bytes: int) -> Iterator[Block]:
+    Raises:
+        DataError: rows cannot be read.
+    """
     arrow = importlib.import_module("pyarrow")
     held: list[Any] = []
     start = done = 0
-    batches = rows.iter(batch_size=_BATCH_ROWS)
+    batches = rows.with_format("arrow").iter(batch_size=_BATCH_ROWS)
     while True:
         try:
             table = next(batches, None)
@@ -104,3 +91,33 @@ def _blocks(rows: Any, source: str, block_bytes: int) -> Iterator[Block]:
             return
         held.append(table)
         done += len(table)
+
+
+def datasets_library(why: str) -> Any:
+    """The library itself.
+
+    Args:
+        why: begins the sentence that says it is missing.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("datasets")
+    except ImportError as failure:
+        raise ConfigError(
+            f"{why} needs the datasets package: pip install datasets, or give files with --input."
+        ) from failure
+
+
+def _loaded(source: HubSource) -> Any:
+    name, configuration, split = source.name, source.configuration, source.split
+    library = datasets_library(f"--dataset-name {name}")
+    try:
+        return library.load_dataset(name, configuration, split=split)
+    except Exception as failure:  # whatever the library and the builders of its data sets raise
+        reason = next(iter(str(failure).splitlines()), "")[:300]
+        raise ConfigError(
+            f"--dataset-name {name} (--dataset-sub-name {configuration}, --dataset-split-type {split}) cannot be "
+            f"loaded: {type(failure).__name__}: {reason}. Check the names and the network, or give a local folder."
+        ) from failure

@@ -24,7 +24,7 @@ def check_parquet(path: str, keys: Sequence[str]) -> None:
         DataError: it is no Parquet file, or a column is missing.
     """
     with _open(path) as file:
-        _columns(file, path, keys)
+        columns_of(file.schema_arrow.names, path, keys)
 
 
 def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[tuple[bytes, int]]:
@@ -36,7 +36,7 @@ def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[t
     """
     arrow = _pyarrow("pyarrow", path)
     with _open(path) as file:
-        columns = _columns(file, path, keys)
+        columns = columns_of(file.schema_arrow.names, path, keys)
         _check_counts(file.metadata, path)
         held: list[Any] = []
         rows = 0
@@ -83,6 +83,32 @@ def parquet_texts(data: bytes, keys: Sequence[str]) -> list[list[Any]]:
     return found
 
 
+def columns_of(names: Sequence[str], title: str, keys: Sequence[str]) -> list[str]:
+    """The columns that hold the keys, each once; `a.b` is field b of column a.
+
+    Raises:
+        DataError: there is none for a key.
+    """
+    columns = []
+    for key in keys:
+        column = key if key in names else key.split(".")[0]
+        if column not in names:
+            raise DataError(
+                f"{title}: there is no column {key!r} (--json-keys); it has "
+                f"{', '.join(map(repr, names[:8])) or 'none'}."
+            )
+        columns.append(column)
+    return list(dict.fromkeys(columns))
+
+
+def _packed(arrow: Any, batches: list[Any]) -> bytes:
+    sink = arrow.BufferOutputStream()
+    with arrow.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
 def _values(column: Any) -> list[Any]:
     """The values of a column; bytes in place of a text that is not UTF-8, which Parquet does not rule out."""
     try:
@@ -98,33 +124,12 @@ def _value(scalar: Any) -> Any:
         return b""
 
 
-def _packed(arrow: Any, batches: list[Any]) -> bytes:
-    sink = arrow.BufferOutputStream()
-    with arrow.ipc.new_stream(sink, batches[0].schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-    return bytes(sink.getvalue())
-
-
 def _open(path: str) -> Any:
     parquet = _pyarrow("pyarrow.parquet", path)
     try:
         return parquet.ParquetFile(path)
     except (OSError, ValueError) as failure:
         raise DataError(f"{path} is not a Parquet file that can be read: {failure}.") from failure
-
-
-def _columns(file: Any, path: str, keys: Sequence[str]) -> list[str]:
-    names = file.schema_arrow.names
-    columns = []
-    for key in keys:
-        column = key if key in names else key.split(".")[0]
-        if column not in names:
-            raise DataError(
-                f"{path}: there is no column {key!r} (--json-keys); it has {', '.join(map(repr, names[:8])) or 'none'}."
-            )
-        columns.append(column)
-    return list(dict.fromkeys(columns))
 
 
 def _check_counts(metadata: Any, path: str) -> None:
