@@ -38,6 +38,7 @@ from megatron.corpus.sources import Block
 
 SHOWN_CHARACTERS = 80
 _BEFORE_A_CHANGE = 20
+_COMPARED_CHARACTERS = 8**4
 
 
 class Dropped(NamedTuple):
@@ -275,8 +276,13 @@ def _filters(options: CleanOptions) -> list[DocumentFilter]:
 
 
 def _change(number: int, what: str, before: str, after: str) -> Changed:
-    pairs = enumerate(zip(before, after, strict=False))
-    first = next((index for index, (old, new) in pairs if old != new), min(len(before), len(after)))
+    """A change with the text around the first difference: found in steps, as texts are long and mostly equal."""
+    first = 0
+    step = _COMPARED_CHARACTERS
+    while step:
+        while before[first : first + step] == after[first : first + step] and first + step <= len(before):
+            first += step
+        step //= 8
     start = max(0, first - _BEFORE_A_CHANGE)
     return Changed(number, what, before[start : start + SHOWN_CHARACTERS], after[start : start + SHOWN_CHARACTERS])
 

@@ -17,7 +17,7 @@ from megatron.corpus.cleaning.key_table import KeyTable
 from megatron.corpus.cleaning.words import Hashes
 
 # Newest documents of a band that a new one is compared with; bounds the time where a template makes thousands share it.
-_MOST_COMPARED = 256
+_MOST_COMPARED = 64
 _GROWTH = 1.25
 _FIRST_ROWS = 1024
 

@@ -67,11 +67,12 @@ def with_plain_spaces(text: str) -> str:
     lines go, of many blank lines two stay, and none at the ends of the text. The joiners of Arabic and Indian scripts
     and of emoji (U+200C, U+200D) stay.
     """
-    if not text.isascii() or not text.isprintable():
+    if not text.replace("\n", "").replace("\t", "").isprintable():  # what is replaced below is not printable
         text = _LINE_ENDS.sub("\n", text)
         text = _CONTROLS.sub("", text)
         text = _SPACES.sub(" ", text)
-        if " \n" in text or "\t\n" in text:
-            text = "\n".join([line.rstrip(" \t") for line in text.split("\n")])
+    if " \n" in text or "\t\n" in text:
+        text = "\n".join([line.rstrip(" \t") for line in text.split("\n")])
+    if "\n\n\n\n" in text:
         text = _MANY_BLANK_LINES.sub("\n\n\n", text)
     return text.lstrip("\n").rstrip()

@@ -72,9 +72,7 @@ def _shares_of_runs(words: Words) -> list[tuple[int, float, npt.NDArray[np.float
     for length, most in _MOST_IN_REPEATED_RUNS.items():
         runs, fits = words.runs(length)
         among = among[fits[among]]
-        order = np.argsort(runs[among] ^ salt[among], kind="stable")
-        among = among[order]
-        again = _equals_previous(runs[among] ^ salt[among])
+        among, again = _grouped(runs ^ salt, among)
         covered = np.zeros(len(texts) + 1, np.int64)
         np.add.at(covered, among[again], 1)
         np.add.at(covered, among[again] + length, -1)
@@ -97,8 +95,8 @@ def _in_top_run(
     whole: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.float64]:
     """The share of each text that its most frequent run makes; 0 where no run occurs twice."""
-    ordered = among[np.argsort(runs[among], kind="stable")]
-    starts = np.flatnonzero(~_equals_previous(runs[ordered]))
+    ordered, again = _grouped(runs, among)
+    starts = np.flatnonzero(~again)
     counts = np.diff(np.append(starts, len(ordered)))
     firsts = ordered[starts[counts > 1]]
     counts = counts[counts > 1]
@@ -109,7 +107,15 @@ def _in_top_run(
     return np.minimum(shares / whole, 1.0)
 
 
-def _equals_previous(values: Hashes) -> npt.NDArray[np.bool_]:
-    equal = np.zeros(len(values), np.bool_)
-    np.equal(values[1:], values[:-1], out=equal[1:])
-    return equal
+def _grouped(runs: Hashes, among: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+    """Places with equal runs beside each other, in their order, and whether a place has the run of the one before it.
+
+    Sorts numbers whose low bits are the place and whose high bits are the run's hash, which is many times quicker than
+    sorting places by their hash. With 10^5 words 47 bits of the hash are left: that two runs are taken for one is rare,
+    and moves a share by next to nothing.
+    """
+    low = np.uint64((1 << len(runs).bit_length()) - 1)
+    ordered = np.sort((runs[among] & ~low) | among.astype(np.uint64))
+    again = np.zeros(len(ordered), np.bool_)
+    np.equal(ordered[1:] & ~low, ordered[:-1] & ~low, out=again[1:])
+    return (ordered & low).astype(np.intp), again

@@ -35,8 +35,7 @@ class Signer:
         except ImportError as failure:
             raise ConfigError("--near-duplicates needs the datasketch package (pip install datasketch).") from failure
         self._choice = choice
-        self._minhash: Any = datasketch.MinHash
-        self._permutations = self._new().permutations
+        self._minhash = datasketch.MinHash(choice.permutations, seed=choice.seed, hashfunc=_itself, scheme="affine32")
         self._letters = WordSplitter(each_character=True) if choice.unit == "character" else None
 
     def sign(self, texts: Sequence[str], words: Words | None = None) -> tuple[npt.NDArray[np.uint16], Hashes]:
@@ -62,20 +61,11 @@ class Signer:
         return signatures.astype(np.uint16), keys
 
     def _signature(self, hashes: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        minhash = self._new(self._permutations)
+        self._minhash.clear()
         for start in range(0, len(hashes), _UPDATE_SHINGLES):
             # One element that is an array: the library would take numbers one by one, at twice the time.
-            minhash.update_batch([hashes[start : start + _UPDATE_SHINGLES]])
-        return np.asarray(minhash.hashvalues)
-
-    def _new(self, permutations: Any = None) -> Any:
-        return self._minhash(
-            self._choice.permutations,
-            seed=self._choice.seed,
-            hashfunc=_itself,
-            permutations=permutations,
-            scheme="affine32",
-        )
+            self._minhash.update_batch([hashes[start : start + _UPDATE_SHINGLES]])
+        return np.asarray(self._minhash.hashvalues)
 
 
 def band_shape(permutations: int, threshold: float) -> tuple[int, int]:

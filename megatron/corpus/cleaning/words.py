@@ -166,12 +166,14 @@ def _powers(base: int) -> Hashes:
 
 def _character_tables() -> tuple[Hashes, npt.NDArray[np.bool_]]:
     """For every character a random value, one for both cases and 0 if it separates; and whether it stands alone."""
+    characters = list(map(chr, range(_CASED_CODES)))
+    in_words = np.fromiter(map(str.isalnum, characters), np.bool_, _CASED_CODES)
+    in_words[ord("_")] = True
+    for code in np.flatnonzero(~in_words).tolist():
+        in_words[code] = unicodedata.category(characters[code])[0] == "M"
+    lower = "".join([one.lower()[0] for one in characters])  # only U+0130 has two characters there, an i and a mark
     folded = np.zeros(_CODES, np.uint64)
-    for code in range(_CASED_CODES):
-        character = chr(code)
-        if character.isalnum() or character == "_" or unicodedata.category(character)[0] == "M":
-            lower = character.lower()
-            folded[code] = ord(lower) if len(lower) == 1 else code
+    folded[:_CASED_CODES] = np.frombuffer(lower.encode("utf-32-le", "surrogatepass"), np.uint32) * in_words
     folded[slice(*_IDEOGRAPHIC_CODES)] = np.arange(*_IDEOGRAPHIC_CODES)
     alone = np.zeros(_CODES, np.bool_)
     for first, last in _STANDS_ALONE:
