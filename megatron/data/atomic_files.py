@@ -23,7 +23,7 @@ from megatron.errors import StorageError
 
 def temporary_beside(path: Path) -> Path:
     """Names a temporary file in the folder of `path` that no other process will choose; says whose it is."""
-    return path.with_name(f".{path.name}.{_MACHINE}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    return path.with_name(f".{path.name}.{THIS_MACHINE}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 def remove_leftovers(path: Path) -> list[Path]:
@@ -37,8 +37,8 @@ def remove_leftovers(path: Path) -> list[Path]:
     """
     removed = []
     for name in sorted(_names_in(path.parent)):
-        found = re.fullmatch(rf"\.{re.escape(path.name)}\.{_MACHINE}-(\d+)-[0-9a-f]{{8}}\.tmp", name)
-        if found is None or _is_running(int(found.group(1))):
+        found = re.fullmatch(rf"\.{re.escape(path.name)}\.{THIS_MACHINE}-(\d+)-[0-9a-f]{{8}}\.tmp", name)
+        if found is None or is_running(int(found.group(1))):
             continue
         leftover = path.with_name(name)
         try:
@@ -56,7 +56,8 @@ def _names_in(folder: Path) -> list[str]:
         return []
 
 
-def _is_running(process_id: int) -> bool:
+def is_running(process_id: int) -> bool:
+    """Whether a process of this machine lives."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:
@@ -75,7 +76,7 @@ def _this_machine() -> str:
     return f"{zlib.crc32(f'{platform.node()} {processes}'.encode()):08x}"
 
 
-_MACHINE = _this_machine()
+THIS_MACHINE = _this_machine()
 
 
 def check_writable(path: Path) -> None:

@@ -122,11 +122,11 @@ class MongoCollections:
             for number, entry in enumerate(found if limit else ()):
                 yield entry.get("idx", skipped + number), tuple(entry.get(column) for column in columns)
 
-    def indices(self, name: str) -> Iterator[int]:
-        """The idx of every document, sorted, duplicates included."""
+    def indices(self, name: str) -> Iterator[int | None]:
+        """The idx of every document, sorted, duplicates included; None for a document without one."""
         with explained(self.shown):
             for entry in self.database[name].find({}, {"_id": 0, "idx": 1}).sort("idx", 1):
-                yield entry["idx"]
+                yield entry.get("idx")
 
     def count(self, name: str) -> int:
         """Documents of a collection, counted by the server."""

@@ -84,7 +84,7 @@ class SqliteCollections:
     def facts(self, name: str) -> CollectionFacts:
         """What can be said of a table without reading its rows."""
         with self._explained():
-            columns = [row[1].decode() for row in self._connection.execute(f"PRAGMA table_info({_quoted(name)})")]
+            columns = [row[1].decode() for row in self._connection.execute(f"PRAGMA table_info({quoted_name(name)})")]
             table = self._table(name, columns)
             least, greatest = self._extremes(name, table)
             return CollectionFacts(
@@ -110,7 +110,7 @@ class SqliteCollections:
         table = self._tables[name]
         with self._explained():
             rows = self._connection.execute(
-                f"SELECT {table.order}, {_quoted(column)} FROM {_quoted(name)} "
+                f"SELECT {table.order}, {quoted_name(column)} FROM {quoted_name(name)} "
                 f"WHERE {table.order} >= ? AND {table.order} < ? ORDER BY {table.order}",
                 (first + table.base, stop + table.base),
             ).fetchall()
@@ -129,13 +129,13 @@ class SqliteCollections:
         table = self._tables[name]
         order = "rowid" if table.order == "rowid" else "idx, rowid" if self._has_rowid(name) else "idx"
         if table.order is None:
-            order = ", ".join(_quoted(column) for column in self._primary_key(name))
+            order = ", ".join(quoted_name(column) for column in self._primary_key(name))
         number = table.order or "NULL"
         bound = f"WHERE idx < {facts.counted}" if table.order == "idx" and facts.counted is not None else ""
-        values = ", ".join(_quoted(column) for column in columns)
+        values = ", ".join(quoted_name(column) for column in columns)
         with self._explained():
             cursor = self._connection.execute(
-                f"SELECT {number}, {values} FROM {_quoted(name)} {bound} ORDER BY {order} LIMIT ? OFFSET ?",
+                f"SELECT {number}, {values} FROM {quoted_name(name)} {bound} ORDER BY {order} LIMIT ? OFFSET ?",
                 (limit, skipped),
             )
             while rows := cursor.fetchmany(_FETCH_ROWS):
@@ -143,18 +143,18 @@ class SqliteCollections:
                     yield (skipped if row[0] is None else row[0]), row[1:]
                     skipped += 1
 
-    def indices(self, name: str) -> Iterator[int]:
-        """The idx of every row, sorted, duplicates included."""
+    def indices(self, name: str) -> Iterator[int | None]:
+        """The idx of every row, sorted, duplicates included; None for a row without one."""
         table = self._tables[name]
         with self._explained():
-            cursor = self._connection.execute(f"SELECT {table.order} FROM {_quoted(name)} ORDER BY {table.order}")
+            cursor = self._connection.execute(f"SELECT {table.order} FROM {quoted_name(name)} ORDER BY {table.order}")
             while rows := cursor.fetchmany(_FETCH_ROWS):
-                yield from (idx - table.base for (idx,) in rows)
+                yield from (None if idx is None else idx - table.base for (idx,) in rows)
 
     def count(self, name: str) -> int:
         """Rows of a table, counted one by one."""
         with self._explained():
-            return int(self._connection.execute(f"SELECT count(*) FROM {_quoted(name)}").fetchone()[0])
+            return int(self._connection.execute(f"SELECT count(*) FROM {quoted_name(name)}").fetchone()[0])
 
     def close(self) -> None:
         """Closes this thread's connection; the next read opens another."""
@@ -211,7 +211,7 @@ class SqliteCollections:
             return None, None
         found = []
         for function in ("min", "max"):  # one at a time: only then does SQLite look at the ends of the index alone
-            row = self._connection.execute(f"SELECT {function}({table.order}) FROM {_quoted(name)}").fetchone()
+            row = self._connection.execute(f"SELECT {function}({table.order}) FROM {quoted_name(name)}").fetchone()
             if row[0] is not None and not isinstance(row[0], int):
                 raise DataError(f"{self.path}: idx of table {name!r} holds {row[0]!r}; it must hold whole numbers.")
             found.append(row[0])
@@ -230,13 +230,13 @@ class SqliteCollections:
         if kind != b"table":
             return False
         try:
-            self._connection.execute(f"SELECT rowid FROM {_quoted(name)} LIMIT 0")
+            self._connection.execute(f"SELECT rowid FROM {quoted_name(name)} LIMIT 0")
         except sqlite3.OperationalError:
             return False
         return True
 
     def _primary_key(self, name: str) -> list[str]:
-        rows = self._connection.execute(f"PRAGMA table_info({_quoted(name)})").fetchall()
+        rows = self._connection.execute(f"PRAGMA table_info({quoted_name(name)})").fetchall()
         columns = [row[1].decode() for row in sorted(rows, key=lambda row: row[5]) if row[5]]
         if not columns:
             raise DataError(
@@ -246,15 +246,20 @@ class SqliteCollections:
         return columns
 
     def _has_index(self, name: str) -> bool:
-        quoted = _quoted(name)
+        quoted = quoted_name(name)
         columns = self._connection.execute(f"PRAGMA table_info({quoted})").fetchall()
         if any(row[1] == b"idx" and row[5] and row[2].upper() == b"INTEGER" for row in columns):
             return True
         for row in self._connection.execute(f"PRAGMA index_list({quoted})").fetchall():
-            parts = self._connection.execute(f"PRAGMA index_info({_quoted(row[1].decode())})").fetchall()
+            parts = self._connection.execute(f"PRAGMA index_info({quoted_name(row[1].decode())})").fetchall()
             if parts and parts[0][2] == b"idx" and not row[4]:
                 return True
         return False
+
+
+def quoted_name(name: str) -> str:
+    """A table's or column's name as SQL wants it."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def sqlite_error(path: str, failure: sqlite3.Error, busy_seconds: float) -> MegatronError:
@@ -270,10 +275,6 @@ def sqlite_error(path: str, failure: sqlite3.Error, busy_seconds: float) -> Mega
             "the free space."
         )
     return DataError(f"{path} cannot be read as a SQLite store: {reason}. Restore the file, or import it again.")
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 def _decoded(rows: Iterator[Any]) -> list[tuple[Any, ...]]:

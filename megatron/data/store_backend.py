@@ -84,8 +84,8 @@ class StoreBackend(Protocol):
         """At most `limit` documents in order, after `skipped` ones, each as its idx and its values."""
         ...
 
-    def indices(self, name: str) -> Iterator[int]:
-        """The idx of every document, sorted, duplicates included."""
+    def indices(self, name: str) -> Iterator[int | None]:
+        """The idx of every document, sorted, duplicates included; None for a document without one."""
         ...
 
     def count(self, name: str) -> int:

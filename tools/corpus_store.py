@@ -1,0 +1,204 @@
+"""Keeps a corpus in a database instead of in files: documents with numbers, which training and preprocessing can read.
+
+    python tools/corpus_store.py import corpus/*.jsonl --config db.json --collection web
+    python tools/corpus_store.py stat --config db.json
+    python tools/corpus_store.py bench --config db.json --n 20000
+    python tools/corpus_store.py fetch --config db.json --nsample 50000 --num-process 2 --output-prefix vocab/part
+
+--config is a JSON file with MONGO_CONNECTION_STRING (mongodb://host:27017, or sqlite:///file.db for a store in one
+file), MONGO_CONNECTION_DB and COLLECTIONS, or such an address itself. Importing a file twice does not double it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config.flags import Area, flag, parse_flags
+from megatron.errors import ConfigError, ExitCode
+
+
+@dataclass(frozen=True)
+class StoreFlags(Area):
+    """What every command takes."""
+
+    config: str = flag(
+        help="JSON file with MONGO_CONNECTION_STRING, MONGO_CONNECTION_DB and COLLECTIONS; or sqlite:///file.db; or "
+        "mongodb://host/database",
+        spelled=("--config-src", "--config_src"),
+    )
+
+
+@dataclass(frozen=True)
+class ImportFlags(StoreFlags):
+    """Flags of `import`."""
+
+    input: tuple[str, ...] = flag(
+        help="what preprocess_data.py reads: jsonl (.gz .bz2 .xz .zst), .parquet, patterns, folders, -; the flag's "
+        "name may be left out",
+        nargs="+",
+    )
+    collection: str = flag(help="collection the documents are added to; it is made if need be")
+    json_key: str = flag("text", "key of the text; it becomes filt_text", spelled=("--json-keys",))
+    form_key: str | None = flag(None, "key of the text before it was filtered; it becomes form")
+    document_separator: str | None = flag(
+        None, r"reads .txt files and standard input as plain text whose documents end with this (\n is a newline)"
+    )
+    on_bad_line: str = flag(
+        "error",
+        "what a line that is no good JSON document does: stop, or be left out and counted",
+        choices=("error", "skip"),
+    )
+    on_changed_file: str = flag(
+        "error",
+        "what a file does that was imported before and has other contents now: stop, or be added once more",
+        choices=("error", "add"),
+    )
+    take_over: bool = flag(False, "MongoDB: go on where the import of another machine was killed")
+    log_interval: int = flag(1000, "documents between two progress lines (at most one a second)", at_least=1)
+
+
+@dataclass(frozen=True)
+class StatFlags(StoreFlags):
+    """Flags of `stat`."""
+
+
+@dataclass(frozen=True)
+class BenchFlags(StoreFlags):
+    """Flags of `bench`."""
+
+    n: int = flag(20000, "documents to fetch", at_least=1)
+    seed: int = flag(1234, "of the draw")
+
+
+@dataclass(frozen=True)
+class FetchFlags(StoreFlags):
+    """Flags of `fetch`, as in dsGPT2's vocab_downloader.py."""
+
+    nsample: int = flag(help="documents to draw, each at most once", at_least=1)
+    num_process: int = flag(1, "processes, and files", at_least=1, spelled=("--num_process",))
+    output_prefix: str = flag(help="the files are <prefix>0.txt, <prefix>1.txt, ...")
+    document_separator: str = flag(r"\n", r"what is written after every document (\n is a newline)")
+    seed: int = flag(1234, "of the draw")
+
+
+_AREAS: dict[str, type[StoreFlags]] = {
+    "import": ImportFlags,
+    "stat": StatFlags,
+    "bench": BenchFlags,
+    "fetch": FetchFlags,
+}
+
+
+def main() -> int:
+    """Runs a command and returns the exit code."""
+    command, *words = sys.argv[1:] or [""]
+    if command in ("-h", "--help"):
+        log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_AREAS)}; each has --help.")
+        return 0
+    area = _AREAS.get(command)
+    if area is None:
+        raise ConfigError(f"corpus_store.py: the command {command!r} is not known. Use one of: {', '.join(_AREAS)}.")
+    if area is ImportFlags and words and not words[0].startswith("-"):
+        words.insert(0, "--input")
+    flags = parse_flags(area, words, prog=f"corpus_store.py {command}", description=__doc__ or "")
+    if isinstance(flags, ImportFlags):
+        return _import(flags)
+    if isinstance(flags, BenchFlags):
+        return _bench(flags)
+    if isinstance(flags, FetchFlags):
+        return _fetch(flags)
+    return _stat(flags)
+
+
+def _import(flags: ImportFlags) -> int:
+    from megatron.corpus.inputs import expand_inputs, read_separator
+    from megatron.corpus.progress import Progress
+    from megatron.corpus.sources import total_bytes
+    from megatron.corpus.store import ImportOptions, import_files
+    from megatron.corpus.store_writers import open_writer
+    from megatron.data.store_address import StoreAddress
+
+    signal.signal(signal.SIGTERM, _interrupt)
+    separator = None if flags.document_separator is None else read_separator(flags.document_separator)
+    files = expand_inputs(flags.input, separator)
+    options = ImportOptions(
+        flags.json_key, flags.form_key, flags.on_bad_line == "skip", separator, flags.on_changed_file == "add"
+    )
+    progress = Progress(
+        total_bytes(files), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None
+    )
+    writer = open_writer(StoreAddress.of(flags.config), flags.collection, flags.take_over)
+    try:
+        for result in import_files(files, writer, flags.collection, options, progress):
+            progress.clear()
+            if result.record is None:
+                log.line(f"{result.source}: imported before; nothing was added")
+                continue
+            first, count = result.record.first_idx, result.record.num_docs
+            numbers = f"idx {first} to {first + count - 1}" if count else "no document"
+            log.line(
+                f"{result.source}: {count} documents into {flags.collection} ({numbers}); {result.skipped} skipped"
+            )
+    finally:
+        progress.clear()
+        writer.close()
+    progress.finish()
+    return 0
+
+
+def _stat(flags: StoreFlags) -> int:
+    from megatron.corpus.store import audit
+    from megatron.data.document_store import open_backend
+    from megatron.data.store_address import StoreAddress
+
+    address = StoreAddress.of(flags.config)
+    backend = open_backend(address)
+    total = wrong = 0
+    for found in audit(backend, address.collections):
+        size = found.size if found.counted is None else found.counted
+        log.line(f"{found.name}: {size} documents (numbers {total} to {total + size - 1} of the store)")
+        total += size
+        for problem in found.problems:
+            log.line(f"  {problem}")
+            wrong += 1
+    log.line(f"total: {total} documents")
+    return int(ExitCode.DATA if wrong else ExitCode.DONE)
+
+
+def _bench(flags: BenchFlags) -> int:
+    from megatron.corpus.store import time_fetches
+
+    log.line(json.dumps(time_fetches(flags.config, flags.n, flags.seed)))
+    return 0
+
+
+def _fetch(flags: FetchFlags) -> int:
+    from megatron.corpus.inputs import read_separator
+    from megatron.corpus.store import fetch_samples
+
+    separator = read_separator(flags.document_separator)
+    written = fetch_samples(flags.config, flags.nsample, flags.num_process, flags.output_prefix, separator, flags.seed)
+    for path, count in written:
+        log.line(f"{path}: {count} documents")
+    return 0
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Turns SIGTERM into the keyboard's interrupt, so that what was begun is taken back."""
+    raise KeyboardInterrupt
+
+
+def _write_terminal(text: str) -> None:
+    os.write(sys.stderr.fileno(), text.encode())
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
