@@ -135,13 +135,18 @@ class WindowFile:
         self._arrow = load_arrow(self.path)
         parquet = load_arrow(self.path, "pyarrow.parquet")
         try:
-            self._file = parquet.ParquetFile(self.path)
-        except (OSError, ValueError) as failure:
+            self._file = parquet.ParquetFile(self.path, page_checksum_verification=True)
+            self._check_schema(self._file.schema_arrow)
+            footer = self._file.metadata
+            self.rows: int = footer.num_rows
+            self.group_rows = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
+        except (OSError, ValueError, self._arrow.ArrowException) as failure:
             raise DataError(f"{self.path} is not a Parquet file that can be read: {failure}.") from failure
-        self._check_schema(self._file.schema_arrow)
-        footer = self._file.metadata
-        self.rows: int = footer.num_rows
-        self.group_rows = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
+        if sum(self.group_rows) != self.rows or min(self.group_rows, default=0) < 0:
+            raise DataError(
+                f"{self.path}: its footer counts {self.rows} rows, but its row groups hold {sum(self.group_rows)}. The "
+                "file is damaged; fetch or make it again."
+            )
         self._notes: Mapping[bytes, bytes] = footer.metadata or {}
         text = self._notes.get(_FACTS_KEY)
         self.facts = None if text is None else WindowFacts.of_json(text, self.path)
@@ -329,7 +334,14 @@ class WindowWriter:
         self._offsets: list[npt.NDArray[np.int64]] = []
         kinds = (arrow.int64(), arrow.float32(), arrow.int64())
         self._schema = arrow.schema([(name, arrow.list_(kind)) for name, kind in zip(COLUMNS, kinds, strict=True)])
-        self._writer = self._parquet.ParquetWriter(stream, self._schema, compression="zstd", compression_level=1)
+        self._writer = self._parquet.ParquetWriter(
+            stream,
+            self._schema,
+            compression="zstd",
+            compression_level=1,
+            write_statistics=False,  # the least and the largest id of a page help nobody
+            write_page_checksum=True,
+        )
 
     def __enter__(self) -> WindowWriter:
         return self
