@@ -132,10 +132,6 @@ def test_sentences_are_the_same_through_every_door(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (
-            ["--input", "nobody/nothing"],
-            "--input nobody/nothing (--split train) cannot be read by the datasets library",
-        ),
         (["--input", "gone.jsonl"], "--input gone.jsonl cannot be read: No such file"),
         (["--input", "in.jsonl", "--seed", "5"], "--seed 5 is the seed of --shuffle, which is not given"),
         (["--input", "in.jsonl", "whole_text_document.bin", "--count", "5"], "names files that end in .bin, .jsonl"),
