@@ -1,4 +1,4 @@
-"""The other doors to preprocessing give the bytes of `preprocess_data.py`; chunks merged give them too."""
+"""The other doors to preprocessing give the bytes of `preprocess_data.py`; see also `test_seed_commands.py`."""
 
 from __future__ import annotations
 
@@ -43,23 +43,6 @@ def tool(folder: Path, name: str, *words: str, launcher: tuple[str, ...] = ()) -
 
 def pair(folder: Path, name: str, level: str = "document") -> list[bytes]:
     return [(folder / f"{name}_text_{level}.{suffix}").read_bytes() for suffix in ("bin", "idx")]
-
-
-def test_many_cores_and_merged_chunks_give_the_same_bytes(folder: Path) -> None:
-    words = ["--output-prefix", "cores", "--workers", "2"]
-    done = tool(folder, "preprocess_data_many_cores.py", "--input", "in.jsonl", *words)
-    assert done.returncode == 0, done.stderr
-    assert pair(folder, "cores") == pair(folder, "whole")
-    for number in range(3):
-        words = ["--input", f"chunk{number}.jsonl", "--output-prefix", f"part{number}"]
-        assert tool(folder, "preprocess_data.py", *words).returncode == 0
-    parts = [f"part{number}_text_document" for number in range(3)]
-    words = [sys.executable, str(TOOLS / "merge_preprocessed_data.py"), "--datasets", *parts]
-    done = subprocess.run([*words, "--output-prefix", "merged_text_document"], cwd=folder, timeout=60, check=False)
-    assert done.returncode == 0 and pair(folder, "merged") == pair(folder, "whole")
-    merged, whole = (read_sidecar(folder / f"{name}_text_document") for name in ("merged", "whole"))
-    assert merged is not None and whole is not None and merged.tokenizer == whole.tokenizer
-    assert (merged.documents, merged.empty, merged.tokens) == (whole.documents, whole.empty, whole.tokens)
 
 
 def test_two_ranks_give_the_same_bytes_and_one_description(folder: Path) -> None:
