@@ -135,11 +135,11 @@ def _texts(flags: TrainTokenizerFlags) -> Iterable[str]:
     share = flags.sample if flags.megabytes is None or not size else min(1.0, flags.megabytes * 1e6 / size)
     progress = Progress(size, 10_000, log.info, sys.stderr.write if sys.stderr.isatty() else None)
     texts = texts_of(inputs, flags.json_keys, share, flags.on_bad_line == "skip", progress, separator)
-    watched = _until_read(texts, progress)
+    watched = _until_read(texts, progress, flags.model_type)
     return watched if flags.max_documents is None else drawn_texts(watched, flags.max_documents, flags.seed)
 
 
-def _until_read(texts: Iterable[str], progress: Progress) -> Iterator[str]:
+def _until_read(texts: Iterable[str], progress: Progress, model_type: str) -> Iterator[str]:
     """Ends the progress with the last text, before the learning itself."""
     try:
         yield from texts
@@ -147,6 +147,7 @@ def _until_read(texts: Iterable[str], progress: Progress) -> Iterator[str]:
         progress.clear()
         raise
     progress.finish()
+    log.info(f"The texts are read; {model_type} goes on with them (this takes a while for a large vocabulary).")
 
 
 def _entries(files: dict[str, bytes]) -> int:

@@ -157,17 +157,19 @@ def rust_tokenizer(
     vocab_size: int | None = None,
     is_exact: bool = False,
     unknown_id: int | None = None,
+    reference: ReferenceLibrary | None = None,
 ) -> LibraryTokenizer:
     """A tokenizer whose reference is a `tokenizers.Tokenizer`; says in one line if no faster library can encode.
 
     Args:
         known_library: see `build_tokenizer`.
         vocab_size: asked of the tokenizer if left out.
+        reference: gives the ids of `tokenizer` in a better way than asking it for each text.
     """
     fast = _checked_fast_encoder(tokenizer, name, known_library)
     return LibraryTokenizer(
         name,
-        RustReference(tokenizer),
+        reference or RustReference(tokenizer),
         fast,
         eod_id=eod_id,
         identity=identity,

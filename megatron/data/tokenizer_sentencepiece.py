@@ -120,8 +120,9 @@ def _processor(content: bytes, model_file: str) -> Any:
     try:
         processor = SentencePieceProcessor(model_proto=content)
         size = len(processor)
+        processor.id_to_piece(list(range(size)))  # each must be UTF-8
         processor.normalize(hard_texts([]))  # a damaged table of letters gives bytes that are no text
-    except (RuntimeError, ValueError) as failure:
+    except (RuntimeError, ValueError, IndexError) as failure:
         size, reason = 0, str(failure).splitlines()[0][:200] if str(failure) else type(failure).__name__
     else:
         reason = "it holds no pieces"

@@ -6,9 +6,15 @@ Source: google-research/bert `tokenization.py` (`FullTokenizer`); Megatron-DeepS
 
 from __future__ import annotations
 
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
-from megatron.data.library_tokenizer import LibraryTokenizer, rust_tokenizer
+import numpy as np
+
+from megatron.data.library_tokenizer import Ids, Lengths, LibraryTokenizer, RustReference, rust_tokenizer
 from megatron.data.tokenizer_files import canonical, read_tokenizer_file
 from megatron.errors import ConfigError, DataError
 
@@ -16,6 +22,10 @@ UNKNOWN_TOKEN = "[UNK]"
 ADDED_TOKENS = ("[BOS]", "[EOS]")
 CONTINUATION = "##"
 _LONGEST_WORD = 200  # letters; a longer word is unknown
+_MOST_WORDS = 1 << 17  # in memory, about 40 MB
+_STRETCH = 1 << 20  # letters
+_LONGEST_KNOWN = 64  # letters; longer ones hardly come again
+_NO_BLANKS = re.compile("[\x0b\x0c\x1c-\x1f\x85]")  # blanks to Python, but BERT drops them without cutting
 
 
 def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | None) -> LibraryTokenizer:
@@ -32,14 +42,16 @@ def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | 
         raise ConfigError(f"--tokenizer-type {kind} needs --vocab-file (a vocab.txt with one token a line).")
     vocabulary = _vocabulary(vocab_file)
     lower_case = kind == "BertWordPieceLowerCase"
+    tokenizer = wordpiece(vocabulary, lower_case)
     return rust_tokenizer(
         kind,
-        wordpiece(vocabulary, lower_case),
+        tokenizer,
         known_library,
         eod_id=vocabulary["[EOS]"],
         identity=lambda: canonical({"wordpiece": vocabulary, "lower_case": lower_case}),
         vocab_size=len(vocabulary),
         unknown_id=vocabulary[UNKNOWN_TOKEN],
+        reference=WordByWord(tokenizer),
     )
 
 
@@ -54,6 +66,56 @@ def wordpiece(vocabulary: dict[str, int], lower_case: bool) -> Any:
     reference.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     reference.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
     return reference
+
+
+class WordByWord(RustReference):
+    """BERT's rules with a memory for words: what stands between two blanks has the same ids wherever it stands."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self._words = _KnownWords(tokenizer)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        """Ids of all texts back to back, and how many belong to each."""
+        flat = array("I")
+        lengths = np.empty(len(texts), np.int64)
+        for number, text in enumerate(texts):
+            before = len(flat)
+            if _NO_BLANKS.search(text):
+                flat.extend(self._tokenizer.encode(text).ids)
+            else:
+                for stretch in _stretches(text):
+                    flat.extend(chain.from_iterable(map(self._words.__getitem__, stretch.split())))
+            lengths[number] = len(flat) - before
+        return np.frombuffer(flat, np.uint32) if flat else np.empty(0, np.uint32), lengths
+
+
+class _KnownWords(dict[str, list[int]]):
+    """Ids of the words that were met."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, word: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(word).ids
+        if len(word) <= _LONGEST_KNOWN:
+            if len(self) >= _MOST_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
+
+
+def _stretches(text: str) -> Iterator[str]:
+    """Cuts a very long text behind blanks, so that its words are not in memory all at once."""
+    start = 0
+    while len(text) - start > _STRETCH:
+        end = text.find(" ", start + _STRETCH) + 1
+        if not end:
+            break
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def _vocabulary(path: str) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,27 @@ def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(ConfigError, match="small.model needs the sentencepiece package"):
         load(write_model(tmp_path))
+
+
+def test_damaged_models_are_refused_or_work(tmp_path: Path) -> None:
+    good, drawn = write_model(tmp_path).read_bytes(), random.Random(3)
+    path = tmp_path / "damaged.model"
+    refused = 0
+    for _ in range(50):
+        content = bytearray(good)
+        if drawn.random() < 0.3:
+            del content[drawn.randrange(len(content)) :]
+        for _ in range(drawn.choice((0, 1, 3))):
+            content[drawn.randrange(len(content))] = drawn.randrange(256)
+        path.write_bytes(content)
+        try:
+            tokenizer = load(path, drawn.choice(TYPES))
+            ids = tokenizer.encode("a  wörld 한국 \u2581")
+        except (ConfigError, DataError):
+            refused += 1
+            continue
+        assert all(0 <= token < tokenizer.vocab_size for token in ids) and isinstance(tokenizer.decode(ids), str)
+    assert 10 < refused < 50
 
 
 def test_a_model_only_sentencepiece_can_read_is_left_to_it(

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data import tokenizer_wordpiece as module
 from megatron.data.fast_encoder import hard_texts
+from megatron.data.library_tokenizer import RustReference
 from megatron.data.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
 from megatron.errors import ConfigError, DataError
 from tests.helpers.vocabulary import hard_documents
@@ -90,6 +92,18 @@ def test_ids_are_those_of_berts_rules(tmp_path: Path, kind: str) -> None:
     ]
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert ids.tolist() == bert_ids(text, kind == "BertWordPieceLowerCase"), repr(text[:80])
+
+
+def test_known_words_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_WORDS", 50)
+    monkeypatch.setattr(module, "_STRETCH", 100)
+    tokenizer = load(write(tmp_path), "BertWordPieceLowerCase")
+    plain = RustReference(module.wordpiece({name: place for place, name in enumerate(VOCABULARY)}, True))
+    letters = [chr(point) for point in range(0x3100) if not 0xD800 <= point < 0xE000]
+    texts = [*hard_documents(500), "".join(letters), " ".join(letters), "a\x1cb\x85c", "the " * 1000, "the" * 1000]
+    for left, right in zip(tokenizer.encode_flat(texts * 2), plain.encode_flat(texts * 2), strict=True):
+        assert left.tolist() == right.tolist() and left.dtype == right.dtype
+    assert tokenizer.encode_flat([])[0].tolist() == []
 
 
 def test_upstreams_tokens_behind_the_vocabulary(tmp_path: Path) -> None:
