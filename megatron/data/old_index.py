@@ -10,6 +10,8 @@ that of NumPy's `RandomState`, a Fisher-Yates from the end.
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,13 @@ from megatron.data.index_map import EpochPlan, Indices, plan_epochs
 _CHECKED_ROWS = 1024
 _CHUNK_ENTRIES = 1 << 22
 _LARGEST_INT32 = 2**31 - 1
+_LARGEST_HEADER_BYTES = 1 << 10
+_FIXED_BYTES = 10  # before the header's text: magic, version, length
+_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00(?P<length>..)\{'descr': '(?P<dtype><[iu][48])', 'fortran_order': False, "
+    rb"'shape': \((?P<shape>\d{1,15}L?,|\d{1,15}L?, 2L?)\), \} *\n",
+    re.DOTALL,
+)
 _UNUSED_TEXT = "{path} or a file beside it is not used ({reason}); the index is built from the data."
 
 
@@ -41,8 +50,8 @@ def read_old_index(
     if not any(path.is_file() for path in paths):
         return None
     try:
-        document, sample, shuffle = (np.load(path, mmap_mode="r", allow_pickle=False) for path in paths)
-    except (OSError, ValueError, EOFError) as failure:
+        document, sample, shuffle = (_mapped(path) for path in paths)
+    except (OSError, ValueError) as failure:
         log.warning(_UNUSED_TEXT.format(path=paths[0], reason=failure))
         return None
     plan = plan_epochs(int(lengths[first:last].sum(dtype=np.int64)), sequence_length, samples, "bigscience")
@@ -58,6 +67,29 @@ def read_old_index(
     log.info(f"the order of samples is read from {paths[0]} and the two files beside it, which fit this data.")
     rows = sample.astype(np.int64 if len(document) > _LARGEST_INT32 else np.int32, copy=False)
     return Indices(document, rows, shuffle)
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """Maps an array as `np.save` writes integers; whatever else the file may be is refused unread.
+
+    Raises:
+        ValueError: it is no such file.
+
+    Source: NumPy, `numpy/lib/format.py` (format version 1.0).
+    """
+    with path.open("rb") as stream:
+        start = stream.read(_LARGEST_HEADER_BYTES)
+        size = stream.seek(0, 2)
+    found = _HEADER.match(start)
+    if found is None:
+        raise ValueError(f"{path.name} begins with {start[:16]!r} and is no array of integers")
+    dtype = np.dtype(found["dtype"].decode())
+    shape = tuple(int(number) for number in found["shape"].replace(b"L", b"").split(b",") if number.strip())
+    offset = _FIXED_BYTES + int.from_bytes(found["length"], "little")
+    entries = math.prod(shape)
+    if not entries or offset + entries * dtype.itemsize != size:
+        raise ValueError(f"{path.name} has {size} bytes; its header announces {list(shape)} {dtype.name}")
+    return np.memmap(path, dtype, "r", offset, shape)
 
 
 def _shape_problem(

@@ -137,6 +137,11 @@ def lost(prefix: str) -> None:
     old_path(prefix, "shuffle").unlink()
 
 
+def zipped(prefix: str) -> None:
+    write_old(prefix)
+    old_path(prefix, "doc").write_bytes(b"PK\x03\x04 of another program")
+
+
 def pickled(prefix: str) -> None:
     write_old(prefix)
     np.save(old_path(prefix, "doc"), np.array([{}], dtype=object), allow_pickle=True)
@@ -159,9 +164,11 @@ STRANGERS: dict[str, tuple[Callable[[str], None], str]] = {
     "row": (changed("sample", lambda values: put(7, values[8])(values)), "its sample 6 does not hold 8 tokens"),
     "shuffle twice": (changed("shuffle", lambda values: put(0, values[1])(values)), "it leaves out sample"),
     "shuffle outside": (changed("shuffle", put(0, 461)), r"it puts a sample outside \[0, "),
-    "cut": (cut, "not used"),
+    "cut": (cut, r"sample_idx.npy has 200 bytes; its header announces \[462, 2\] int32"),
+    "zip": (zipped, r"doc_idx.npy begins with b'PK.* and is no array of integers"),
+    "column": (changed("shuffle", lambda values: np.stack([values, values], 1)), r"is uint32 \[461, 2\]; .* \[461\]"),
     "lost": (lost, "No such file"),
-    "pickle": (pickled, "not used .*Python objects"),
+    "pickle": (pickled, "doc_idx.npy begins with .* and is no array of integers"),
 }
 
 
