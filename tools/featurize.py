@@ -84,7 +84,11 @@ class FeaturizeFlags(Area):
     )
     mask_overlap: bool = flag(False, "gives tokens that the window before holds too the ignore label")
     drop_short: bool = flag(False, "leaves windows below --min-sequence-length out instead of padding them")
-    bos_id: int | None = flag(None, "id that begins a window; left out, the tokenizer's end of document", at_least=0)
+    bos_id: int | None = flag(
+        None,
+        "id that begins a window; left out, what the tokenizer begins a text with, else its end of document",
+        at_least=0,
+    )
     eos_id: int | None = flag(None, "id that ends a window; left out, the tokenizer's end of document", at_least=0)
     pad_id: int | None = flag(None, "id that fills short windows; left out, --eos-id", at_least=0)
     num_shards: int | None = flag(None, "files; left out, as many as --rows-per-shard gives", at_least=1, below=100000)

@@ -36,7 +36,7 @@ class WindowOptions:
 
     Args:
         stride: tokens between the starts of two windows; None for windows that do not overlap.
-        bos_id, eos_id: None for the tokenizer's end of document.
+        bos_id, eos_id: None for the tokenizer's end of document, or what it puts before every text.
         pad_id: None for `eos_id`, or 0 where there is none.
         num_shards: None for as many as `rows_per_shard` gives.
     """
@@ -77,12 +77,16 @@ class WindowOptions:
         if self.ignore_label >= 0:
             yield f"--ignore-label {self.ignore_label} is a token's id. Take a negative number: -100 is usual."
 
-    def cutting(self, tokenizer: TokenizerRecord | None, document_end: int | None = None) -> Cutting:
+    def cutting(
+        self, tokenizer: TokenizerRecord | None, document_end: int | None = None, document_begin: int | None = None
+    ) -> Cutting:
         """How windows are cut with the ids of a tokenizer.
 
         Args:
             tokenizer: None when it is unknown.
-            document_end: the id with which every document of the source ends, None if none does.
+            document_end: the id with which every document of the source ends, None if none does. Where windows end
+                with the same id, it is taken off.
+            document_begin: likewise; also the id that windows begin with where the options name none.
 
         Raises:
             ConfigError: with everything that contradicts.
@@ -91,7 +95,8 @@ class WindowOptions:
         reserved = self.num_special_token_reserved
         known = None if tokenizer is None else tokenizer.eod_id
         eos_id = known if self.eos_id is None else self.eos_id
-        bos_id = known if self.bos_id is None else self.bos_id
+        begin = known if document_begin is None else document_begin
+        bos_id = begin if self.bos_id is None else self.bos_id
         needed = [("--eos-id", eos_id, reserved >= 1), ("--bos-id", bos_id, reserved == 2)]
         problems += [
             f"{flag} is not known: the tokenizer names no end of document. Give {flag}, or "
@@ -117,6 +122,7 @@ class WindowOptions:
             eos_id=eos_id if reserved else None,
             pad_id=next((value for value in (self.pad_id, eos_id) if value is not None), 0),
             mask_overlap=self.mask_overlap,
+            document_begin=document_begin if reserved == 2 and document_begin == bos_id else None,
             document_end=document_end if reserved and document_end == eos_id else None,
             tokenizer=tokenizer,
         )
@@ -200,7 +206,8 @@ def featurize_blocks(
         read = _encode(source, scratch, encoding, workers, progress)
         plan = WindowPlan(IndexedDataset(read.prefixes[0]), cutting)
         shards = write_shards(plan, output_path, options.shards_for(plan.rows), min(workers, usable_cores()))
-        return FeaturizeResult(shards, plan.tally, read.empty, read.skipped)
+        empty = read.empty + read.documents - plan.tally.documents
+        return FeaturizeResult(shards, plan.tally, empty, read.skipped)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -240,12 +247,14 @@ def cutting_for_text(encoding: EncodeOptions, options: WindowOptions) -> Cutting
         ConfigError: the options contradict, or a tokenizer file is missing.
     """
     tokenizer = build_tokenizer(encoding.tokenizer)
-    cutting = options.cutting(TokenizerRecord.of(tokenizer))
-    added = tokenizer.encode("") if options.num_special_token_reserved else []
-    if added:
+    begin, end = (ids[0] if len(ids) == 1 else None for ids in tokenizer.added)
+    cutting = options.cutting(TokenizerRecord.of(tokenizer), end, begin)
+    taken_off = (cutting.facts.document_begin, cutting.facts.document_end)
+    stay = [ids for ids, taken in zip(tokenizer.added, taken_off, strict=True) if ids and taken is None]
+    if stay and options.num_special_token_reserved:
         log.warning(
-            f"the tokenizer {tokenizer.name} puts special tokens around every document itself (an empty text gives "
-            f"{added}); the windows have theirs as well. With --num-special-token-reserved 0 they have none."
+            f"the tokenizer {tokenizer.name} puts the ids {' and '.join(map(str, stay))} around every document; they "
+            "stay in it beside those of the windows. With --num-special-token-reserved 0 windows have none."
         )
     return cutting
 

@@ -61,6 +61,7 @@ def windows_to_tokens(
     check_replaceable(output_prefix)
     facts = _facts_of_all(paths)
     record = _tokenizer_of(facts, tokenizer, paths[0])
+    begin = facts.document_begin if facts is not None else None
     end = facts.document_end if facts is not None else None
     if append_eod and end is None:
         end = None if record is None else record.eod_id
@@ -76,8 +77,9 @@ def windows_to_tokens(
         for tokens, lengths in _documents(paths, facts, vocab_size):
             kept = lengths[lengths > 0]
             empty += len(lengths) - len(kept)
-            if end is not None:
-                tokens, kept = surround(tokens, kept, [], [end])
+            if begin is not None or end is not None:
+                around = [[] if one is None else [one] for one in (begin, end)]
+                tokens, kept = surround(tokens, kept, around[0], around[1])
             writer.add_batch(tokens, kept)
         for path in paths:
             with WindowFile(path) as file:
@@ -163,9 +165,11 @@ class _Assembly:
     def __init__(self, facts: WindowFacts) -> None:
         self._facts = facts
         self._last: tuple[npt.NDArray[np.int64], int, int] | None = None  # body, offset and size of the last window
-        self._unfinished: list[npt.NDArray[np.int64]] = []  # tokens of a document whose end has not come
+        self._unfinished: list[npt.NDArray[np.int32]] = []  # tokens of a document whose end has not come
 
-    def add(self, windows: Windows, offsets: Numbers, where: str, first: int) -> tuple[npt.NDArray[np.int64], Numbers]:
+    def add(
+        self, windows: Windows, offsets: Numbers, where: str, first: int
+    ) -> tuple[npt.NDArray[np.integer], Numbers]:
         """Takes windows in and gives the documents that are complete now.
 
         Raises:
@@ -190,9 +194,9 @@ class _Assembly:
         new = (columns >= shared[:, None]) & (columns < sizes[:, None])
         return self._complete(body[new], sizes - shared, np.flatnonzero(~goes_on))
 
-    def rest(self) -> tuple[npt.NDArray[np.int64], Numbers]:
+    def rest(self) -> tuple[npt.NDArray[np.integer], Numbers]:
         """The last document, when no window comes any more."""
-        tokens = np.concatenate([*self._unfinished, np.empty(0, np.int64)])
+        tokens = np.concatenate([*self._unfinished, np.empty(0, np.int32)])
         return tokens, np.array([len(tokens)] if len(tokens) else [], dtype=np.int64)
 
     def _shifted(
@@ -208,16 +212,16 @@ class _Assembly:
 
     def _complete(
         self, tokens: npt.NDArray[np.int64], counts: Numbers, starts: Numbers
-    ) -> tuple[npt.NDArray[np.int64], Numbers]:
+    ) -> tuple[npt.NDArray[np.integer], Numbers]:
         """Splits new tokens at the rows that begin a document; keeps what belongs to the last one."""
         if not len(starts):
-            self._unfinished.append(tokens)
+            self._unfinished.append(tokens.astype(np.int32))  # a document may be long
             return tokens[:0], counts[:0]
         ends = np.concatenate([[0], np.cumsum(counts)])[starts]
         open_tokens = sum(map(len, self._unfinished))
         lengths = np.diff(np.concatenate([[-open_tokens], ends]))
         complete = np.concatenate([*self._unfinished, tokens[: ends[-1]]])
-        self._unfinished = [tokens[ends[-1] :]]
+        self._unfinished = [tokens[ends[-1] :].astype(np.int32)]
         return complete, lengths if lengths[0] else lengths[1:]
 
 

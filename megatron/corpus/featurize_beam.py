@@ -26,7 +26,7 @@ import numpy as np
 from megatron.corpus.encode import EncodeOptions, Encoder
 from megatron.corpus.featurize import FeaturizeResult, WindowOptions, cutting_for_text
 from megatron.corpus.featurize_shards import prepare_folder, publish
-from megatron.corpus.featurize_windows import Cutting, Documents, Numbers, Tally, cut, regrouped, tally
+from megatron.corpus.featurize_windows import Cutting, Numbers, Tally, cut, documents_of, regrouped, tally
 from megatron.corpus.hub import HubSource, hub_blocks, hub_size
 from megatron.corpus.inputs import STANDARD_INPUT, Part, Shard, share_of
 from megatron.corpus.preprocess import BLOCK_BYTES
@@ -142,9 +142,10 @@ def _pieces(
         counts["skipped"] += encoded.bad_count
         ids, lengths = encoded.keys[0].ids, encoded.keys[0].lengths
         if ids is not None:
-            found += tally(cutting, lengths)
-            starts = np.cumsum(lengths) - lengths
-            yield from cut(cutting, Documents(lengths, starts, _Slices(ids).read, block.source))
+            documents = documents_of(cutting.facts, lengths, _Slices(ids).read, block.source)
+            found += tally(cutting, documents.lengths)
+            counts["empty"] += len(lengths) - int(np.count_nonzero(documents.lengths))
+            yield from cut(cutting, documents)
     counts.update(asdict(found))
 
 

@@ -18,7 +18,17 @@ from pathlib import Path
 import numpy as np
 
 from megatron import log
-from megatron.corpus.featurize_windows import Cutting, Documents, Numbers, Tally, cut, regrouped, tally, window_counts
+from megatron.corpus.featurize_windows import (
+    Cutting,
+    Documents,
+    Numbers,
+    Tally,
+    cut,
+    documents_of,
+    regrouped,
+    tally,
+    window_counts,
+)
 from megatron.corpus.workers import WorkerError, start_method
 from megatron.data.atomic_files import remove_leftovers, storage_error, sync_directory, temporary_beside
 from megatron.data.indexed import IndexedDataset
@@ -75,20 +85,13 @@ class WindowPlan:
     def _chunks(self, number: int = 0) -> Iterator[Documents]:
         """A bounded number of documents at once, from the chunk of this number on."""
         data = self.dataset
-        taken_off = self.cutting.facts.document_end is not None
         for first in range(number * _DOCUMENTS_AT_ONCE, len(data.documents) - 1, _DOCUMENTS_AT_ONCE):
             bounds = data.documents[first : first + _DOCUMENTS_AT_ONCE + 1].astype(np.int64)
             begin = int(bounds[0])
             ends = np.cumsum(np.concatenate([[0], data.lengths[begin : int(bounds[-1])].astype(np.int64)]))
-            starts = ends[bounds[:-1] - begin]
-            lengths = ends[bounds[1:] - begin] - starts
-            yield Documents(
-                np.maximum(lengths - 1, 0) if taken_off else lengths,
-                starts,
-                _Stream(data, int(data.pointers[begin]) if len(ends) > 1 else 0).read,
-                data.prefix,
-                first,
-            )
+            lengths = np.diff(ends[bounds - begin])
+            read = _Stream(data, int(data.pointers[begin]) if len(ends) > 1 else 0).read
+            yield documents_of(self.cutting.facts, lengths, read, data.prefix, first)
 
 
 @dataclass(frozen=True)

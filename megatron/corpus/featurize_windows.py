@@ -83,8 +83,8 @@ class Documents:
         lengths, starts: int64 [documents].
 
     Args:
-        lengths: in tokens, without the id that ends a document where that is taken off.
-        starts: where in the stream each begins.
+        lengths: in tokens, without the ids that begin and end a document where these are taken off.
+        starts: where in the stream each begins, likewise.
         read: gives the tokens [start, stop) of the stream.
         name: of where they are, for errors.
         first: number of the first one there.
@@ -95,6 +95,23 @@ class Documents:
     read: Callable[[int, int], npt.NDArray[np.integer]]
     name: str
     first: int = 0
+
+
+def documents_of(
+    facts: WindowFacts,
+    lengths: Numbers,
+    read: Callable[[int, int], npt.NDArray[np.integer]],
+    name: str,
+    first: int = 0,
+) -> Documents:
+    """Documents that follow each other from the beginning of a stream, without what is taken off.
+
+    Shapes:
+        lengths: int64 [documents], in tokens of the stream.
+    """
+    before, after = _taken_off(facts)
+    starts = np.cumsum(lengths) - lengths + before
+    return Documents(np.maximum(lengths - before - after, 0), starts, read, name, first)
 
 
 def window_counts(cutting: Cutting, lengths: Numbers) -> Numbers:
@@ -144,9 +161,10 @@ def cut(
         the offsets: int64 [windows].
 
     Raises:
-        DataError: an id is negative, or a document does not end with the id that is taken off.
+        DataError: an id is negative, or a document does not begin or end with the id that is taken off.
     """
     facts, lengths = cutting.facts, documents.lengths
+    before, after = _taken_off(facts)
     counts = window_counts(cutting, lengths)
     ends = np.cumsum(counts)
     last = int(counts.sum()) if last is None else last
@@ -157,7 +175,7 @@ def cut(
         offsets = numbers * facts.stride
         sizes = np.minimum(lengths[owners] - offsets, facts.tokens_per_window)
         starts = documents.starts[owners] + offsets
-        begin, stop = int(starts[0]), int((starts + sizes).max()) + (facts.document_end is not None)
+        begin, stop = int(starts[0]) - before, int((starts + sizes).max()) + after
         tokens = documents.read(begin, stop)
         if tokens.dtype.kind == "i" and tokens.min() < 0:
             raise DataError(
@@ -165,8 +183,11 @@ def cut(
                 f"{documents.first + owners[-1]}; ids are not negative. The file is damaged or holds no tokens."
             )
         starts -= begin
+        if facts.document_begin is not None:
+            _check_id(documents, "begins", facts.document_begin, owners, tokens[starts - 1], offsets == 0)
         if facts.document_end is not None:
-            _check_ends(documents, facts.document_end, owners, tokens[starts + sizes], offsets + sizes)
+            at_end = offsets + sizes == lengths[owners]
+            _check_id(documents, "ends", facts.document_end, owners, tokens[(starts + sizes) * at_end], at_end)
         yield _rows(facts, tokens, starts, sizes, numbers > 0), offsets
         first += len(rows)
 
@@ -203,13 +224,25 @@ def _part(piece: tuple[Windows, Numbers], rows: slice) -> tuple[Windows, Numbers
     return Windows(windows.input_ids[rows], windows.attention_mask[rows], windows.labels[rows]), offsets[rows]
 
 
-def _check_ends(documents: Documents, end: int, owners: Numbers, following: npt.NDArray[Any], reached: Numbers) -> None:
-    wrong = np.flatnonzero((reached == documents.lengths[owners]) & (following != end))
+def _taken_off(facts: WindowFacts) -> tuple[int, int]:
+    """How many ids before and after every document are taken off."""
+    return int(facts.document_begin is not None), int(facts.document_end is not None)
+
+
+def _check_id(
+    documents: Documents,
+    what: str,
+    wanted: int,
+    owners: Numbers,
+    found: npt.NDArray[Any],
+    counts: npt.NDArray[np.bool_],
+) -> None:
+    wrong = np.flatnonzero(counts & (found != wanted))
     if len(wrong):
         raise DataError(
-            f"{documents.name}: document {documents.first + owners[wrong[0]]} ends with the id {following[wrong[0]]}, "
-            f"not with {end}, although its description says --append-eod. Preprocess the corpus again, or remove the "
-            f"description {documents.name}.json."
+            f"{documents.name}: document {documents.first + owners[wrong[0]]} {what} with the id {found[wrong[0]]}, "
+            f"not with {wanted} as its tokenizer, or the --append-eod in its description {documents.name}.json, would "
+            "make it. Preprocess the corpus again, or remove the description."
         )
 
 

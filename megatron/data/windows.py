@@ -63,7 +63,8 @@ class WindowFacts:
         stride: tokens from the start of a window to the start of the next one of the document.
         pad_id: fills short windows; what is padding is said by `attention_mask` and `labels`, never by this id.
         mask_overlap: tokens that stood in the window before have the ignore label.
-        document_end: an id that ended every document and was taken off, as `eos_id` says the same; None if none was.
+        document_begin, document_end: ids that began and ended every document and were taken off, as `bos_id` and
+            `eos_id` say the same; None where none was.
         tokenizer: that made the ids, None when unknown.
     """
 
@@ -75,6 +76,7 @@ class WindowFacts:
     eos_id: int | None
     pad_id: int
     mask_overlap: bool = False
+    document_begin: int | None = None
     document_end: int | None = None
     tokenizer: TokenizerRecord | None = None
 

@@ -16,6 +16,8 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import tokenizers
+import tokenizers.processors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,7 +56,7 @@ def cuttings(draw: Any) -> Cutting:
     return Cutting(facts, draw(st.integers(1, length)), draw(st.booleans()), draw(st.integers(1, 60)))
 
 
-def documents_of(lengths: Sequence[int]) -> Documents:
+def numbered(lengths: Sequence[int]) -> Documents:
     """Documents of ids that differ everywhere, 0 among them."""
     numbers = np.array(lengths, dtype=np.int64)
     tokens = np.arange(numbers.sum())
@@ -68,7 +70,7 @@ def test_every_token_of_every_document_appears(cutting: Cutting, lengths: list[i
     found: list[dict[int, int]] = []
     learned: list[int] = []
     windows = repeated = padded = 0
-    for rows, offsets in cut(cutting, documents_of(lengths)):
+    for rows, offsets in cut(cutting, numbered(lengths)):
         for ids, mask, labels, offset in zip(
             rows.input_ids.tolist(), rows.attention_mask.tolist(), rows.labels.tolist(), offsets.tolist(), strict=True
         ):
@@ -227,8 +229,46 @@ def test_an_end_of_document_is_taken_off_and_put_back(tmp_path: Path, choice: To
         writer.add_document([[1, eod]])
         writer.add_document([[2, 3]])
         writer.describe_with(before)
-    with pytest.raises(DataError, match=f"document 1 ends with the id 3, not with {eod}, although.*--append-eod"):
+    with pytest.raises(DataError, match=f"document 1 ends with the id 3, not with {eod} as.*--append-eod"):
         featurize_tokens(f"{tmp_path}/in_text_document", f"{tmp_path}/w", None, small(), 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "begin", "end"), [("<s> $A </s>", True, True), ("<s> $A", True, False), ("<s> <s> $A", False, False)]
+)
+def test_what_a_tokenizer_puts_around_a_text_stands_once_in_a_window(
+    tmp_path: Path, template: str, begin: bool, end: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with Llama's tokenizers, whose ids of a text begin with <s>."""
+    added = [tokenizers.AddedToken("<s>", special=True), tokenizers.AddedToken("</s>", special=True)]
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(hard_documents(50), vocab_size=400, show_progress=False)
+    tokenizer.add_special_tokens(added)
+    numbers = {token: tokenizer.token_to_id(token) for token in ("<s>", "</s>")}
+    tokenizer._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=template, special_tokens=list(numbers.items())
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    encoding = EncodeOptions(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(tmp_path)))
+    texts = [*hard_documents(40), "<s></s>"]
+    source = write_jsonl(tmp_path / "in.jsonl", texts)
+    result = featurize([source], f"{tmp_path}/w", encoding, small(), 1, quiet())
+    facts = WindowFile(result.shards[0]).facts
+    assert facts is not None and facts.eos_id == numbers["</s>"]
+    assert (facts.document_begin == numbers["<s>"]) == begin and (facts.document_end == numbers["</s>"]) == end
+    assert ("puts the ids" in capsys.readouterr().err) != begin
+    first = WindowFile(result.shards[0]).read(0).input_ids[0].tolist()
+    whole = build_tokenizer(encoding.tokenizer)
+    expected = [whole.encode(text) for text in texts]
+    if begin:
+        assert facts.bos_id == numbers["<s>"] and first[:3] == expected[0][:3]
+    windows_to_tokens(result.shards, f"{tmp_path}/out")
+    read = IndexedDataset(f"{tmp_path}/out")
+    least = len(whole.encode(""))
+    assert [read[number].tolist() for number in range(len(read))] == [
+        tokens for tokens in expected if len(tokens) > (least if begin else 0)
+    ]
 
 
 def test_wide_ids_keep_their_width(tmp_path: Path) -> None:
