@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
+from megatron.config.data import TOKENIZERS
 from megatron.config.flags import Area, flag, parse_flags
 
 if TYPE_CHECKING:
     from megatron.corpus.cleaning.options import CleanOptions
-
-_TOKENIZERS = ("GPT2BPETokenizer", "PretrainedFromHF", "HFTokenizer")
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class CleanFlags(Area):
     max_words: int | None = flag(None, "most words a document", at_least=1)
     min_tokens: int | None = flag(None, "least tokens a document; upstream drops those below 128", at_least=0)
     max_tokens: int | None = flag(None, "most tokens a document", at_least=1)
-    tokenizer_type: str | None = flag(None, "tokenizer that counts tokens", choices=_TOKENIZERS)
+    tokenizer_type: str | None = flag(None, "tokenizer that counts tokens", choices=TOKENIZERS)
     vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
     merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
     tokenizer_name_or_path: str | None = flag(

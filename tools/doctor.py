@@ -47,6 +47,7 @@ OPTIONAL = (
     ("pyarrow", "data", "Parquet input"),
     ("zstandard", "data", "jsonl.zst input"),
     ("transformers", "data", "tokenizers without a tokenizer.json"),
+    ("sentencepiece", "data", "SentencePiece models"),
     ("wandb", "wandb", "--wandb-project"),
 )
 PROJECT = "trident-megatron"

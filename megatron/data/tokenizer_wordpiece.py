@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,6 @@ ADDED_TOKENS = ("[BOS]", "[EOS]")
 CONTINUATION = "##"
 _LONGEST_WORD = 200  # letters; a longer word is unknown
 _MOST_WORDS = 1 << 17  # in memory, about 40 MB
-_STRETCH = 1 << 20  # letters
 _LONGEST_KNOWN = 64  # letters; longer ones hardly come again
 _NO_BLANKS = re.compile("[\x0b\x0c\x1c-\x1f\x85]")  # blanks to Python, but BERT drops them without cutting
 
@@ -71,6 +70,8 @@ def wordpiece(vocabulary: dict[str, int], lower_case: bool) -> Any:
 class WordByWord(RustReference):
     """BERT's rules with a memory for words: what stands between two blanks has the same ids wherever it stands."""
 
+    is_cut_by_blanks = True
+
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
         self._words = _KnownWords(tokenizer)
@@ -84,8 +85,7 @@ class WordByWord(RustReference):
             if _NO_BLANKS.search(text):
                 flat.extend(self._tokenizer.encode(text).ids)
             else:
-                for stretch in _stretches(text):
-                    flat.extend(chain.from_iterable(map(self._words.__getitem__, stretch.split())))
+                flat.extend(chain.from_iterable(map(self._words.__getitem__, text.split())))
             lengths[number] = len(flat) - before
         return np.frombuffer(flat, np.uint32) if flat else np.empty(0, np.uint32), lengths
 
@@ -104,18 +104,6 @@ class _KnownWords(dict[str, list[int]]):
                 self.clear()
             self[word] = ids
         return ids
-
-
-def _stretches(text: str) -> Iterator[str]:
-    """Cuts a very long text behind blanks, so that its words are not in memory all at once."""
-    start = 0
-    while len(text) - start > _STRETCH:
-        end = text.find(" ", start + _STRETCH) + 1
-        if not end:
-            break
-        yield text[start:end]
-        start = end
-    yield text[start:]
 
 
 def _vocabulary(path: str) -> dict[str, int]:

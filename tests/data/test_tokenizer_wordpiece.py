@@ -5,11 +5,13 @@ from __future__ import annotations
 import unicodedata
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.data import tokenizer_wordpiece as module
 from megatron.data.fast_encoder import hard_texts
 from megatron.data.library_tokenizer import RustReference
+from megatron.data.long_text import LongText
 from megatron.data.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
 from megatron.errors import ConfigError, DataError
 from tests.helpers.vocabulary import hard_documents
@@ -96,7 +98,6 @@ def test_ids_are_those_of_berts_rules(tmp_path: Path, kind: str) -> None:
 
 def test_known_words_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_WORDS", 50)
-    monkeypatch.setattr(module, "_STRETCH", 100)
     tokenizer = load(write(tmp_path), "BertWordPieceLowerCase")
     plain = RustReference(module.wordpiece({name: place for place, name in enumerate(VOCABULARY)}, True))
     letters = [chr(point) for point in range(0x3100) if not 0xD800 <= point < 0xE000]
@@ -104,6 +105,10 @@ def test_known_words_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for left, right in zip(tokenizer.encode_flat(texts * 2), plain.encode_flat(texts * 2), strict=True):
         assert left.tolist() == right.tolist() and left.dtype == right.dtype
     assert tokenizer.encode_flat([])[0].tolist() == []
+    whole = " \u0301".join(texts)
+    pieces = list(LongText(bytearray(whole.encode())).pieces(60))
+    assert tokenizer.is_cut_by_blanks and len(pieces) > 300
+    assert np.concatenate(tokenizer.encode_batch(pieces)).tolist() == tokenizer.encode(whole)
 
 
 def test_upstreams_tokens_behind_the_vocabulary(tmp_path: Path) -> None:
