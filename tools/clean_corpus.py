@@ -32,7 +32,9 @@ class CleanFlags(Area):
     """Flags of this program."""
 
     input: tuple[str, ...] = flag(
-        help="jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input", nargs="+"
+        help="jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input; "
+        "sqlite:///file.db?table=name, mongodb://host/database, db.json; hf://name:split",
+        nargs="+",
     )
     output: str = flag(help="jsonl file to write; .gz and .zst are compressed")
     report: str | None = flag(None, "JSON file for counts and examples of what was dropped and changed")

@@ -27,7 +27,9 @@ class PreprocessFlags(Area):
     """Upstream's flags of this tool, and `--on-bad-line`, `--document-separator`, `--shard`."""
 
     input: tuple[str, ...] = flag(
-        help="jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input", nargs="+"
+        help="jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input; "
+        "sqlite:///file.db?table=name, mongodb://host/database, db.json; hf://name:split",
+        nargs="+",
     )
     output_prefix: str = flag(help="path of the outputs without _<key>_document.bin/.idx or _<key>_sentence.bin/.idx")
     tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)

@@ -36,7 +36,9 @@ class TrainTokenizerFlags(Area):
     """What this tool asks for."""
 
     input: tuple[str, ...] = flag(
-        help="jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input", nargs="+"
+        help="jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input; "
+        "sqlite:///file.db?table=name, mongodb://host/database, db.json; hf://name:split",
+        nargs="+",
     )
     output_prefix: str = flag(help="path of the outputs without -vocab.json and the like")
     model_type: str = flag(

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from megatron.corpus.zstandard_stream import zstandard_library, zstandard_stream
 
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _RAW_BYTES = 1 << 17
 _XZ_MEMORY_BYTES = 320 << 20  # the largest preset needs 65 MB
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.corpus.sources import Block
+from megatron.corpus.block import Block
 from megatron.errors import ConfigError, DataError
 
 _BATCH_ROWS = 1024

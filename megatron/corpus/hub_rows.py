@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron.corpus.block import Block
+from megatron.corpus.compressed import COMPRESSIONS
 from megatron.corpus.hub import datasets_library, row_blocks
-from megatron.corpus.inputs import COMPRESSIONS
 from megatron.corpus.parquet import columns_of
-from megatron.corpus.sources import Block
 from megatron.errors import ConfigError, DataError
 
 _DEFAULT_SPLIT = "train"

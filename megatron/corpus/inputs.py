@@ -11,20 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.corpus.block import STANDARD_INPUT
+from megatron.corpus.compressed import COMPRESSIONS
+from megatron.corpus.tables import is_table, open_table, tables_of
 from megatron.errors import ConfigError
 
-STANDARD_INPUT = "-"
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _FOUND_IN_FOLDERS = (".jsonl", ".json", ".ndjson", ".parquet")
+_NOMINAL_ROW_BYTES = 1000  # what a row counts beside the bytes of files when a job is divided
 _ESCAPES = (("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t"))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of an input: the lines that begin in [start, stop).
+    """A stretch of an input: the lines that begin in [start, stop); of a table the rows of those numbers.
 
     Args:
-        start, stop: bytes of the file as it lies on disk; `stop` None is its end.
+        start, stop: bytes of the file as it lies on disk, or rows; `stop` None is its end.
     """
 
     path: str
@@ -86,7 +88,7 @@ def layout_of(path: str, separator: str | None) -> str:
 
 
 def expand_inputs(inputs: Sequence[str], separator: str | None = None) -> tuple[str, ...]:
-    """Files that the values of `--input` name, in order: a file is itself; a folder and a pattern give what they hold.
+    """Files and tables that the values of `--input` name, in order: folders, patterns and stores give what they hold.
 
     Args:
         separator: of documents in plain text; with one, folders give their .txt files too.
@@ -97,7 +99,9 @@ def expand_inputs(inputs: Sequence[str], separator: str | None = None) -> tuple[
     found: list[str] = []
     problems = []
     for value in inputs:
-        if os.path.isdir(value):
+        if is_table(value):
+            files = tables_of(value)
+        elif os.path.isdir(value):
             files = _files_below(value, separator)
             if not files:
                 problems.append(
@@ -120,8 +124,8 @@ def expand_inputs(inputs: Sequence[str], separator: str | None = None) -> tuple[
 def share_of(paths: Sequence[str], shard: Shard, separator: str | None = None) -> tuple[Part, ...]:
     """The part of the inputs that is one shard's: all shards one after the other are the inputs, each line once.
 
-    Plain jsonl files are divided by bytes; a compressed, Parquet or plain-text file goes as a whole to the shard in
-    whose range it begins.
+    Plain jsonl files are divided by bytes, tables by rows; a compressed, Parquet or plain-text file goes as a whole to
+    the shard in whose range it begins.
 
     Raises:
         ConfigError: an input has no size, so that it cannot be divided.
@@ -134,13 +138,25 @@ def share_of(paths: Sequence[str], shard: Shard, separator: str | None = None) -
     ]
     if problems:
         raise ConfigError(problems)
-    sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
+    tables = {path: open_table(path) for path in paths if is_table(path)}
+    sizes = [
+        tables[path].rows * _NOMINAL_ROW_BYTES
+        if path in tables
+        else os.path.getsize(path)
+        if os.path.isfile(path)
+        else 0
+        for path in paths
+    ]
     first, last = shard.of_total(sum(sizes))
     parts = []
     begin = 0
     for path, size in zip(paths, sizes, strict=True):
         end = begin + size
-        if layout_of(path, separator) == "jsonl" and Path(path).suffix.lower() not in COMPRESSIONS:
+        if path in tables:
+            start, stop = (-(-max(0, edge - begin) // _NOMINAL_ROW_BYTES) for edge in (first, min(last, end)))
+            if start < stop:
+                parts.append(Part(path, start, stop))
+        elif layout_of(path, separator) == "jsonl" and Path(path).suffix.lower() not in COMPRESSIONS:
             start, stop = max(first, begin) - begin, min(last, end) - begin
             if start < stop:
                 parts.append(Part(path, start, None if stop == size else stop))

@@ -158,7 +158,7 @@ def _write(
     path = ""
     for block, result in encoded:
         if block.start == 0 or block.source != path:  # a source begins, or the part of it that is to be encoded here
-            path, line, bytes_before = block.source, 0, block.start
+            path, line, bytes_before = block.source, block.first_line, block.start
         for bad in result.bad:
             number = _newlines(path, bytes_before) + line + bad.line + 1
             where = f"{path}:{number}: byte offset {block.start + bad.offset}: {bad.reason}"

@@ -44,9 +44,12 @@ class SourceLog:
     def _note(self, block: Block) -> None:
         is_new = block.source not in self._sizes
         if block.layout == "parquet":  # has no lines: its own bytes count, once
+            if not os.path.exists(block.source):  # rows of a data set, which are cut into blocks in many ways
+                self._sizes[block.source] = self._sizes.get(block.source, 0) + block.size
+                return
             if not is_new:
                 return
-            size = os.path.getsize(block.source) if os.path.exists(block.source) else 0
+            size = os.path.getsize(block.source)
             block = Block(block.source, 0, size, None, size)
         if is_new:
             self._sizes[block.source] = 0

@@ -25,9 +25,11 @@ from megatron.corpus.preprocess import BLOCK_BYTES, PreprocessResult, preprocess
 from megatron.corpus.progress import Progress
 from megatron.corpus.provenance import versions
 from megatron.corpus.sources import blocks, check_inputs, total_bytes
+from megatron.corpus.tables import file_beneath
 from megatron.data.atomic_files import check_writable, storage_error, write_atomically
 from megatron.data.indexed import IndexedDataset
 from megatron.data.sidecar import Sidecar, TokenizerRecord, check_replaceable, read_sidecar
+from megatron.data.store_address import without_password
 from megatron.errors import ConfigError, DataError
 
 _MANIFEST = "manifest.json"
@@ -130,14 +132,15 @@ def _description(shares: Shares, options: EncodeOptions, encoder: Encoder) -> di
     Bad lines are not among it: a part without any is the same whether they are skipped or not, see `_is_finished`.
     """
     paths = dict.fromkeys(entry.path for share in shares for entry in share)
-    states = [os.stat(path) if os.path.exists(path) else None for path in paths]
+    files = [file_beneath(path) for path in paths]
+    states = [os.stat(file) if os.path.exists(file) else None for file in files]
     sentences = options.sentences
     description = {
         "inputs": [
-            [path, state and state.st_size, state and state.st_mtime_ns]
+            [without_password(path), state and state.st_size, state and state.st_mtime_ns]
             for path, state in zip(paths, states, strict=True)
         ],
-        "shares": [[astuple(entry) for entry in share] for share in shares],
+        "shares": [[(without_password(entry.path), entry.start, entry.stop) for entry in share] for share in shares],
         "keys": options.keys,
         "append_eod": options.append_eod,
         "document_separator": options.document_separator,

@@ -11,14 +11,15 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from megatron.corpus.block import Block, read_exactly, shown_path, unreadable
 from megatron.corpus.compressed import check_decompressor, decompressing, is_compressed
 from megatron.corpus.inputs import STANDARD_INPUT, Part, layout_of
 from megatron.corpus.long_lines import LONG_LINE_BYTES
 from megatron.corpus.parquet import check_parquet, parquet_rows
+from megatron.corpus.tables import is_table, open_table
 from megatron.errors import ConfigError, DataError
 
 _CUT_SEARCH_BYTES = 1 << 16
@@ -26,50 +27,6 @@ _LONG_REST_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 _LONGEST_FREE_BYTES = 64 << 20  # a compressed document of this size is taken whatever its ratio
 _LARGEST_RATIO = 100  # text is compressed by 3 to 10
-
-
-@dataclass(frozen=True)
-class Block:
-    """Whole lines of one input; the last line of an input may lack its newline.
-
-    Args:
-        source: the input as it was given.
-        start: byte offset in the (uncompressed) input.
-        size: bytes of the block.
-        data: its bytes, or None when they are to be read from the file `source`.
-        input_bytes: bytes of the input as it lies on disk that were consumed for this block.
-        layout: how it holds documents, see `layout_of`; of a Parquet file `start` and `size` count rows' bytes in
-            Arrow's form.
-    """
-
-    source: str
-    start: int
-    size: int
-    data: bytes | None
-    input_bytes: int
-    layout: str = "jsonl"
-
-    def read(self) -> bytes:
-        """The bytes of the block.
-
-        Raises:
-            DataError: the file has become shorter or unreadable since it was cut.
-        """
-        if self.data is not None:
-            return self.data
-        try:
-            with open(self.source, "rb", buffering=0) as file:
-                file.seek(self.start)
-                data = _read_exactly(file, self.size)
-        except OSError as failure:
-            raise _unreadable(self.source, self.start, failure) from failure
-        if len(data) != self.size:
-            raise DataError(
-                f"{self.source}: ended at byte offset {self.start + len(data)} instead of "
-                f"{self.start + self.size}: it was cut while "
-                "it was read. Start again when nothing writes to it."
-            )
-        return data
 
 
 def check_inputs(paths: Sequence[str], keys: Sequence[str] = ()) -> None:
@@ -88,6 +45,9 @@ def check_inputs(paths: Sequence[str], keys: Sequence[str] = ()) -> None:
         )
     for path in paths:
         if path == STANDARD_INPUT:
+            continue
+        if is_table(path):
+            open_table(path).check(keys)
             continue
         if os.path.isdir(path):
             problems.append(f"--input {path} is a folder; name the files in it.")
@@ -130,6 +90,9 @@ def blocks(
     """
     for entry in inputs:
         part = entry if isinstance(entry, Part) else Part(entry)
+        if is_table(part.path):
+            yield from open_table(part.path).blocks(keys, part.start, part.stop, block_bytes)
+            continue
         layout = layout_of(part.path, separator)
         if layout == "parquet":
             yield from _rows(part.path, block_bytes, keys)
@@ -162,7 +125,7 @@ def _cut(part: Part, block_bytes: int) -> Iterator[Block]:
                 yield Block(path, start, stop - start, None, stop - start)
                 start = stop
     except OSError as failure:
-        raise _unreadable(path, 0, failure) from failure
+        raise unreadable(path, 0, failure) from failure
 
 
 def _block_end(file: IO[bytes], start: int, wanted: int, size: int) -> int:
@@ -172,7 +135,7 @@ def _block_end(file: IO[bytes], start: int, wanted: int, size: int) -> int:
         for near in range(wanted, start, -_CUT_SEARCH_BYTES):
             first = max(start, near - _CUT_SEARCH_BYTES)
             file.seek(first)
-            found = _read_exactly(file, near - first).rfind(b"\n")
+            found = read_exactly(file, near - first).rfind(b"\n")
             if found >= 0:
                 return first + found + 1
     return stop
@@ -205,7 +168,7 @@ def _stream(path: str, block_bytes: int) -> Iterator[Block]:
             continue
         data, held = held, _cut_off(held, kept + end if end else len(held))
         if data:
-            yield Block(_shown(path), start, len(data), as_block_data(data), reached - consumed)
+            yield Block(shown_path(path), start, len(data), as_block_data(data), reached - consumed)
             start, consumed = start + len(data), reached
 
 
@@ -246,7 +209,7 @@ def _stream_text(path: str, block_bytes: int, separator: bytes) -> Iterator[Bloc
             end = len(held)
         if end and (len(held) >= block_bytes or not chunk):
             data, held = held, _cut_off(held, end)
-            yield Block(_shown(path), start, end, as_block_data(data), reached - consumed, "text")
+            yield Block(shown_path(path), start, end, as_block_data(data), reached - consumed, "text")
             start, consumed, searched, end = start + end, reached, max(0, searched - end), 0
 
 
@@ -278,10 +241,10 @@ def _chunks(path: str) -> Iterator[tuple[bytes, int]]:
             yield chunk, position()
         yield b"", position()
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as failure:
-        raise _unreadable(path, done, failure) from failure
+        raise unreadable(path, done, failure) from failure
     except Exception as failure:
         if type(failure).__name__ == "ZstdError":
-            raise _unreadable(path, done, failure) from failure
+            raise unreadable(path, done, failure) from failure
         raise
     finally:
         if stream is not None and path != STANDARD_INPUT:
@@ -302,6 +265,8 @@ def _suffix(path: str) -> str:
 
 
 def _size(part: Part) -> int | None:
+    if is_table(part.path):
+        return open_table(part.path).size_bytes(part.start, part.stop)
     size = _regular_size(part.path)
     return None if size is None else (size if part.stop is None else part.stop) - part.start
 
@@ -310,27 +275,3 @@ def _regular_size(path: str) -> int | None:
     if path == STANDARD_INPUT or not os.path.isfile(path):
         return None
     return os.path.getsize(path)
-
-
-def _read_exactly(file: Any, size: int) -> bytes:
-    data = file.read(size)
-    if len(data) == size or not data:
-        return bytes(data)
-    parts = [data]
-    missing = size - len(data)
-    while missing and (part := file.read(missing)):
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
-
-
-def _shown(path: str) -> str:
-    return "<stdin>" if path == STANDARD_INPUT else path
-
-
-def _unreadable(path: str, offset: int, failure: BaseException) -> DataError:
-    return DataError(
-        f"{_shown(path)}: cannot be read past byte offset {offset} of its text: {failure}. The file is "
-        "damaged or not what its suffix says; "
-        "fetch it again or leave it out."
-    )

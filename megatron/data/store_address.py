@@ -72,7 +72,7 @@ class StoreAddress:
     @property
     def shown(self) -> str:
         """The address without its password, for messages and records."""
-        options = [f"collection={','.join(map(quote, self.collections))}"] if self.collections else []
+        options = [f"{self._option}={','.join(map(quote, self.collections))}"] if self.collections else []
         options += [f"column={quote(self.column)}"] if self.column is not None else []
         if not options:
             return without_password(self.written)
@@ -81,7 +81,11 @@ class StoreAddress:
     def only(self, collection: str) -> str:
         """The address of one collection of the store, as text; it holds the password if there is one."""
         column = "" if self.column is None else f"&column={quote(self.column)}"
-        return f"{self.written}{'&' if '?' in self.written else '?'}collection={quote(collection)}{column}"
+        return f"{self.written}{'&' if '?' in self.written else '?'}{self._option}={quote(collection)}{column}"
+
+    @property
+    def _option(self) -> str:
+        return "table" if self.written.startswith(_SQLITE) else "collection"
 
 
 def is_store_address(text: str) -> bool:
