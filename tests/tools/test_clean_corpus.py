@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -66,6 +69,38 @@ def test_the_command_with_a_report(tmp_path: Path) -> None:
     assert any("in.jsonl:3: 'short' ('5')" in line for line in table)
 
 
+def test_near_duplicates_and_contamination_by_flags(tmp_path: Path) -> None:
+    pytest.importorskip("datasketch", reason="the datasketch package is not installed")
+    question = "Which bridge did masons from Ghent build after floods took away its wooden one?"
+    (tmp_path / "task.txt").write_text(question + "\n")
+    texts = [TEXT, TEXT.replace("the house", "the old house"), f"{TEXT} {question}", "a " * 60, TEXT[::-1]]
+    (tmp_path / "in.jsonl").write_bytes(lines_of(*texts))
+    words = ["--input", "in.jsonl", "--output", "out.jsonl.gz", "--report", "report.json", "--near-duplicates"]
+    words += ["--near-threshold", "0.5", "--num-perm", "64", "--near-shingle", "3", "--seed", "5"]
+    words += [
+        "--decontaminate",
+        "task.*",
+        "--decontaminate-mode",
+        "drop",
+        "--max-ngram-size",
+        "10",
+        "--gopher-repetition",
+    ]
+    done = run(tmp_path, *words)
+    assert done.returncode == 0, done.stderr.decode()
+    kept = [json.loads(line)["id"] for line in gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()).splitlines()]
+    report = json.loads((tmp_path / "report.json").read_bytes())
+    assert kept == [0, 4]
+    assert set(report["dropped_for"]) == {
+        "contaminated",
+        "near duplicate",
+        "repetition: in the most frequent 2-grams",
+    }
+    assert b"Counting 5 word runs" in done.stderr
+    contradiction = run(tmp_path, *words, "--min-ngram", "11")
+    assert contradiction.returncode == 64 and b"--min-ngram 11 is more than --ngram 10" in contradiction.stderr
+
+
 def test_standard_input_and_nothing_left(tmp_path: Path) -> None:
     done = run(tmp_path, "--input", "-", "--output", "out.jsonl", "--max-words", "2", given=lines_of(TEXT, TEXT))
     assert done.returncode == 0
@@ -85,3 +120,20 @@ def test_flags_that_contradict_each_other(tmp_path: Path) -> None:
         assert sentence in done.stderr.decode()
     done = run(tmp_path, "--input", "none.jsonl", "--output", "out.jsonl")
     assert done.returncode == 64 and b"--input none.jsonl cannot be read" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_leaves_nothing(tmp_path: Path, number: int) -> None:
+    (tmp_path / "out.jsonl").write_bytes(b"from before\n")
+    (tmp_path / "in.jsonl").write_bytes(lines_of(*[f"{TEXT} {place}" for place in range(60_000)]))
+    words = ["--input", "in.jsonl", "--output", "out.jsonl", "--dropped", "gone.jsonl", "--workers", "2"]
+    command = [sys.executable, TOOL, *words, "--gopher-repetition", "--gopher-quality"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob(".*.tmp"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.stderr is not None and b"interrupted" in process.stderr.read()
+        assert process.wait(60) == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert (tmp_path / "out.jsonl").read_bytes() == b"from before\n"

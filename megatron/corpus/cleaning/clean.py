@@ -28,7 +28,7 @@ from megatron.corpus.inputs import STANDARD_INPUT
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import Block, blocks, check_inputs
 from megatron.corpus.workers import usable_cores
-from megatron.data.atomic_files import check_writable, write_atomically
+from megatron.data.atomic_files import check_writable, remove_leftovers, write_atomically
 from megatron.errors import ConfigError, DataError
 
 BLOCK_BYTES = 1 << 20
@@ -94,6 +94,8 @@ def clean_corpus(
     for path in (outputs.kept, outputs.dropped, outputs.report):
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
+            for leftover in remove_leftovers(Path(path)):
+                log.info(f"removed {leftover}, which a killed run left unfinished")
     evaluation = None
     if options.contamination is not None:
         evaluation = EvaluationSets(options.contamination)
@@ -131,7 +133,7 @@ def _cleaning(
 
 
 def _check_twice_readable(inputs: Sequence[str]) -> None:
-    pipes = [path for path in inputs if path == STANDARD_INPUT or not Path(path).is_file()]
+    pipes = [path for path in inputs if path == STANDARD_INPUT or (Path(path).exists() and not Path(path).is_file())]
     if pipes:
         raise ConfigError(
             f"--decontaminate reads the input twice, first to find phrases that are common (--ngram-occurrences), but "

@@ -74,11 +74,11 @@ def document_of(line: bytes, key: str) -> str:
 
 def _read_lines(data: bytes, key: str, is_first: bool) -> list[Entry]:
     offset = len(_BYTE_ORDER_MARK) if is_first and data.startswith(_BYTE_ORDER_MARK) else 0
-    lines = data[offset:].split(b"\n")
+    lines = data[offset:].split(b"\n") if data.find(b"\n") < len(data) - 1 else [data[offset:-1]]
     if not lines[-1]:
         lines.pop()
     entries = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(map(bytes, lines)):  # a very long one comes as a bytearray
         parsed = parse_lines(line, (key,), False, True)
         if parsed.texts[0]:
             entries.append(Entry(parsed.texts[0][0], line))

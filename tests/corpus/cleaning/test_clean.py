@@ -57,7 +57,7 @@ def test_the_bytes_do_not_depend_on_workers_and_blocks(tmp_path: Path) -> None:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.one_of(st.text(max_size=12), st.none(), st.integers(), st.just("\xa0same\n\n\n\n\nsame")), max_size=25),
     st.integers(1, 200),
