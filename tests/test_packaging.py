@@ -63,7 +63,7 @@ loader.exec_module(module)
 print(module.INTERFACE)
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert shown.stdout.strip() == "1", shown.stderr
+    assert shown.stdout.strip() == "2", shown.stderr
 
 
 def test_every_dependency_has_its_reason():

@@ -9,7 +9,6 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -176,17 +175,21 @@ std::pair<std::int64_t, std::int64_t> settle(Entry* values, std::int64_t place, 
 }
 
 template <typename Entry>
-std::pair<std::int64_t, std::int64_t> settle_array(py::array& values, std::int64_t place,
-                                                   const py::array_t<std::uint32_t, py::array::c_style>& draws) {
+py::tuple settle_array(py::array& values, std::int64_t place,
+                       const py::array_t<std::uint32_t, py::array::c_style>& draws) {
     Entry* entries = static_cast<Entry*>(values.mutable_data());
     const std::uint32_t* from = draws.data();
     const std::int64_t count = draws.size();
-    py::gil_scoped_release released;
-    return settle<Entry>(entries, place, from, count);
+    std::pair<std::int64_t, std::int64_t> reached;
+    {
+        py::gil_scoped_release released;
+        reached = settle<Entry>(entries, place, from, count);
+    }
+    return py::make_tuple(reached.first, reached.second);
 }
 
-std::pair<std::int64_t, std::int64_t> shuffle(py::array values, std::int64_t place,
-                                              const py::array_t<std::uint32_t, py::array::c_style>& draws) {
+py::tuple shuffle(py::array values, std::int64_t place,
+                  const py::array_t<std::uint32_t, py::array::c_style>& draws) {
     if (values.ndim() != 1 || draws.ndim() != 1 || !(values.flags() & py::array::c_style)) {
         refuse("values and draws must be one-dimensional and contiguous");
     }
