@@ -44,7 +44,12 @@ class WeightedGroup:
 class DataConfig(Area):
     """Token files, their split or blend, and the tokenizer."""
 
-    data_path: tuple[str, ...] = flag((), "one prefix, or weight prefix weight prefix ...", nargs="+")
+    data_path: tuple[str, ...] = flag(
+        (),
+        "one source, or weight source weight source ...: a prefix of token files, a quoted pattern of Parquet windows, "
+        "or a document store (sqlite:///file.db?table=web, mongodb://host/database, db.json)",
+        nargs="+",
+    )
     split: str = flag(
         "969, 30, 1", "shares of train, validation and test when --data-path is used", resume=RUN_MUST_MATCH
     )

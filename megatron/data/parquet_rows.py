@@ -5,7 +5,8 @@ in files that do not describe themselves they may also stand beside the input th
 jax-lm-training, which the rows tell.
 
 A group of rows is the least that can be decoded of a Parquet file. So rows are read a chunk of the order at a time,
-every group once, and what is held is that chunk. Groups of about 1,000 rows read best.
+every group once, and what is held is that chunk. Groups of half a million tokens, as tools/featurize.py makes them, are
+decoded once in an epoch; a larger one once for every half million tokens in it.
 
 Source: codertimo/jax-lm-training `jax_lm/preprocess.py` (`PaddingAndPackagingDoFN`).
 """
@@ -17,20 +18,20 @@ import os
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron import log
-from megatron.data.row_order import Shuffling
 from megatron.data.sidecar import TokenizerRecord
 from megatron.data.windows import LARGEST_ID, WindowFacts, WindowFile, Windows, expand_windows
 from megatron.errors import ConfigError, DataError
 
 _IGNORED_LABEL = -100
 _CHUNK_TOKENS = 1 << 24
-_CHUNK_BLOCKS = 64
+_BLOCK_TOKENS = 1 << 19
+_LARGE_GROUP_TOKENS = 8 * _BLOCK_TOKENS
 _BATCH_ROWS = 1024
 _FOOTER_END_BYTES = 8  # its length (4 bytes, little-endian) and the format's name
 
@@ -81,9 +82,9 @@ class ParquetRows:
         self._warn_of_large_groups()
 
     @property
-    def shuffling(self) -> Shuffling:
-        """Chunks of about 16 million tokens, taken from 64 places of the files."""
-        return Shuffling(max(1, _CHUNK_TOKENS // _CHUNK_BLOCKS // self.row_length), _CHUNK_BLOCKS)
+    def chunk_rows(self) -> int:
+        """Rows of about 16 million tokens."""
+        return max(1, _CHUNK_TOKENS // self.row_length)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -101,6 +102,20 @@ class ParquetRows:
 
     def __len__(self) -> int:
         return self._starts[-1]
+
+    def blocks(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """The groups of rows, larger ones in equal pieces of at most half a million tokens.
+
+        Shapes:
+            result: [blocks + 1], the first row of each, then `last`.
+        """
+        edges = [np.array([first, last])]
+        for shard, start in zip(self._shards, self._starts, strict=False):
+            for begin, end in pairwise(shard.starts):
+                pieces = -(-(end - begin) * self.row_length // _BLOCK_TOKENS)
+                edges.append(start + np.linspace(begin, end, pieces + 1).astype(np.int64))
+        found = np.unique(np.concatenate(edges))
+        return found[(found >= first) & (found <= last)]
 
     def read(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """Reads rows, every group they lie in once.
@@ -127,11 +142,11 @@ class ParquetRows:
 
     def _warn_of_large_groups(self) -> None:
         rows, path = max((int(np.diff(shard.starts).max()), shard.path) for shard in self._shards)
-        if rows * self.row_length > _CHUNK_TOKENS and len(self) > rows:
+        if rows * self.row_length > _LARGE_GROUP_TOKENS and len(self) > rows:
+            fitting = max(1, _BLOCK_TOKENS // self.row_length)
             log.info(
                 f"warning: {path} has {rows} rows in one row group, all of which must be decoded to read one: reading "
-                "in random order is slow. Write the files with row groups of about 1,000 rows (pyarrow: "
-                "row_group_size=1000)."
+                f"in random order is slow. Write the files with smaller ones (pyarrow: row_group_size={fitting})."
             )
 
     def _check_length(self, path: str, length: int) -> None:

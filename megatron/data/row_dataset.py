@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron.data.index_map import check_seed
 from megatron.data.plan import Segment
-from megatron.data.row_order import RowOrder, Shuffling
+from megatron.data.row_order import RowOrder
 from megatron.data.sample import Piece, Sample
 
 
@@ -33,14 +33,21 @@ class RowSource(Protocol):
         """Hash that changes with the rows or their order, wherever they are stored."""
 
     @property
-    def shuffling(self) -> Shuffling:
-        """How finely its rows can be shuffled; part of the order."""
+    def chunk_rows(self) -> int:
+        """About so many rows are shuffled together; part of the order, as the blocks are."""
 
     @property
     def reads_chunks(self) -> bool:
         """Whether reading a chunk of the order at once is cheaper than reading its rows one by one."""
 
     def __len__(self) -> int: ...
+
+    def blocks(self, first: int, last: int) -> np.ndarray:
+        """Cuts the rows [first, last) into stretches that are cheap to read together.
+
+        Shapes:
+            result: int64 [blocks + 1], the first row of each, then `last`.
+        """
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Reads rows.
@@ -87,7 +94,7 @@ class RowDataset:
         for segment in segments:
             check_seed(segment.seed)
         self.source = source
-        self._first = first
+        self._edges = source.blocks(first, last)
         self._rows = last - first
         self._segments = tuple(segments)
         self._starts = [0, *accumulate(segment.rows for segment in segments)]
@@ -141,11 +148,10 @@ class RowDataset:
         segment = bisect_right(self._starts, sample) - 1
         epoch, position = divmod(sample - self._starts[segment], self._rows)
         if self._order is None or self._order[0] != (segment, epoch):
-            order = RowOrder(self._rows, self.source.shuffling, self._segments[segment].seed, epoch)
+            order = RowOrder(self._edges, self.source.chunk_rows, self._segments[segment].seed, epoch)
             self._order = (segment, epoch), order
         number, place = self._order[1].place(position)
         if self._chunk is None or self._chunk.key != (segment, epoch, number):
             self._chunk = None  # freed before the next one is read
-            rows = self._first + self._order[1].chunk(number)
-            self._chunk = _Chunk((segment, epoch, number), self.source, rows)
+            self._chunk = _Chunk((segment, epoch, number), self.source, self._order[1].chunk(number))
         return self._chunk, place

@@ -74,10 +74,14 @@ def test_large_groups_are_read_in_batches_and_told_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parquet_rows, "_BATCH_ROWS", 3)
-    monkeypatch.setattr(parquet_rows, "_CHUNK_TOKENS", 40)
-    path = write_windows(tmp_path / "a.parquet", counting_windows(20, 4), group_rows=15)
-    assert all_rows(ParquetRows(path))[0][17][:4] == [68, 69, 70, 71]
-    assert "a.parquet has 15 rows in one row group" in capsys.readouterr().err
+    monkeypatch.setattr(parquet_rows, "_BLOCK_TOKENS", 20)
+    monkeypatch.setattr(parquet_rows, "_LARGE_GROUP_TOKENS", 40)
+    source = ParquetRows(write_windows(tmp_path / "a.parquet", counting_windows(20, 4), group_rows=12))
+    assert all_rows(source)[0][17][:4] == [68, 69, 70, 71]
+    said = capsys.readouterr().err
+    assert "a.parquet has 12 rows in one row group" in said and "row_group_size=5" in said
+    assert source.blocks(0, 20).tolist() == [0, 4, 8, 12, 16, 20]
+    assert source.blocks(3, 17).tolist() == [3, 4, 8, 12, 16, 17]
 
 
 def test_the_fingerprint_is_of_the_content_not_of_the_place(tmp_path: Path) -> None:
