@@ -161,9 +161,15 @@ def prepare_folder(output_path: str) -> None:
     """Makes the folder of an output path and removes what killed runs left there.
 
     Raises:
+        ConfigError: it ends like a folder.
         StorageError: the file system refused.
     """
     path = Path(output_path)
+    if output_path.endswith(os.sep) or not path.name:
+        raise ConfigError(
+            f"--output-path {output_path} is a folder. Give the path of the shards without their numbers: "
+            f"{path / 'train'} gives {shard_name(str(path / 'train'), 0, 1)}."
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         names = [name[1:].split(".tmp")[0].rsplit(".", 1)[0] for name in os.listdir(path.parent) if name[0] == "."]

@@ -424,6 +424,8 @@ def test_places_that_cannot_be_written_are_found_before_the_work(tmp_path: Path,
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"Cannot write .*file/w"):
         featurize([source], f"{tmp_path}/file/w", EncodeOptions(choice), small(), 1, quiet())
+    with pytest.raises(ConfigError, match="--output-path .*/out/ is a folder.*out/train gives .*/out/train-00000-of-0"):
+        featurize([source], f"{tmp_path}/out/", EncodeOptions(choice), small(), 1, quiet())
     with pytest.raises(ConfigError, match="--input none.jsonl cannot be read"):
         featurize(["none.jsonl"], f"{tmp_path}/w", EncodeOptions(choice), small(), 1, quiet())
 
