@@ -79,7 +79,7 @@ def _resumed_training(
     if not may_change_blend:
         raise DataError(_other_data_text(stored, fresh))
     changed = changed_blend(stored, now, members, consumed)
-    log.warning(_change_text(stored, changed))
+    log.info(f"warning: {_change_text(stored, changed)}")  # once, not from every rank
     return changed
 
 
@@ -91,8 +91,9 @@ def _resumed_evaluation(fresh: Sequence[GroupPlan], stored: Sequence[GroupPlan])
         now, members = _in_terms_of(old, group) if old is not None else (group, ())
         is_same = old is not None and _is_same_blend(old.phases[-1], members)
         if old is not None and not is_same:
-            log.warning(
-                f"the evaluation data {group.name} has changed since the checkpoint; its loss is of other samples now."
+            log.info(
+                f"warning: the evaluation data {group.name} has changed since the checkpoint; its loss is of other "
+                "samples now."
             )
         result.append(now if is_same else group)
     return tuple(result)

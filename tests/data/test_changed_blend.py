@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
-from megatron.data.plan import DataPlan, GroupPlan
+from megatron.data.plan import DataPlan, GroupPlan, Member, Phase
 from megatron.data.split_datasets import build_split_datasets, describe
 from megatron.errors import DataError
 from tests.data.corpora import write_corpus
@@ -198,3 +201,48 @@ def test_phases_that_name_sources_that_do_not_exist_are_refused(prefixes):
     value["train"]["phases"] = []
     with pytest.raises(DataError, match=r"group train has 0 phases"):
         DataPlan.from_json(value)
+
+
+def test_nothing_left_to_train_after_a_change(prefixes):
+    _, plan = build(blend("1", prefixes[0], "1", prefixes[1]), 20)
+    datasets, changed = build(blend("1", prefixes[0], "1", prefixes[2]), 20, plan, consumed=20)
+    assert len(datasets.train) == 20 and changed.train.length_of(-1) == 0
+    assert "0 samples (0.00%, asked 50.00%) after 10" in describe(datasets, changed)[0]
+
+
+@pytest.fixture(scope="module")
+def shared_prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("shared")
+    return [write_corpus(folder / f"part{k}", DOCUMENTS, first_id=10_000 * k) for k in range(3)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(any), st.integers(0, 120)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_any_changes_read_every_source_in_one_order_without_gaps(shared_prefixes, steps):
+    """Each step trains so many samples with these weights (0: left out), then stops."""
+    plan, consumed, rows = None, 0, []
+    for weights, samples in steps:
+        pairs = zip(weights, shared_prefixes, strict=True)
+        words = [word for weight, prefix in pairs if weight for word in (str(weight), prefix)]
+        datasets, plan = build(blend(*words), consumed + samples + 30, plan, consumed)
+        rows += rows_of(datasets.train, consumed, consumed + samples)
+        consumed += samples
+    for number, prefix in enumerate(shared_prefixes):
+        taken = of_source(rows, number)
+        source = next((source for source in plan.train.sources if source.prefix == prefix), None)
+        if source is None or not source.segments:
+            assert taken == []
+            continue
+        # the source alone, planned in the same steps, has the order that it must have had
+        whole = dataclasses.replace(
+            plan.train, sources=(source,), phases=(Phase(0, (Member(0, 1.0),), blended=False),), samples=source.rows
+        )
+        stored = dataclasses.replace(plan, train=whole)
+        order = build(blend(prefix, change=False), source.rows, stored)[0].train
+        assert taken == rows_of(order, 0, len(taken))
