@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from megatron.config.data import DataConfig
 from megatron.data import split_datasets
 from megatron.data.index_map import build_indices
 from megatron.data.indexed import IndexedDataset
-from megatron.data.old_index import shuffled_end
+from megatron.data.old_index import read_old_index, shuffled_end
 from megatron.data.split_datasets import build_split_datasets
 from tests.data.corpora import write_corpus
 
@@ -196,3 +197,35 @@ def test_files_of_the_other_epoch_rule_are_not_used(tmp_path, capsys):
         DataConfig(data_path=(prefix,), split="1,0,0", index_epoch_rule="nvidia"), 8, SEED, (samples, 0, 0)
     )
     assert "indexmap" not in capsys.readouterr().err
+
+
+def mutated(data: bytes, drawn: random.Random) -> bytes:
+    """Bytes changed, mostly in the header; the end cut; or other words in the header."""
+    kind = drawn.randrange(4)
+    if kind == 0:
+        return data[: drawn.randrange(len(data))]
+    if kind == 1:
+        words = (b"(450,)", b"(462, 2)", b"(461,)", b"<i4", b"<u4", b"False")
+        others = (b"(-1,)", b"(9999999999999999999,)", b"(450, 1)", b"()", b"<i8", b"|O", b">i4", b"True", b"\0")
+        return data[:128].replace(drawn.choice(words), drawn.choice(others)) + data[128:]
+    changed = bytearray(data)
+    for _ in range(drawn.randint(1, 3)):
+        changed[drawn.randrange(128 if kind == 2 else len(data))] = drawn.randrange(256)
+    return bytes(changed)
+
+
+def test_damage_is_refused_or_harmless(prefix):
+    write_old(prefix)
+    lengths = IndexedDataset(prefix).lengths
+    true = [np.load(old_path(prefix, name)) for name in NAMES]
+    drawn = random.Random(5)
+    accepted = 0
+    for _ in range(150):
+        path = old_path(prefix, drawn.choice(NAMES))
+        whole = path.read_bytes()
+        path.write_bytes(mutated(whole, drawn))
+        found = read_old_index(f"{prefix}_train", lengths, 0, len(LENGTHS), SEQUENCE_LENGTH, SAMPLES, SEED)
+        assert found is None or all(map(np.array_equal, found, true))
+        accepted += found is not None
+        path.write_bytes(whole)
+    assert accepted < 50
