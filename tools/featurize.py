@@ -28,7 +28,6 @@ from megatron.config.flags import Area, flag, flags_of, parse_flags
 if TYPE_CHECKING:
     from megatron.corpus.encode import EncodeOptions
     from megatron.corpus.featurize import FeaturizeResult, WindowOptions
-    from megatron.corpus.hub import HubSource
 
 _LOCAL = "local"
 _DEFAULT_STRIDE = 128
@@ -39,7 +38,10 @@ class FeaturizeFlags(Area):
     """jax-lm-training's flags of this step, and those of `tools/preprocess_data.py` that choose texts."""
 
     input: tuple[str, ...] = flag(
-        (), "jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input", nargs="+"
+        (),
+        "jsonl files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input; "
+        "sqlite:///file.db?table=name, mongodb://host/database, db.json; hf://name:split",
+        nargs="+",
     )
     dataset_name: str | None = flag(None, "data set of the datasets library: a hub name, or a local folder")
     dataset_sub_name: str | None = flag(None, "configuration of --dataset-name")
@@ -112,11 +114,13 @@ class FeaturizeFlags(Area):
     def _tokens_per_window(self) -> int:
         return max(1, self.max_sequence_length - self.num_special_token_reserved)
 
-    def hub_source(self) -> HubSource:
-        """What the three flags of the datasets library name."""
-        from megatron.corpus.hub import HubSource
-
-        return HubSource(str(self.dataset_name), self.dataset_sub_name, self.dataset_split_type)
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """What is read: the values of `--input`, or the data set as one of them."""
+        if self.dataset_name is None:
+            return self.input
+        names = (self.dataset_name, self.dataset_sub_name, self.dataset_split_type)
+        return ("hf://" + ":".join(name for name in names if name),)
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
@@ -204,20 +208,14 @@ def make_in_worker(element: str, folder: str, job: str) -> None:
 
 
 def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions) -> FeaturizeResult:
-    from megatron.corpus.featurize import featurize, featurize_blocks
-    from megatron.corpus.hub import hub_blocks
+    from megatron.corpus.featurize import featurize
     from megatron.corpus.inputs import expand_inputs
-    from megatron.corpus.preprocess import BLOCK_BYTES
     from megatron.corpus.progress import Progress
     from megatron.corpus.sources import total_bytes
 
     write_bar = _write_terminal if sys.stderr.isatty() else None
     path, workers = flags.output_path, flags.num_workers
-    if flags.dataset_name is not None:
-        progress = Progress(None, flags.log_interval, log.info, write_bar)
-        source = hub_blocks(flags.hub_source(), encoding.keys, BLOCK_BYTES)
-        return featurize_blocks(source, path, encoding, options, workers, progress)
-    files = expand_inputs(flags.input, encoding.document_separator)
+    files = expand_inputs(flags.texts, encoding.document_separator)
     log.info(f"Opening {', '.join(files[:8])}{', ...' * (len(files) > 8)} ({len(files)} in all)")
     progress = Progress(total_bytes(files), flags.log_interval, log.info, write_bar)
     try:
@@ -246,6 +244,7 @@ def _with_beam(
     """Runs the Beam pipeline; `--num-workers` becomes the option of the runner that means it."""
     from megatron.corpus.featurize_beam import featurize_with_beam
     from megatron.corpus.inputs import expand_inputs
+    from megatron.corpus.tables import is_table
 
     words = list(words)
     is_direct = flags.runner in (_LOCAL, "beam", "DirectRunner")
@@ -255,14 +254,12 @@ def _with_beam(
         words += ["--direct_num_workers", str(flags.num_workers), "--direct_running_mode", "multi_processing"]
     elif flags.num_workers > 1:
         words += ["--num_workers", str(flags.num_workers)]
-    source: HubSource | list[str] = [
+    files = [
         path
-        for one in flags.input
-        for path in ([one] if "://" in one else expand_inputs([one], encoding.document_separator))
+        for one in flags.texts
+        for path in ([one] if "://" in one and not is_table(one) else expand_inputs([one], encoding.document_separator))
     ]
-    if flags.dataset_name is not None:
-        source = flags.hub_source()
-    return featurize_with_beam(source, flags.output_path, encoding, options, words, make_in_worker)
+    return featurize_with_beam(files, flags.output_path, encoding, options, words, make_in_worker)
 
 
 def _interrupt(number: int, frame: object) -> None:

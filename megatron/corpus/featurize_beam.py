@@ -23,14 +23,15 @@ from typing import Any
 
 import numpy as np
 
+from megatron.corpus.block import Block
 from megatron.corpus.encode import EncodeOptions, Encoder
 from megatron.corpus.featurize import FeaturizeResult, WindowOptions, cutting_for_text
 from megatron.corpus.featurize_shards import prepare_folder, publish
 from megatron.corpus.featurize_windows import Cutting, Numbers, Tally, cut, documents_of, regrouped, tally
-from megatron.corpus.hub import HubSource, hub_blocks, hub_size
 from megatron.corpus.inputs import STANDARD_INPUT, Part, Shard, share_of
 from megatron.corpus.preprocess import BLOCK_BYTES
-from megatron.corpus.sources import Block, blocks, check_inputs
+from megatron.corpus.sources import blocks, check_inputs
+from megatron.corpus.tables import is_table, open_table
 from megatron.data.atomic_files import check_writable, storage_error, temporary_beside
 from megatron.data.sidecar import TokenizerRecord
 from megatron.data.tokenizer import TokenizerChoice
@@ -38,13 +39,14 @@ from megatron.data.windows import WindowFacts, Windows, WindowWriter, is_shard_o
 from megatron.errors import ConfigError, DataError, MegatronError, StorageError
 
 SHARD_TEXT_BYTES = 64 << 20
+_NOMINAL_ROW_BYTES = 1 << 10  # of a table that does not say how large it is
 _NAMESPACE = "megatron.featurize"
 _KINDS: tuple[type[MegatronError], ...] = (ConfigError, DataError, StorageError)
 _FAILURE = re.compile(r"(?:megatron\.errors\.)(\w+): (.*?)(?: \[while running|\n\n|\Z)", re.DOTALL)
 
 
 def featurize_with_beam(
-    inputs: Sequence[str] | HubSource,
+    inputs: Sequence[str],
     output_path: str,
     encoding: EncodeOptions,
     options: WindowOptions,
@@ -54,7 +56,7 @@ def featurize_with_beam(
     """Turns texts into windows in a Beam pipeline.
 
     Args:
-        inputs: files, or a data set that every worker loads.
+        inputs: files, tables (see `tables.py`) that every worker opens, and addresses of files.
         words: options of Beam, as on a command line.
         make: calls `make_shard` with its first and third argument, in a worker that may not know where this package
             is; the second is its folder.
@@ -151,9 +153,7 @@ def _pieces(
 
 def _blocks(described: dict[str, Any], options: EncodeOptions) -> Iterator[Block]:
     """The documents of an element."""
-    if "rows" in described:
-        yield from hub_blocks(HubSource(*described["dataset"]), options.keys, BLOCK_BYTES, *described["rows"])
-    for path, start, stop in described.get("parts", ()):
+    for path, start, stop in described["parts"]:
         with tempfile.TemporaryDirectory() as folder:
             local = Part(_fetched(path, folder), start, stop)
             for block in blocks([local], BLOCK_BYTES, options.document_separator, options.keys):
@@ -192,21 +192,24 @@ def _sizes(inputs: Sequence[str], encoding: EncodeOptions) -> list[int]:
     if STANDARD_INPUT in inputs:
         raise ConfigError("--input - (standard input) cannot be read by Beam's workers. Give files, or --runner local.")
     check_inputs([path for path in inputs if not _is_address(path)], encoding.keys)
-    return [_address_size(path) if _is_address(path) else os.path.getsize(path) for path in inputs]
+    return [_size(path) for path in inputs]
 
 
-def _works(inputs: Sequence[str] | HubSource, encoding: EncodeOptions, shards: int | None) -> Iterator[dict[str, Any]]:
+def _size(path: str) -> int:
+    if _is_address(path):
+        return _address_size(path)
+    if not is_table(path):
+        return os.path.getsize(path)
+    table = open_table(path)
+    return table.size_bytes(0, None) or table.rows * _NOMINAL_ROW_BYTES
+
+
+def _works(inputs: Sequence[str], encoding: EncodeOptions, shards: int | None) -> Iterator[dict[str, Any]]:
     """What each shard is made of.
 
     Raises:
         ConfigError: an input does not exist, or is standard input.
     """
-    if isinstance(inputs, HubSource):
-        rows, size = hub_size(inputs)
-        shards = shards or max(1, math.ceil(size / SHARD_TEXT_BYTES))
-        for number in range(1, shards + 1):
-            yield {"dataset": astuple(inputs), "rows": Shard(number, shards).of_total(rows)}
-        return
     sizes = _sizes(inputs, encoding)
     shards = shards or max(1, math.ceil(sum(sizes) / SHARD_TEXT_BYTES))
     begins = np.cumsum(sizes) - np.array(sizes)
@@ -263,7 +266,7 @@ def _beam(name: str, words: Sequence[str] = ()) -> Any:
 
 
 def _is_address(path: str) -> bool:
-    return "://" in path
+    return "://" in path and not is_table(path)
 
 
 def _file_systems() -> Any:

@@ -15,7 +15,6 @@ from megatron.corpus.encode import EncodeOptions
 from megatron.corpus.featurize import FeaturizeResult, WindowOptions, featurize
 from megatron.corpus.featurize_back import windows_to_tokens
 from megatron.corpus.featurize_beam import featurize_with_beam, make_shard
-from megatron.corpus.hub import HubSource
 from megatron.data.tokenizer import TokenizerChoice
 from megatron.data.windows import COLUMNS, WindowFile
 from megatron.errors import ConfigError, DataError, StorageError
@@ -73,7 +72,7 @@ def make(element: str, folder: str, job: str) -> None:
     make_shard(element, job)
 
 
-def run(inputs: list[str] | HubSource, output: str, choice: TokenizerChoice, **changed: Any) -> FeaturizeResult:
+def run(inputs: list[str], output: str, choice: TokenizerChoice, **changed: Any) -> FeaturizeResult:
     encoding = EncodeOptions(choice, **changed)
     return featurize_with_beam(inputs, output, encoding, OPTIONS, ["--direct_running_mode", "in_memory"], make)
 
@@ -161,6 +160,6 @@ def test_a_data_set_is_divided_by_rows(
     (tmp_path / "folder").mkdir()
     source = write_jsonl(tmp_path / "folder" / "test.jsonl", hard_documents(80))
     expected = featurize([source], f"{tmp_path}/here", EncodeOptions(choice), OPTIONS, 1, quiet())
-    result = run(HubSource(f"{tmp_path}/folder", None, "test"), f"{tmp_path}/beam", choice)
+    result = run([f"hf://{tmp_path}/folder:test"], f"{tmp_path}/beam", choice)
     assert rows_of(result.shards) == rows_of(expected.shards) and result.tally == expected.tally
     assert np.all([WindowFile(path).rows for path in result.shards])

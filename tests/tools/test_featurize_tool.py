@@ -75,8 +75,7 @@ def test_the_command_of_jax_lm_training_is_read() -> None:
         -100,
     )
     assert (flags.min_sequence_length, flags.max_sequence_length, flags.stride) == (128, 256, 128)
-    source = flags.hub_source()
-    assert (source.name, source.configuration, source.split) == ("wikitext", "wikitext-103-v1", "train")
+    assert flags.texts == ("hf://wikitext:wikitext-103-v1:train",)
     underscored = [word.replace("-", "_").replace("__", "--") if word.startswith("--") else word for word in ours]
     assert any("_" in word for word in underscored) and divide(underscored) == (ours, [])
 
