@@ -217,7 +217,7 @@ def _groups(texts: tuple[str, ...], paths: tuple[str, ...], split: str) -> tuple
 
 def _quote_hint(words: tuple[str, ...]) -> str:
     """What to do when the shell has put the files in place of a pattern."""
-    is_expanded = all(word.endswith(".parquet") or _SHARD_NAME.search(word) for word in words)
+    is_expanded = words[0].endswith(".parquet") or _SHARD_NAME.search(words[0])
     return "; a pattern of Parquet files must be quoted, so that the shell leaves it alone" if is_expanded else ""
 
 

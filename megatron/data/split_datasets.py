@@ -136,13 +136,14 @@ def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -
         source, before = group.sources[member.source], phase.consumed_of(member.source)
         epochs = (before + count) * sequence_length / source.tokens
         logged = names[member.source]
+        size = f"{source.last - source.first:,} rows" if source.is_rows else f"{source.tokens:,} tokens"
         yield (
             f"{name}: {source.prefix}"
             + (f" (in the log: {logged})" if logged != PurePath(source.prefix).name else "")
             + f" [{source.first}, {source.last}): {count:,} samples "
             f"({count / max(sum(taken), 1):.2%}, asked {member.weight:.2%})"
             + (f" after {before:,}" if before else "")
-            + f", {epochs:.2f} epochs of {source.tokens:,} tokens"
+            + f", {epochs:.2f} epochs of {size}"
         )
 
 

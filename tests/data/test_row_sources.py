@@ -47,7 +47,7 @@ def test_the_split_cuts_rows(windows: str) -> None:
     parts = [datasets.train, datasets.valid["valid"], datasets.test["test"]]
     rows = [sorted(first // LENGTH for first in first_tokens(part, len(part))) for part in parts]
     assert rows == [list(range(80)), list(range(80, 90)), list(range(90, 100))]
-    line = f"train: {windows} [0, 80): 80 samples (100.00%, asked 100.00%), 1.00 epochs of 640"
+    line = f"train: {windows} [0, 80): 80 samples (100.00%, asked 100.00%), 1.00 epochs of 80 rows"
     assert describe(datasets, plan)[0].startswith(line)
 
 
@@ -75,6 +75,19 @@ def test_a_resume_with_other_rows_or_another_length_is_refused(windows: str, tmp
     write_windows(tmp_path / "moved" / shard_name("wikitext.train", 2, 4), counting_windows(25, LENGTH))
     with pytest.raises(DataError, match="The training data is not that of the run to be resumed"):
         build(moved, (10, 0, 0), plan)
+
+
+def test_a_changed_blend_goes_on_in_the_windows_where_they_stand(windows: str, tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "corpus", [40] * 50, first_id=10_000)
+    first, plan = build(DataConfig(data_path=(windows,), split="1,0,0"), (30, 0, 0))
+    data = DataConfig(data_path=("1", windows, "1", prefix), split="1,0,0", change_data_blend=True)
+    stored = DataPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    second, changed = build_split_datasets(data, LENGTH, 1234, (90, 0, 0), stored, consumed=30)
+    before = first_tokens(first.train, 30)
+    after = [token for token in (int(second.train[sample][0]) for sample in range(30, 90)) if token < 10_000]
+    whole, _ = build(DataConfig(data_path=(windows,), split="1,0,0"), (60, 0, 0))
+    assert before + after == first_tokens(whole.train, 60)
+    assert [source.is_rows for source in changed.train.sources] == [True, False]
 
 
 def test_windows_and_token_files_in_one_blend(tmp_path: Path) -> None:
@@ -159,7 +172,7 @@ def test_windows_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_pattern_that_the_shell_expanded() -> None:
-    for paths in (("a.parquet", "b.parquet"), ("a-00000-of-00003", "a-00001-of-00003", "a-00002-of-00003")):
+    for paths in (("a.parquet", "b.parquet"), ("a-00000-of-00003", "a-00001-of-00003", "index-cache")):
         with pytest.raises(ConfigError, match="a pattern of Parquet files must be quoted"):
             DataConfig(data_path=paths)
     with pytest.raises(ConfigError, match=r"followed by its prefix\."):

@@ -68,7 +68,7 @@ def test_collections_are_one_source_whose_split_holds_out_documents(
         TEXTS[37:],
     ]
     assert plan.train.sources[0].is_rows
-    assert "90 samples (100.00%, asked 100.00%), 2.81 epochs" in describe(datasets, plan)[0]
+    assert "90 samples (100.00%, asked 100.00%), 2.81 epochs of 32 rows" in describe(datasets, plan)[0]
 
 
 def test_any_database_with_the_same_documents_continues_the_order(
