@@ -16,6 +16,8 @@ from megatron.data.indexed import width_for
 from megatron.data.long_text import LongText, encode_long
 from megatron.data.tokenizer import TokenizerChoice, build_tokenizer, surround
 
+_LETTERS_AT_ONCE = 4 << 20
+
 
 @dataclass(frozen=True)
 class EncodeOptions:
@@ -134,18 +136,39 @@ class Encoder:
 
     def _encode_sentences(self, texts: list[str | LongText], splitter: SentenceSplitter) -> EncodedKey:
         """Encodes texts sentence by sentence; the end-of-document id follows the last sentence of each text."""
-        sentences: list[str] = []
+        rows: list[npt.NDArray[np.integer]] = []
+        lengths: list[npt.NDArray[np.int64]] = []
         counts = np.zeros(len(texts), np.int64)
-        for number, text in enumerate(texts):
-            found = splitter.split(text if isinstance(text, str) else text.whole())
-            sentences += found
-            counts[number] = len(found)
-        texts.clear()
-        ids, lengths = self.tokenizer.encode_flat(sentences)
-        has_ids = lengths > 0
-        counts = np.bincount(np.repeat(np.arange(len(counts)), counts)[has_ids], minlength=len(counts))
-        counts, lengths = counts[counts > 0], lengths[has_ids]
-        ids = ids.astype(self.dtype)
+        held: list[str] = []
+        owners: list[int] = []
+
+        def encode_held() -> None:
+            ids, found = self.tokenizer.encode_flat(held)
+            has_ids = found > 0
+            rows.append(ids.astype(self.dtype))
+            lengths.append(found[has_ids])
+            np.add.at(counts, np.array(owners, np.int64)[has_ids], 1)
+            held.clear()
+            owners.clear()
+
+        letters = 0
+        texts.reverse()
+        for number in range(len(texts)):
+            text = texts.pop()
+            for batch in splitter.batches(text if isinstance(text, str) else text.whole()):
+                held += batch
+                owners += [number] * len(batch)
+                letters += sum(map(len, batch))
+                if letters >= _LETTERS_AT_ONCE:
+                    encode_held()
+                    letters = 0
+        encode_held()
+        return self._ended(np.concatenate(rows), np.concatenate(lengths), counts[counts > 0])
+
+    def _ended(
+        self, ids: npt.NDArray[np.integer], lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> EncodedKey:
+        """Puts the end-of-document id behind the last sentence of each document."""
         if self._suffix and len(counts):
             last = np.cumsum(counts) - 1
             ids = np.insert(ids, np.cumsum(lengths)[last], self._suffix[0])

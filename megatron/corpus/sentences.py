@@ -19,6 +19,8 @@ _CODE_OF_NAME = {
 }  # fmt: skip
 # The library counts these as one byte where they follow a capital before a full stop (sentencex 1.0.32), and gives up.
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")
+_PARAGRAPH_END = re.compile(r"\n\r*\n[\r\n]*")
+_PART_LETTERS = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -48,32 +50,66 @@ class SentenceSplitter:
 
     def split(self, text: str) -> list[str]:
         """The sentences of a text in order; none is empty, and a text of whitespace has none unless it is kept."""
-        pieces = self._pieces(text)
-        if not self.keep_newlines:
-            return [sentence for piece in pieces if (sentence := piece.strip())]
-        sentences: list[str] = []
+        return [sentence for batch in self.batches(text) for sentence in batch]
+
+    def batches(self, text: str) -> Iterator[list[str]]:
+        """The sentences of a text, some millions of letters at a time: its paragraphs do not depend on each other."""
         leading = ""
-        for piece in pieces:
-            if not piece.isspace():
-                sentences.append(leading + piece)
-                leading = ""
-            elif sentences:
-                sentences[-1] += piece
-            else:
-                leading += piece
-        return sentences if sentences or not leading else [leading]
+        for part in _parts(text):
+            if not self.keep_newlines:
+                yield [sentence for piece in self._pieces(part) if (sentence := piece.strip())]
+                continue
+            sentences: list[str] = []
+            for piece in self._pieces(part):
+                if not piece.isspace():
+                    sentences.append(leading + piece)
+                    leading = ""
+                elif sentences:
+                    sentences[-1] += piece
+                else:
+                    leading += piece
+            yield sentences
+        if leading:
+            yield [leading]
 
     def _pieces(self, text: str) -> Sequence[str]:
         """Stretches of the text that make up all of it: sentences, and whitespace between paragraphs."""
         has_wide = not text.isascii() and _WIDE_SPACE.search(text) is not None
         narrow = _WIDE_SPACE.sub(" ", text) if has_wide else text
         try:
-            pieces: list[str] = without_panics(lambda: _library().segment(_code(self.language), narrow))
+            found: list[str] = without_panics(lambda: _library().segment(_code(self.language), narrow))
         except ValueError:  # whatever it stumbled over: lines are an honest second best, the same in every run
             return text.splitlines(keepends=True)
-        if sum(map(len, pieces)) != len(text):
-            return text.splitlines(keepends=True)
+        pieces = found if sum(map(len, found)) == len(text) else _with_gaps(narrow, found)
         return list(_stretches(text, pieces)) if has_wide else pieces
+
+
+def _parts(text: str) -> Iterator[str]:
+    """A text, cut behind the end of a paragraph whenever it has got long."""
+    start = 0
+    while len(text) - start > _PART_LETTERS and (end := _PARAGRAPH_END.search(text, start + _PART_LETTERS)):
+        yield text[start : end.end()]
+        start = end.end()
+    yield text[start:] if start else text
+
+
+def _with_gaps(text: str, found: Sequence[str]) -> list[str]:
+    """Sentences, with all that is missing between them: the library drops some at the end of a paragraph, and writes
+    the ends of paragraphs in its own way.
+    """
+    pieces: list[str] = []
+    reached = 0
+    for sentence in found:
+        start = -1 if sentence.isspace() else text.find(sentence, reached)
+        if start < 0:
+            continue
+        if start > reached:
+            pieces.append(text[reached:start])
+        pieces.append(sentence)
+        reached = start + len(sentence)
+    if reached < len(text):
+        pieces.append(text[reached:])
+    return pieces
 
 
 def _code(language: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.corpus import encode as encode_module
 from megatron.corpus import sentences as sentences_module
 from megatron.corpus.encode import EncodeOptions
 from megatron.corpus.merge import merge
@@ -73,7 +74,7 @@ def test_kept_sentences_are_the_text_whatever_it_holds(language: str) -> None:
 
 
 class Stumbling:
-    """A library that gives up, or loses a letter."""
+    """A library that gives up, or that answers with what it is told to."""
 
     def __init__(self, result: list[str] | None) -> None:
         self.result = result
@@ -84,12 +85,51 @@ class Stumbling:
         return self.result
 
 
-@pytest.mark.parametrize("result", [None, ["One. Tw"]])
-def test_where_the_library_gives_up_lines_are_sentences(
-    monkeypatch: pytest.MonkeyPatch, result: list[str] | None
-) -> None:
-    monkeypatch.setattr(sentences_module, "_library", lambda: Stumbling(result))
+def test_where_the_library_gives_up_lines_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sentences_module, "_library", lambda: Stumbling(None))
     assert SentenceSplitter().split("One. Two.\nThree.") == ["One. Two.", "Three."]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (["One. ", "\n\n", "Four."], ["One. ", "Two. Three.\r\n\r\n", "Four."]),
+        (["Two. ", "Three."], ["One. ", "Two. ", "Three.\r\n\r\n", "Four."]),
+        (["Six. ", "Three.", "\n\n", "Four."], ["One. Two. ", "Three.\r\n\r\n", "Four."]),
+        ([], ["One. Two. Three.\r\n\r\nFour."]),
+    ],
+)
+def test_what_the_library_leaves_out_is_put_back(
+    monkeypatch: pytest.MonkeyPatch, found: list[str], expected: list[str]
+) -> None:
+    monkeypatch.setattr(sentences_module, "_library", lambda: Stumbling(found))
+    text = "One. Two. Three.\r\n\r\nFour."
+    kept = SentenceSplitter(keep_newlines=True).split(text)
+    assert "".join(kept) == text
+    assert SentenceSplitter().split(text) == [piece.strip() for piece in expected]
+
+
+@pytest.mark.parametrize("keep_newlines", [False, True])
+def test_long_texts_are_cut_at_paragraphs_and_give_the_same(
+    tmp_path: Path, choice: TokenizerChoice, keep_newlines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splitter = SentenceSplitter(keep_newlines=keep_newlines)
+    texts = [" \n\n" + TEXT * 30, "\n\n\n", TEXT, "One.\n\nTwo.\r\n\r\nThree"]
+    whole = [splitter.split(text) for text in texts]
+    path = write_lines(tmp_path / "in.jsonl", texts)
+    options = EncodeOptions(choice, append_eod=True, sentences=splitter)
+    expected = run(path, tmp_path / "whole", options)
+    monkeypatch.setattr(sentences_module, "_PART_LETTERS", 50)
+    monkeypatch.setattr(encode_module, "_LETTERS_AT_ONCE", 100)
+    assert len(list(splitter.batches(texts[0]))) > 10
+    assert [splitter.split(text) for text in texts] == whole
+    assert run(path, tmp_path / "parts", options) == expected
+
+
+def test_real_source_code_is_not_taken_for_lines() -> None:
+    text = Path(random.__file__).read_text(encoding="utf-8")
+    kept, dropped = SentenceSplitter(keep_newlines=True).split(text), SentenceSplitter().split(text)
+    assert "".join(kept) == text and len(kept) == len(dropped) < text.count("\n") / 2
 
 
 def test_a_wrong_language_and_a_missing_library_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
