@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from megatron.corpus.block import Block
@@ -96,7 +97,7 @@ class _StoreTable:
         self._name = names[0]
         self._facts: CollectionFacts = self._backend.facts(self._name)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         counted, found = self._facts.counted, self._backend.count(self._name)
         return found if counted is None else min(counted, found)
@@ -115,13 +116,12 @@ class _StoreTable:
 
     def blocks(self, keys: Sequence[str], start: int, stop: int | None, block_bytes: int) -> Iterator[Block]:
         columns = self._columns(keys)
-        names = [f"{json.dumps(key, ensure_ascii=False)}: ".encode() for key in keys]
         limit = -1 if stop is None else stop - start
         held: list[bytes] = []
         size = done = offset = reached = 0
         try:
             for _, values in self._backend.scan(self._name, columns, start, limit):
-                line = b"{" + b", ".join(map(_entry, names, values)) + b"}\n"
+                line = _line(keys, values)
                 if held and (size >= block_bytes or len(line) >= LONG_LINE_BYTES):
                     taken = (self.size_bytes(start, start + done) or 0) - reached
                     yield self._block(held, offset, size, taken, start)
@@ -177,15 +177,52 @@ class _HubTable:
             yield block if block.start else replace(block, first_line=start)
 
 
-def _entry(name: bytes, value: Any) -> bytes:
-    """A column of a row as JSON; what is no text keeps a form that readers of lines refuse with the right words."""
+def _line(keys: Sequence[str], values: Sequence[Any]) -> bytes:
+    """A row as a line of JSON."""
+    try:
+        return _DUMPS({key: _text(value) for key, value in zip(keys, values, strict=True)}) + b"\n"
+    except (ValueError, TypeError):
+        entries = [_written(key) + b":" + _written(value) for key, value in zip(keys, values, strict=True)]
+        return b"{" + b",".join(entries) + b"}\n"
+
+
+def _text(value: Any) -> str:
+    """The text in a column.
+
+    Raises:
+        UnicodeDecodeError, TypeError: there is none.
+    """
+    if type(value) is bytes:
+        return value.decode("utf-8")
+    if type(value) is not str:
+        raise TypeError(value)
+    return value
+
+
+def _written(value: Any) -> bytes:
+    """A value as JSON; what is no text keeps a form that readers of lines refuse with the right words."""
     if isinstance(value, bytes):
         try:
             value = value.decode("utf-8")
         except UnicodeDecodeError:
-            return name + b'"' + value.replace(b"\n", b" ").replace(b"\r", b" ") + b'"'
-    return name + json.dumps(value, ensure_ascii=False, default=_no_text).encode("utf-8", "backslashreplace")
+            return b'"' + value.replace(b"\n", b" ").replace(b"\r", b" ") + b'"'
+    return json.dumps(value, ensure_ascii=False, default=_no_text).encode("utf-8", "backslashreplace")
 
 
 def _no_text(value: object) -> dict[str, object]:
     return {}
+
+
+def _standard_dumps(entry: dict[str, str]) -> bytes:
+    return json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _fastest_dumps() -> Callable[[Any], bytes]:
+    try:
+        import orjson
+    except ImportError:
+        return _standard_dumps
+    return orjson.dumps
+
+
+_DUMPS = _fastest_dumps()

@@ -176,7 +176,9 @@ class SqliteCollections:
             raise DataError(f"{self.path}: there is no such SQLite file.{absolute or ' Check the path.'}")
         # "rw" creates nothing and lets SQLite roll back what a killed writer left; query_only refuses every change.
         address = f"file:{quote(os.path.abspath(self.path))}?mode=rw"
-        connection = sqlite3.connect(address, uri=True, timeout=self._busy_seconds, isolation_level=None)
+        connection = sqlite3.connect(  # no two threads use it at once, but a scan may wander from one to another
+            address, uri=True, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False
+        )
         connection.text_factory = bytes
         connection.execute("PRAGMA query_only = ON")
         return connection

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sqlite3
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.corpus import tables
 from megatron.corpus.encode import EncodeOptions
 from megatron.corpus.inputs import Part, Shard, expand_inputs, share_of
 from megatron.corpus.lines import parse_lines
@@ -194,6 +197,27 @@ def test_an_empty_table_and_vocabularies(sqlite_database: Database) -> None:
     sqlite_database.write({"none": [], "web": numbered(TEXTS)})
     assert read(sqlite_database.address("none")) == []
     assert list(texts_of([sqlite_database.base], ["text"], 1.0, False)) == TEXTS
+
+
+def test_rows_may_be_taken_by_one_thread_after_another(database: Database) -> None:
+    database.write({"web": numbered(TEXTS * 8)})
+    found = blocks(expand_inputs([database.base]), 1000)
+    data: list[bytes] = []
+    for count in (1, 10_000):
+        thread = threading.Thread(target=lambda count=count: data.extend(one.read() for one in islice(found, count)))
+        thread.start()
+        thread.join()
+    assert parse_lines(b"".join(data), ["text"], True, False).texts == [TEXTS * 8]
+
+
+def test_lines_are_the_same_without_the_fast_library(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sqlite_database.write({"web": numbered([*TEXTS, "\x00\x1f\x7f\u2028 \\ / \b\f\r\t"])})
+    paths = expand_inputs([sqlite_database.base])
+    fast = [block.read() for block in blocks(paths, 500)]
+    monkeypatch.setattr(tables, "_DUMPS", tables._standard_dumps)
+    assert [block.read() for block in blocks(paths, 500)] == fast
 
 
 def test_errors_come_before_the_work(
