@@ -64,7 +64,7 @@ def check_tool(path: str, words: list[str]) -> None:
     module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
     if path == "tools/preprocess_data_many_cores.py":  # takes the flags of its sibling
         module = importlib.import_module("tools.preprocess_data")
-    (flags,) = [
+    found = [
         one
         for one in vars(module).values()
         if dataclasses.is_dataclass(one)
@@ -72,11 +72,16 @@ def check_tool(path: str, words: list[str]) -> None:
         and issubclass(one, Area)
         and one.__module__ == module.__name__
     ]
+    if len(found) > 1:  # a tool of several commands: the first word names one
+        found = [one for one in found if one.__name__.lower() == f"{words[0]}flags"]
+        words = words[1:]
+    (flags,) = found
     if path == "tools/generate_samples_gpt.py":
         parse_over(flags, words, path)
         return
     if words and not words[0].startswith("-"):
-        first = dataclasses.fields(flags)[0].name  # tools whose first flag's name may be left out
+        names = [field.name for field in dataclasses.fields(flags)]  # tools whose first flag's name may be left out
+        first = "input" if "input" in names else names[0]
         words = ["--" + first.replace("_", "-"), *words]
     parse_flags(flags, words)
 

@@ -1,0 +1,68 @@
+"""The commands of README § Data and of docs/data.md, run in their order on a small corpus."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.corpus.demo import corpus_documents
+from megatron.data.indexed import IndexedDataset
+
+ROOT = Path(__file__).resolve().parents[2]
+_CORPUS_BYTES = 600_000
+# What the commands run in: this interpreter, and a corpus that is there instead of collected.
+_SHELL = f"""
+set -euo pipefail
+python() {{
+    if [ "$1" = tools/build_demo_corpus.py ]; then cp corpus.jsonl data/demo.jsonl; else "{sys.executable}" "$@"; fi
+}}
+torchrun() {{ "{sys.executable}" -m torch.distributed.run --master-addr 127.0.0.1 "$@"; }}
+"""
+
+
+def shell_blocks(text: str) -> str:
+    return "\n".join(re.findall(r"```bash\n(.*?)```", text, flags=re.S))
+
+
+@pytest.mark.slow
+def test_every_data_command_of_the_documents_works(tmp_path: Path) -> None:
+    for package in ("sentencex", "sentencepiece", "ftfy", "py3langid", "datasketch", "pyarrow"):
+        pytest.importorskip(package, reason=f"the guide needs {package}")
+    for name in ("tools", "megatron"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    write_corpus(tmp_path / "corpus.jsonl")
+    readme = (ROOT / "README.md").read_text()
+    section = readme[readme.index("\n## Data\n") : readme.index("\n## Train\n")]
+    program = _SHELL + shell_blocks(section) + shell_blocks((ROOT / "docs" / "data.md").read_text())
+    finished = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+
+    data = tmp_path / "data"
+    whole = (data / "demo_text_document.bin").read_bytes()
+    for same in ("demo-many", "demo-dist", "whole"):
+        assert (data / f"{same}_text_document.bin").read_bytes() == whole, same
+    plain = (data / "parts_text_document.bin").read_bytes()
+    for same in ("job", "ranks", "stored"):
+        assert (data / f"{same}_text_document.bin").read_bytes() == plain, same
+    assert (data / "back_text_document.bin").read_bytes() == whole
+    assert IndexedDataset(str(data / "old_text_document")).dtype.name == "int32"
+    sentences, documents = (
+        IndexedDataset(str(data / name)) for name in ("sentences_text_sentence", "parts_text_document")
+    )
+    assert len(sentences.documents) == len(documents.documents) < len(sentences)
+    assert json.loads((data / "clean-report.json").read_text())
+    assert len((data / "spike.jsonl").read_text().splitlines()) == 2
+
+
+def write_corpus(path: Path) -> None:
+    size = 0
+    with path.open("w", encoding="utf-8") as stream:
+        for source, text in corpus_documents():
+            size += stream.write(json.dumps({"text": text[:4000], "src": source}) + "\n")
+            if size > _CORPUS_BYTES:
+                return
