@@ -253,7 +253,7 @@ class _Writer:
             stop = int(ends[entry.number])
             original = result.originals[stop - int(result.original_sizes[entry.number]) : stop]
             facts = {"reason": entry.reason, "detail": entry.detail, "source": path, "line": line + entry.number + 1}
-            head = json.dumps(facts, ensure_ascii=False).encode("utf-8")[:-1]
+            head = json.dumps(facts, ensure_ascii=False).encode("utf-8", "backslashreplace")[:-1]
             if entry.reason == BAD_LINE:
                 raw = json.dumps(original.decode("utf-8", "replace"), ensure_ascii=False).encode("utf-8")
                 lines.append(head + b', "raw": ' + raw + b"}\n")

@@ -130,7 +130,5 @@ def _put(whole: dict[str, Any], key: str, text: str) -> None:
 
 
 def _written(whole: dict[str, Any]) -> bytes:
-    try:
-        return json.dumps(whole, ensure_ascii=False, default=str).encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate in another key
-        return json.dumps(whole, default=str).encode("ascii")
+    # A lone surrogate, which another key may hold, becomes its escape, which JSON allows.
+    return json.dumps(whole, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace")

@@ -78,7 +78,7 @@ class CleaningReport:
                 reason: {"documents": found.documents, "examples": found.examples}
                 for reason, found in sorted(reasons.items())
             }
-        return json.dumps(described, indent=2, ensure_ascii=False).encode("utf-8") + b"\n"
+        return json.dumps(described, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
     def table(self) -> Iterator[str]:
         """Lines for a terminal."""

@@ -38,18 +38,18 @@ class Signer:
         self._minhash = datasketch.MinHash(choice.permutations, seed=choice.seed, hashfunc=_itself, scheme="affine32")
         self._letters = WordSplitter(each_character=True) if choice.unit == "character" else None
 
-    def sign(self, texts: Sequence[str], words: Words | None = None) -> tuple[npt.NDArray[np.uint16], Hashes]:
+    def sign(self, texts: Sequence[str], words: Words) -> tuple[npt.NDArray[np.uint16], Hashes]:
         """Signatures, and the keys of their bands; the keys of a text without a word are 0.
 
         Args:
-            words: of the texts, as `WordSplitter` finds them; not needed where shingles are of characters.
+            words: of the texts, as `WordSplitter` finds them.
 
         Shapes:
             uint16 [texts, permutations]; uint64 [texts, bands].
         """
         choice = self._choice
-        if words is None or self._letters is not None:
-            words = (self._letters or WordSplitter()).split(texts)
+        if self._letters is not None:
+            words = self._letters.split(texts)
         hashes, bounds = words.shingles(choice.shingle)
         halves = (hashes >> np.uint64(32)).astype(np.uint32)
         signatures = np.zeros((len(texts), choice.permutations), np.uint32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import tempfile
 from dataclasses import replace
@@ -192,3 +193,15 @@ def test_outputs_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
     with pytest.raises(ConfigError, match=r"--dropped d\.zst needs the zstandard package \(pip install zstandard\)"):
         attempt("a", "d.zst")
+
+
+def test_a_file_name_that_is_no_utf8(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("the file system takes names of UTF-8 only")
+    kept, dropped, report = run(folder, write_jsonl(folder / "in.jsonl", ["a", "abc"]), EVERYTHING)
+    assert json.loads(kept) == {"text": "abc"}
+    assert json.loads(dropped)["source"] == str(folder / "in.jsonl")
+    assert json.loads(report)["dropped_for"]["too few characters"]["examples"][0]["where"] == f"{folder}/in.jsonl:1"

@@ -87,7 +87,8 @@ def test_signatures_are_those_of_the_library() -> None:
     plain = datasketch.MinHash(64, seed=choice.seed, hashfunc=lambda value: int(value) >> 32, scheme="affine32")
     for value in hashes.tolist():
         plain.update(value)
-    signatures, keys = signer.sign([text, "", text + " more"])
+    texts = [text, "", text + " more"]
+    signatures, keys = signer.sign(texts, WordSplitter().split(texts))
     assert np.array_equal(signatures[0], plain.hashvalues.astype(np.uint16))
     assert keys[0].all() and not keys[1].any()
     assert np.mean(signatures[0] == signatures[2]) > 0.9

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.corpus.cleaning.cleaner import Cleaner
-from megatron.corpus.cleaning.options import CleanOptions
+from megatron.corpus.cleaning.contamination import EvaluationSets
+from megatron.corpus.cleaning.options import CleanOptions, ContaminationChoice
 from megatron.corpus.cleaning.pool import CleaningPool
 from megatron.corpus.sources import Block, blocks
 from megatron.corpus.workers import WorkerError
@@ -22,11 +25,16 @@ OPTIONS = CleanOptions(exact_duplicates=True, normalize_space=True)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_results_come_in_order_and_as_made_here(tmp_path: Path, method: str) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [f"{number} " * (number % 7) for number in range(200)])
-    cleaner = Cleaner(OPTIONS)
+    (tmp_path / "task.txt").write_text("".join(f"{number} {number} {number}\n" for number in (101, 102, 104)))
+    contamination = ContaminationChoice((str(tmp_path / "task.txt"),), run=3, shortest_run=2, drops=True)
+    evaluation = EvaluationSets(contamination)
+    assert evaluation.ignore(np.array([0, 11, 0])) == 1
+    cleaner = Cleaner(replace(OPTIONS, contamination=contamination), evaluation)
     with CleaningPool(cleaner, 2, method) as pool:
         found = list(pool.clean(blocks([str(source)], 500)))
         assert len(pool.process_ids) == 2
     assert len(found) > 6
+    assert sum(entry.reason == "contaminated" for _, result in found for entry in result.dropped) == 2
     for block, result in found:
         expected = cleaner.clean(block)
         assert (result.output, result.dropped, result.changed) == (expected.output, expected.dropped, expected.changed)
