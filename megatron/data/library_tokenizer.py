@@ -15,6 +15,8 @@ from megatron.data.long_text import is_cut_by_blanks
 from megatron.data.tokenizer_files import sha256
 from megatron.errors import ConfigError
 
+_ANY_LETTER = "a"
+
 Ids = npt.NDArray[np.uint32]
 Lengths = npt.NDArray[np.int64]
 
@@ -117,6 +119,13 @@ class LibraryTokenizer:
             return self._reference.encode_flat(texts)
         ids, lengths = self._fast.encode_flat(texts)
         return surround(ids, lengths, *self.added) if any(self.added) else (ids, lengths)
+
+    def encode_rest(self, text: str) -> Ids:
+        """Ids of the rest of a text that was cut before a blank, as they are in the whole (see `is_cut_by_blanks`).
+
+        A letter before it keeps what is put before texts away from it.
+        """
+        return self.encode_flat([f"{_ANY_LETTER}{text}"])[0][len(self.encode(_ANY_LETTER)) :]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; special tokens are written out, broken UTF-8 becomes U+FFFD."""

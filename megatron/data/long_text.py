@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 _PIECE_BYTES = 4 << 20
+_MARK_OF_A_SPACE = "\u2581"  # is one to SentencePiece
 # Split patterns in which a blank that follows something else than white space always begins a new match, and which
 # look only forward: GPT-2's own (in `ByteLevel`), and those of Llama 3 and Qwen 2 as their tokenizer.json has them.
 _CONTRACTIONS_AND_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -52,7 +53,7 @@ class LongText:
     def _next_cut(self, position: int) -> int | None:
         while (position := self._utf8.find(b" ", position)) >= 0:
             before = self._utf8[max(0, position - 4) : position].decode(errors="ignore")[-1:]
-            if before and not before.isspace():
+            if before and not before.isspace() and before != _MARK_OF_A_SPACE:
                 return position
             position += 1
         return None
@@ -72,8 +73,9 @@ def encode_long(tokenizer: Any, text: LongText, dtype: npt.DTypeLike) -> npt.NDA
         return np.asarray(tokenizer.encode_flat([text.whole()])[0].astype(dtype))
     ids = bytearray()  # grows in place, where an array would be copied
     pieces = text.pieces()
+    ids += tokenizer.encode_flat([next(pieces)])[0].astype(dtype).data
     for piece in pieces:
-        ids += tokenizer.encode_flat([piece])[0].astype(dtype).data
+        ids += tokenizer.encode_rest(piece).astype(dtype).data
     return np.frombuffer(ids, dtype)
 
 

@@ -15,6 +15,8 @@ from typing import Any
 SPACE = "\u2581"
 _BPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
+_PLAIN_KINDS = frozenset((_NORMAL, _UNKNOWN, _CONTROL, _BYTE))
+_KNOWN_RULES = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")  # none of them holds a space behind another letter
 _KINDS = {1: "unigram", _BPE: "bpe", 3: "word", 4: "char"}
 
 
@@ -34,7 +36,7 @@ class SentencePieceModel:
     Args:
         kind: unigram, bpe, word or char.
         spaces_behind: whether words end with the mark of a space, instead of beginning with it.
-        changes_letters: whether the normalizer has rules for letters.
+        changes_letters: whether the normalizer has rules for letters; `rules` is their name.
     """
 
     pieces: tuple[Piece, ...]
@@ -43,6 +45,7 @@ class SentencePieceModel:
     unknown: str
     spaces_behind: bool
     changes_letters: bool
+    rules: str
     adds_space_before: bool
     joins_spaces: bool
     marks_spaces: bool
@@ -70,6 +73,23 @@ def needs_normalizing(model: SentencePieceModel) -> bool:
     return model.changes_letters or model.joins_spaces
 
 
+def is_cut_by_blanks(model: SentencePieceModel) -> bool:
+    """Whether a blank behind something else than a space always begins a new piece, so that texts may be cut there.
+
+    Of Unigram models it does too, but the sums of scores over a very long text are rounded, and then differ.
+    """
+    known = {piece.text for piece in model.pieces if is_ordinary(piece)}
+    return (
+        model.kind == "bpe"
+        and {piece.kind for piece in model.pieces} <= _PLAIN_KINDS
+        and SPACE in known
+        and not any(SPACE in text.lstrip(SPACE) for text in known)
+        and model.marks_spaces
+        and not model.spaces_behind
+        and (not model.changes_letters or (model.rules in _KNOWN_RULES and model.joins_spaces))
+    )
+
+
 def tokenizer_json(model: SentencePieceModel) -> tuple[str | None, str]:
     """The same tokenizer as the contents of a `tokenizer.json`; None and the reason in words where there is none.
 
@@ -82,7 +102,7 @@ def tokenizer_json(model: SentencePieceModel) -> tuple[str | None, str]:
         reason = f"no faster library reads {model.kind} models"
     elif not model.byte_fallback:
         reason = "no faster library reads models without byte fallback"
-    elif not kinds <= {_NORMAL, _UNKNOWN, _CONTROL, _BYTE}:
+    elif not kinds <= _PLAIN_KINDS:
         reason = "it has user-defined or unused pieces"
     elif model.spaces_behind or not model.marks_spaces:
         reason = "it marks spaces in its own way"
@@ -127,6 +147,7 @@ def _read(content: bytes) -> SentencePieceModel:
         unknown=trainer.get(45, b"<unk>").decode(),
         spaces_behind=bool(trainer.get(24, 0)),
         changes_letters=bool(normalizer.get(2, b"")),
+        rules=normalizer.get(1, b"").decode(),
         adds_space_before=bool(normalizer.get(3, 1)),
         joins_spaces=bool(normalizer.get(4, 1)),
         marks_spaces=bool(normalizer.get(5, 1)),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from megatron import log
 from megatron.data.fast_encoder import FastEncoder, agreeing_encoder, hard_texts
 from megatron.data.library_tokenizer import Ids, Lengths, LibraryTokenizer, surround
-from megatron.data.sentencepiece_model import SPACE, needs_normalizing, read_model, tokenizer_json
+from megatron.data.sentencepiece_model import SPACE, is_cut_by_blanks, needs_normalizing, read_model, tokenizer_json
 from megatron.data.tokenizer_files import canonical, read_tokenizer_bytes
 from megatron.errors import ConfigError, DataError
 
@@ -72,12 +73,19 @@ class SentencePieceReference:
     """
 
     name = "sentencepiece"
-    is_cut_by_blanks = False  # a blank is a character of its pieces
 
     def __init__(self, processor: Any, prefix: Sequence[int] = (), added_tokens: Sequence[str] = ()) -> None:
         self._processor = processor
         self._prefix = list(prefix)
         self._added_tokens = tuple(added_tokens)
+
+    @cached_property
+    def is_cut_by_blanks(self) -> bool:
+        """See `sentencepiece_model.is_cut_by_blanks`."""
+        try:
+            return is_cut_by_blanks(read_model(self._processor.serialized_model_proto()))
+        except ValueError:
+            return False
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         """Ids of all texts back to back, and how many belong to each; uses the calling thread only."""

@@ -12,6 +12,7 @@ from sentencepiece import SentencePieceProcessor
 
 from megatron.data import tokenizer_sentencepiece as module
 from megatron.data.fast_encoder import FastEncoder, hard_texts
+from megatron.data.long_text import LongText
 from megatron.data.sentencepiece_model import read_model
 from megatron.data.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
 from megatron.errors import ConfigError, DataError
@@ -81,6 +82,50 @@ def test_the_text_comes_back(tmp_path: Path) -> None:
     tokenizer = load(write_model(tmp_path, **LLAMA_LIKE))
     for text in ("Merhaba dünya, çok güzel ğüşıöç", "안녕 세상아", "👩‍👩‍👧 a\tb\n\n  c", "</s> <s>"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("without", [None, "gigatoken"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, LLAMA_LIKE, {"byte_fallback": False}, {"add_dummy_prefix": False}, {"allow_whitespace_only_pieces": True}],
+)
+def test_long_texts_may_be_cut_before_blanks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], without: str | None
+) -> None:
+    if without:
+        monkeypatch.setitem(sys.modules, without, None)
+    tokenizer = load(write_model(tmp_path, **options), "Llama2Tokenizer")
+    assert tokenizer.is_cut_by_blanks
+    marks = " a \u2581 b \u200b c  d\u3000 e \u0301 f \xa0 g \t h"
+    for text in [
+        *hard_documents(60),
+        " ".join(hard_documents(60)),
+        marks * 40,
+        "ab " * 60,
+        "ab  " * 60,
+        "x" * 80 + " ",
+    ]:
+        found = encode_pieces(tokenizer, text)
+        assert found == tokenizer.encode(text), repr(text[:60])
+
+
+def encode_pieces(tokenizer: LibraryTokenizer, text: str) -> list[int]:
+    first, *rest = LongText(bytearray(text.encode())).pieces(60)
+    return [*tokenizer.encode(first), *(token for piece in rest for token in tokenizer.encode_rest(piece).tolist())]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model_type": "unigram", "vocab_size": 500},
+        {"user_defined_symbols": "of the"},
+        {"treat_whitespace_as_suffix": True},
+        {"split_by_whitespace": False},
+        {"remove_extra_whitespaces": False},
+    ],
+)
+def test_other_models_are_not_cut(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert not load(write_model(tmp_path, **options)).is_cut_by_blanks
 
 
 def test_without_gigatoken_the_ids_are_the_same(
@@ -160,5 +205,5 @@ def test_a_model_only_sentencepiece_can_read_is_left_to_it(
     with pytest.raises(ValueError, match="its file cannot be read here"):
         read_model(b"\x0a\xff")
     monkeypatch.setattr(module, "read_model", lambda content: read_model(b"\x0a\xff"))
-    assert load(path).library == "sentencepiece"
+    assert load(path).library == "sentencepiece" and not load(path).is_cut_by_blanks
     assert "its file cannot be read here" in capsys.readouterr().err
