@@ -181,6 +181,10 @@ def test_plain_lines_and_a_file(trained: dict[str, Any], capsys: pytest.CaptureF
         ("--load a --end-step 3", "--end-step 3 needs a --start-step"),
         ("--load a --start-step 4 --end-step 3", "--end-step 3 needs a --start-step that is not behind it"),
         ("--sample-id-range 1 2", "--seq-length is needed"),
+        (
+            "--sample-id-range 1 2 --train-weighted-split-paths-path /nowhere.txt",
+            "--train-weighted-split-paths-path /nowhere.txt",
+        ),
         ("--seq-length 32 --sample-id-range 1 2", "Give --train-samples"),
         (
             "--seq-length 32 --train-iters 4 --sample-id-range 1 2",
