@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS
+from megatron.config.data import TOKENIZERS, WORDPIECE_TOKENIZERS
 from megatron.config.flags import Area, flag, parse_flags
 
 _SHOWN_FILES = 8
@@ -79,6 +79,9 @@ class PreprocessFlags(Area):
     )
     lang: str = flag("en", "with --split-sentences: language of the texts, as a code (en, tr, zh) or name (english)")
     datasets: tuple[str, ...] = flag((), "read by no version of this tool; accepted", nargs="+")
+    seq_length: int | None = flag(None, "accepted; documents are kept whole", at_least=1)
+    vocab_size: int | None = flag(None, "accepted; the tokenizer tells its size", at_least=1)
+    trust_remote_code: bool = flag(False, "accepted; code that comes with a tokenizer is never run")
     make_vocab_size_divisible_by: int = flag(
         128, "accepted; the width of an id follows from the unpadded vocabulary", at_least=1
     )
@@ -120,9 +123,14 @@ def run(flags: PreprocessFlags) -> int:
     for name, given in (
         ("--datasets", flags.datasets),
         ("--keep-newlines", flags.keep_newlines and not flags.split_sentences),
+        ("--seq-length", flags.seq_length),
+        ("--vocab-size", flags.vocab_size),
+        ("--trust-remote-code", flags.trust_remote_code),
     ):
         if given:
             log.warning(f"{name} changes nothing here and is ignored.")
+    if flags.tokenizer_type in WORDPIECE_TOKENIZERS and not flags.split_sentences:
+        log.warning(f"--tokenizer-type {flags.tokenizer_type} without --split-sentences: BERT trains on sentences.")
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
     files = expand_inputs(flags.input, separator)
     log.info(f"Opening {', '.join(files[:_SHOWN_FILES])}{', ...' * (len(files) > _SHOWN_FILES)} ({len(files)} in all)")

@@ -121,6 +121,19 @@ def test_bad_lines_stop_or_are_skipped(tmp_path: Path, choice: TokenizerChoice) 
     assert done.returncode == 0 and b"2 documents" in done.stderr and b"1 bad lines left out" in done.stderr
 
 
+def test_flags_of_other_forks_are_accepted_and_said_to_change_nothing(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\none\ntwo\n")
+    write_jsonl(tmp_path / "in.jsonl", ["one two"])
+    words = "--input in.jsonl --output-prefix out --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt"
+    words += " --seq-length 2048 --vocab-size 786 --trust-remote-code --keep-newlines --partitions 1 --lang english"
+    done = run([sys.executable, TOOL, *words.split()], tmp_path)
+    assert done.returncode == 0, done.stderr.decode()
+    for name in ("--seq-length", "--vocab-size", "--trust-remote-code", "--keep-newlines"):
+        assert f"warning: {name} changes nothing here and is ignored.".encode() in done.stderr
+    assert b"BertWordPieceLowerCase without --split-sentences: BERT trains on sentences" in done.stderr
+    assert IndexedDataset(tmp_path / "out_text_document")[0].tolist() == [5, 6]
+
+
 def test_a_run_in_parts_goes_on_where_it_stopped(tmp_path: Path, choice: TokenizerChoice) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", hard_documents(300))
     with source.open("ab") as stream:
