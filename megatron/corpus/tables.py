@@ -99,8 +99,7 @@ class _StoreTable:
 
     @cached_property
     def rows(self) -> int:
-        counted, found = self._facts.counted, self._backend.count(self._name)
-        return found if counted is None else min(counted, found)
+        return self._backend.count(self._name, self._facts.counted)
 
     def size_bytes(self, start: int, stop: int | None) -> int | None:
         if self._address.kind != "sqlite":

@@ -117,7 +117,7 @@ class MongoCollections:
             meta = self.database[META_COLLECTION].find_one({"collection_name": name})
             wanted = {} if meta is None or meta.get("num_docs") is None else {"idx": {"$lt": int(meta["num_docs"])}}
             fields = {"idx": 1, **dict.fromkeys(columns, 1)}
-            found = self.database[name].find(wanted, fields).sort([("idx", 1), ("_id", 1)])
+            found = self.database[name].find(wanted, fields).sort("idx", 1)
             found = found.skip(skipped).limit(max(limit, 0)).batch_size(_BATCH_DOCUMENTS)
             for number, entry in enumerate(found if limit else ()):
                 yield entry.get("idx", skipped + number), tuple(entry.get(column) for column in columns)
@@ -128,10 +128,10 @@ class MongoCollections:
             for entry in self.database[name].find({}, {"_id": 0, "idx": 1}).sort("idx", 1):
                 yield entry.get("idx")
 
-    def count(self, name: str) -> int:
-        """Documents of a collection, counted by the server."""
+    def count(self, name: str, below: int | None = None) -> int:
+        """Documents of a collection, counted by the server; with `below`, those whose idx is less."""
         with explained(self.shown):
-            return int(self.database[name].count_documents({}))
+            return int(self.database[name].count_documents({} if below is None else {"idx": {"$lt": below}}))
 
     def close(self) -> None:
         """Closes the client of this process; the next read makes another."""

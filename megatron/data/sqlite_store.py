@@ -151,10 +151,11 @@ class SqliteCollections:
             while rows := cursor.fetchmany(_FETCH_ROWS):
                 yield from (None if idx is None else idx - table.base for (idx,) in rows)
 
-    def count(self, name: str) -> int:
-        """Rows of a table, counted one by one."""
+    def count(self, name: str, below: int | None = None) -> int:
+        """Rows of a table, counted one by one; with `below`, those whose idx is less."""
+        bound = "" if below is None or self._tables[name].order != "idx" else f"WHERE idx < {below}"
         with self._explained():
-            return int(self._connection.execute(f"SELECT count(*) FROM {quoted_name(name)}").fetchone()[0])
+            return int(self._connection.execute(f"SELECT count(*) FROM {quoted_name(name)} {bound}").fetchone()[0])
 
     def close(self) -> None:
         """Closes this thread's connection; the next read opens another."""

@@ -88,8 +88,8 @@ class StoreBackend(Protocol):
         """The idx of every document, sorted, duplicates included; None for a document without one."""
         ...
 
-    def count(self, name: str) -> int:
-        """Documents of a collection, counted."""
+    def count(self, name: str, below: int | None = None) -> int:
+        """Documents of a collection, counted one by one; with `below`, those whose idx is less."""
         ...
 
     def close(self) -> None:

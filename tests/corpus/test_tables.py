@@ -130,6 +130,13 @@ def test_shares_are_the_whole(database: Database, tmp_path: Path, count: int) ->
         assert all(len(read(*share)) > 20 for share in shares)
 
 
+def test_shares_of_holes_duplicates_and_leftovers(database: Database) -> None:
+    numbers = [0, 1, 3, 3, 3, 3, 3, 6, 7, 8, 9]
+    database.write({"web": [(number, str(number)) for number in numbers]}, counted={"web": 7}, index="plain")
+    shares = [share_of([database.address("web")], Shard(number, 4)) for number in range(1, 5)]
+    assert [text for share in shares for text in read(*share)] == ["0", "1", *["3"] * 5, "6"]
+
+
 def test_progress_reaches_the_whole(sqlite_database: Database) -> None:
     sqlite_database.write({"web": numbered(TEXTS)})
     path = sqlite_database.address("web")
