@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megatron import log
 from megatron.corpus.cleaning.cleaner import SHOWN_CHARACTERS, CleanedBlock, Cleaner, Dropped
 from megatron.corpus.cleaning.contamination import EvaluationSets
-from megatron.corpus.cleaning.duplicates import DuplicateFilter
+from megatron.corpus.cleaning.duplicates import DuplicateFilter, ExactDuplicates
 from megatron.corpus.cleaning.entries import document_of
 from megatron.corpus.cleaning.options import CleanOptions
 from megatron.corpus.cleaning.output import check_output, write_lines
@@ -144,9 +144,14 @@ def _check_twice_readable(inputs: Sequence[str]) -> None:
 def _ignore_frequent_runs(evaluation: EvaluationSets, counter: Cleaner, source: Iterator[Block], workers: int) -> None:
     log.info(f"Counting {len(evaluation):,} word runs of the evaluation texts in the input")
     occurrences = np.zeros(len(evaluation), np.int64)
+    copies = ExactDuplicates() if counter.options.exact_duplicates else None
     with _cleaning(counter, source, workers) as counted:
         for _, result in counted:
-            np.add.at(occurrences, result.runs, 1)
+            runs = result.runs
+            if copies is not None:
+                is_first = np.array([verdict is None for verdict in copies.judge(result)], np.bool_)
+                runs = runs[is_first[result.run_texts]]
+            np.add.at(occurrences, runs, 1)
     frequent = evaluation.ignore(occurrences)
     log.info(f"{int(np.count_nonzero(occurrences)):,} occur, of which {frequent:,} are too frequent to count")
 

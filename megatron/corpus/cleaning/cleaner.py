@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -76,11 +76,11 @@ class CleanedBlock:
         output: their lines; `sizes` has the bytes and `pieces` the lines of each.
         originals: the lines of all documents as they were read, if they are wanted; `original_sizes` has the bytes.
         digests: hash of each text that passed, if exact duplicates are to be found.
-        runs: numbers of the evaluation texts' runs that occur, if they are counted.
+        runs: numbers of the evaluation texts' runs that occur, if they are counted, and the text of each: `run_texts`.
         signatures, band_keys: see `Signer`, if near duplicates are to be found.
 
     Shapes:
-        passed, sizes, pieces: int64 [p]; original_sizes: int64 [documents] or [0]; runs: int64 [occurrences];
+        passed, sizes, pieces: int64 [p]; original_sizes: int64 [documents] or [0]; runs, run_texts: int64 [r];
         digests: uint64 [p, 2] or [0, 2]; signatures: uint16 [p, permutations] or [0, 0];
         band_keys: uint64 [p, bands] or [0, 0].
     """
@@ -94,6 +94,7 @@ class CleanedBlock:
     original_sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 2), np.uint64))
     runs: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    run_texts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     signatures: npt.NDArray[np.uint16] = field(default_factory=lambda: np.zeros((0, 0), np.uint16))
     band_keys: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros((0, 0), np.uint64))
     output: bytes = b""
@@ -158,9 +159,12 @@ class Cleaner:
         """The evaluation runs that occur in a block, each as often as it does."""
         cleaned = CleanedBlock(len(entries))
         if self._splitter is not None and self.evaluation is not None:
-            words = self._splitter.split([entry.text for entry in entries if entry.text is not None])
-            runs = [match.run for matches in self.evaluation.matches(words) for match in matches]
-            cleaned.runs = np.array(runs, np.int64)
+            texts = [entry.text for entry in entries if entry.text is not None]
+            matches = self.evaluation.matches(self._splitter.split(texts))
+            cleaned.runs = np.array([match.run for found in matches for match in found], np.int64)
+            cleaned.run_texts = np.repeat(np.arange(len(texts)), [len(found) for found in matches])
+            if self.options.exact_duplicates:
+                cleaned.digests = _digests(texts)
         return cleaned
 
     def _judge_words(
@@ -188,7 +192,7 @@ class Cleaner:
         choice = self.options.contamination
         if not matches or choice is None:
             return None
-        shown = text[matches[0].start : matches[0].stop]
+        shown = text[matches[0].start : matches[0].stop][: 4 * SHOWN_CHARACTERS]
         if choice.drops:
             return Verdict(CONTAMINATED, shown)
         found = pieces_around(text, matches, choice)
@@ -236,8 +240,7 @@ class Cleaner:
         cleaned.pieces = np.array([len(pieces.get(number, "1")) for number in texts], np.int64)
         cleaned.output = b"".join(lines)
         if options.exact_duplicates:
-            hashes = b"".join([text_digest(text) for text in texts.values()])
-            cleaned.digests = np.frombuffer(hashes, np.uint64).reshape(-1, 2)
+            cleaned.digests = _digests(texts.values())
         if options.keep_originals:
             originals = [entry.raw if entry.raw is not None else _unwritten(entry, options.key) for entry in entries]
             cleaned.original_sizes = np.array([len(line) for line in originals], np.int64)
@@ -253,6 +256,10 @@ def text_digest(text: str) -> bytes:
     if not plain.isascii():
         plain = unicodedata.normalize("NFC", plain)
     return hashlib.blake2b(plain.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _digests(texts: Iterable[str]) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(b"".join([text_digest(text) for text in texts]), np.uint64).reshape(-1, 2)
 
 
 def _filters(options: CleanOptions) -> list[DocumentFilter]:

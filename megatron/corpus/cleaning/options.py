@@ -113,11 +113,16 @@ class CleanOptions:
     most_examples: int = 3
 
     def only_counting(self) -> CleanOptions:
-        """What is needed to read documents and to find evaluation texts in them."""
+        """What is needed to read documents and to find evaluation texts in them.
+
+        Copies that will be dropped are not counted, so that a test does not pass for a common phrase because one page
+        with it was copied often.
+        """
         return CleanOptions(
             key=self.key,
             kept_columns=self.kept_columns,
             document_separator=self.document_separator,
             contamination=self.contamination,
+            exact_duplicates=self.exact_duplicates or self.near is not None,
             skip_bad_lines=True,
         )

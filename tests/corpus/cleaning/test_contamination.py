@@ -88,6 +88,11 @@ def test_common_phrases_stay(tmp_path: Path, choice: ContaminationChoice) -> Non
         assert report.changed_documents == 1
     kept, report = clean_texts(tmp_path, texts[1:], CleanOptions(contamination=choice))
     assert report.changed_documents == 11
+    copies = [texts[0]] * 11
+    kept, report = clean_texts(tmp_path, copies, CleanOptions(contamination=choice))
+    assert kept == copies
+    kept, report = clean_texts(tmp_path, copies, CleanOptions(contamination=choice, exact_duplicates=True), 2, 4000)
+    assert report.changed_documents == 1 and PHRASE not in " ".join(kept)
 
 
 def test_no_run_is_left(tmp_path: Path) -> None:
