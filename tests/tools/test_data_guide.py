@@ -33,7 +33,7 @@ def shell_blocks(text: str) -> str:
 def test_every_data_command_of_the_documents_works(tmp_path: Path) -> None:
     for package in ("sentencex", "sentencepiece", "ftfy", "py3langid", "datasketch", "pyarrow"):
         pytest.importorskip(package, reason=f"the guide needs {package}")
-    for name in ("tools", "megatron"):
+    for name in ("tools", "megatron", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     write_corpus(tmp_path / "corpus.jsonl")
     readme = (ROOT / "README.md").read_text()
@@ -56,6 +56,8 @@ def test_every_data_command_of_the_documents_works(tmp_path: Path) -> None:
     )
     assert len(sentences.documents) == len(documents.documents) < len(sentences)
     assert json.loads((data / "clean-report.json").read_text())
+    assert re.search(r"lm loss demo_text_document: \d\.\d+E[+-]\d+ \| lm loss windows\S*: ", finished.stdout)
+    assert len((data / "steps.jsonl").read_text().splitlines()) >= 8
     assert len((data / "spike.jsonl").read_text().splitlines()) == 2
 
 

@@ -76,7 +76,7 @@ def check_tool(path: str, words: list[str]) -> None:
         found = [one for one in found if one.__name__.lower() == f"{words[0]}flags"]
         words = words[1:]
     (flags,) = found
-    if path == "tools/generate_samples_gpt.py":
+    if path in ("tools/generate_samples_gpt.py", "tools/sample_idxs_to_text.py"):  # they take the trainer's flags too
         parse_over(flags, words, path)
         return
     if words and not words[0].startswith("-"):
