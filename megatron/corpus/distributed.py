@@ -18,7 +18,7 @@ from megatron.corpus.merge import merge, remove_pair
 from megatron.corpus.preprocess import BLOCK_BYTES, PreprocessResult, preprocess, preprocess_blocks
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import check_inputs
-from megatron.errors import StorageError
+from megatron.errors import ConfigError, StorageError
 
 _COMPARED_BYTES = 1 << 22
 
@@ -57,6 +57,12 @@ def share_of_rank(inputs: Sequence[str], draw: Draw, options: EncodeOptions, cre
         check_inputs(files, options.keys)
         share = share_of(files, Shard(crew.rank + 1, crew.size))
         return lambda prefix: preprocess(share, prefix, options, 1, progress)
+    addresses = [value for value in inputs if "://" in value]
+    if addresses:
+        raise ConfigError(
+            f"--split, --count and --shuffle draw from files, folders and data sets of the hub; --input {addresses[0]} "
+            "is none. Leave them out, or write its rows as jsonl first."
+        )
     named = tuple(inputs) if len(inputs) == 1 and not os.path.isfile(inputs[0]) else expand_inputs(inputs)
     opened: list[HubRows] = []
     crew.on_first(lambda: opened.append(open_rows(named, draw.split)))  # may fetch it; the others find it in the cache

@@ -25,7 +25,7 @@ from megatron.corpus.preprocess import BLOCK_BYTES, PreprocessResult, preprocess
 from megatron.corpus.progress import Progress
 from megatron.corpus.provenance import versions
 from megatron.corpus.sources import blocks, check_inputs, total_bytes
-from megatron.corpus.tables import file_beneath
+from megatron.corpus.tables import file_beneath, is_table, open_table
 from megatron.data.atomic_files import check_writable, storage_error, write_atomically
 from megatron.data.indexed import IndexedDataset
 from megatron.data.sidecar import Sidecar, TokenizerRecord, check_replaceable, read_sidecar
@@ -132,15 +132,10 @@ def _description(shares: Shares, options: EncodeOptions, encoder: Encoder) -> di
     Bad lines are not among it: a part without any is the same whether they are skipped or not, see `_is_finished`.
     """
     paths = dict.fromkeys(entry.path for share in shares for entry in share)
-    files = [file_beneath(path) for path in paths]
-    states = [os.stat(file) if os.path.exists(file) else None for file in files]
     sentences = options.sentences
     description = {
-        "inputs": [
-            [without_password(path), state and state.st_size, state and state.st_mtime_ns]
-            for path, state in zip(paths, states, strict=True)
-        ],
-        "shares": [[(without_password(entry.path), entry.start, entry.stop) for entry in share] for share in shares],
+        "inputs": [[without_password(path), *_state(path)] for path in paths],
+        "shares": [[[without_password(one.path), one.start, one.stop] for one in share] for share in shares],
         "keys": options.keys,
         "append_eod": options.append_eod,
         "document_separator": options.document_separator,
@@ -150,6 +145,16 @@ def _description(shares: Shares, options: EncodeOptions, encoder: Encoder) -> di
     }
     copied: dict[str, Any] = json.loads(json.dumps(description))
     return copied
+
+
+def _state(path: str) -> list[int]:
+    """What changes when an input does: size and time of change of a file, rows of a table."""
+    rows = [open_table(path).rows] if is_table(path) else []
+    beneath = file_beneath(path)
+    if not os.path.isfile(beneath):
+        return rows
+    state = os.stat(beneath)
+    return [*rows, state.st_size, state.st_mtime_ns]
 
 
 def _take_over(folder: Path, description: Mapping[str, Any], wholes: Sequence[str]) -> bool:

@@ -140,6 +140,13 @@ def test_a_seed_that_was_drawn_gives_the_same_order_again(
     assert both(tmp_path / "out" / "o") == found
 
 
+def test_databases_are_not_drawn_from(choice: TokenizerChoice) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--split, --count and --shuffle draw from files.*--input sqlite:///a\.db is no"
+    ):
+        share_of_rank(["sqlite:///a.db"], Draw(count=5), EncodeOptions(choice), Crew.alone(), quiet())
+
+
 def test_a_failure_of_one_rank_is_everybodys_and_leaves_nothing(tmp_path: Path, choice: TokenizerChoice) -> None:
     path = tmp_path / "in.jsonl"
     write_lines(path, TEXTS)

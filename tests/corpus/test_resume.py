@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sqlite3
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ import pytest
 from megatron.corpus import preprocess as preprocess_module
 from megatron.corpus import resume as resume_module
 from megatron.corpus.encode import EncodeOptions, Encoder
-from megatron.corpus.inputs import Shard
+from megatron.corpus.inputs import Shard, expand_inputs
 from megatron.corpus.preprocess import PreprocessResult, preprocess
 from megatron.corpus.progress import Progress
 from megatron.corpus.resume import divide, preprocess_in_parts
@@ -220,6 +221,32 @@ def test_parts_of_another_run_are_kept_and_named(tmp_path: Path, options: Encode
     with pytest.raises(ConfigError, match=r"with other --input \(files, their sizes and times of change\): .* then"):
         in_parts(tmp_path, options)
     assert names(parts) == before
+
+
+def test_tables_are_divided_by_rows_and_watched(
+    tmp_path: Path, choice: TokenizerChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sqlite3.connect(tmp_path / "in.db") as connection:
+        connection.execute("CREATE TABLE docs (text TEXT)")
+        connection.executemany("INSERT INTO docs VALUES (?)", [(text or "x",) for text in hard_documents(50)])
+    connection.close()
+    options = EncodeOptions(choice)
+    (path,) = expand_inputs([f"sqlite:///{tmp_path}/in.db"])
+    preprocess((path,), f"{tmp_path}/whole/o", options, 1, quiet())
+
+    def run() -> None:
+        shares = divide([path], 3, None, None, options.keys)
+        assert len(shares) == 3
+        preprocess_in_parts(shares, f"{tmp_path}/out/o", options, 1, quiet())
+
+    run()
+    assert pairs(tmp_path / "out") == pairs(tmp_path / "whole")
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(resume_module, "merge", None)
+        run()
+    os.utime(tmp_path / "in.db", ns=(0, 0))
+    with pytest.raises(ConfigError, match=r"with other --input \(files, their sizes and times of change\)"):
+        run()
 
 
 def test_bad_lines_may_be_skipped_at_the_second_try(tmp_path: Path, options: EncodeOptions) -> None:
