@@ -161,10 +161,12 @@ def explained(shown: str) -> Iterator[None]:
     """Turns what the driver raises into a sentence with the address.
 
     Raises:
-        DataError: the server refused, or two documents have the same idx.
+        DataError: the server refused, two documents have the same idx, or one is too long.
         StorageError: the server cannot be reached.
     """
     pymongo = _pymongo(shown)
+    import bson.errors
+
     try:
         yield
     except (pymongo.errors.DuplicateKeyError, pymongo.errors.BulkWriteError) as failure:
@@ -178,6 +180,11 @@ def explained(shown: str) -> Iterator[None]:
         ) from failure
     except pymongo.errors.PyMongoError as failure:
         raise DataError(f"{shown}: the server refused: {failure}.") from failure
+    except bson.errors.BSONError as failure:
+        raise DataError(
+            f"{shown}: a document cannot be sent or read: {failure}. MongoDB holds 16 MB a document, in UTF-8; divide "
+            "it, or keep it in a SQLite file."
+        ) from failure
 
 
 def _first_reason(failure: Any) -> str:

@@ -11,16 +11,19 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.corpus import store_writers
+from megatron.corpus import store, store_writers
 from megatron.corpus.progress import Progress
 from megatron.corpus.store import ImportOptions, ImportResult, audit, fetch_samples, import_files, time_fetches
 from megatron.corpus.store_writers import open_writer
 from megatron.data.document_store import open_backend, open_store
+from megatron.data.mongo_store import explained
 from megatron.data.store_address import StoreAddress
 from megatron.errors import ConfigError, DataError, StorageError
 from tests.data.stores import KINDS, Database, new_database, numbered
@@ -292,6 +295,56 @@ def test_an_import_that_was_taken_over_is_not_counted(mongo_database: Database, 
     assert slow.records() == []
 
 
+def test_two_imports_that_begin_together(
+    mongo_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["a"])
+    put(mongo_database, "web", path)
+    entries = mongo_database.mongo()["meta_info"]
+
+    def hold(process: int) -> None:
+        holder = {"machine": store_writers.THIS_MACHINE, "process": process}
+        entries.update_one({"collection_name": "web"}, {"$set": {"importer": holder}})
+
+    def is_running(process: int) -> bool:
+        hold(process + 1)  # the other one is quicker
+        return False
+
+    hold(1)
+    monkeypatch.setattr(store_writers, "is_running", is_running)
+    with pytest.raises(ConfigError, match="another process began to import into collection 'web' at this moment"):
+        put(mongo_database, "web", jsonl(tmp_path / "b.jsonl", ["b"]))
+    assert texts_of(mongo_database, "web") == ["a"]
+
+
+def test_what_the_driver_refuses_is_said(mongo_database: Database) -> None:
+    pymongo = pytest.importorskip("pymongo")
+    writer: Any = open_writer(StoreAddress.of(mongo_database.base), "web")
+    writer.begin()
+    writer.append(["a"], None)
+    writer._next = 0
+    with pytest.raises(DataError, match=r"a document could not be added: .*E11000.*run one at a time"):
+        writer.append(["b"], None)
+    with (
+        pytest.raises(DataError, match=r"mongodb://h/d: the server refused: not authorized"),
+        explained("mongodb://h/d"),
+    ):
+        raise pymongo.errors.OperationFailure("not authorized")
+    with pytest.raises(DataError, match=r"cannot be sent or read: BSON too large.*16 MB"), explained("mongodb://h/d"):
+        raise pymongo.errors.DocumentTooLarge("BSON too large")
+
+
+def test_a_file_that_becomes_unreadable(
+    sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any, **options: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store, "open", refuse, raising=False)
+    with pytest.raises(DataError, match=r"a\.jsonl cannot be read: Input/output error"):
+        put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
+
+
 def test_two_imports_at_once(sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_writers, "BUSY_SECONDS", 0.05)
     first = open_writer(StoreAddress.of(sqlite_database.base), "web")
@@ -365,6 +418,22 @@ def test_samples_are_drawn_into_a_file_a_process(sqlite_database: Database, tmp_
     assert set(Path(f"{prefix}-again0.txt").read_text().splitlines()) == drawn
     with pytest.raises(ConfigError, match="--nsample 31 is more than the 30 documents"):
         fetch_samples(sqlite_database.base, 31, 1, prefix, "\n", seed=5)
+
+
+def test_a_process_that_is_killed_while_it_draws(
+    sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(ThreadPoolExecutor):
+        def __init__(self, processes: int, context: Any) -> None:
+            super().__init__(processes)
+
+        def submit(self, *given: Any, **options: Any) -> Any:
+            raise BrokenProcessPool("killed")
+
+    sqlite_database.write({"web": numbered(["a", "b"])})
+    monkeypatch.setattr(store, "ProcessPoolExecutor", Broken)
+    with pytest.raises(StorageError, match=r"part<i>\.txt was killed .*fewer processes than --num-process 2"):
+        fetch_samples(sqlite_database.base, 2, 2, str(tmp_path / "part"), "\n", seed=1)
 
 
 def test_a_process_that_draws_and_fails_is_heard(sqlite_database: Database, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "py3langid": ("megatron/corpus/cleaning/language.py",),
     "datasketch": ("megatron/corpus/cleaning/signatures.py",),
     "pymongo": ("megatron/data/mongo_store.py",),
+    "bson": ("megatron/data/mongo_store.py",),  # comes with it
     "xxhash": ("megatron/corpus/provenance.py",),
     "datasets": ("megatron/corpus/hub.py",),
     "apache_beam": ("megatron/corpus/featurize_beam.py",),
