@@ -20,19 +20,21 @@ import numpy as np
 from megatron import log
 from megatron.corpus.copying import copy_into, write_all
 from megatron.corpus.crew import Crew
-from megatron.data.atomic_files import storage_error, sync_directory, temporary_beside
+from megatron.data.atomic_files import discard, publish_together, storage_error, temporary_beside
 from megatron.data.index_layout import IndexLayout
 from megatron.data.indexed import IndexedDataset, clear_leftovers
 from megatron.data.sidecar import (
     Sidecar,
     SourceRecord,
     check_replaceable,
+    is_sidecar,
     read_sidecar,
     remove_sidecar,
-    write_sidecar,
+    sidecar_path,
+    write_temporary_sidecar,
 )
 from megatron.data.token_index import read_token_index
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, StorageError
 
 _CHUNK_ENTRIES = 1 << 20
 _PROBE_BYTES = 1 << 12
@@ -236,7 +238,7 @@ def _temporaries(plan: MergePlan, crew: Crew) -> Iterator[tuple[str, str]]:
         yield names[0], names[1]
     finally:
         for path in own:
-            path.unlink(missing_ok=True)
+            discard(path)
 
 
 def _create(plan: MergePlan, bin_path: Path, idx_path: Path) -> list[str]:
@@ -247,7 +249,7 @@ def _create(plan: MergePlan, bin_path: Path, idx_path: Path) -> list[str]:
             with path.open("xb") as stream:
                 stream.truncate(size)
     except OSError as failure:
-        raise storage_error(Path(f"{plan.output_prefix}.bin"), failure) from failure
+        raise _refused(plan, failure) from failure
     return [str(bin_path), str(idx_path)]
 
 
@@ -266,7 +268,11 @@ def _copy(plan: MergePlan, own: Sequence[int], bin_path: Path, idx_path: Path) -
             os.fsync(target.fileno())
             os.fsync(index.fileno())
     except OSError as failure:
-        raise storage_error(Path(f"{plan.output_prefix}.bin"), failure) from failure
+        raise _refused(plan, failure) from failure
+
+
+def _refused(plan: MergePlan, failure: OSError) -> StorageError:
+    return storage_error(Path(f"{plan.output_prefix}.bin"), failure, plan.bin_bytes + plan.index.size_bytes)
 
 
 def _copy_part(plan: MergePlan, part: Part, before: _Start, target: int, index: int) -> None:
@@ -303,20 +309,15 @@ def _publish(plan: MergePlan, sidecar: Sidecar | None, bin_path: Path, idx_path:
     """Checks the finished files and gives them their names, `.idx` last."""
     _verify(plan, bin_path, idx_path)
     final_bin, final_idx = (Path(f"{plan.output_prefix}.{suffix}") for suffix in ("bin", "idx"))
+    files, described = [(bin_path, final_bin), (idx_path, final_idx)], sidecar_path(plan.output_prefix)
+    if sidecar is None:
+        publish_together(files, [described] if is_sidecar(described) else [])
+        return
+    temporary = write_temporary_sidecar(plan.output_prefix, sidecar)
     try:
-        if final_idx.exists():
-            final_idx.unlink()
-            sync_directory(final_idx.parent)
-        bin_path.replace(final_bin)
-        if sidecar is None:
-            remove_sidecar(plan.output_prefix)
-        else:
-            write_sidecar(plan.output_prefix, sidecar)
-        sync_directory(final_bin.parent)
-        idx_path.replace(final_idx)
-        sync_directory(final_idx.parent)
-    except OSError as failure:
-        raise storage_error(final_idx, failure) from failure
+        publish_together([files[0], (temporary, described), files[1]])
+    finally:
+        discard(temporary)
 
 
 def _verify(plan: MergePlan, bin_path: Path, idx_path: Path) -> None:

@@ -14,7 +14,7 @@ from megatron.corpus.progress import Progress
 from megatron.corpus.provenance import SourceLog, versions
 from megatron.corpus.sources import Block, blocks, check_inputs
 from megatron.corpus.workers import WorkerPool, usable_cores
-from megatron.data.indexed import IndexedWriter
+from megatron.data.indexed import IndexedWriter, publish_pairs
 from megatron.data.sidecar import Sidecar, TokenizerRecord, check_replaceable
 from megatron.errors import DataError
 
@@ -125,6 +125,7 @@ def preprocess_blocks(
         result = _write(encoded, writers, prefixes, options, progress)
         for writer, empty in zip(writers, result.empty_of_key, strict=True):
             writer.describe_with(_sidecar(writer, empty, result.skipped, encoder, sources))
+        publish_pairs(writers)
         return result
 
 

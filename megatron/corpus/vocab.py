@@ -18,7 +18,7 @@ from megatron.corpus.documents import parse_block
 from megatron.corpus.inputs import expand_inputs
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import blocks, check_inputs
-from megatron.data.atomic_files import check_writable, storage_error, write_atomically
+from megatron.data.atomic_files import check_writable, discard, publish_together, storage_error, write_temporary
 from megatron.data.tokenizer import GPT2_END_OF_DOCUMENT
 from megatron.data.tokenizer_gpt2 import byte_level_bpe
 from megatron.errors import ConfigError, DataError
@@ -183,20 +183,23 @@ def check_vocabulary_place(prefix: str, model_type: str) -> None:
 
 
 def save_vocabulary(prefix: str, files: Mapping[str, bytes]) -> list[Path]:
-    """Writes the files of a vocabulary, named by the prefix and their suffix; each appears only when it is complete.
+    """Writes the files of a vocabulary, named by the prefix and their suffix: all of them, or none.
 
     Raises:
         StorageError: the file system refused.
     """
-    paths = []
-    for suffix, content in files.items():
-        path = Path(prefix + suffix)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as failure:
-            raise storage_error(path, failure) from failure
-        write_atomically(path, functools.partial(_write, content))
-        paths.append(path)
+    paths = [Path(prefix + suffix) for suffix in files]
+    temporaries: list[Path] = []
+    try:
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+        for path, content in zip(paths, files.values(), strict=True):
+            temporaries.append(write_temporary(path, functools.partial(_write, content), len(content)))
+        publish_together(list(zip(temporaries, paths, strict=True)))
+    except OSError as failure:
+        raise storage_error(paths[0], failure) from failure
+    finally:
+        for temporary in temporaries:
+            discard(temporary)
     return paths
 
 

@@ -6,6 +6,7 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -14,7 +15,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,11 +102,39 @@ def check_writable(path: Path) -> None:
         raise storage_error(path, failure) from failure
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], None], *, durable: bool = True) -> None:
+def write_atomically(
+    path: Path, write: Callable[[BinaryIO], None], needed_bytes: int | None = None, *, durable: bool = True
+) -> None:
     """Writes a file through `write` and gives it its name once it is on disk.
 
     Args:
         durable: false does not wait for the disk; a crash of the machine may then leave the name with other content.
+        needed_bytes: size of the file, for the sentence of a full disk; None when unknown.
+
+    Raises:
+        StorageError: the file system refused; nothing is left behind.
+    """
+    temporary = write_temporary(path, write, needed_bytes, durable=durable)
+    try:
+        temporary.replace(path)
+        if durable:
+            sync_directory(path.parent)
+    except OSError as failure:
+        raise storage_error(path, failure, needed_bytes) from failure
+    finally:
+        discard(temporary)
+
+
+def write_temporary(
+    path: Path, write: Callable[[BinaryIO], None], needed_bytes: int | None = None, *, durable: bool = True
+) -> Path:
+    """Writes the contents that a file is to have through `write`, under a temporary name beside it, and syncs them.
+
+    Args:
+        needed_bytes, durable: see `write_atomically`.
+
+    Returns:
+        the temporary name.
 
     Raises:
         StorageError: the file system refused; nothing is left behind.
@@ -117,13 +146,60 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None], *, durable: 
             stream.flush()
             if durable:
                 os.fsync(stream.fileno())
-        temporary.replace(path)
-        if durable:
-            sync_directory(path.parent)
-    except OSError as failure:
-        raise storage_error(path, failure) from failure
-    finally:
-        temporary.unlink(missing_ok=True)
+    except BaseException as failure:
+        discard(temporary)
+        if isinstance(failure, OSError):
+            raise storage_error(path, failure, needed_bytes) from failure
+        raise
+    return temporary
+
+
+def publish_together(files: Sequence[tuple[Path, Path]], removed: Sequence[Path] = ()) -> None:
+    """Gives complete files, which lie under temporary names in one folder, their names, in order.
+
+    What bore these names is put aside first, the last one before the others, and comes back if a step is refused. A
+    crash in between leaves the last name without a file.
+
+    Args:
+        files: (temporary name, final name).
+        removed: what is to go together with the older files; it need not exist.
+
+    Raises:
+        StorageError: the file system refused; the older files are as they were.
+    """
+    folder = files[-1][1].parent
+    aside: list[tuple[Path, Path]] = []
+    placed: list[Path] = []
+    try:
+        for older in (*(final for _, final in reversed(files)), *removed):
+            if older.exists():
+                place = temporary_beside(older)
+                older.replace(place)
+                aside.append((place, older))
+                sync_directory(folder)
+        for temporary, final in files:
+            if final == files[-1][1]:
+                sync_directory(folder)
+            temporary.replace(final)
+            placed.append(final)
+    except BaseException as failure:
+        for final in placed:
+            discard(final)
+        for place, older in reversed(aside):
+            with contextlib.suppress(OSError):  # the file keeps its temporary name, which is better than to lose it
+                place.replace(older)
+        if isinstance(failure, OSError):
+            raise storage_error(files[-1][1], failure) from failure
+        raise
+    sync_directory(folder)
+    for place, _ in aside:
+        discard(place)
+
+
+def discard(temporary: Path) -> None:
+    """Removes a file that is not needed any more; that it cannot be removed is not what anybody must hear of."""
+    with contextlib.suppress(OSError):
+        temporary.unlink()
 
 
 def sync_directory(directory: Path) -> None:
@@ -163,15 +239,24 @@ _SYNC_FILE_RANGE = _sync_file_range()
 _SYNC_FILE_RANGE_WRITE = 2
 
 
-def storage_error(path: Path, failure: OSError) -> StorageError:
-    """Turns a refused write into a sentence with the path and the reason; with the free space where that is one."""
+def storage_error(path: Path, failure: OSError, needed_bytes: int | None = None) -> StorageError:
+    """Turns a refused write into a sentence with the path and the reason; with the free space where that is one.
+
+    Args:
+        needed_bytes: what the file takes, or at least takes; None when unknown.
+    """
     reason = failure.strerror or str(failure)
     if failure.errno == errno.EISDIR:
         return StorageError(f"Cannot write {path}: {reason}. Give the path of a file.")
+    if failure.errno == errno.EIO:
+        return StorageError(f"Cannot write {path}: {reason}. The disk or its connection fails: use another one.")
     if failure.errno not in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"Cannot write {path}: {reason}. Choose a folder that can be written.")
+    need = "" if needed_bytes is None else f"it takes at least {needed_bytes:,} bytes, "
     try:
         free = f"{shutil.disk_usage(path.parent).free:,} bytes are free there"
     except OSError:
         free = "its folder cannot be examined"
-    return StorageError(f"Cannot write {path}: {reason} ({free}). Free some space or choose a folder on another disk.")
+    return StorageError(
+        f"Cannot write {path}: {reason} ({need}{free}). Free some space or choose a folder on another disk."
+    )

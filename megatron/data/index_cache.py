@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from megatron import log
-from megatron.data.atomic_files import write_atomically
+from megatron.data.atomic_files import storage_error, write_atomically
 from megatron.errors import StorageError
 
 try:
@@ -91,8 +91,9 @@ class IndexCache:
                 self._store(stem, record, arrays)
                 return {name: _load_array(self._array_path(stem, name)) for name in arrays}
         except (OSError, StorageError) as failure:
-            reason = failure.strerror if isinstance(failure, OSError) else str(failure)
-            text = f"The index cache {self.directory} cannot be written: {reason}. Set --data-cache-path."
+            if isinstance(failure, OSError):
+                failure = storage_error(self.directory, failure)
+            text = f"The index cache {self.directory} cannot be written: {failure} Set --data-cache-path."
             if self.required:
                 raise StorageError(text) from failure
             log.warning(f"{text} Until then each process computes the order of samples in its own memory.")
@@ -102,7 +103,8 @@ class IndexCache:
         files: dict[str, dict[str, object]] = {}
         for name, array in arrays.items():
             facts: dict[str, object] = {}
-            write_atomically(self._array_path(stem, name), functools.partial(_save_array, array, facts), durable=False)
+            write = functools.partial(_save_array, array, facts)
+            write_atomically(self._array_path(stem, name), write, array.nbytes, durable=False)
             files[name] = facts
         stored = {"description": record, "files": files}
         text = json.dumps({**stored, "crc32": _crc32_of(stored)}, indent=1, sort_keys=True)

@@ -11,7 +11,7 @@ import operator
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, BinaryIO, overload
@@ -21,16 +21,18 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from megatron import log
 from megatron.data.atomic_files import (
+    discard,
+    publish_together,
     remove_leftovers,
     start_write_back,
     storage_error,
-    sync_directory,
     temporary_beside,
+    write_temporary,
 )
 from megatron.data.index_layout import IndexLayout
-from megatron.data.sidecar import Sidecar, remove_sidecar, sidecar_path, write_sidecar
+from megatron.data.sidecar import Sidecar, is_sidecar, sidecar_path, write_temporary_sidecar
 from megatron.data.token_index import CODE_OF_DTYPE, LONGEST_SEQUENCE_TOKENS, read_token_index
-from megatron.errors import DataError
+from megatron.errors import DataError, StorageError
 
 _NARROW_VOCABULARY_LIMIT = 65500
 _COPY_ENTRIES = 1 << 20
@@ -206,16 +208,22 @@ class IndexedWriter:
         self.sequences = 0
         self.tokens = 0
         self.document_count = 0
+        self._prefix = prefix
         self._sidecar: Sidecar | None = None
+        self._ready: list[tuple[Path, Path]] = []
+        self._is_published = False
+        self._streams: list[IO[bytes]] = []
         clear_leftovers(prefix)
         self._temporary_bin = temporary_beside(self.bin_path)
         try:
             self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-            self._bin: BinaryIO = self._temporary_bin.open("xb", buffering=1 << 20)
-            self._lengths = tempfile.TemporaryFile(dir=self.bin_path.parent, buffering=1 << 18)
-            self._documents = tempfile.TemporaryFile(dir=self.bin_path.parent, buffering=1 << 18)
+            self._streams.append(self._temporary_bin.open("xb", buffering=1 << 20))
+            for _ in range(2):
+                self._streams.append(tempfile.TemporaryFile(dir=self.bin_path.parent, buffering=1 << 18))
         except OSError as failure:
+            self._abandon()
             raise storage_error(self.bin_path, failure) from failure
+        self._bin, self._lengths, self._documents = self._streams
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -224,8 +232,8 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
-                self._finish()
+            if kind is None and not self._is_published:
+                publish_pairs([self])
         finally:
             self._abandon()
 
@@ -279,7 +287,7 @@ class IndexedWriter:
         try:
             self._bin.seek(self.tokens * self.dtype.itemsize)
         except OSError as failure:
-            raise storage_error(self.bin_path, failure) from failure
+            raise self._refused(failure) from failure
         return str(self._temporary_bin), start
 
     def _checked_tables(
@@ -320,7 +328,7 @@ class IndexedWriter:
                 size = min(_COPY_BYTES, dataset.tokens * self.dtype.itemsize - start)
                 self._bin.write(dataset._read(start, size))
         except OSError as failure:
-            raise storage_error(self.bin_path, failure) from failure
+            raise self._refused(failure) from failure
         for start in range(0, len(dataset), _COPY_ENTRIES):
             self._append(b"", dataset.lengths[start : start + _COPY_ENTRIES].astype(np.int64), np.empty(0, np.int64))
         for start in range(1, len(dataset.documents), _COPY_ENTRIES):
@@ -352,14 +360,13 @@ class IndexedWriter:
             self._lengths.write(lengths.astype("<i4").tobytes())
             self._documents.write(document_ends.astype("<i8").tobytes())
         except OSError as failure:
-            raise storage_error(self.bin_path, failure) from failure
+            raise self._refused(failure) from failure
         self.sequences += len(lengths)
         self.tokens += int(lengths.sum())
         self.document_count += len(document_ends)
 
-    def _finish(self) -> None:
-        """Writes the `.idx` file and gives both their names; a crash in between leaves no pair that does not match."""
-        temporary_idx = temporary_beside(self.idx_path)
+    def _complete(self) -> None:
+        """Puts everything on disk under temporary names."""
         try:
             self._bin.flush()
             written = os.fstat(self._bin.fileno()).st_size
@@ -369,28 +376,21 @@ class IndexedWriter:
                     f"{self.tokens * self.dtype.itemsize}; nothing was published. Run the same command again."
                 )
             os.fsync(self._bin.fileno())
-            with temporary_idx.open("xb", buffering=1 << 20) as stream:
-                self._write_index(stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            if self.idx_path.exists():
-                self.idx_path.unlink()
-                sync_directory(self.idx_path.parent)
-            self._temporary_bin.replace(self.bin_path)
-            prefix = self.bin_path.with_suffix("")
-            remove_sidecar(prefix) if self._sidecar is None else write_sidecar(prefix, self._sidecar)
-            sync_directory(self.bin_path.parent)
-            temporary_idx.replace(self.idx_path)
-            sync_directory(self.idx_path.parent)
         except OSError as failure:
-            raise storage_error(self.idx_path, failure) from failure
-        finally:
-            temporary_idx.unlink(missing_ok=True)
-
-    def _write_index(self, stream: BinaryIO) -> None:
-        """Puts every entry in its place; the places of a table follow each other, so that nothing stays unwritten."""
+            raise self._refused(failure) from failure
+        if self._sidecar is not None:
+            temporary = write_temporary_sidecar(self._prefix, self._sidecar)
+            self._ready.append((temporary, sidecar_path(self._prefix)))
         counts = (self.sequences, self.document_count, self.tokens)
         layout = IndexLayout(self._is_cached, self.dtype, *counts)
+        temporary = write_temporary(self.idx_path, partial(self._write_index, layout), layout.size_bytes)
+        self._ready = [(self._temporary_bin, self.bin_path), *self._ready, (temporary, self.idx_path)]
+
+    def _refused(self, failure: OSError) -> StorageError:
+        return storage_error(self.bin_path, failure, self.tokens * self.dtype.itemsize)
+
+    def _write_index(self, layout: IndexLayout, stream: BinaryIO) -> None:
+        """Puts every entry in its place; the places of a table follow each other, so that nothing stays unwritten."""
         for spilled in (self._lengths, self._documents):
             spilled.flush()
         for offset, data in layout.frame():
@@ -413,12 +413,32 @@ class IndexedWriter:
             first += len(ends)
 
     def _abandon(self) -> None:
-        for stream in (self._bin, self._lengths, self._documents):
+        for stream in self._streams:
             try:
                 stream.close()
             except OSError:
                 continue
-        self._temporary_bin.unlink(missing_ok=True)
+        for temporary, _ in (*self._ready, (self._temporary_bin, self.bin_path)):
+            discard(temporary)
+
+
+def publish_pairs(writers: Sequence[IndexedWriter]) -> None:
+    """Finishes writers of one folder and gives all their files their names, or, where the disk refuses, none.
+
+    Of each pair the `.idx` comes last, so that a crash in between leaves no pair that does not match.
+
+    Raises:
+        DataError: fewer tokens were written than reserved.
+        StorageError: the file system refused; older files of these names are as they were.
+    """
+    for writer in writers:
+        writer._complete()
+    described = [sidecar_path(writer._prefix) for writer in writers if writer._sidecar is None]
+    publish_together(
+        [pair for writer in writers for pair in writer._ready], [path for path in described if is_sidecar(path)]
+    )
+    for writer in writers:
+        writer._is_published = True
 
 
 def _chunks(stream: IO[bytes], entry_bytes: int) -> Iterable[bytes]:

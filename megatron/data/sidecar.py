@@ -6,6 +6,7 @@ a sidecar (another tool's) is not checked.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megatron import log
-from megatron.data.atomic_files import write_atomically
+from megatron.data.atomic_files import write_atomically, write_temporary
 from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -124,12 +125,16 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
     Raises:
         StorageError: the file system refused.
     """
-    text = json.dumps(sidecar.to_json(), indent=1, ensure_ascii=True) + "\n"
+    write_atomically(sidecar_path(prefix), functools.partial(_write, sidecar))
 
-    def write(stream: BinaryIO) -> None:
-        stream.write(text.encode())
 
-    write_atomically(sidecar_path(prefix), write)
+def write_temporary_sidecar(prefix: str | Path, sidecar: Sidecar) -> Path:
+    """Writes what the sidecar of a data prefix is to hold under a temporary name, which it returns.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    return write_temporary(sidecar_path(prefix), functools.partial(_write, sidecar))
 
 
 def check_replaceable(prefix: str | Path) -> None:
@@ -149,7 +154,7 @@ def check_replaceable(prefix: str | Path) -> None:
 def remove_sidecar(prefix: str | Path) -> None:
     """Removes the sidecar of a data prefix if there is one; another file of that name stays."""
     path = sidecar_path(prefix)
-    if path.exists() and _is_sidecar(_parsed(path)):
+    if is_sidecar(path):
         path.unlink()
 
 
@@ -207,6 +212,15 @@ def _parsed(path: Path) -> Any:
             return json.loads(stream.read(_LONGEST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def _write(sidecar: Sidecar, stream: BinaryIO) -> None:
+    stream.write((json.dumps(sidecar.to_json(), indent=1, ensure_ascii=True) + "\n").encode())
+
+
+def is_sidecar(path: Path) -> bool:
+    """Whether a file is the sidecar of a pair."""
+    return path.exists() and _is_sidecar(_parsed(path))
 
 
 def _is_sidecar(content: Any) -> bool:
