@@ -33,7 +33,7 @@ from megatron import log
 from megatron.config.flags import Area, flag, parse_flags
 from megatron.errors import MegatronError
 from tests.reliability.fuzz_files import write_undamaged
-from tests.reliability.fuzz_targets import TARGETS, Broken, Target, load_before_fork, write_caches
+from tests.reliability.fuzz_targets import TARGETS, Broken, Target, load_before_fork, write_derived
 from tests.reliability.mutations import Files
 
 CASES_PER_CHILD = 50
@@ -362,7 +362,7 @@ def prepare(folder: Path, flags: FuzzFlags) -> Cases:
         try:
             undamaged.mkdir()
             write_undamaged(undamaged)
-            write_caches(undamaged)
+            write_derived(undamaged)
             code = 0
         except BaseException:
             log.error(traceback.format_exc())

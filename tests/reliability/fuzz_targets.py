@@ -28,18 +28,25 @@ from megatron.corpus.preprocess import preprocess
 from megatron.corpus.progress import Progress
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
-from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.sidecar import check_tokenizer_fits, read_sidecar
 from megatron.data.split_datasets import build_split_datasets
 from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
 from megatron.errors import ConfigError, MegatronError
 from tests.helpers.vocabulary import hard_documents
 from tests.reliability.fuzz_files import LINES, VOCAB_SIZE, compressors
+from tests.reliability.fuzz_stores import (
+    Broken,
+    check,
+    check_ids,
+    read_old_index,
+    read_store,
+    read_windows,
+    train,
+    write_old_index,
+    write_store,
+    write_windows,
+)
 from tests.reliability.mutations import ANY_FILE, INDEX, JSON, Files, Mutation
-
-
-class Broken(Exception):
-    """Something was accepted that does not obey the rules."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +68,6 @@ class Target:
     position: str = ""
     share: float = 1.0
     longest_letters: int = 4000
-
-
-def check(holds: bool, sentence: str) -> None:
-    """Raises `Broken` with the sentence unless it holds."""
-    if not holds:
-        raise Broken(sentence)
-
-
-def check_ids(ids: np.ndarray, what: str) -> None:
-    """Every id must lie in the vocabulary."""
-    if len(ids):
-        check(int(ids.min()) >= 0 and int(ids.max()) < VOCAB_SIZE, f"{what}: id {ids.min()} or {ids.max()} accepted")
 
 
 # --- token files ----------------------------------------------------------------------------------
@@ -98,23 +93,7 @@ def _read_all(prefix: str, folder: Path, undamaged: Path) -> None:
 
 
 def _read_as_training(prefix: str, folder: Path, undamaged: Path) -> None:
-    _train(prefix, folder / "cache")
-
-
-def _train(prefix: str, cache: Path) -> None:
-    data = DataConfig(data_path=(prefix,), split="1,0,0", data_cache_path=str(cache))
-    datasets, _ = build_split_datasets(data, 4, 1234, (8, 0, 0))
-    options = BatchOptions(eod_id=VOCAB_SIZE - 1, vocab_size=VOCAB_SIZE, segments=True)
-    check(datasets.train is not None, "no training data")
-    for batch in MicroBatches(
-        datasets.train,
-        first_sample=0,
-        global_batch_size=8,
-        micro_batch_size=2,
-        options=options,  # type: ignore[arg-type]
-    ):
-        check_ids(batch.tokens.ravel(), "batch")
-        check(batch.tokens.shape == (2, 4), f"a batch of {batch.tokens.shape}")
+    train(prefix, folder / "cache")
 
 
 def _read_as_check(prefix: str, folder: Path, undamaged: Path) -> None:
@@ -151,10 +130,13 @@ def _cache_truth() -> dict[str, np.ndarray]:
     return {"document": np.arange(40, dtype=np.int32), "sample": np.arange(60, dtype=np.int64).reshape(30, 2)}
 
 
-def write_caches(undamaged: Path) -> None:
-    """An index cache with one small entry, and that of a training run."""
+def write_derived(undamaged: Path) -> None:
+    """What is made from the undamaged files: windows, a store, index caches (one small, one of a training run)."""
+    write_windows(undamaged)
+    write_store(undamaged)
+    write_old_index(undamaged)
     IndexCache(undamaged / "cache").arrays("gpt", {"seed": 1, "weights": [0.5, 1.0]}, _cache_truth)
-    _train(str(undamaged / "pair"), undamaged / "training-cache")
+    train(str(undamaged / "pair"), undamaged / "training-cache")
 
 
 def _read_cache(folder: Path, undamaged: Path, draw: Random) -> None:
@@ -173,7 +155,7 @@ def _read_cache(folder: Path, undamaged: Path, draw: Random) -> None:
 
 def _read_forged_cache(folder: Path, undamaged: Path, draw: Random) -> None:
     """Arrays that somebody else wrote, with a description that fits them: refused, or samples of the corpus."""
-    _train(str(undamaged / "pair"), folder)
+    train(str(undamaged / "pair"), folder)
 
 
 def _no_build() -> dict[str, np.ndarray]:
@@ -414,5 +396,8 @@ TARGETS: tuple[Target, ...] = (
     Target("tokenizer.json", (("tokenizer.json", "tokenizer_config.json"),), _TREES, _read_hugging_face, share=0.5),
     Target("vocab.txt", (("vocab.txt",),), _ONE_FILE, _read_wordpiece, share=0.3),
     Target("SentencePiece model", (("spiece.model",),), _ONE_FILE, _read_sentencepiece, share=0.3),
+    Target("windows", (("windows.parquet",),), _ONE_FILE, read_windows),
+    Target("SQLite store", (("store.db",),), ANY_FILE, read_store),
+    Target("upstream's index", (("old",),), ANY_FILE, read_old_index),
     Target("blend file", (("groups.txt",),), {**ANY_FILE, "words": hostile_words}, _read_blend, "", 1.5, 300_000),
 )
