@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron.corpus.block import STANDARD_INPUT
 from megatron.corpus.compressed import COMPRESSIONS
 from megatron.corpus.tables import is_table, open_table, tables_of
+from megatron.data.index_cache import INDEX_CACHE_FOLDER
 from megatron.errors import ConfigError
 
 _FOUND_IN_FOLDERS = (".jsonl", ".json", ".ndjson", ".parquet")
@@ -109,8 +110,7 @@ def expand_inputs(inputs: Sequence[str], separator: str | None = None) -> tuple[
                     f"with {' '.join(COMPRESSIONS)}). Name the files themselves, or a pattern like '{value}/*'."
                 )
         elif value != STANDARD_INPUT and not os.path.exists(value) and glob.has_magic(value):
-            matches = sorted(glob.glob(value, recursive=True))
-            files = [file for match in matches for file in _files_of_match(match, separator)]
+            files = list(dict.fromkeys(file for match in _matches(value) for file in _files_of_match(match, separator)))
             if not files:
                 problems.append(f"--input {value} matches no file here. Check the pattern and the folder.")
         else:
@@ -166,17 +166,31 @@ def share_of(paths: Sequence[str], shard: Shard, separator: str | None = None) -
     return tuple(parts)
 
 
+def _matches(pattern: str) -> list[str]:
+    """What a pattern gives, in order; `**` goes into every folder but through no link, which may lead in a circle."""
+    if "**" not in pattern:
+        return sorted(glob.glob(pattern))
+    parts = Path(pattern).parts
+    plain = next(place for place, part in enumerate(parts) if glob.has_magic(part))
+    found = Path(*parts[:plain]).glob(os.path.join(*parts[plain:]))
+    return sorted(str(path) for path in found if not any(part.startswith(".") for part in path.parts[plain:]))
+
+
 def _files_of_match(match: str, separator: str | None) -> list[str]:
     return _files_below(match, separator) if os.path.isdir(match) else [match]
 
 
 def _files_below(folder: str, separator: str | None) -> list[str]:
+    """The inputs in a folder and below it; what our tools write beside token files is none."""
     wanted = (*_FOUND_IN_FOLDERS, ".txt") if separator is not None else _FOUND_IN_FOLDERS
     endings = tuple(suffix + packed for suffix in wanted for packed in ("", *COMPRESSIONS))
     found = []
     for path, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".") and name != INDEX_CACHE_FOLDER]
+        ours = {name.removesuffix(".idx") + ".json" for name in names if name.endswith(".idx")}
         found += [
-            os.path.join(path, name) for name in names if name.lower().endswith(endings) and not name.startswith(".")
+            os.path.join(path, name)
+            for name in names
+            if name.lower().endswith(endings) and not name.startswith(".") and name not in ours
         ]
     return sorted(found)

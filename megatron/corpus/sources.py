@@ -26,6 +26,7 @@ _CUT_SEARCH_BYTES = 1 << 16
 _LONG_REST_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 _LONGEST_FREE_BYTES = 64 << 20  # a compressed document of this size is taken whatever its ratio
+_LONGEST_DOCUMENT_BYTES = 4 << 30
 _LARGEST_RATIO = 100  # text is compressed by 3 to 10
 
 
@@ -122,6 +123,7 @@ def _cut(part: Part, block_bytes: int) -> Iterator[Block]:
                 end = _line_end(file, part.stop, size)
             while start < end:
                 stop = _block_end(file, start, min(start + block_bytes, end), size)
+                _check_length(path, start, stop - start - block_bytes)
                 yield Block(path, start, stop - start, None, stop - start)
                 start = stop
     except OSError as failure:
@@ -203,6 +205,7 @@ def _stream_text(path: str, block_bytes: int, separator: bytes) -> Iterator[Bloc
         elif (found := held.rfind(separator, searched)) >= 0:
             end = found + len(separator)
         if not end:
+            _check_length(path, start, len(held))
             _check_no_bomb(path, start, len(held), reached - consumed)
         searched = max(end, len(held) - len(separator) + 1)
         if not chunk:
@@ -211,6 +214,20 @@ def _stream_text(path: str, block_bytes: int, separator: bytes) -> Iterator[Bloc
             data, held = held, _cut_off(held, end)
             yield Block(shown_path(path), start, end, as_block_data(data), reached - consumed, "text")
             start, consumed, searched, end = start + end, reached, max(0, searched - end), 0
+
+
+def _check_length(path: str, start: int, held_bytes: int) -> None:
+    """Checks that a document can be held at all: what has no end of a line is probably no text.
+
+    Raises:
+        DataError: it is longer than any document.
+    """
+    if held_bytes > _LONGEST_DOCUMENT_BYTES:
+        raise DataError(
+            f"{path}: the document at byte offset {start} of its text has more than "
+            f"{_LONGEST_DOCUMENT_BYTES:,} bytes, and a document must fit into memory several times. Is it a file of "
+            "lines of JSON (or, with --document-separator, of text)?"
+        )
 
 
 def _check_no_bomb(path: str, start: int, held_bytes: int, input_bytes: int) -> None:

@@ -29,6 +29,8 @@ except ImportError:  # not a POSIX system: builds are not serialised, which cost
     fcntl = None  # type: ignore[assignment]
 
 FORMAT_VERSION = 1
+INDEX_CACHE_FOLDER = "index-cache"
+"""Where the arrays are kept, beside the data, unless the user names a folder."""
 
 _READ_BYTES = 1 << 24
 _MAPPED_ABOVE_BYTES = 1 << 20

@@ -118,11 +118,12 @@ class IndexedDataset:
 
         Raises:
             IndexError: the sequence, or the range inside it, does not exist.
-            DataError: the `.bin` file ended early.
+            DataError: one of the two files was cut since it was opened.
         """
         sequence, offset = operator.index(sequence), operator.index(offset)
         if not 0 <= sequence < len(self):
             raise IndexError(f"{self.prefix} has {len(self)} sequences; there is no sequence {sequence}.")
+        self._index.check_uncut()
         available = int(self.lengths[sequence])
         length = available - offset if length is None else operator.index(length)
         if offset < 0 or length < 0 or offset + length > available:

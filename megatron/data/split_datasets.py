@@ -14,7 +14,7 @@ from megatron.config.data import DataConfig, WeightedGroup, read_blend, shown_sp
 from megatron.data.blend import BlendedDataset, PhasedDataset, blend_order
 from megatron.data.data_sources import DataSources, check_source, source_facts, source_folder
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.index_cache import IndexCache
+from megatron.data.index_cache import INDEX_CACHE_FOLDER, IndexCache
 from megatron.data.index_map import Indices, build_indices
 from megatron.data.indexed import IndexedDataset
 from megatron.data.old_index import read_old_index
@@ -157,7 +157,7 @@ class _Caches:
     def beside(self, prefix: str) -> IndexCache:
         if self.directory:
             return IndexCache(Path(self.directory), self.build, required=True)
-        return IndexCache(source_folder(prefix) / "index-cache", self.build)
+        return IndexCache(source_folder(prefix) / INDEX_CACHE_FOLDER, self.build)
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,22 @@ class TokenIndex:
         """The layout's name: "mmap" (`MMIDIDX`) or "cached" (`TNTIDX`)."""
         return "mmap" if self.raw[: len(MMAP_MAGIC)] == MMAP_MAGIC else "cached"
 
+    def check_uncut(self) -> None:
+        """Checks that the file still is as long as it was: reading a map beyond its end would kill the process.
+
+        Raises:
+            DataError: it was cut.
+        """
+        mapped = self.raw.obj
+        if isinstance(mapped, mmap.mmap) and mapped.size() < len(self.raw):
+            raise DataError(
+                f"{self.path}: the file has {mapped.size()} bytes and had {len(self.raw)} when it was opened (byte "
+                f"offset {mapped.size()} is its end now). It was cut while it was in use: restore it and start again."
+            )
+
     def fingerprint(self) -> str:
         """SHA-256 (hexadecimal) over the header, the lengths and the document table; the pointers follow from these."""
+        self.check_uncut()
         digest = hashlib.sha256()
         for start, stop in self.hashed_ranges:
             for at in range(start, stop, 1 << 24):

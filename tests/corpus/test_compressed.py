@@ -67,3 +67,15 @@ def test_a_document_out_of_next_to_nothing_is_a_bomb(
     plain = tmp_path / "in.txt"
     plain.write_bytes(bytes(8 << 20))
     assert len(text_of(plain, separator)) == 8 << 20
+
+
+@pytest.mark.parametrize(("name", "separator"), [("in.jsonl", None), ("in.jsonl.gz", None), ("in.txt", "|")])
+def test_what_never_ends_is_no_document(
+    tmp_path: Path, name: str, separator: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_LONGEST_DOCUMENT_BYTES", 2 << 20)
+    path = tmp_path / name
+    data = b"{}\n" + bytes(4 << 20)
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(DataError, match=r"byte offset [03] of its text has more than 2,097,152 bytes"):
+        text_of(path, separator)

@@ -267,3 +267,22 @@ def test_long_documents_of_plain_text_are_the_same_documents(
     assert bool(expected[2]) == wrong
     if not wrong:
         assert expected[0] == documents
+
+
+def test_links_in_a_circle_and_files_matched_twice_are_read_once(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for place in ("a/1.jsonl", "a/b/2.jsonl", "a/.hidden.jsonl"):
+        (tmp_path / place).write_text("{}\n")
+    for name in ("one", "two"):  # through two circles a file has more paths than can be counted
+        (tmp_path / "a" / name).symlink_to(tmp_path / "a", target_is_directory=True)
+    expected = (str(tmp_path / "a/1.jsonl"), str(tmp_path / "a/b/2.jsonl"))
+    assert expand_inputs([str(tmp_path)]) == expected
+    assert sorted(expand_inputs([f"{tmp_path}/**/*.jsonl"])) == sorted(expected)
+    assert sorted(expand_inputs([f"{tmp_path}/**"])) == sorted(expected)
+
+
+def test_what_we_wrote_beside_token_files_is_no_input(tmp_path: Path) -> None:
+    for name in ("in.jsonl", "out_text_document.json", "out_text_document.idx", "index-cache/gpt-1.json", "b.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
+    assert expand_inputs([str(tmp_path)]) == (str(tmp_path / "b.json"), str(tmp_path / "in.jsonl"))

@@ -248,6 +248,17 @@ def test_a_bin_file_cut_while_it_is_open_gives_an_error_and_no_stray_tokens(tmp_
         dataset[2]
 
 
+def test_an_idx_file_cut_while_it_is_open_gives_an_error_and_no_signal(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_index, "_MAPPED_ABOVE_BYTES", 0)
+    prefix = write_corpus(tmp_path / "pair", [1] * 5000, dtype=np.uint16)
+    dataset = IndexedDataset(prefix)
+    os.truncate(prefix + ".idx", 100)
+    with pytest.raises(DataError, match=r"pair\.idx: the file has 100 bytes and had \d+ when it was opened"):
+        dataset.get(4999)
+    with pytest.raises(DataError, match=r"It was cut while it was in use"):
+        _ = dataset.fingerprint
+
+
 def test_an_exception_while_writing_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="halfway"), IndexedWriter(tmp_path / "pair", np.uint16) as writer:
         writer.add_document([[1]])
