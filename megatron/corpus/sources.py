@@ -166,6 +166,7 @@ def _stream(path: str, block_bytes: int) -> Iterator[Block]:
         held += chunk
         end = chunk.rfind(b"\n") + 1
         if chunk and (len(held) < block_bytes or not end):
+            _check_length(path, start, len(held))
             _check_no_bomb(path, start, len(held), reached - consumed)
             continue
         data, held = held, _cut_off(held, kept + end if end else len(held))
@@ -224,7 +225,7 @@ def _check_length(path: str, start: int, held_bytes: int) -> None:
     """
     if held_bytes > _LONGEST_DOCUMENT_BYTES:
         raise DataError(
-            f"{path}: the document at byte offset {start} of its text has more than "
+            f"{shown_path(path)}: the document at byte offset {start} of its text has more than "
             f"{_LONGEST_DOCUMENT_BYTES:,} bytes, and a document must fit into memory several times. Is it a file of "
             "lines of JSON (or, with --document-separator, of text)?"
         )
