@@ -78,14 +78,6 @@ def test_upstreams_flags_of_the_ranks_tool(folder: Path) -> None:
     assert pair(folder, "drawn") == pair(folder, "lines")
 
 
-def test_without_a_launcher_it_is_one_rank(folder: Path) -> None:
-    words = ["--input", "in.jsonl", "--output-prefix", "alone", "--merge", "serial", "--columns", "text"]
-    done = tool(folder, "preprocess_data_dist.py", *words)
-    assert done.returncode == 0, done.stderr
-    assert pair(folder, "alone") == pair(folder, "whole")
-    assert not list(folder.glob("alone_0*"))
-
-
 def test_the_older_layout_is_written_merged_and_checked(folder: Path) -> None:
     for number in range(3):
         words = ["--input", f"chunk{number}.jsonl", "--output-prefix", f"old{number}", "--dataset-impl", "lazy"]
@@ -102,10 +94,9 @@ def test_the_older_layout_is_written_merged_and_checked(folder: Path) -> None:
     assert done.returncode == 0 and b"tokens of int32" in done.stdout and b"ids: all in 0 to 599" in done.stdout
 
 
-def test_sentences_are_the_same_through_every_door(folder: Path) -> None:
+def test_sentences_are_the_same_through_both_doors(folder: Path) -> None:
     words = ["--input", "in.jsonl", "--split-sentences", "--keep-newlines", "--lang", "english", "--output-prefix"]
-    doors = {"one": "preprocess_data.py", "cores": "preprocess_data_many_cores.py", "ranks": "preprocess_data_dist.py"}
-    for prefix, name in doors.items():
+    for prefix, name in (("one", "preprocess_data.py"), ("cores", "preprocess_data_many_cores.py")):
         done = tool(folder, name, *words, prefix)
         assert done.returncode == 0, done.stderr
         assert pair(folder, prefix, "sentence") == pair(folder, "one", "sentence")
@@ -115,12 +106,9 @@ def test_sentences_are_the_same_through_every_door(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--input", "gone.jsonl"], "--input gone.jsonl cannot be read: No such file"),
         (["--input", "in.jsonl", "--seed", "5"], "--seed 5 is the seed of --shuffle, which is not given"),
-        (["--input", "in.jsonl", "whole_text_document.bin", "--count", "5"], "names files that end in .bin, .jsonl"),
         (["--input", "in.jsonl", "--torch-backend", "tcp"], "--torch-backend tcp is not known"),
         (["--input", "in.jsonl", "--columns", "a", "a"], "names a key twice"),
-        (["--input", "in.jsonl", "--split-sentences", "--lang", "x"], "--lang x is no language"),
     ],
 )
 def test_wrong_flags_are_one_sentence(folder: Path, words: list[str], text: str) -> None:

@@ -106,6 +106,7 @@ def test_workers_and_the_other_doors_give_the_same_bytes(folder: Path) -> None:
         )
         guide(folder, command, **changes)
         assert pair(folder, name) == pair(folder, "my-gpt2"), name
+    assert not list(folder.glob("ranks_0*"))
 
 
 def test_three_chunks_merged_are_the_whole(folder: Path) -> None:
