@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -82,6 +83,22 @@ def warning(text: str) -> None:
 def error(text: str) -> None:
     """Prints an error to standard error, from any rank."""
     _write(sys.stderr, f"{_rank_prefix()}error: {text}")
+
+
+def terminal_writer() -> Callable[[str], object] | None:
+    """Writes as it is, for a line that moves; None where standard error is no terminal."""
+    if not sys.stderr.isatty():
+        return None
+    return lambda text: os.write(sys.stderr.fileno(), text.encode())
+
+
+def interrupt_on_sigterm() -> None:
+    """Makes SIGTERM what the keyboard's interrupt is, so that a program takes back what it began."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def exit_with(main: Callable[[], int | None]) -> NoReturn:

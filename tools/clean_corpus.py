@@ -9,8 +9,6 @@ not depend on --workers. Documents without any text are always left out.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -199,12 +197,10 @@ def main() -> int:
     from megatron.corpus.progress import Progress
     from megatron.corpus.sources import total_bytes
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    log.interrupt_on_sigterm()
     options = flags.options()
     files = expand_inputs(flags.input, options.document_separator)
-    progress = Progress(
-        total_bytes(files), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None
-    )
+    progress = Progress(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
     outputs = CleanOutputs(flags.output, flags.dropped, flags.report)
     try:
         report = clean_corpus(files, outputs, options, flags.workers, progress)
@@ -218,15 +214,6 @@ def main() -> int:
     if report.read and not report.kept:
         log.warning(f"No document was kept of {report.read:,}; the table says why.")
     return 0
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """Turns SIGTERM into the keyboard's interrupt, so that temporary files are removed."""
-    raise KeyboardInterrupt
-
-
-def _write_terminal(text: str) -> None:
-    os.write(sys.stderr.fileno(), text.encode())
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ file), MONGO_CONNECTION_DB and COLLECTIONS, or such an address itself. Importing
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,15 +124,13 @@ def _import(flags: ImportFlags) -> int:
     from megatron.corpus.store_writers import open_writer
     from megatron.data.store_address import StoreAddress
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    log.interrupt_on_sigterm()
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
     files = expand_inputs(flags.input, separator)
     options = ImportOptions(
         flags.json_key, flags.form_key, flags.on_bad_line == "skip", separator, flags.on_changed_file == "add"
     )
-    progress = Progress(
-        total_bytes(files), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None
-    )
+    progress = Progress(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
     writer = open_writer(StoreAddress.of(flags.config), flags.collection, flags.take_over)
     try:
         for result in import_files(files, writer, flags.collection, options, progress):
@@ -189,15 +185,6 @@ def _fetch(flags: FetchFlags) -> int:
     for path, count in written:
         log.line(f"{path}: {count} documents")
     return 0
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """Turns SIGTERM into the keyboard's interrupt, so that what was begun is taken back."""
-    raise KeyboardInterrupt
-
-
-def _write_terminal(text: str) -> None:
-    os.write(sys.stderr.fileno(), text.encode())
 
 
 if __name__ == "__main__":

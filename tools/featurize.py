@@ -11,8 +11,6 @@ so does training. Every token stands in a window; the counts are printed. Any op
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -146,7 +144,7 @@ def main() -> int:
     """Runs the tool on the command line's flags."""
     ours, beam = divide(sys.argv[1:])
     flags = parse_flags(FeaturizeFlags, ours, prog="featurize.py", description=__doc__ or "")
-    signal.signal(signal.SIGTERM, _interrupt)
+    log.interrupt_on_sigterm()
     return run(flags, beam)
 
 
@@ -213,7 +211,7 @@ def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOpt
     from megatron.corpus.progress import Progress
     from megatron.corpus.sources import total_bytes
 
-    write_bar = _write_terminal if sys.stderr.isatty() else None
+    write_bar = log.terminal_writer()
     path, workers = flags.output_path, flags.num_workers
     files = expand_inputs(flags.texts, encoding.document_separator)
     log.info(f"Opening {', '.join(files[:8])}{', ...' * (len(files) > 8)} ({len(files)} in all)")
@@ -260,15 +258,6 @@ def _with_beam(
         for path in ([one] if "://" in one and not is_table(one) else expand_inputs([one], encoding.document_separator))
     ]
     return featurize_with_beam(files, flags.output_path, encoding, options, words, make_in_worker)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """Turns SIGTERM into the keyboard's interrupt, so that temporary files are removed."""
-    raise KeyboardInterrupt
-
-
-def _write_terminal(text: str) -> None:
-    os.write(sys.stderr.fileno(), text.encode())
 
 
 if __name__ == "__main__":

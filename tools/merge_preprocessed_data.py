@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,7 @@ class MergeFlags(Area):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(MergeFlags, sys.argv[1:], prog="merge_preprocessed_data.py", description=__doc__ or "")
-    signal.signal(signal.SIGTERM, _interrupt)
+    log.interrupt_on_sigterm()
     if flags.merge == "distributed":
         return _merge_together(flags)
     from megatron.corpus.merge import merge
@@ -82,11 +81,6 @@ def _summary(flags: MergeFlags, documents: int, sequences: int, tokens: int, siz
         f"Merged {len(flags.datasets)} data sets into {flags.output_prefix} (.bin, .idx): {documents} documents, "
         f"{sequences} sequences, {tokens} tokens, {size_bytes / 1e6:.1f} MB."
     )
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """Turns SIGTERM into the keyboard's interrupt, so that temporary files are removed."""
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -119,7 +117,7 @@ def run(flags: PreprocessFlags) -> int:
     from megatron.corpus.sources import total_bytes
     from megatron.data.tokenizer import TokenizerChoice
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    log.interrupt_on_sigterm()
     for name, given in (
         ("--datasets", flags.datasets),
         ("--keep-newlines", flags.keep_newlines and not flags.split_sentences),
@@ -149,9 +147,7 @@ def run(flags: PreprocessFlags) -> int:
     if shard is not None or flags.partitions > 1:
         shares = divide(files, flags.partitions, shard, separator, flags.json_keys)
         inputs = [part for share in shares for part in share]
-    progress = Progress(
-        total_bytes(inputs), flags.log_interval, log.info, _write_terminal if sys.stderr.isatty() else None
-    )
+    progress = Progress(total_bytes(inputs), flags.log_interval, log.info, log.terminal_writer())
     try:
         if flags.partitions > 1:
             result = preprocess_in_parts(shares, prefix, options, flags.workers, progress)
@@ -167,15 +163,6 @@ def run(flags: PreprocessFlags) -> int:
     )
     warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
     return 0
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """Turns SIGTERM into the keyboard's interrupt, so that temporary files are removed."""
-    raise KeyboardInterrupt
-
-
-def _write_terminal(text: str) -> None:
-    os.write(sys.stderr.fileno(), text.encode())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ system. The width of an id follows from the unpadded vocabulary, as there (upstr
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -117,7 +116,7 @@ def main() -> int:
     from megatron.parallel.mesh import close_mesh, open_mesh
     from megatron.parallel.messages import gather_json
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    log.interrupt_on_sigterm()
     mesh = open_mesh(
         ParallelConfig(
             distributed_backend="gloo",
@@ -169,11 +168,6 @@ def _line_writer(interval_seconds: int) -> Callable[[str], None]:
             log.info(text)
 
     return write
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """Turns SIGTERM into the keyboard's interrupt, so that temporary files are removed."""
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

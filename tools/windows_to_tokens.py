@@ -8,7 +8,6 @@ document of all ids that its attention_mask keeps. The way there is `tools/featu
 
 from __future__ import annotations
 
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +45,7 @@ def main() -> int:
     from megatron.data.sidecar import TokenizerRecord
     from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    log.interrupt_on_sigterm()
     record = TokenizerRecord.of(build_tokenizer(TokenizerChoice.of(flags))) if flags.tokenizer_type else None
     result = windows_to_tokens(flags.windows, flags.output_prefix, record, flags.append_eod)
     kind = "put together" if result.whole else "taken as a document each (their files do not say how they were cut)"
@@ -55,11 +54,6 @@ def main() -> int:
         f"{result.windows} windows {kind}; {result.empty} empty ones left out."
     )
     return 0
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """Turns SIGTERM into the keyboard's interrupt, so that temporary files are removed."""
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
