@@ -30,7 +30,7 @@ from megatron.corpus.featurize_windows import (
     window_counts,
 )
 from megatron.corpus.workers import WorkerError, start_method
-from megatron.data.atomic_files import remove_leftovers, storage_error, sync_directory, temporary_beside
+from megatron.data.atomic_files import publish_together, remove_leftovers, storage_error, temporary_beside
 from megatron.data.indexed import IndexedDataset
 from megatron.data.windows import Windows, WindowWriter, is_shard_of, shard_name
 from megatron.errors import ConfigError, DataError, MegatronError, StorageError
@@ -186,20 +186,14 @@ def publish(output_path: str, files: Sequence[tuple[Path, Path]]) -> None:
     A crash in between leaves fewer shards than their names say, never shards of two runs.
 
     Raises:
-        StorageError: the file system refused.
+        StorageError: the file system refused; the older shards are as they were.
     """
-    folder = Path(output_path).parent
+    folder, named = Path(output_path).parent, {path for _, path in files}
     try:
         older = [path for path in folder.iterdir() if is_shard_of(Path(output_path).name, path.name)]
-        for path in older:
-            path.unlink()
-        if older:
-            sync_directory(folder)
-        for temporary, path in files:
-            temporary.replace(path)
-        sync_directory(folder)
     except OSError as failure:
         raise storage_error(Path(output_path), failure) from failure
+    publish_together(files, [path for path in older if path not in named])
 
 
 def _write_shard(plan: WindowPlan, shard: _Shard) -> None:

@@ -23,6 +23,7 @@ from megatron.corpus.cleaning.clean import CleanOutputs, clean_corpus
 from megatron.corpus.cleaning.options import CleanOptions
 from megatron.corpus.crew import Crew
 from megatron.corpus.encode import EncodeOptions
+from megatron.corpus.featurize import WindowOptions, featurize_tokens
 from megatron.corpus.merge import merge
 from megatron.corpus.preprocess import preprocess
 from megatron.corpus.progress import Progress
@@ -124,7 +125,13 @@ def _clean(inputs: Path, out: Path, seed: int) -> None:
     )
 
 
+def _windows(inputs: Path, out: Path, seed: int) -> None:
+    options = WindowOptions(2, 8, stride=4, bos_id=1, eos_id=2, pad_id=2, num_shards=seed)
+    featurize_tokens(str(inputs / "pair2"), str(out / "windows"), None, options, 1)
+
+
 JOBS = {
+    "windows": Job(_windows, says_need=False),
     "preprocess": Job(_preprocess(1, ("text", "more"))),
     "preprocess in workers": Job(_preprocess(2, ("text",))),
     "merge": Job(_merge),
