@@ -131,7 +131,13 @@ def _import(flags: ImportFlags) -> int:
         flags.json_key, flags.form_key, flags.on_bad_line == "skip", separator, flags.on_changed_file == "add"
     )
     progress = Progress(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
-    writer = open_writer(StoreAddress.of(flags.config), flags.collection, flags.take_over)
+    address = StoreAddress.of(flags.config)
+    if address.collections and flags.collection not in address.collections:
+        log.warning(
+            f"--collection {flags.collection} is not among those that {address.shown} names, so it will not be read "
+            "through that: add it there."
+        )
+    writer = open_writer(address, flags.collection, flags.take_over)
     try:
         for result in import_files(files, writer, flags.collection, options, progress):
             progress.clear()

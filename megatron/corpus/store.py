@@ -33,7 +33,6 @@ _BLOCK_BYTES = 4 << 20
 _READ_BYTES = 1 << 20
 _SHOWN_BAD_LINES = 5
 _SHOWN_NUMBERS = 20
-_FETCHED_DOCUMENTS = 256
 
 
 @dataclass(frozen=True)

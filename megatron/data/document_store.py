@@ -25,7 +25,7 @@ from megatron.data.store_backend import (
 )
 from megatron.errors import DataError
 
-_ITERATED_DOCUMENTS = 256
+_ITERATED_DOCUMENTS = 64
 
 
 @dataclass(frozen=True)

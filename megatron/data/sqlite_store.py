@@ -138,10 +138,9 @@ class SqliteCollections:
                 f"SELECT {number}, {values} FROM {quoted_name(name)} {bound} ORDER BY {order} LIMIT ? OFFSET ?",
                 (limit, skipped),
             )
-            while rows := cursor.fetchmany(_FETCH_ROWS):
-                for row in rows:
-                    yield (skipped if row[0] is None else row[0]), row[1:]
-                    skipped += 1
+            for row in cursor:  # one by one: a row may be large
+                yield (skipped if row[0] is None else row[0]), row[1:]
+                skipped += 1
 
     def indices(self, name: str) -> Iterator[int | None]:
         """The idx of every row, sorted, duplicates included; None for a row without one."""

@@ -24,12 +24,14 @@ class Tool:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch = monkeypatch
         self._capsys = capsys
+        self.complaints = ""
 
     def __call__(self, *words: str) -> tuple[int, str]:
         """The exit code and what was printed."""
         self._monkeypatch.setattr(sys, "argv", [TOOL, *words])
         code = corpus_store.main()
-        return code, self._capsys.readouterr().out
+        shown, self.complaints = self._capsys.readouterr()
+        return code, shown
 
 
 @pytest.fixture
@@ -91,8 +93,14 @@ def test_wrong_commands_are_answered(tool: Tool, folder: Path) -> None:
         tool("imprt")
     with pytest.raises(ConfigError, match=r"nothing\.json is no document store"):
         tool("import", "corpus/a.jsonl", "--config", "nothing.json", "--collection", "web")
+    assert tool("import", "corpus/a.jsonl", "--config", "db.json", "--collection", "books")[0] == 0
+    assert "--collection books is not among those that db.json?collection=web,news names" in tool.complaints
     assert "Commands: import, stat, bench, fetch" in tool("--help")[1]
     done = subprocess.run(
-        [sys.executable, TOOL, "stat", "--config", "db.json"], cwd=folder, capture_output=True, text=True, check=False
+        [sys.executable, TOOL, "stat", "--config", "sqlite:///absent.db"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 65 and "store.db: there is no such SQLite file" in done.stderr
+    assert done.returncode == 65 and "absent.db: there is no such SQLite file" in done.stderr
