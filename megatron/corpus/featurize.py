@@ -17,9 +17,9 @@ from megatron.corpus.encode import EncodeOptions
 from megatron.corpus.featurize_shards import WindowPlan, check_integers, prepare_folder, write_shards
 from megatron.corpus.featurize_windows import Cutting, Tally
 from megatron.corpus.preprocess import BLOCK_BYTES, PreprocessResult, preprocess_blocks
+from megatron.corpus.processes import usable_cores
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import Block, blocks, check_inputs
-from megatron.corpus.workers import usable_cores
 from megatron.data.atomic_files import check_writable, storage_error, temporary_beside
 from megatron.data.indexed import IndexedDataset
 from megatron.data.sidecar import TokenizerRecord, read_sidecar

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -29,15 +28,21 @@ from megatron.corpus.featurize_windows import (
     tally,
     window_counts,
 )
-from megatron.corpus.workers import WorkerError, start_method
+from megatron.corpus.processes import (
+    death_of,
+    enter_worker,
+    failure_message,
+    raise_failure,
+    start_method,
+    start_process,
+    stop_processes,
+)
 from megatron.data.atomic_files import publish_together, remove_leftovers, storage_error, temporary_beside
 from megatron.data.indexed import IndexedDataset
 from megatron.data.windows import Windows, WindowWriter, is_shard_of, shard_name
-from megatron.errors import ConfigError, DataError, MegatronError, StorageError
+from megatron.errors import ConfigError, DataError, MegatronError
 
 _DOCUMENTS_AT_ONCE = 1 << 16
-_STOP_SECONDS = 2.0
-_KINDS: tuple[type[MegatronError], ...] = (ConfigError, DataError, StorageError)
 
 
 class WindowPlan:
@@ -210,57 +215,42 @@ def _write_shard(plan: WindowPlan, shard: _Shard) -> None:
 
 def _write_in_workers(plan: WindowPlan, shards: Sequence[_Shard], workers: int) -> None:
     """Shares the shards among processes and waits for all; the first failure ends the others."""
-    context = multiprocessing.get_context(start_method())
+    method = start_method()
     running: dict[Connection, BaseProcess] = {}
     processes: list[BaseProcess] = []
     try:
         for number in range(workers):
-            receiver, sender = context.Pipe(duplex=False)
+            receiver, sender = multiprocessing.get_context(method).Pipe(duplex=False)
             share = list(shards[number::workers])
-            process = context.Process(  # type: ignore[attr-defined]
-                target=_work, args=(plan.dataset.prefix, plan.cutting, plan.chunk_ends, share, sender), daemon=True
+            start_process(
+                method, _work, (plan.dataset.prefix, plan.cutting, plan.chunk_ends, share, sender), processes.append
             )
-            process.start()
             sender.close()
-            processes.append(process)
-            running[receiver] = process
+            running[receiver] = processes[-1]
         while running:
             for receiver in [one for one in wait(list(running)) if isinstance(one, Connection)]:
                 _take_answer(receiver, running.pop(receiver))
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.join(_STOP_SECONDS)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        stop_processes(processes)
 
 
 def _take_answer(receiver: Connection, process: BaseProcess) -> None:
     try:
-        kind, text = json.loads(receiver.recv_bytes())
+        answer = json.loads(receiver.recv_bytes())
     except (EOFError, OSError) as failure:
-        process.join(_STOP_SECONDS)
-        code = process.exitcode
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-        raise WorkerError(
-            f"the process {process.pid}, which wrote shards, {how}; nothing was published. When the system was short "
-            "of memory (see dmesg), use fewer --num-workers; then run the same command again."
-        ) from failure
-    if kind:
-        raise next((known for known in _KINDS if known.__name__ == kind), WorkerError)(text)
+        title = f"the process {process.pid}, which wrote shards,"
+        raise death_of(title, process, workers_flag="--num-workers") from failure
+    raise_failure(answer)
 
 
 def _work(prefix: str, cutting: Cutting, chunk_ends: Numbers, shards: Sequence[_Shard], answers: Connection) -> None:
     """The body of a process: writes its shards, then says how that went."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    answer = ["", ""]
+    enter_worker()
+    answer = {}
     try:
         plan = WindowPlan(IndexedDataset(prefix), cutting, chunk_ends)
         for shard in shards:
             _write_shard(plan, shard)
     except MegatronError as failure:
-        answer = [type(failure).__name__, str(failure)]
+        answer = failure_message(failure)
     answers.send_bytes(json.dumps(answer).encode())

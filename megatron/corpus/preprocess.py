@@ -10,10 +10,11 @@ from itertools import chain, islice
 from megatron import log
 from megatron.corpus.encode import EncodedBlock, EncodeOptions, Encoder
 from megatron.corpus.inputs import Part
+from megatron.corpus.processes import usable_cores
 from megatron.corpus.progress import Progress
 from megatron.corpus.provenance import SourceLog, versions
 from megatron.corpus.sources import Block, blocks, check_inputs
-from megatron.corpus.workers import WorkerPool, usable_cores
+from megatron.corpus.workers import WorkerPool
 from megatron.data.indexed import IndexedWriter, publish_pairs
 from megatron.data.sidecar import Sidecar, TokenizerRecord, check_replaceable
 from megatron.errors import DataError

@@ -8,15 +8,11 @@ memory stays flat however uneven the blocks are. A worker that dies is noticed a
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import os
 import queue
-import signal
-import sys
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,31 +29,24 @@ import numpy.typing as npt
 from megatron.corpus.encode import EncodedBlock, EncodedKey, EncodeOptions, Encoder
 from megatron.corpus.lines import BadLine
 from megatron.corpus.pipes import can_write, read_exactly, wait_for, write_all
+from megatron.corpus.processes import (
+    death_of,
+    enter_worker,
+    failure_message,
+    raise_failure,
+    start_method,
+    start_process,
+    stop_processes,
+)
 from megatron.corpus.sources import Block, as_block_data
 from megatron.data.atomic_files import start_write_back, storage_error
-from megatron.errors import ConfigError, DataError, ExitCode, MegatronError, StorageError
+from megatron.errors import MegatronError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _BLOCKS_PER_WORKER = 2
-_STOP_SECONDS = 2.0
 _PIPE_BYTES = 1 << 20
-_OUR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
-
-
-class WorkerError(MegatronError):
-    """A preprocessing worker died or failed; nothing of the run was published."""
-
-    exit_code = ExitCode.STORAGE
-
-
-_FAILURES: dict[str, type[MegatronError]] = {
-    "ConfigError": ConfigError,
-    "DataError": DataError,
-    "StorageError": StorageError,
-    "WorkerError": WorkerError,
-}
 
 
 @dataclass
@@ -180,30 +169,19 @@ class WorkerPool:
         _widen(result_writer)
         forked = method == "fork"
         encoder = self._encoder
-        process = context.Process(  # type: ignore[attr-defined]
-            target=_work,
-            args=(
-                task_reader,
-                result_writer,
-                encoder if forked else (encoder.options, encoder.tokenizer.library),
-                [end for worker in self._workers for end in (worker.outgoing, worker.incoming)] * forked,
-                [task_writer, result_reader] * forked,
-            ),
-            daemon=True,
+        ours = [task_writer, result_reader]
+        ours += [end for worker in self._workers for end in (worker.outgoing, worker.incoming)]
+        words = (
+            task_reader,
+            result_writer,
+            encoder if forked else (encoder.options, encoder.tokenizer.library),
+            ours if forked else [],
         )
-        worker = _Worker(len(self._workers), process, task_writer, result_reader)
-        if forked:  # no signal may meet a child that still has our way to answer it
-            old = signal.pthread_sigmask(signal.SIG_BLOCK, _OUR_SIGNALS)
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which know about forks
-                    process.start()
-                    self._workers.append(worker)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, old)
-        else:
-            process.start()
-            self._workers.append(worker)
+
+        def keep(process: BaseProcess) -> None:
+            self._workers.append(_Worker(len(self._workers), process, task_writer, result_reader))
+
+        start_process(method, _work, words, keep)
         task_reader.close()
         result_writer.close()
 
@@ -211,12 +189,8 @@ class WorkerPool:
         """Ends the workers, by force if need be."""
         for worker in self._workers:
             worker.outgoing.close()
-            worker.process.terminate()
+        stop_processes(worker.process for worker in self._workers)
         for worker in self._workers:
-            worker.process.join(_STOP_SECONDS)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
             worker.incoming.close()
         self._workers.clear()
 
@@ -247,8 +221,7 @@ class WorkerPool:
 
     def _take_in(self, worker: _Worker, waiting: dict[int, EncodedBlock]) -> None:
         header = json.loads(worker.incoming.recv_bytes())
-        if "failure" in header:
-            raise _FAILURES[header["failure"]](header["text"])
+        raise_failure(header)
         if "placed" in header:
             worker.unplaced -= 1
         else:
@@ -270,44 +243,17 @@ class WorkerPool:
             return failure
         except (EOFError, OSError):
             pass
-        worker.process.join(_STOP_SECONDS)
-        code = worker.process.exitcode
-        how = (
-            f"was killed by {_signal_name(-code)}" if code is not None and code < 0 else f"ended with exit code {code}"
-        )
-        return WorkerError(
-            f"{worker.title} {how}; nothing was published. When the system was short of memory (see "
-            "dmesg), use fewer --workers; "
-            "then run the same command again."
-        )
-
-
-def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def start_method() -> str:
-    """How workers are started: forked on Linux from a process with one Python thread, else spawned."""
-    return "fork" if sys.platform == "linux" and threading.active_count() == 1 else "spawn"
+        return death_of(worker.title, worker.process)
 
 
 def _work(
     tasks: Connection,
     results: Connection,
     encoding: Encoder | tuple[EncodeOptions, str],
-    *inherited: list[Connection],
+    inherited: list[Connection],
 ) -> None:
     """The body of a worker process: blocks in, ids out, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OUR_SIGNALS)
-    for ends in inherited:  # else no pipe would ever close
-        for end in ends:
-            end.close()
-    gc.freeze()  # leaves the pages of what was inherited alone, so that they stay shared
+    enter_worker(inherited)
     arrived: queue.SimpleQueue[Block | list[tuple[str, int]] | None] = queue.SimpleQueue()
     threading.Thread(target=_take_tasks, args=(tasks, arrived), daemon=True).start()
     unplaced: deque[EncodedBlock] = deque()
@@ -323,8 +269,7 @@ def _work(
                 _write_ids(unplaced.popleft(), task)
                 results.send_bytes(b'{"placed": 1}')
     except MegatronError as failure:
-        kind = next((name for name, known in _FAILURES.items() if isinstance(failure, known)), "WorkerError")
-        _say(results, {"failure": kind, "text": str(failure)})
+        _say(results, failure_message(failure))
     except (BrokenPipeError, ConnectionError):
         os._exit(1)
 
@@ -401,13 +346,6 @@ def _say(results: Connection, message: dict[str, Any]) -> None:
         results.send_bytes(json.dumps(message).encode())
     except OSError:
         return
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"
 
 
 def _widen(pipe: Connection) -> None:

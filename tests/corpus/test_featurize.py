@@ -27,8 +27,8 @@ from megatron.corpus.featurize import WindowOptions, featurize, featurize_tokens
 from megatron.corpus.featurize_back import windows_to_tokens
 from megatron.corpus.featurize_windows import Cutting, Documents, cut, tally, window_counts
 from megatron.corpus.preprocess import preprocess
+from megatron.corpus.processes import WorkerError
 from megatron.corpus.progress import Progress
-from megatron.corpus.workers import WorkerError
 from megatron.data.atomic_files import temporary_beside
 from megatron.data.indexed import IndexedDataset, IndexedWriter
 from megatron.data.sidecar import TokenizerRecord, read_sidecar

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from megatron.corpus import preprocess as preprocess_module
-from megatron.corpus import workers as workers_module
+from megatron.corpus import processes
 from megatron.corpus.encode import EncodeOptions, Encoder
 from megatron.corpus.preprocess import PreprocessResult, preprocess
+from megatron.corpus.processes import WorkerError
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import Block
-from megatron.corpus.workers import WorkerError, WorkerPool
+from megatron.corpus.workers import WorkerPool
 from megatron.data.indexed import IndexedDataset
 from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
 from megatron.errors import ConfigError, DataError, StorageError
@@ -242,7 +243,7 @@ def test_no_more_workers_than_cores_or_blocks(
     assert asked == []
     run([path], tmp_path / "many", EncodeOptions(choice), 8, 1000)
     assert asked == [3] and both(tmp_path / "one_text_document") == both(tmp_path / "many_text_document")
-    assert workers_module.usable_cores() >= 1 and workers_module.start_method() in ("fork", "spawn")
+    assert processes.usable_cores() >= 1 and processes.start_method() in ("fork", "spawn")
 
 
 def endless() -> Iterator[Block]:

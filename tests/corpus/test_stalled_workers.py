@@ -15,8 +15,9 @@ from megatron.corpus import pipes
 from megatron.corpus import preprocess as preprocess_module
 from megatron.corpus.encode import EncodeOptions, Encoder
 from megatron.corpus.preprocess import preprocess
+from megatron.corpus.processes import WorkerError
 from megatron.corpus.progress import Progress
-from megatron.corpus.workers import WorkerError, WorkerPool
+from megatron.corpus.workers import WorkerPool
 from megatron.data.tokenizer import TokenizerChoice
 from tests.helpers.vocabulary import write_vocabulary
 

@@ -25,9 +25,9 @@ from megatron.corpus.cleaning.pool import CleaningPool
 from megatron.corpus.cleaning.report import CleaningReport
 from megatron.corpus.cleaning.verdicts import BAD_LINE
 from megatron.corpus.inputs import STANDARD_INPUT
+from megatron.corpus.processes import usable_cores
 from megatron.corpus.progress import Progress
 from megatron.corpus.sources import Block, blocks, check_inputs
-from megatron.corpus.workers import usable_cores
 from megatron.data.atomic_files import check_writable, remove_leftovers, write_atomically
 from megatron.errors import ConfigError, DataError
 

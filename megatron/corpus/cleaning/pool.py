@@ -6,11 +6,8 @@ window of a few blocks a worker. What crosses the pipes is JSON and arrays. A wo
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
-import signal
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection, wait
@@ -23,23 +20,23 @@ import numpy as np
 from megatron.corpus.cleaning.cleaner import Changed, CleanedBlock, Cleaner, Dropped
 from megatron.corpus.cleaning.contamination import EvaluationSets
 from megatron.corpus.cleaning.options import CleanOptions
+from megatron.corpus.processes import (
+    death_of,
+    enter_worker,
+    failure_message,
+    raise_failure,
+    start_method,
+    start_process,
+    stop_processes,
+)
 from megatron.corpus.sources import Block
-from megatron.corpus.workers import WorkerError, start_method
-from megatron.errors import ConfigError, DataError, MegatronError, StorageError
+from megatron.errors import MegatronError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _BLOCKS_PER_WORKER = 3
-_STOP_SECONDS = 2.0
-_OUR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 _Cleaning = tuple[CleanOptions, EvaluationSets | None, bool]
-_FAILURES: dict[str, type[MegatronError]] = {
-    "ConfigError": ConfigError,
-    "DataError": DataError,
-    "StorageError": StorageError,
-    "WorkerError": WorkerError,
-}
 
 
 @dataclass
@@ -116,12 +113,7 @@ class CleaningPool:
         """Ends the workers, by force if need be."""
         for worker in self._workers:
             worker.pipe.close()
-            worker.process.terminate()
-        for worker in self._workers:
-            worker.process.join(_STOP_SECONDS)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
+        stop_processes(worker.process for worker in self._workers)
         self._workers.clear()
 
     def _idle(self) -> _Worker | None:
@@ -133,29 +125,19 @@ class CleaningPool:
 
     def _start(self) -> _Worker:
         method = self.method or start_method()
-        context = multiprocessing.get_context(method)
-        ours, theirs = context.Pipe()
+        ours, theirs = multiprocessing.get_context(method).Pipe()
         forked = method == "fork"
-        process = context.Process(  # type: ignore[attr-defined]
-            target=_work,
-            args=(
-                theirs,
-                self.cleaner if forked else (self.cleaner.options, self.cleaner.evaluation, self.cleaner.counts),
-                [ours, *(worker.pipe for worker in self._workers)] if forked else [],
-            ),
-            daemon=True,
+        cleaner = self.cleaner
+        words = (
+            theirs,
+            cleaner if forked else (cleaner.options, cleaner.evaluation, cleaner.counts),
+            [ours, *(worker.pipe for worker in self._workers)] if forked else [],
         )
-        worker = _Worker(len(self._workers), process, ours)
-        old = signal.pthread_sigmask(signal.SIG_BLOCK, _OUR_SIGNALS)  # none may meet a child that answers as we do
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which know about forks
-                process.start()
-                self._workers.append(worker)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, old)
+        start_process(
+            method, _work, words, lambda process: self._workers.append(_Worker(len(self._workers), process, ours))
+        )
         theirs.close()
-        return worker
+        return self._workers[-1]
 
     def _send(self, worker: _Worker, number: int, block: Block) -> None:
         header = {name: getattr(block, name) for name in ("source", "start", "size", "layout")}
@@ -188,23 +170,12 @@ class CleaningPool:
             return failure
         except (EOFError, OSError):
             pass
-        worker.process.join(_STOP_SECONDS)
-        code = worker.process.exitcode
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-        return WorkerError(
-            f"cleaning worker {worker.index} (pid {worker.process.pid}) {how}; nothing was published. When the system "
-            "was short of memory (see dmesg), use fewer --workers; then run the same command again."
-        )
+        return death_of(f"cleaning worker {worker.index} (pid {worker.process.pid})", worker.process)
 
 
 def _work(pipe: Connection, cleaning: Cleaner | _Cleaning, inherited: list[Connection]) -> None:
     """The body of a worker process: blocks in, results out, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OUR_SIGNALS)
-    for end in inherited:  # else no pipe would ever close
-        end.close()
-    gc.freeze()  # leaves the pages of what was inherited alone, so that they stay shared
+    enter_worker(inherited)
     try:
         cleaner = cleaning if isinstance(cleaning, Cleaner) else Cleaner(*cleaning)
         while True:
@@ -212,8 +183,7 @@ def _work(pipe: Connection, cleaning: Cleaner | _Cleaning, inherited: list[Conne
             data = pipe.recv_bytes() if header.pop("has_data") else None
             _send_result(pipe, cleaner.clean(Block(**header, data=data, input_bytes=0)))
     except MegatronError as failure:
-        kind = next((name for name, known in _FAILURES.items() if isinstance(failure, known)), "WorkerError")
-        pipe.send_bytes(json.dumps({"failure": kind, "text": str(failure)}).encode())
+        pipe.send_bytes(json.dumps(failure_message(failure)).encode())
     except (EOFError, ConnectionError):
         return
 
@@ -238,8 +208,7 @@ def _send_result(pipe: Connection, cleaned: CleanedBlock) -> None:
 
 def _receive_result(pipe: Connection) -> CleanedBlock:
     header = json.loads(pipe.recv_bytes())
-    if "failure" in header:
-        raise _FAILURES[header["failure"]](header["text"])
+    raise_failure(header)
     plain = header["plain"]
     cleaned = CleanedBlock(
         plain["documents"],

@@ -14,8 +14,8 @@ from megatron.corpus.cleaning.cleaner import Cleaner
 from megatron.corpus.cleaning.contamination import EvaluationSets
 from megatron.corpus.cleaning.options import CleanOptions, ContaminationChoice
 from megatron.corpus.cleaning.pool import CleaningPool
+from megatron.corpus.processes import WorkerError
 from megatron.corpus.sources import Block, blocks
-from megatron.corpus.workers import WorkerError
 from megatron.errors import DataError
 from tests.corpus.cleaning.runs import write_jsonl
 
@@ -47,7 +47,7 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
     with (
         CleaningPool(Cleaner(OPTIONS), 1) as pool,
         pytest.raises(
-            WorkerError, match=r"cleaning worker 0 \(pid \d+\) was killed by signal 9; nothing was published"
+            WorkerError, match=r"cleaning worker 0 \(pid \d+\) was killed by signal 9 \(SIGKILL\); nothing was published"
         ),
     ):
         for _ in pool.clean(blocks([str(source)], 100)):
