@@ -56,7 +56,7 @@ class GPTDataset:
             raise DataError(
                 f"The sample index of {self.prefix} is damaged: {failure} Delete the index cache."
             ) from failure
-        tokens = np.concatenate(pieces, dtype=np.int64, casting="unsafe")
+        tokens = np.concatenate([np.empty(0, np.int64), *pieces], dtype=np.int64, casting="unsafe")
         if len(tokens) != self.sequence_length + 1:
             raise DataError(
                 f"The sample index of {self.prefix} is damaged: sample {sample} has {len(tokens)} tokens, not "

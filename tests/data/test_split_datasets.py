@@ -11,6 +11,8 @@ import pytest
 
 from megatron.config.data import DataConfig
 from megatron.data import split_datasets
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.index_map import Indices
 from megatron.data.indexed import IndexedDataset
 from megatron.data.plan import DataPlan, segment_seed
 from megatron.data.split_datasets import build_split_datasets, data_fingerprint, describe
@@ -312,3 +314,11 @@ def test_a_layout_that_the_files_do_not_have_is_refused(tmp_path, corpus, data_i
     message = f"--data-impl {data_impl} was given, but {prefix}.idx has the layout {found}.*give --data-impl {found}"
     with pytest.raises(DataError, match=message):
         build(config(prefix, data_impl=data_impl))
+
+
+def test_a_sample_index_that_goes_backwards_is_damaged(tmp_path):
+    indexed = IndexedDataset(write_corpus(tmp_path / "a", [5, 9, 3]))
+    rows = np.array([[2, 0], [0, 1]], np.int32)
+    dataset = GPTDataset(indexed, 4, [Indices(np.arange(3, dtype=np.int32), rows, np.zeros(1, np.uint32))])
+    with pytest.raises(DataError, match=r"is damaged: sample 0 has 0 tokens, not 5\. Delete the index cache"):
+        dataset[0]

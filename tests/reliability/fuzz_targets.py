@@ -299,7 +299,7 @@ def _decompressed(path: Path) -> bytes:
         except Exception as failure:
             raise Broken(f"damage in {path.name} was accepted: {failure}") from failure
         check(decompressor.eof, f"{path.name} ends early and was accepted")
-        data = decompressor.unused_data
+        data = decompressor.unused_data.lstrip(b"\x00")
     return b"".join(parts)
 
 
