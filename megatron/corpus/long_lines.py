@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron.data.long_text import LongText
 
-LONG_LINE_BYTES = 16 << 20
-MOST_BYTES_BESIDE_LONG_STRINGS = 64 << 20
+LONG_LINE_BYTES = 8 << 20
+MOST_BYTES_BESIDE_LONG_STRINGS = 8 << 20  # a parser makes up to 20 bytes of one
 _LONG_STRING_BYTES = 1 << 20
 _PIECE_BYTES = 4 << 20
 _QUOTE, _BACKSLASH = b'"', 0x5C
