@@ -33,7 +33,7 @@ def shell_blocks(text: str) -> str:
 def test_every_data_command_of_the_documents_works(tmp_path: Path) -> None:
     for package in ("sentencex", "sentencepiece", "ftfy", "py3langid", "datasketch", "pyarrow"):
         pytest.importorskip(package, reason=f"the guide needs {package}")
-    for name in ("tools", "megatron", "pretrain_gpt.py"):
+    for name in ("tools", "megatron", "tests", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     write_corpus(tmp_path / "corpus.jsonl")
     readme = (ROOT / "README.md").read_text()

@@ -16,6 +16,7 @@ from megatron.config import RunConfig, parse
 from megatron.config.flags import Area, parse_flags
 from megatron.config.overlay import parse_over
 from tests.helpers.recording_shell import recorded
+from tests.reliability.fuzz import FuzzFlags
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")))
@@ -46,6 +47,9 @@ def check(command: list[str]) -> None:
     Raises:
         ConfigError: the program would refuse it.
     """
+    if command[:3] == ["python", "-m", "tests.reliability.fuzz"]:
+        parse_flags(FuzzFlags, command[3:])
+        return
     for position, word in enumerate(command):
         rest = command[position + 1 :]
         if word.endswith("pretrain_gpt.py"):
