@@ -97,8 +97,12 @@ def interrupt_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which programs answer as they answer the keyboard."""
+
+
 def _interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+    raise _Terminated
 
 
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
@@ -112,9 +116,12 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
     except MegatronError as failure:
         error(str(failure))
         code = int(failure.exit_code)
+    except _Terminated:
+        error("ended by SIGTERM")
+        code = 128 + signal.SIGTERM
     except KeyboardInterrupt:
         error("interrupted from the keyboard")
-        code = 130
+        code = 128 + signal.SIGINT
     except Exception:
         error(traceback.format_exc())
         code = 1

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron import log
 from megatron.corpus.block import STANDARD_INPUT
 from megatron.corpus.compressed import COMPRESSIONS
 from megatron.corpus.tables import is_table, open_table, tables_of
@@ -185,12 +187,18 @@ def _files_below(folder: str, separator: str | None) -> list[str]:
     wanted = (*_FOUND_IN_FOLDERS, ".txt") if separator is not None else _FOUND_IN_FOLDERS
     endings = tuple(suffix + packed for suffix in wanted for packed in ("", *COMPRESSIONS))
     found = []
+    others: Counter[str] = Counter()
     for path, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name != INDEX_CACHE_FOLDER]
         ours = {name.removesuffix(".idx") + ".json" for name in names if name.endswith(".idx")}
-        found += [
-            os.path.join(path, name)
-            for name in names
-            if name.lower().endswith(endings) and not name.startswith(".") and name not in ours
-        ]
+        for name in names:
+            if name.startswith(".") or name in ours or name.endswith((".idx", ".bin")):
+                continue
+            if name.lower().endswith(endings):
+                found.append(os.path.join(path, name))
+            else:
+                others[Path(name).suffix or name] += 1
+    if found and others:
+        shown = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(8))
+        log.info(f"{folder}: {others.total()} files that are no inputs are left out ({shown}).")
     return sorted(found)

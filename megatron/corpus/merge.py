@@ -167,7 +167,8 @@ def _checked(plan: MergePlan) -> Sidecar | None:
         if part.dtype != first.dtype:
             raise DataError(
                 f"{first.prefix} holds {plan.dtype.name} and {part.prefix} holds {np.dtype(part.dtype).name}: pairs of "
-                "different widths cannot be merged. Preprocess one of them again with the tokenizer of the other."
+                "different widths cannot be merged. Preprocess one of them again with the tokenizer, and the "
+                "--dataset-impl, of the other (cached and lazy always hold int32)."
             )
     filled = [part for part in plan.parts if part.sequences]
     for part in filled:

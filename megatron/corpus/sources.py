@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
+from megatron import log
 from megatron.corpus.block import Block, read_exactly, shown_path, unreadable
 from megatron.corpus.compressed import check_decompressor, decompressing, is_compressed
 from megatron.corpus.inputs import STANDARD_INPUT, Part, layout_of
@@ -210,6 +211,7 @@ def _stream_text(path: str, block_bytes: int, separator: bytes) -> Iterator[Bloc
             _check_no_bomb(path, start, len(held), reached - consumed)
         searched = max(end, len(held) - len(separator) + 1)
         if not chunk:
+            _warn_of_line_ends(path, held, start + end, separator)
             end = len(held)
         if end and (len(held) >= block_bytes or not chunk):
             data, held = held, _cut_off(held, end)
@@ -228,6 +230,15 @@ def _check_length(path: str, start: int, held_bytes: int) -> None:
             f"{shown_path(path)}: the document at byte offset {start} of its text has more than "
             f"{_LONGEST_DOCUMENT_BYTES:,} bytes, and a document must fit into memory several times. Is it a file of "
             "lines of JSON (or, with --document-separator, of text)?"
+        )
+
+
+def _warn_of_line_ends(path: str, held: bytearray, separated_bytes: int, separator: bytes) -> None:
+    """Says why a text whose lines end as on Windows has become one document."""
+    if not separated_bytes and b"\n" in separator and b"\r" not in separator and b"\r\n" in held:
+        log.warning(
+            f"{shown_path(path)}: --document-separator does not occur in it, so all of it is one document. Its lines "
+            r"end with \r\n; with \r\n in the separator too it would be found."
         )
 
 

@@ -84,15 +84,14 @@ def import_files(
     check_inputs(paths, options.keys)
     for path in paths:
         fingerprint = _file_fingerprint(path)
-        if fingerprint is not None:
-            record = _known(writer, fingerprint, options)
-            if record is not None:
-                progress.leave_out(total_bytes([path]) or 0)
-                yield ImportResult(without_password(path), None)
-                continue
-            _refuse_changed(writer, path, fingerprint, options)
-        first = writer.begin()
+        first = writer.begin()  # before anything is looked up: another import may be under way
         try:
+            if fingerprint is not None:
+                if _known(writer, fingerprint, options) is not None:
+                    progress.leave_out(total_bytes([path]) or 0)
+                    yield ImportResult(without_password(path), None)
+                    continue
+                _refuse_changed(writer, path, fingerprint, options)
             yield _import_one(path, fingerprint, first, writer, collection, options, progress)
         finally:
             writer.abort()

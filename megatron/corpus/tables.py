@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
+from megatron import log
 from megatron.corpus.block import Block
 from megatron.corpus.hub_rows import open_rows
 from megatron.corpus.long_lines import LONG_LINE_BYTES
@@ -112,6 +113,12 @@ class _StoreTable:
 
     def check(self, keys: Sequence[str]) -> None:
         self._columns(keys)
+        if self._facts.counted and self.rows < self._facts.counted:
+            log.warning(
+                f"{self._shown}: {self._facts.counted - self.rows} of the {self._facts.counted} documents that "
+                "meta_info counts are missing (holes in idx); the others are read. tools/corpus_store.py stat lists "
+                "the numbers."
+            )
 
     def blocks(self, keys: Sequence[str], start: int, stop: int | None, block_bytes: int) -> Iterator[Block]:
         columns = self._columns(keys)

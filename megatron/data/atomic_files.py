@@ -19,11 +19,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.errors import StorageError
+from megatron.errors import ConfigError, StorageError
 
 
 def temporary_beside(path: Path) -> Path:
-    """Names a temporary file in the folder of `path` that no other process will choose; says whose it is."""
+    """Names a temporary file in the folder of `path` that no other process will choose; says whose it is.
+
+    Raises:
+        ConfigError: the path begins with a `~` that no shell has expanded, and would make a folder of that name.
+    """
+    if path.parts[:1] == ("~",):
+        raise ConfigError(f"{path} begins with ~, which the shell did not expand. Write the folder out, or $HOME.")
     return path.with_name(f".{path.name}.{THIS_MACHINE}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 

@@ -68,6 +68,7 @@ class DocumentStore:
         for name in chosen_collections(backend, names):
             facts = backend.facts(name)
             size = _checked_size(backend.shown, name, facts)
+            _check_no_holes(backend, name, size)
             chosen = text_column(backend.shown, name, facts.columns, column) if size or facts.columns else ""
             collections.append(Collection(name, first, first + size, chosen))
             first += size
@@ -224,6 +225,16 @@ def text_column(shown: str, name: str, columns: Sequence[str], wanted: str | Non
         f"{shown}: collection {name!r} has no column {' or '.join(map(repr, choices))}; it has "
         f"{', '.join(map(repr, columns[:8])) or 'none'}. Choose one with column= in the address."
     )
+
+
+def _check_no_holes(backend: StoreBackend, name: str, size: int) -> None:
+    """Counts the documents of a collection: a hole should be met before training, not in it."""
+    missing = size - backend.count(name, size)
+    if missing > 0:
+        raise DataError(
+            f"{backend.shown}: {missing} of the {size} documents of collection {name!r} are missing (holes in "
+            "idx). tools/corpus_store.py stat lists the numbers. Import them, or all of it into a new collection."
+        )
 
 
 def _checked_size(shown: str, name: str, facts: CollectionFacts) -> int:

@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -396,16 +397,18 @@ def leave_something(folder: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def forked_with(**changes: object) -> AbstractContextManager[object]:
+    """Makes processes inherit a changed module, also where a library's thread would have them started anew."""
+    return patch.multiple(featurize_shards, start_method=lambda: "fork", **changes)
+
+
 def test_a_killed_process_is_named_and_nothing_is_published(tmp_path: Path, shards: tuple[str, ...]) -> None:
     before = {path: Path(path).read_bytes() for path in shards}
 
     def die(plan: object, shard: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with (
-        patch.object(featurize_shards, "_write_shard", die),
-        pytest.raises(WorkerError, match="was killed by signal 9"),
-    ):
+    with forked_with(_write_shard=die), pytest.raises(WorkerError, match="was killed by signal 9"):
         featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(num_shards=2), 2)
     assert {path: Path(path).read_bytes() for path in shards} == before and not list(tmp_path.glob(".*"))
 
@@ -414,7 +417,7 @@ def test_a_failure_in_a_process_is_the_users_sentence(tmp_path: Path, shards: tu
     def fail(plan: object, shard: object) -> None:
         raise StorageError("Cannot write x: No space left on device")
 
-    with patch.object(featurize_shards, "_write_shard", fail), pytest.raises(StorageError, match="No space left"):
+    with forked_with(_write_shard=fail), pytest.raises(StorageError, match="No space left"):
         featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(num_shards=2), 2)
     assert len(list(tmp_path.glob("w-*"))) == len(shards)
 

@@ -286,3 +286,19 @@ def test_what_we_wrote_beside_token_files_is_no_input(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}\n")
     assert expand_inputs([str(tmp_path)]) == (str(tmp_path / "b.json"), str(tmp_path / "in.jsonl"))
+
+
+def test_a_text_with_other_line_ends_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "in.txt"
+    path.write_bytes(b"a b\r\n\r\nc d\r\n")
+    assert len(list(blocks([str(path)], 1 << 20, "\n\n"))) == 1
+    assert r"in.txt: --document-separator does not occur in it" in capsys.readouterr().err
+    assert len(list(blocks([str(path)], 1, "\r\n\r\n"))) >= 1
+    assert capsys.readouterr().err == ""
+
+
+def test_a_folder_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.jsonl", "b.csv", "c.csv", "notes.txt", ".hidden", "d.idx", "d.bin", "d.json"):
+        (tmp_path / name).touch()
+    assert expand_inputs([str(tmp_path)]) == (str(tmp_path / "a.jsonl"),)
+    assert "3 files that are no inputs are left out (2 .csv, 1 .txt)" in capsys.readouterr().err

@@ -440,3 +440,14 @@ def test_a_process_that_draws_and_fails_is_heard(sqlite_database: Database, tmp_
     sqlite_database.write({"web": numbered(["a", None, "b"])})
     with pytest.raises(DataError, match="idx 1: filt_text is null"):
         fetch_samples(sqlite_database.base, 3, 2, str(tmp_path / "part"), "\n", seed=1)
+
+
+def test_two_imports_of_one_file_at_the_same_time_add_it_once(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(3000)))
+    tool = Path(__file__).resolve().parents[2] / "tools" / "corpus_store.py"
+    words = [sys.executable, str(tool), "import", str(source), "--config", "sqlite:///s.db", "--collection", "web"]
+    both = [subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE) for _ in range(2)]
+    said = [process.communicate(timeout=60)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert len(open_store(f"sqlite:///{tmp_path}/s.db?table=web")) == 3000

@@ -25,6 +25,7 @@ from megatron.corpus.resume import divide, preprocess_in_parts
 from megatron.corpus.sources import blocks, check_inputs, total_bytes
 from megatron.corpus.vocab import texts_of
 from megatron.data import sqlite_store
+from megatron.data.document_store import open_store
 from megatron.data.sidecar import read_sidecar
 from megatron.data.tokenizer import TokenizerChoice
 from megatron.errors import ConfigError, DataError, StorageError
@@ -306,3 +307,20 @@ def test_what_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"some/name .*needs the datasets package: pip install datasets"):
         check_inputs(["hf://some/name:test"], ["text"])
+
+
+def test_holes_are_said_before_preprocessing_and_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sqlite3.connect(tmp_path / "s.db") as database:
+        database.executescript(
+            "CREATE TABLE web (idx INTEGER, filt_text TEXT); CREATE UNIQUE INDEX web_idx ON web (idx);"
+            "CREATE TABLE meta_info (collection_name TEXT PRIMARY KEY, num_docs INTEGER);"
+            "INSERT INTO meta_info VALUES ('web', 5);"
+        )
+        database.executemany("INSERT INTO web VALUES (?, ?)", [(idx, f"text {idx}") for idx in (0, 1, 4)])
+    address = f"sqlite:///{tmp_path}/s.db?table=web"
+    check_inputs([address], ("text",))
+    assert "2 of the 5 documents that meta_info counts are missing (holes in idx)" in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"2 of the 5 documents of collection 'web' are missing \(holes in idx\)"):
+        open_store(address)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.atomic_files import check_writable, storage_error, write_atomically
-from megatron.errors import StorageError
+from megatron.data.atomic_files import check_writable, storage_error, temporary_beside, write_atomically
+from megatron.errors import ConfigError, StorageError
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -39,3 +39,8 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"Cannot write .*file/x: Not a directory\. Choose a folder"):
         check_writable(tmp_path / "file" / "x")
+
+
+def test_a_home_folder_that_no_shell_has_expanded_is_refused() -> None:
+    with pytest.raises(ConfigError, match="~/x.bin begins with ~, which the shell did not expand"):
+        temporary_beside(Path("~/x.bin"))

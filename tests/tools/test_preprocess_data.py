@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -216,7 +217,10 @@ def test_the_tool_needs_no_torch_and_starts_quickly(tmp_path: Path, choice: Toke
 def test_an_interrupted_run_publishes_nothing(tmp_path: Path, choice: TokenizerChoice, number: signal.Signals) -> None:
     reading, writing = os.pipe()
     words = command(choice, "--input", "-", "--output-prefix", "out", "--workers", "2")
-    with subprocess.Popen(words, cwd=tmp_path, stdin=reading, stderr=subprocess.PIPE) as process:
+    minds_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a suite in the background does not
+    with subprocess.Popen(
+        words, cwd=tmp_path, stdin=reading, stderr=subprocess.PIPE, preexec_fn=minds_interrupts
+    ) as process:
         os.close(reading)
         stop = threading.Event()
         feeder = threading.Thread(target=feed, args=(writing, stop))
