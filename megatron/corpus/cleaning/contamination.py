@@ -162,7 +162,7 @@ def pieces_around(text: str, matches: Sequence[Match], choice: ContaminationChoi
     pieces = []
     begin = 0
     for start, stop in _joined(matches):
-        if stop <= begin:
+        if stop + choice.margin <= begin:
             continue
         pieces.append(text[begin : _last_sentence_end(text, begin, start - choice.margin)].strip())
         end = _SENTENCE_END.search(text, min(stop + choice.margin, len(text)))

@@ -144,6 +144,11 @@ def test_pieces_are_what_is_outside_of_the_margins(ends: list[bool], data: st.Da
     assert "".join(pieces) == text or matches or len(text) < choice.shortest_piece
 
 
+def test_a_match_that_ends_with_the_piece_before_still_takes_its_margin() -> None:
+    choice = ContaminationChoice((), margin=1, shortest_piece=1)
+    assert pieces_around("aaaaabbbb.cd. e", [Match(0, 5, 0), Match(5, 10, 0)], choice) == ["e"]
+
+
 def test_other_keys_stay_with_every_piece(tmp_path: Path, choice: ContaminationChoice) -> None:
     source = write_jsonl(
         tmp_path / "in.jsonl", [{"id": 5, "text": f"{sentences(1)} {QUESTION} {sentences(2)}", "n": 1}]
