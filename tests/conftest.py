@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.data.stores import KINDS, Database, new_database
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -33,3 +36,24 @@ def shared() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"the reference data is not there: {SHARED_DATA}")
     return SHARED_DATA
+
+
+@pytest.fixture(params=KINDS)
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """An empty database of each kind that holds document stores."""
+    with new_database(request.param, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def sqlite_database(tmp_path: Path) -> Iterator[Database]:
+    """An empty SQLite database."""
+    with new_database("sqlite", tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def mongo_database(tmp_path: Path) -> Iterator[Database]:
+    """An empty MongoDB database of the in-process double."""
+    with new_database("mongomock", tmp_path) as made:
+        yield made

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS
+from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
 from megatron.config.flags import Area, flag, parse_flags
 from megatron.errors import DataError, ExitCode
 
@@ -35,13 +35,9 @@ class CheckFlags(Area):
     )
     show: int = flag(0, "documents of each prefix to decode and show", at_least=0)
     tokenizer_type: str | None = flag(None, "tokenizer that made the data", choices=TOKENIZERS)
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
-    tokenizer_name_or_path: str | None = flag(
-        None,
-        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
-        spelled=("--tokenizer-model",),
-    )
+    vocab_file: str | None = vocab_file_flag()
+    merge_file: str | None = merge_file_flag()
+    tokenizer_name_or_path: str | None = tokenizer_place_flag()
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS
+from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
 from megatron.config.flags import Area, flag, parse_flags
 from megatron.errors import ExitCode
 
@@ -33,13 +33,9 @@ class CheckTokenizerFlags(Area):
     """Flags of this program."""
 
     tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
-    tokenizer_name_or_path: str | None = flag(
-        None,
-        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
-        spelled=("--tokenizer-model",),
-    )
+    vocab_file: str | None = vocab_file_flag()
+    merge_file: str | None = merge_file_flag()
+    tokenizer_name_or_path: str | None = tokenizer_place_flag()
     text: tuple[str, ...] = flag((), "texts to encode; their ids are shown", nargs="+")
     input: tuple[str, ...] = flag((), "inputs as preprocess_data.py reads them; - is standard input", nargs="+")
     json_keys: tuple[str, ...] = flag(("text",), "keys whose texts are used", nargs="+", spelled=("--json-key",))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS
+from megatron.config.data import TOKENIZERS, merge_file_flag
 from megatron.config.flags import Area, flag, parse_flags
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class CleanFlags(Area):
     max_tokens: int | None = flag(None, "most tokens a document", at_least=1)
     tokenizer_type: str | None = flag(None, "tokenizer that counts tokens", choices=TOKENIZERS)
     vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
+    merge_file: str | None = merge_file_flag()
     tokenizer_name_or_path: str | None = flag(
         None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
     )

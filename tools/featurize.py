@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS
+from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
 from megatron.config.flags import Area, flag, flags_of, parse_flags
 
 if TYPE_CHECKING:
@@ -51,13 +51,9 @@ class FeaturizeFlags(Area):
         "tokenizer family; left out, GPT2BPETokenizer with --vocab-file, else PretrainedFromHF",
         choices=TOKENIZERS,
     )
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
-    tokenizer_name_or_path: str | None = flag(
-        None,
-        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
-        spelled=("--tokenizer-model",),
-    )
+    vocab_file: str | None = vocab_file_flag()
+    merge_file: str | None = merge_file_flag()
+    tokenizer_name_or_path: str | None = tokenizer_place_flag()
     json_key: str = flag(
         "text", "key, or column, of the text; a.b is key b of the object under a", spelled=("--json-keys",)
     )

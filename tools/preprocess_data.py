@@ -14,7 +14,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, WORDPIECE_TOKENIZERS
+from megatron.config.data import (
+    TOKENIZERS,
+    WORDPIECE_TOKENIZERS,
+    merge_file_flag,
+    tokenizer_place_flag,
+    vocab_file_flag,
+)
 from megatron.config.flags import Area, flag, parse_flags
 
 _SHOWN_FILES = 8
@@ -37,13 +43,9 @@ class PreprocessFlags(Area):
         nargs="+",
         spelled=("--json-key",),
     )
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
-    tokenizer_name_or_path: str | None = flag(
-        None,
-        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
-        spelled=("--tokenizer-model",),
-    )
+    vocab_file: str | None = vocab_file_flag()
+    merge_file: str | None = merge_file_flag()
+    tokenizer_name_or_path: str | None = tokenizer_place_flag()
     append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
     dataset_impl: str = flag(
         "mmap",

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ParallelConfig
-from megatron.config.data import TOKENIZERS
+from megatron.config.data import TOKENIZERS, tokenizer_place_flag, vocab_file_flag
 from megatron.config.flags import Area, flag, parse_flags
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
@@ -46,13 +46,9 @@ class DistributedPreprocessFlags(Area):
         nargs="+",
         spelled=("--json-keys", "--json-key"),
     )
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
+    vocab_file: str | None = vocab_file_flag()
     merge_file: str | None = flag(None, "byte-pair merges (merges.txt)")
-    tokenizer_name_or_path: str | None = flag(
-        None,
-        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
-        spelled=("--tokenizer-model",),
-    )
+    tokenizer_name_or_path: str | None = tokenizer_place_flag()
     append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
     merge: str = flag(
         "parallel",

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS
+from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
 from megatron.config.flags import Area, flag, parse_flags
 
 
@@ -29,13 +29,9 @@ class BackFlags(Area):
     output_prefix: str = flag(help="data prefix of the result, without .bin/.idx")
     append_eod: bool = flag(False, "end every document with the tokenizer's end-of-document id")
     tokenizer_type: str | None = flag(None, "tokenizer that made files which do not say it", choices=TOKENIZERS)
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
-    tokenizer_name_or_path: str | None = flag(
-        None,
-        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
-        spelled=("--tokenizer-model",),
-    )
+    vocab_file: str | None = vocab_file_flag()
+    merge_file: str | None = merge_file_flag()
+    tokenizer_name_or_path: str | None = tokenizer_place_flag()
 
 
 def main() -> int:

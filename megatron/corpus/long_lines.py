@@ -19,7 +19,8 @@ LONG_LINE_BYTES = 8 << 20
 MOST_BYTES_BESIDE_LONG_STRINGS = 8 << 20  # a parser makes up to 20 bytes of one
 _LONG_STRING_BYTES = 1 << 20
 _PIECE_BYTES = 4 << 20
-_QUOTE, _BACKSLASH = b'"', 0x5C
+_RUN_BYTES = 256
+_QUOTE = b'"'
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 _ESCAPE_BYTES, _PLAIN_ESCAPE_BYTES = 6, 2  # \uXXXX, and \n
 
@@ -138,8 +139,12 @@ def _closing_quote(line: bytes, start: int) -> int:
 
 def _backslashes_before(line: bytes, start: int, position: int) -> int:
     first = position
-    while first > start and line[first - 1] == _BACKSLASH:
-        first -= 1
+    while first > start:
+        piece = line[max(start, first - _RUN_BYTES) : first]
+        others = len(piece.rstrip(b"\\"))
+        first -= len(piece) - others
+        if others:
+            break
     return position - first
 
 

@@ -15,7 +15,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -33,6 +33,7 @@ from megatron.corpus.processes import (
     death_of,
     enter_worker,
     failure_message,
+    in_order,
     raise_failure,
     start_method,
     start_process,
@@ -123,31 +124,10 @@ class WorkerPool:
             DataError: a block could not be read.
             StorageError: ids could not be written.
         """
-        source = iter(blocks)
-        waiting: dict[int, EncodedBlock] = {}
-        sent: dict[int, Block] = {}
-        next_out = next_in = 0
-        exhausted = False
-        while True:
-            while not exhausted and next_in - next_out < (_BLOCKS_PER_WORKER + 1) * self._most_workers:
-                if not self._has_room():
-                    break
-                block = next(source, None)
-                if block is None:
-                    exhausted = True
-                    break
-                self._send(self._freest(), next_in, block)
-                sent[next_in] = block if block.data is None else replace(block, data=None)
-                next_in += 1
-            if next_out in waiting:
-                yield sent.pop(next_out), waiting.pop(next_out)
-                next_out += 1
-            elif exhausted and next_out == next_in:
-                break
-            else:
-                self._receive(waiting)
+        most_under_way = (_BLOCKS_PER_WORKER + 1) * self._most_workers
+        yield from in_order(blocks, most_under_way, self._has_room, self._send, self._receive)
         while any(worker.unplaced for worker in self._workers):
-            self._receive(waiting)
+            self._receive({})
 
     def _has_room(self) -> bool:
         return len(self._workers) < self._most_workers or any(
@@ -194,7 +174,8 @@ class WorkerPool:
             worker.incoming.close()
         self._workers.clear()
 
-    def _send(self, worker: _Worker, number: int, block: Block) -> None:
+    def _send(self, number: int, block: Block) -> None:
+        worker = self._freest()
         header = {"source": block.source, "start": block.start, "size": block.size, "layout": block.layout}
         header["data_bytes"] = None if block.data is None else len(block.data)
         try:

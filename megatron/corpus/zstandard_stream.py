@@ -22,8 +22,8 @@ def zstandard_stream(raw: IO[bytes], path: str) -> IO[bytes]:
     return io.BufferedReader(_Frames(raw, zstandard_library(path)), 1 << 20)
 
 
-def zstandard_library(path: str) -> Any:
-    """The package, asked for on behalf of an input.
+def zstandard_library(path: str, flag: str = "--input", way_out: str = "decompress it first") -> Any:
+    """The package, asked for on behalf of a file that a flag names.
 
     Raises:
         ConfigError: it is not installed.
@@ -32,7 +32,7 @@ def zstandard_library(path: str) -> Any:
         return importlib.import_module("zstandard")
     except ImportError as failure:
         raise ConfigError(
-            f"--input {path} needs the zstandard package (pip install zstandard), or decompress it first."
+            f"{flag} {path} needs the zstandard package (pip install zstandard), or {way_out}."
         ) from failure
 
 

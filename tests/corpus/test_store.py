@@ -10,7 +10,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -26,27 +25,9 @@ from megatron.data.document_store import open_backend, open_store
 from megatron.data.mongo_store import explained
 from megatron.data.store_address import StoreAddress
 from megatron.errors import ConfigError, DataError, StorageError
-from tests.data.stores import KINDS, Database, new_database, numbered
+from tests.data.stores import Database, numbered
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(params=KINDS)
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    with new_database(request.param, tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-def sqlite_database(tmp_path: Path) -> Iterator[Database]:
-    with new_database("sqlite", tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-def mongo_database(tmp_path: Path) -> Iterator[Database]:
-    with new_database("mongomock", tmp_path) as made:
-        yield made
 
 
 def jsonl(path: Path, texts: list[Any], key: str = "text", **others: str) -> str:

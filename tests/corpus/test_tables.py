@@ -6,7 +6,6 @@ import json
 import sqlite3
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -29,7 +28,7 @@ from megatron.data.document_store import open_store
 from megatron.data.sidecar import read_sidecar
 from megatron.data.tokenizer import TokenizerChoice
 from megatron.errors import ConfigError, DataError, StorageError
-from tests.data.stores import KINDS, Database, new_database, numbered
+from tests.data.stores import Database, new_database, numbered
 from tests.helpers.vocabulary import write_vocabulary
 
 TEXTS = [f'text {number} ğüşİ 🙂 "quoted"\n' * (number % 7) for number in range(50)]
@@ -38,18 +37,6 @@ TEXTS = [f'text {number} ğüşİ 🙂 "quoted"\n' * (number % 7) for number in 
 @pytest.fixture(scope="module")
 def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
     return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
-
-
-@pytest.fixture(params=KINDS)
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    with new_database(request.param, tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-def sqlite_database(tmp_path: Path) -> Iterator[Database]:
-    with new_database("sqlite", tmp_path) as made:
-        yield made
 
 
 def quiet() -> Progress:

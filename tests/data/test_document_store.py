@@ -7,7 +7,6 @@ import multiprocessing
 import sqlite3
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,10 @@ from megatron.data import sqlite_store
 from megatron.data.document_store import DocumentStore, open_store
 from megatron.data.store_address import StoreAddress, is_store_address
 from megatron.errors import ConfigError, DataError, StorageError
-from tests.data.stores import KINDS, Database, new_database, numbered
+from tests.data.stores import Database, new_database, numbered
 
 WEB = [f"web {number} ğüşİ 🙂\n" for number in range(40)]
 NEWS = ["", "news 1", "한국어"]
-
-
-@pytest.fixture(params=KINDS)
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    with new_database(request.param, tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-def sqlite_database(tmp_path: Path) -> Iterator[Database]:
-    with new_database("sqlite", tmp_path) as made:
-        yield made
 
 
 def both(database: Database, **options: Any) -> None:

@@ -90,7 +90,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "gigatoken": ("megatron/data/fast_encoder.py",),
     "sentencex": ("megatron/corpus/sentences.py",),
     "orjson": ("megatron/corpus/lines.py", "megatron/corpus/tables.py"),
-    "zstandard": ("megatron/corpus/zstandard_stream.py", "megatron/corpus/cleaning/output.py"),
+    "zstandard": ("megatron/corpus/zstandard_stream.py",),
     "ftfy": ("megatron/corpus/cleaning/repair.py",),
     "py3langid": ("megatron/corpus/cleaning/language.py",),
     "datasketch": ("megatron/corpus/cleaning/signatures.py",),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -24,6 +24,7 @@ from megatron.corpus.processes import (
     death_of,
     enter_worker,
     failure_message,
+    in_order,
     raise_failure,
     start_method,
     start_process,
@@ -84,30 +85,8 @@ class CleaningPool:
             WorkerError: a worker died; the text names it.
             DataError: a block could not be read.
         """
-        source = iter(blocks)
-        sent: dict[int, Block] = {}
-        results: dict[int, CleanedBlock] = {}
-        next_out = next_in = 0
-        exhausted = False
-        while True:
-            while not exhausted and next_in - next_out < _BLOCKS_PER_WORKER * self.most_workers:
-                worker = self._idle()
-                if worker is None:
-                    break
-                block = next(source, None)
-                if block is None:
-                    exhausted = True
-                    break
-                self._send(worker, next_in, block)
-                sent[next_in] = replace(block, data=None)
-                next_in += 1
-            if next_out in results:
-                yield sent.pop(next_out), results.pop(next_out)
-                next_out += 1
-            elif exhausted and next_out == next_in:
-                return
-            else:
-                self._receive(results)
+        most_under_way = _BLOCKS_PER_WORKER * self.most_workers
+        return in_order(blocks, most_under_way, self._has_room, self._send, self._receive)
 
     def close(self) -> None:
         """Ends the workers, by force if need be."""
@@ -116,12 +95,12 @@ class CleaningPool:
         stop_processes(worker.process for worker in self._workers)
         self._workers.clear()
 
-    def _idle(self) -> _Worker | None:
-        """A worker without a block; a new one if all have one and there may be more."""
-        for worker in self._workers:
-            if worker.block is None:
-                return worker
-        return self._start() if len(self._workers) < self.most_workers else None
+    def _has_room(self) -> bool:
+        return len(self._workers) < self.most_workers or any(worker.block is None for worker in self._workers)
+
+    def _idle(self) -> _Worker:
+        """A worker without a block; a new one if all have one."""
+        return next((worker for worker in self._workers if worker.block is None), None) or self._start()
 
     def _start(self) -> _Worker:
         method = self.method or start_method()
@@ -139,7 +118,8 @@ class CleaningPool:
         theirs.close()
         return self._workers[-1]
 
-    def _send(self, worker: _Worker, number: int, block: Block) -> None:
+    def _send(self, number: int, block: Block) -> None:
+        worker = self._idle()
         header = {name: getattr(block, name) for name in ("source", "start", "size", "layout")}
         try:
             worker.pipe.send_bytes(json.dumps({**header, "has_data": block.data is not None}).encode())
