@@ -18,7 +18,7 @@ from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.stage_build import build_module
 from megatron.engine.totals import StepResult, StepTotals
 from megatron.model.auxiliary import AuxiliaryLosses
-from megatron.model.network import LayerSpec
+from megatron.model.network import LayerSpec, LayerStack
 from megatron.model.step_context import StepSettings
 from megatron.objective.base import Objective
 from megatron.parallel.mesh import ParallelMesh
@@ -87,14 +87,21 @@ class Engine:
         """Updates the optimizer has made; Adam's bias correction depends on it."""
         return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
 
-    def counted_parameters(self) -> Iterator[tuple[str, int]]:
-        """Name and local elements, padding included, of every parameter this rank accounts for.
+    @property
+    def stack(self) -> LayerStack:
+        """This rank's layers."""
+        return self.module.stack if self.is_pipelined else self.module  # type: ignore[return-value]
+
+    def counted_parameters(self) -> Iterator[tuple[LayerSpec, int]]:
+        """Layer and local elements, padding included, of every parameter this rank accounts for.
 
         Summed over the model's ranks they are the network.
         """
-        for parameter in self.module.parameters():
-            if shard_spec_of(parameter).is_counted(self.mesh):
-                yield parameter.global_name, getattr(parameter, "ds_numel", parameter.numel())  # type: ignore[attr-defined]
+        for spec, layer in self.stack.named_layers():
+            for parameter in layer.parameters():
+                is_shared = spec.tied_to is not None and not shard_spec_of(parameter).is_tied_copy
+                if not is_shared and shard_spec_of(parameter).is_counted(self.mesh):
+                    yield spec, getattr(parameter, "ds_numel", parameter.numel())
 
     @property
     def loss_scale_state(self) -> dict[str, float]:

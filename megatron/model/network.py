@@ -6,7 +6,7 @@ and a generating program all run the same `LayerStack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -105,6 +105,10 @@ class LayerStack(nn.Module):
         for _, layer in self._layers:
             inputs = layer(inputs, context)
         return inputs  # type: ignore[no-any-return]
+
+    def named_layers(self) -> Iterator[tuple[LayerSpec, nn.Module]]:
+        """The layers with their descriptions, in order."""
+        yield from self._layers
 
     def layer(self, name: str) -> nn.Module:
         """A layer by its global name.

@@ -134,8 +134,7 @@ class ShardSpec:
         """
         if self.is_tied_copy:
             return False
-        copies = (axis for axis in mesh.model_axes if axis.name not in self.split_axes and axis is not mesh.pp)
-        return all(axis.rank == 0 for axis in copies)
+        return all(axis.rank == 0 for axis in mesh.axes_of("tensor") if axis.name not in self.split_axes)
 
     def as_tied_copy(self) -> ShardSpec:
         """The same place for a copy that another pipeline stage accounts for."""
