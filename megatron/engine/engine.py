@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from megatron import log
-from megatron.config import ModelConfig, OptimConfig
+from megatron.config import ModelConfig, OptimConfig, PrecisionConfig
 from megatron.data.loader import Batch
 from megatron.engine.objective import LanguageModelObjective
 from megatron.engine.pipeline import MeshUnit, StagedModule
@@ -74,30 +74,33 @@ class Engine:
     """Forward, backward, reduce, clip and update for one layout.
 
     Args:
-        model: the resolved shape, dtype and vocabulary.
-        optim: the resolved optimizer area.
+        model: the resolved architecture.
+        precision: the dtype and the loss scale.
+        optim: the resolved optimizer section.
         mesh: the open mesh.
         settings: what DeepSpeed is told, see `ds_config.deepspeed_config`.
-        resets: keyword arguments of `gpt_layers` about document boundaries.
+        layer_settings: keyword arguments of `gpt_layers`.
     """
 
     def __init__(
         self,
         model: ModelConfig,
+        precision: PrecisionConfig,
         optim: OptimConfig,
         mesh: ParallelMesh,
         settings: Mapping[str, Any],
-        resets: Mapping[str, bool] | None = None,
+        layer_settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
+        self.precision = precision
         self.optim = optim
         self.mesh = mesh
         self.zero_stage = int(settings["zero_optimization"]["stage"])
         join_deepspeed()
         self.objective = LanguageModelObjective(mesh, model.vocab_size)
-        self.module = build_module(model, mesh, resets or {}, self.objective)
-        if model.dtype_name != "float32":
-            self.module.to(getattr(torch, model.dtype_name))
+        self.module = build_module(model, mesh, layer_settings or {}, self.objective)
+        if precision.dtype_name != "float32":
+            self.module.to(getattr(torch, precision.dtype_name))
         self.deepspeed = _initialize(settings, optim, mesh, self.module)
         self._last_norm = 0.0
         if self.zero_stage == 0:
@@ -131,14 +134,14 @@ class Engine:
     def loss_scale_state(self) -> dict[str, float]:
         """The dynamic loss scaler's counters, for a checkpoint; empty outside fp16."""
         scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
-        if not self.model.fp16 or scaler is None:
+        if not self.precision.fp16 or scaler is None:
             return {}
         return {name: getattr(scaler, name) for name in _SCALER_COUNTERS if hasattr(scaler, name)}
 
     def restore_loss_scale(self, state: Mapping[str, float]) -> None:
         """Goes on with stored counters, so that a resume does not search for the scale (and skip steps) again."""
         scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
-        if self.model.fp16 and self.optim.loss_scale is None and scaler is not None:
+        if self.precision.fp16 and self.precision.loss_scale is None and scaler is not None:
             for name, value in state.items():
                 setattr(scaler, name, value)
 
@@ -226,7 +229,7 @@ class Engine:
         return float("nan") if norm is None else float(norm)
 
     def _loss_scale(self) -> float:
-        return float(self.deepspeed.optimizer.cur_scale) if self.model.fp16 else 1.0
+        return float(self.deepspeed.optimizer.cur_scale) if self.precision.fp16 else 1.0
 
     def _clip_gradients(self) -> None:
         """Clips by the true global norm, in place of DeepSpeed's stage-0 clipping.
@@ -264,13 +267,13 @@ def counts_here(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
 
 
 def build_module(
-    model: ModelConfig, mesh: ParallelMesh, resets: Mapping[str, bool], objective: LanguageModelObjective
+    model: ModelConfig, mesh: ParallelMesh, layer_settings: Mapping[str, Any], objective: LanguageModelObjective
 ) -> nn.Module:
     """Builds this rank's part of the network: one stage of a pipeline, or the whole as one module."""
     if mesh.pp.size == 1:
-        return build_dense(model, mesh, **resets)
+        return build_dense(model, mesh, **layer_settings)
     with _quiet():
-        return StagedModule(gpt_layers(model, mesh, **resets), mesh, objective)
+        return StagedModule(gpt_layers(model, mesh, **layer_settings), mesh, objective)
 
 
 def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:

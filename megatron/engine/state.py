@@ -163,7 +163,7 @@ def _identity(parameter: nn.Parameter) -> tuple[str, Placement]:
 
 def _tensors(engine: Engine, fragment: Fragment, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
     """The weight or master of a fragment, then its moments; moments that do not exist yet are made as zeros."""
-    yield "weight" if engine.model.dtype_name == "float32" else "master", fragment.master
+    yield "weight" if engine.precision.dtype_name == "float32" else "master", fragment.master
     if not with_optimizer:
         return
     state = engine.optimizer.state[fragment.flat]

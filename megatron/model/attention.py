@@ -76,15 +76,24 @@ class SelfAttention(nn.Module):
         ConfigError: the tensor-parallel size does not divide the heads.
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int, *, separate_segments: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: ParallelMesh,
+        layer: int,
+        *,
+        seed: int,
+        separate_segments: bool = False,
+        recompute: bool = False,
+    ) -> None:
         super().__init__()
         heads, size = config.num_attention_heads, config.kv_channels
         check_divisible(heads, mesh.tp, f"attention heads (--num-attention-heads {heads})")
-        self.layer, self.seed, self.tp_rank = layer, config.seed, mesh.tp.rank
+        self.layer, self.seed, self.tp_rank = layer, seed, mesh.tp.rank
         self.head_size = size
         self.dropout = config.attention_dropout
         self.separate_segments = separate_segments
-        self.recompute = config.recompute_granularity == "selective"
+        self.recompute = recompute
         self.linear_qkv = ColumnParallelLinear(config.hidden_size, 3 * heads * size, mesh.tp, device=mesh.device)
         self.linear_proj = RowParallelLinear(heads * size, config.hidden_size, mesh.tp, device=mesh.device)
 

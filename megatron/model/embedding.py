@@ -40,11 +40,11 @@ class PositionEmbedding(nn.Module):
         restart: number the positions from 0 in every segment (`--reset-position-ids`).
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, *, restart: bool = False) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, *, seed: int, restart: bool = False) -> None:
         super().__init__()
         shape = (config.max_position_embeddings, config.hidden_size)
         self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), Placement.whole(shape))
-        self.seed, self.dropout, self.restart = config.seed, config.hidden_dropout, restart
+        self.seed, self.dropout, self.restart = seed, config.hidden_dropout, restart
 
     def forward(self, inputs: tuple[torch.Tensor, ...], offset: int = 0) -> tuple[torch.Tensor, ...]:
         """Adds the positions; the first token of the input is number `offset` of its sequence.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +46,14 @@ class LayerSpec:
 
 
 def gpt_layers(
-    config: ModelConfig, mesh: ParallelMesh, *, reset_position_ids: bool = False, reset_attention_mask: bool = False
+    config: ModelConfig,
+    mesh: ParallelMesh,
+    *,
+    seed: int = 1234,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    recompute_blocks: bool = False,
+    recompute_attention: bool = False,
 ) -> list[LayerSpec]:
     """The network as a list: word table, positions, blocks, final norm, tied head.
 
@@ -53,20 +61,32 @@ def gpt_layers(
     the head returns `logits [b, s, v/t]`.
 
     Args:
+        seed: of initial weights and dropout.
         reset_position_ids: number positions from 0 in every segment.
         reset_attention_mask: let tokens see only their own segment.
+        recompute_blocks: run each block again in the backward pass.
+        recompute_attention: run the core of attention again in the backward pass.
     """
     makers: dict[str, Callable[[], nn.Module]] = {
         WORD_EMBEDDINGS: partial(WordEmbedding, config, mesh),
-        POSITION_EMBEDDINGS: partial(PositionEmbedding, config, mesh, restart=reset_position_ids),
+        POSITION_EMBEDDINGS: partial(PositionEmbedding, config, mesh, seed=seed, restart=reset_position_ids),
     }
     for index in range(config.num_layers):
         makers[f"{BLOCK_PREFIX}{index}"] = partial(
-            TransformerBlock, config, mesh, index, separate_segments=reset_attention_mask
+            TransformerBlock,
+            config,
+            mesh,
+            index,
+            seed=seed,
+            separate_segments=reset_attention_mask,
+            recompute=recompute_blocks,
+            recompute_attention=recompute_attention,
         )
     makers[FINAL_LAYERNORM] = partial(FinalLayerNorm, config, mesh)
-    specs = [LayerSpec(name, partial(_built, maker, name, config)) for name, maker in makers.items()]
-    head = partial(_built, makers[WORD_EMBEDDINGS], WORD_EMBEDDINGS, config)  # the same values as the first stage draws
+    specs = [LayerSpec(name, partial(_built, maker, name, config, seed)) for name, maker in makers.items()]
+    head = partial(
+        _built, makers[WORD_EMBEDDINGS], WORD_EMBEDDINGS, config, seed
+    )  # the same values as the first stage draws
     return [*specs, LayerSpec(OUTPUT_LAYER, head, tied_to=WORD_EMBEDDINGS)]
 
 
@@ -121,10 +141,11 @@ class DenseGPT(nn.Module):
         return [KeyValueCache(capacity) for name in self._names if name.startswith(BLOCK_PREFIX)]
 
 
-def build_dense(
-    config: ModelConfig, mesh: ParallelMesh, *, reset_position_ids: bool = False, reset_attention_mask: bool = False
-) -> DenseGPT:
+def build_dense(config: ModelConfig, mesh: ParallelMesh, **settings: Any) -> DenseGPT:
     """Builds the whole network (or its tensor-parallel part) as one module.
+
+    Args:
+        settings: keyword arguments of `gpt_layers`.
 
     Raises:
         ConfigError: the mesh has several pipeline stages.
@@ -134,9 +155,7 @@ def build_dense(
             f"One module cannot be spread over {mesh.pp.size} stages "
             f"(--pipeline-model-parallel-size {mesh.pp.size}). Use 1."
         )
-    return DenseGPT(
-        gpt_layers(config, mesh, reset_position_ids=reset_position_ids, reset_attention_mask=reset_attention_mask)
-    )
+    return DenseGPT(gpt_layers(config, mesh, **settings))
 
 
 def language_model_loss(
@@ -180,7 +199,7 @@ def initial_std(config: ModelConfig, parameter_name: str) -> float:
     return config.init_method_std
 
 
-def _built(make: Callable[[], nn.Module], name: str, config: ModelConfig) -> nn.Module:
+def _built(make: Callable[[], nn.Module], name: str, config: ModelConfig, seed: int) -> nn.Module:
     """Makes a layer and draws its matrices; norms start at weight 1, all biases at 0.
 
     Every parameter learns its global name (`parameter.global_name`).
@@ -190,7 +209,7 @@ def _built(make: Callable[[], nn.Module], name: str, config: ModelConfig) -> nn.
         full_name = f"{name}.{inner}"
         parameter.global_name = full_name  # type: ignore[attr-defined]
         if parameter.dim() > 1:
-            normal_(parameter, config.seed, full_name, initial_std(config, full_name))
+            normal_(parameter, seed, full_name, initial_std(config, full_name))
     return module
 
 

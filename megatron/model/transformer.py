@@ -47,14 +47,26 @@ class TransformerBlock(nn.Module):
     Shapes: `(hidden [b, s, h], sample_ids [b][, segment_ids [b, s]])` to the same.
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, index: int, *, separate_segments: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: ParallelMesh,
+        index: int,
+        *,
+        seed: int,
+        separate_segments: bool = False,
+        recompute: bool = False,
+        recompute_attention: bool = False,
+    ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.layernorm_epsilon
-        self.seed, self.dropout = config.seed, config.hidden_dropout
+        self.seed, self.dropout = seed, config.hidden_dropout
         self.attention_slot, self.feed_forward_slot = 1 + 2 * index, 2 + 2 * index
-        self.recompute = config.checkpoint_activations
+        self.recompute = recompute
         self.input_layernorm = LayerNorm(size, eps, device=mesh.device)
-        self.self_attention = SelfAttention(config, mesh, index, separate_segments=separate_segments)
+        self.self_attention = SelfAttention(
+            config, mesh, index, seed=seed, separate_segments=separate_segments, recompute=recompute_attention
+        )
         self.pre_mlp_layernorm = LayerNorm(size, eps, device=mesh.device)
         self.mlp = FeedForward(config, mesh)
 

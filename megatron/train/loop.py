@@ -30,7 +30,7 @@ def train(run: Run) -> ExitCode:
         rate = learning_rate(run.config.optim, run.progress.consumed_samples)
         step = run.engine.train_batch(run.train_batches(), rate)
         run.progress = run.progress.after(
-            step.sample_count, step.sample_count * run.config.model.seq_length, step.skipped
+            step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
         )
         run.report.step(run.progress, step, rate, time.monotonic() - started_at)
         check_numbers(run, step.loss, step.gradient_norm)
@@ -75,7 +75,7 @@ def check_numbers(run: Run, loss: float, gradient_norm: float) -> None:
     Raises:
         NumericsError: always in that case.
     """
-    if run.config.model.fp16 or (math.isfinite(loss) and math.isfinite(gradient_norm)):
+    if run.config.precision.fp16 or (math.isfinite(loss) and math.isfinite(gradient_norm)):
         return
     raise NumericsError(
         f"iteration {run.progress.step}: loss {loss}, gradient norm {gradient_norm}. The weights are no longer usable "

@@ -97,11 +97,13 @@ def test_initial_values() -> None:
 
 def _part(rank: int, tp: int, changes: dict[str, Any]) -> dict[str, Any]:
     mesh = open_mesh(Layout(tp))
-    return _run(mesh, tiny_config(128 * tp, **changes))
+    return _run(mesh, changes, 128 * tp)
 
 
-def _run(mesh: ParallelMesh, config: Any) -> dict[str, Any]:
-    model = build_dense(config, mesh)
+def _run(mesh: ParallelMesh, changes: dict[str, Any], padded_vocab_size: int = 128) -> dict[str, Any]:
+    changes = dict(changes)
+    recompute = changes.pop("recompute_blocks", False)
+    model = build_dense(tiny_config(padded_vocab_size, **changes), mesh, recompute_blocks=recompute)
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     loss = _loss(model, mesh.tp, _tokens(), _ids())
     loss.backward()
@@ -117,12 +119,12 @@ def _run(mesh: ParallelMesh, config: Any) -> dict[str, Any]:
     ("tp", "changes"),
     [
         (2, {"attention_dropout": 0.2}),
-        (2, {"attention_dropout": 0.0, "checkpoint_activations": True, "kv_channels": 6}),
+        (2, {"attention_dropout": 0.0, "recompute_blocks": True, "kv_channels": 6}),
         (4, {"attention_dropout": 0.0, "hidden_dropout": 0.0, "bias_gelu_fusion": False}),
     ],
 )
 def test_split_equals_dense(tp: int, changes: dict[str, Any]) -> None:
-    whole = _run(MESH, tiny_config(**changes))
+    whole = _run(MESH, changes)
     for part in run_ranks(_part, tp, tp, changes):
         assert part["loss"] == pytest.approx(whole["loss"], rel=1e-6)
         torch.testing.assert_close(part["logits"], whole["logits"], rtol=1e-4, atol=1e-5)
@@ -186,11 +188,11 @@ def test_micro_batch_size_does_not_change_dropout() -> None:
     assert not torch.allclose(model.eval()(_tokens(), _ids()), together, atol=1e-2)
 
 
-@pytest.mark.parametrize("changes", [{"checkpoint_activations": True}, {"recompute_granularity": "selective"}])
+@pytest.mark.parametrize("changes", [{"recompute_blocks": True}, {"recompute_attention": True}])
 def test_recompute_changes_nothing(changes: dict[str, Any]) -> None:
     results = []
     for settings in ({}, changes):
-        model = build_dense(tiny_config(attention_dropout=0.2, hidden_dropout=0.2, **settings), MESH)
+        model = build_dense(tiny_config(attention_dropout=0.2, hidden_dropout=0.2), MESH, **settings)
         torch.manual_seed(len(results))  # the state of torch's generator must not matter
         loss = _loss(model, MESH.tp, _tokens(), _ids())
         loss.backward()
@@ -202,7 +204,7 @@ def test_recompute_changes_nothing(changes: dict[str, Any]) -> None:
 def test_recompute_keeps_less() -> None:
     kept = []
     for recompute in (False, True):
-        model = build_dense(tiny_config(checkpoint_activations=recompute), MESH)
+        model = build_dense(tiny_config(), MESH, recompute_blocks=recompute)
         seen: list[int] = []
 
         def count(x: torch.Tensor, seen: list[int] = seen) -> torch.Tensor:
