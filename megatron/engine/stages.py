@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.errors import ConfigError
-from megatron.model.network import LayerKind, LayerSpec
+from megatron.model.interface.network import LayerKind, LayerSpec
 
 
 def stage_bounds(specs: Sequence[LayerSpec], stages: int) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from benchmarks import index
 from benchmarks.figures import print_figure
 from benchmarks.plain_gpt import PlainGPT
-from megatron.model.network import LayerStack
+from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.networks import build_gpt, tiny_config
 
