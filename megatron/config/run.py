@@ -11,6 +11,7 @@ from typing import Any
 from megatron.config.control import ControlConfig
 from megatron.config.data import DataConfig
 from megatron.config.flags import Area
+from megatron.config.layout import heads_problems, stages_problems
 from megatron.config.model import ModelConfig
 from megatron.config.optim import OptimConfig
 from megatron.config.parallel import ParallelConfig
@@ -89,14 +90,7 @@ class RunConfig:
 def cross_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """One sentence for every broken rule between areas."""
     ranks, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    heads = model.num_attention_heads
-    if heads > 0 and ranks > 0 and heads % ranks:
-        legal = [size for size in range(1, heads + 1) if heads % size == 0]
-        yield (
-            f"{heads} attention heads cannot be split over {ranks} ranks (--num-attention-heads {heads}, "
-            f"--tensor-model-parallel-size {ranks}). Heads must be a multiple of the ranks; use one of "
-            f"{', '.join(map(str, legal))} ranks, or {-(-heads // ranks) * ranks} heads."
-        )
+    yield from heads_problems(model.num_attention_heads, ranks)
     if ranks > 0 and model.ffn_hidden_size and model.ffn_hidden_size % ranks:
         yield (
             f"--ffn-hidden-size {model.ffn_hidden_size} cannot be split over --tensor-model-parallel-size {ranks} "
@@ -108,12 +102,7 @@ def cross_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
             f"--pad-vocab-size-to: {size} is not divisible by {ranks} (--tensor-model-parallel-size), so the word "
             f"embedding cannot be split evenly. Use --pad-vocab-size-to {-(-size // ranks) * ranks}."
         )
-    if 0 < model.num_layers < stages:
-        yield (
-            f"{model.num_layers} layers cannot fill {stages} pipeline stages (--num-layers {model.num_layers}, "
-            f"--pipeline-model-parallel-size {stages}). A stage without a layer has fewer optimizer parameter groups "
-            f"than the others, and DeepSpeed waits for them for ever; use at most {model.num_layers} stages."
-        )
+    yield from stages_problems(model.num_layers, stages)
 
 
 def plain(value: Any) -> Any:

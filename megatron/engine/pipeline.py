@@ -14,6 +14,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
+from megatron.config.layout import stages_problems
 from megatron.errors import ConfigError
 from megatron.model.embedding import word_logits
 from megatron.model.gpt import BLOCK_PREFIX, WORD_EMBEDDINGS, LayerSpec
@@ -29,13 +30,10 @@ def blocks_per_stage(num_layers: int, stages: int) -> list[int]:
 
     Raises:
         ConfigError: there are fewer blocks than stages; such a stage would lack an optimizer parameter group and
-            DeepSpeed's collectives would wait for it for ever.
+            DeepSpeed's collectives would wait for it until they time out.
     """
-    if num_layers < stages:
-        raise ConfigError(
-            f"{num_layers} layers cannot fill {stages} pipeline stages (--num-layers {num_layers}, "
-            f"--pipeline-model-parallel-size {stages}). Every stage needs a layer; use at most {num_layers} stages."
-        )
+    for problem in stages_problems(num_layers, stages):
+        raise ConfigError(problem)
     counts = [num_layers // stages] * stages
     receivers = [*range(1, stages - 1), 0, stages - 1]
     for stage in receivers[: num_layers % stages]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron.config.layout import layout_problem
+from megatron.config.layout import layout_problems
 from megatron.errors import LaunchError
 
 Role = Literal["stage", "batch", "sequence", "tensor"]
@@ -219,8 +219,7 @@ def check_layout(world_size: int, tp_size: int, pp_size: int) -> None:
     Raises:
         LaunchError: tp x pp does not divide the number of processes.
     """
-    problem = layout_problem(world_size, tp_size, pp_size)
-    if problem is not None:
+    for problem in layout_problems(world_size, tp_size, pp_size):
         raise LaunchError(problem)
 
 
