@@ -76,9 +76,3 @@ class NumericsError(MegatronError):
     """Training produced values it cannot go on with."""
 
     exit_code = ExitCode.NUMERICS
-
-
-class HangError(MegatronError):
-    """A rank stopped making progress."""
-
-    exit_code = ExitCode.HANG
