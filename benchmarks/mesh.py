@@ -24,13 +24,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.figures import print_figure
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.config.layout import layout_problems
 from megatron.parallel.mesh import build_mesh, standard_axes
 
 
 @dataclass(frozen=True)
-class MeshFlags(Area):
+class MeshFlags(ConfigSection):
     """Flags of this program."""
 
     world_size: int = flag(4096, "ranks of the run", at_least=2)

@@ -14,11 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 
 
 @dataclass(frozen=True)
-class DemoCorpusFlags(Area):
+class DemoCorpusFlags(ConfigSection):
     """What this tool asks for."""
 
     output: str = flag(help="jsonl file to write")
@@ -30,7 +30,7 @@ class DemoCorpusFlags(Area):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(DemoCorpusFlags, sys.argv[1:], prog="build_demo_corpus.py", description=__doc__ or "")
-    from megatron.corpus.demo import write_demo_corpus
+    from megatron.corpus.inputs.demo import write_demo_corpus
 
     corpus = write_demo_corpus(Path(flags.output), int(flags.megabytes * 1e6))
     log.info(f"Wrote {flags.output}: {corpus.documents} documents, {corpus.size_bytes / 1e6:.1f} MB.")

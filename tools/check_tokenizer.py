@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.sections.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
 from megatron.errors import ExitCode
 
 if TYPE_CHECKING:
-    from megatron.corpus.round_trip import RoundTrip
+    from megatron.corpus.vocabulary.round_trip import RoundTrip
 
 
 @dataclass(frozen=True)
-class CheckTokenizerFlags(Area):
+class CheckTokenizerFlags(ConfigSection):
     """Flags of this program."""
 
     tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
@@ -56,10 +56,10 @@ def main() -> int:
     flags = parse_flags(CheckTokenizerFlags, sys.argv[1:], prog="check_tokenizer.py", description=__doc__ or "")
     from itertools import islice
 
-    from megatron.corpus.inputs import read_separator
-    from megatron.corpus.round_trip import round_trip
-    from megatron.corpus.vocab import texts_of
-    from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+    from megatron.corpus.inputs.files import read_separator
+    from megatron.corpus.vocabulary.learning import texts_of
+    from megatron.corpus.vocabulary.round_trip import round_trip
+    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
     tokenizer = build_tokenizer(TokenizerChoice.of(flags))
     log.line(

@@ -19,12 +19,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import ConfigError, ExitCode
 
 
 @dataclass(frozen=True)
-class StoreFlags(Area):
+class StoreFlags(ConfigSection):
     """What every command takes."""
 
     config: str = flag(
@@ -87,7 +87,7 @@ class FetchFlags(StoreFlags):
     seed: int = flag(1234, "of the draw")
 
 
-_AREAS: dict[str, type[StoreFlags]] = {
+_COMMANDS: dict[str, type[StoreFlags]] = {
     "import": ImportFlags,
     "stat": StatFlags,
     "bench": BenchFlags,
@@ -99,14 +99,14 @@ def main() -> int:
     """Runs a command and returns the exit code."""
     command, *words = sys.argv[1:] or [""]
     if command in ("-h", "--help"):
-        log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_AREAS)}; each has --help.")
+        log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_COMMANDS)}; each has --help.")
         return 0
-    area = _AREAS.get(command)
-    if area is None:
-        raise ConfigError(f"corpus_store.py: the command {command!r} is not known. Use one of: {', '.join(_AREAS)}.")
-    if area is ImportFlags and words and not words[0].startswith("-"):
+    section = _COMMANDS.get(command)
+    if section is None:
+        raise ConfigError(f"corpus_store.py: the command {command!r} is not known. Use one of: {', '.join(_COMMANDS)}.")
+    if section is ImportFlags and words and not words[0].startswith("-"):
         words.insert(0, "--input")
-    flags = parse_flags(area, words, prog=f"corpus_store.py {command}", description=__doc__ or "")
+    flags = parse_flags(section, words, prog=f"corpus_store.py {command}", description=__doc__ or "")
     if isinstance(flags, ImportFlags):
         return _import(flags)
     if isinstance(flags, BenchFlags):
@@ -117,12 +117,12 @@ def main() -> int:
 
 
 def _import(flags: ImportFlags) -> int:
-    from megatron.corpus.inputs import expand_inputs, read_separator
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.sources import total_bytes
-    from megatron.corpus.store import ImportOptions, import_files
-    from megatron.corpus.store_writers import open_writer
-    from megatron.data.store_address import StoreAddress
+    from megatron.corpus.inputs.files import expand_inputs, read_separator
+    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.stores.operations import ImportOptions, import_files
+    from megatron.corpus.stores.writers import open_writer
+    from megatron.corpus.workers.progress import Progress
+    from megatron.data.stores.address import StoreAddress
 
     log.interrupt_on_sigterm()
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
@@ -157,9 +157,9 @@ def _import(flags: ImportFlags) -> int:
 
 
 def _stat(flags: StoreFlags) -> int:
-    from megatron.corpus.store import audit
-    from megatron.data.document_store import open_backend
-    from megatron.data.store_address import StoreAddress
+    from megatron.corpus.stores.operations import audit
+    from megatron.data.stores.address import StoreAddress
+    from megatron.data.stores.document_store import open_backend
 
     address = StoreAddress.of(flags.config)
     backend = open_backend(address)
@@ -176,15 +176,15 @@ def _stat(flags: StoreFlags) -> int:
 
 
 def _bench(flags: BenchFlags) -> int:
-    from megatron.corpus.store import time_fetches
+    from megatron.corpus.stores.operations import time_fetches
 
     log.line(json.dumps(time_fetches(flags.config, flags.n, flags.seed)))
     return 0
 
 
 def _fetch(flags: FetchFlags) -> int:
-    from megatron.corpus.inputs import read_separator
-    from megatron.corpus.store import fetch_samples
+    from megatron.corpus.inputs.files import read_separator
+    from megatron.corpus.stores.operations import fetch_samples
 
     separator = read_separator(flags.document_separator)
     written = fetch_samples(flags.config, flags.nsample, flags.num_process, flags.output_prefix, separator, flags.seed)

@@ -14,14 +14,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ParallelConfig
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, ParallelConfig, flag, parse_flags
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
 
 @dataclass(frozen=True)
-class MergeFlags(Area):
+class MergeFlags(ConfigSection):
     """Upstream's flags of this tool."""
 
     datasets: tuple[str, ...] = flag(
@@ -49,7 +48,7 @@ def main() -> int:
     log.interrupt_on_sigterm()
     if flags.merge == "distributed":
         return _merge_together(flags)
-    from megatron.corpus.merge import merge
+    from megatron.corpus.preprocess.merge import merge
 
     plan = merge(flags.datasets, flags.output_prefix)
     log.info(_summary(flags, plan.documents, plan.sequences, plan.tokens, plan.bin_bytes))
@@ -57,8 +56,8 @@ def main() -> int:
 
 
 def _merge_together(flags: MergeFlags) -> int:
-    from megatron.corpus.crew import Crew
-    from megatron.corpus.merge import merge
+    from megatron.corpus.preprocess.merge import merge
+    from megatron.corpus.workers.crew import Crew
     from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import gather_json
 

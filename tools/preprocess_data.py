@@ -14,20 +14,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import (
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.sections.data import (
     TOKENIZERS,
     WORDPIECE_TOKENIZERS,
     merge_file_flag,
     tokenizer_place_flag,
     vocab_file_flag,
 )
-from megatron.config.flags import Area, flag, parse_flags
 
 _SHOWN_FILES = 8
 
 
 @dataclass(frozen=True)
-class PreprocessFlags(Area):
+class PreprocessFlags(ConfigSection):
     """Upstream's flags of this tool, and `--on-bad-line`, `--document-separator`, `--shard`."""
 
     input: tuple[str, ...] = flag(
@@ -110,14 +110,14 @@ def main() -> int:
 
 def run(flags: PreprocessFlags) -> int:
     """Does what the flags say; `preprocess_data_many_cores.py` is another door to it."""
-    from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.inputs import Part, Shard, expand_inputs, read_separator
-    from megatron.corpus.preprocess import preprocess, warn_of_no_tokens
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.resume import divide, preprocess_in_parts
-    from megatron.corpus.sentences import SentenceSplitter
-    from megatron.corpus.sources import total_bytes
-    from megatron.data.tokenizer import TokenizerChoice
+    from megatron.corpus.inputs.files import Part, Shard, expand_inputs, read_separator
+    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.preprocess.encode import EncodeOptions
+    from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
+    from megatron.corpus.preprocess.run import preprocess, warn_of_no_tokens
+    from megatron.corpus.preprocess.sentences import SentenceSplitter
+    from megatron.corpus.workers.progress import Progress
+    from megatron.tokenizers.tokenizer import TokenizerChoice
 
     log.interrupt_on_sigterm()
     for name, given in (

@@ -19,15 +19,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ParallelConfig
-from megatron.config.data import TOKENIZERS, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, ParallelConfig, flag, parse_flags
+from megatron.config.sections.data import TOKENIZERS, tokenizer_place_flag, vocab_file_flag
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
 
 @dataclass(frozen=True)
-class DistributedPreprocessFlags(Area):
+class DistributedPreprocessFlags(ConfigSection):
     """Upstream's flags of this tool, and `--on-bad-line`."""
 
     input: tuple[str, ...] = flag(
@@ -108,7 +107,7 @@ def main() -> int:
     )
     if flags.torch_backend == "mpi":
         log.warning("--torch-backend mpi: the ranks are those that mpirun started, but talk through gloo.")
-    from megatron.corpus.crew import Crew
+    from megatron.corpus.workers.crew import Crew
     from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import gather_json
 
@@ -127,12 +126,12 @@ def main() -> int:
 
 
 def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
-    from megatron.corpus.distributed import Draw, preprocess_on_ranks, share_of_rank
-    from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.preprocess import warn_of_no_tokens
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.sentences import SentenceSplitter
-    from megatron.data.tokenizer import TokenizerChoice
+    from megatron.corpus.preprocess.distributed import Draw, preprocess_on_ranks, share_of_rank
+    from megatron.corpus.preprocess.encode import EncodeOptions
+    from megatron.corpus.preprocess.run import warn_of_no_tokens
+    from megatron.corpus.preprocess.sentences import SentenceSplitter
+    from megatron.corpus.workers.progress import Progress
+    from megatron.tokenizers.tokenizer import TokenizerChoice
 
     options = EncodeOptions(
         TokenizerChoice.of(flags),

@@ -15,12 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.sections.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
 
 
 @dataclass(frozen=True)
-class BackFlags(Area):
+class BackFlags(ConfigSection):
     """Flags of this program."""
 
     windows: tuple[str, ...] = flag(
@@ -37,9 +37,9 @@ class BackFlags(Area):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(BackFlags, sys.argv[1:], prog="windows_to_tokens.py", description=__doc__ or "")
-    from megatron.corpus.featurize_back import windows_to_tokens
-    from megatron.data.sidecar import TokenizerRecord
-    from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+    from megatron.corpus.featurize.back import windows_to_tokens
+    from megatron.data.formats.sidecar import TokenizerRecord
+    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
     log.interrupt_on_sigterm()
     record = TokenizerRecord.of(build_tokenizer(TokenizerChoice.of(flags))) if flags.tokenizer_type else None

@@ -1,7 +1,6 @@
 """Which tensor and pipeline sizes are legal: the rules, their refusals, and the nearest layouts that keep them.
 
-A rule yields one sentence if it is broken and nothing otherwise. A size below 1 breaks a rule of its own flag, not one
-of these.
+A rule yields one sentence if it is broken and nothing otherwise. Sizes of ranks and stages are at least 1.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def nearest_layouts(
 
 def heads_problems(heads: int, tp_size: int) -> Iterator[str]:
     """Every tensor-parallel rank must get as many attention heads."""
-    if min(heads, tp_size) < 1 or heads % tp_size == 0:
+    if heads % tp_size == 0:
         return
     yield (
         f"{heads} attention heads cannot be split over {tp_size} ranks (--num-attention-heads {heads}, "
@@ -63,7 +62,7 @@ def heads_problems(heads: int, tp_size: int) -> Iterator[str]:
 
 def stages_problems(num_layers: int, stages: int) -> Iterator[str]:
     """Every pipeline stage must get a layer."""
-    if num_layers < 1 or num_layers >= stages:
+    if num_layers >= stages:
         return
     yield (
         f"{num_layers} layers cannot fill {stages} pipeline stages (--num-layers {num_layers}, "

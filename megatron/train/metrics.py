@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.config import ModelConfig
+from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
 from megatron.train.progress import Progress
 
 
@@ -40,8 +41,8 @@ class StepOutcome(Protocol):
         """Factor applied to the loss."""
 
     @property
-    def source_losses(self) -> Sequence[tuple[float, int]]:
-        """(Sum of the token losses, counted tokens) of each source of the data; empty if nobody asked."""
+    def metrics(self) -> Mapping[str, Sequence[float]]:
+        """Further sums over the global batch, by the names of the objective."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,18 @@ class Workload:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, *, device_count: int, replica_count: int, parameters_without_embeddings: int = 0
+        cls,
+        model: ModelConfig,
+        sequence_length: int,
+        *,
+        recomputes: bool = False,
+        device_count: int,
+        replica_count: int,
+        parameters_without_embeddings: int = 0,
     ) -> Workload:
         """The workload of a resolved model on so many devices."""
-        return cls(
-            model.seq_length, flops_per_sample(model), device_count, replica_count, parameters_without_embeddings
-        )
+        flops = flops_per_sample(model, sequence_length, recomputes)
+        return cls(sequence_length, flops, device_count, replica_count, parameters_without_embeddings)
 
     def gigaflops_without_embeddings(self, tokens: int) -> float:
         """10^9 operations that so many tokens cost, by the 6 N rule without embeddings and recompute."""
@@ -183,14 +190,14 @@ def measure(
         tokens_per_second=samples_per_second * workload.tokens_per_sample,
         teraflops_per_device=samples_per_second * workload.flops_per_sample / workload.device_count / 1e12,
         gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
-        source_losses={
-            name: SourceLoss(loss_sum / tokens, tokens)
-            for name, (loss_sum, tokens) in zip(source_names, outcome.source_losses, strict=True)
-            if tokens
-        }
-        if source_names
-        else None,
+        source_losses=source_losses(outcome.metrics, source_names) if source_names else None,
     )
+
+
+def source_losses(metrics: Mapping[str, Sequence[float]], names: Sequence[str]) -> dict[str, SourceLoss]:
+    """The loss on each source of the data that had tokens, from the sums of the language-model objective."""
+    sums = zip(names, metrics[SOURCE_LOSS], metrics[SOURCE_TOKENS], strict=True)
+    return {name: SourceLoss(loss_sum / tokens, round(tokens)) for name, loss_sum, tokens in sums if tokens}
 
 
 def mean_of(steps: Sequence[Metrics]) -> Metrics:
@@ -250,7 +257,7 @@ class Interval:
         return mean_of(steps) if steps else None
 
 
-def flops_per_sample(model: ModelConfig) -> float:
+def flops_per_sample(model: ModelConfig, sequence_length: int, recomputes: bool = False) -> float:
     """Floating-point operations to train on one sequence, by upstream's formula.
 
     24 * f * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)) with f = 3, or 4 with recompute. (Upstream has 32 in place of
@@ -259,7 +266,7 @@ def flops_per_sample(model: ModelConfig) -> float:
     Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; Narayanan et al. 2021 (arXiv 2104.04473),
     appendix.
     """
-    layers, hidden, sequence = model.num_layers, model.hidden_size, model.seq_length
-    passes = 4 if model.checkpoint_activations else 3
+    layers, hidden, sequence = model.num_layers, model.hidden_size, sequence_length
+    passes = 4 if recomputes else 3
     shares = 1.0 + sequence / (6.0 * hidden) + model.padded_vocab_size / (16.0 * layers * hidden)
     return 24 * passes * sequence * layers * hidden**2 * shares

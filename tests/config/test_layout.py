@@ -51,7 +51,4 @@ def test_heads_and_layers() -> None:
     assert "use one of 1, 2, 3, 4, 6, 12 ranks, or 16 heads" in problem and "--num-attention-heads 12" in problem
     (problem,) = stages_problems(4, 5)
     assert "4 layers cannot fill 5 pipeline stages (--num-layers 4" in problem and "at most 4 stages" in problem
-    for heads, ranks in ((12, 4), (0, 4), (12, 0)):  # what is below 1 is refused by its own flag
-        assert not list(heads_problems(heads, ranks))
-    for layers, stages in ((4, 4), (0, 4)):
-        assert not list(stages_problems(layers, stages))
+    assert not list(heads_problems(12, 4)) and not list(stages_problems(4, 4))

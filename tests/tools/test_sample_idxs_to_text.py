@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig, parse
-from megatron.data.indexed import IndexedDataset
-from megatron.data.plan import DataPlan
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.order.plan import DataPlan
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import open_run
 from megatron.train.checkpoints import save_run
 from megatron.train.progress import Progress
@@ -229,6 +229,6 @@ def test_steps_to_samples() -> None:
 
 def test_a_plan_without_training_data(trained: dict[str, Any]) -> None:
     plan = DataPlan(32, 1234, "bigscience", None, (), ())
-    order = dataclasses.replace(SampleOrder.of_plan(plan, DataConfig()), planned_samples=3)
+    order = dataclasses.replace(SampleOrder.of_plan(plan, DataConfig(seq_length=8)), planned_samples=3)
     with pytest.raises(DataError, match="no training data|There is no training data"):
         read_samples(order, 0, 1, None)

@@ -1,0 +1,100 @@
+"""How the weights are updated: optimizer, learning rate, batch sizes, length of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.fields import RUN_MUST_MATCH, flag
+from megatron.config.section import ConfigSection
+
+
+@dataclass(frozen=True)
+class OptimConfig(ConfigSection):
+    """Optimizer, schedule, batch sizes and the length of training."""
+
+    micro_batch_size: int = flag(help="samples per forward pass of one copy of the model", at_least=1)
+    global_batch_size: int = flag(
+        None, "samples per step over all copies; micro batch x copies if unset (set by resolve)", at_least=1
+    )
+    rampup_batch_size: tuple[int, int, int] | None = flag(
+        None, "start, increment, samples: let the global batch grow to its size over so many samples"
+    )
+    train_iters: int = flag(
+        None,
+        "steps to train (computed by resolve when --train-samples is given)",
+        at_least=1,
+        remedy="--eval-only evaluates without training.",
+    )
+    train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1)
+    optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
+    lr: float | None = flag(None, "peak learning rate", at_least=0)
+    min_lr: float = flag(0.0, "lowest learning rate of the schedule", at_least=0)
+    lr_decay_style: str = flag(
+        "linear", "shape of the schedule after warm-up", choices=("constant", "linear", "cosine")
+    )
+    lr_decay_iters: int | None = flag(None, "length of the decay in steps; --train-iters if unset", at_least=1)
+    lr_decay_samples: int | None = flag(None, "length of the decay in samples; --train-samples if unset", at_least=1)
+    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay", at_least=0, below=1)
+    lr_warmup_iters: int = flag(0, "warm-up in steps", at_least=0)
+    lr_warmup_samples: int = flag(0, "warm-up in samples", at_least=0)
+    override_lr_scheduler: bool = flag(
+        False,
+        "on resume the command line's schedule wins (the default)",
+        spelled=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
+    )
+    use_checkpoint_lr_scheduler: bool = flag(
+        False,
+        "on resume the checkpoint's schedule wins",
+        spelled=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
+    )
+    weight_decay: float = flag(0.01, "decoupled weight decay of matrices; biases and norms have none", at_least=0)
+    adam_beta1: float = flag(0.9, "decay of Adam's first moment", at_least=0, below=1)
+    adam_beta2: float = flag(0.999, "decay of Adam's second moment", at_least=0, below=1)
+    adam_eps: float = flag(1e-8, "Adam's epsilon", above=0)
+    sgd_momentum: float = flag(0.9, "momentum of SGD", at_least=0, below=1)
+    clip_grad: float = flag(1.0, "global gradient norm is clipped to this; 0 clips nothing", at_least=0)
+
+    def problems(self) -> Iterator[str]:
+        if self.lr is not None and self.min_lr > self.lr:
+            yield (
+                f"--min-lr {self.min_lr} is more than --lr {self.lr}. The schedule falls from --lr to --min-lr; swap "
+                "them."
+            )
+        if self.override_lr_scheduler and self.use_checkpoint_lr_scheduler:
+            yield (
+                "--override-lr-scheduler and --use-checkpoint-lr-scheduler contradict each other. Drop one: the first "
+                "takes the schedule from the command line, the second from the checkpoint."
+            )
+        micro, batch = self.micro_batch_size, self.global_batch_size
+        if batch is not None and micro > 0 and batch % micro:
+            lower = batch // micro * micro
+            yield (
+                f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro}. "
+                f"Use {f'{lower} or ' if lower else ''}{lower + micro}."
+            )
+        yield from self._rampup_problems()
+
+    def _rampup_problems(self) -> Iterator[str]:
+        if self.rampup_batch_size is None:
+            return
+        start, increment, samples = self.rampup_batch_size
+        given = f"--rampup-batch-size {start} {increment} {samples}"
+        if start <= 0 or increment <= 0 or samples < 0:
+            yield f"{given}: start and increment must be positive and samples not negative."
+            return
+        if self.global_batch_size is None:
+            yield f"{given} needs --global-batch-size, the size the batch grows to."
+        elif start > self.global_batch_size:
+            yield f"{given} starts above --global-batch-size {self.global_batch_size}. Start at or below it."
+        elif (self.global_batch_size - start) % increment:
+            yield (
+                f"{given}: from {start} to --global-batch-size {self.global_batch_size} is "
+                f"{self.global_batch_size - start}, no multiple of the increment {increment}. Use an increment that "
+                "divides it."
+            )
+        if self.micro_batch_size > 0 and (start % self.micro_batch_size or increment % self.micro_batch_size):
+            yield (
+                f"{given}: start and increment must be multiples of --micro-batch-size {self.micro_batch_size}, or "
+                "some step could not be cut into micro-batches."
+            )

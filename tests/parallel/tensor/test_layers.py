@@ -1,0 +1,145 @@
+"""Split layers equal the plain ones, forward and gradients; ids outside the vocabulary are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding
+from megatron.parallel.placement import Placement, placement_of
+from torch import nn
+
+from megatron.errors import ConfigError, DataError
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import Axis
+from tests.helpers.layouts import Layout
+from tests.helpers.ranks import run_ranks
+
+INNER, WIDTH, VOCABULARY, PADDED = 12, 6, 11, 16
+
+
+def _fill(module: nn.Module, prefix: str) -> None:
+    """Gives a split module its part of seeded global weights."""
+    for name, parameter in module.named_parameters():
+        placement = placement_of(parameter)
+        generator = torch.Generator().manual_seed(len(prefix + name))
+        whole = torch.randn(placement.shape, generator=generator)
+        box = tuple(slice(start, stop) for start, stop in zip(placement.start, placement.stop, strict=True))
+        part = whole[box]
+        with torch.no_grad():
+            parameter[tuple(slice(0, side) for side in part.shape)] = part
+
+
+def _network(axis: Axis) -> dict:
+    column = ColumnParallelLinear(WIDTH, INNER, axis)
+    row = RowParallelLinear(INNER, WIDTH, axis)
+    table = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, axis)
+    norm = LayerNorm(WIDTH, 1e-5)
+    modules = {"column": column, "row": row, "table": table, "norm": norm}
+    for name, module in modules.items():
+        _fill(module.double(), name)  # so that rounding hides nothing
+    ids = torch.tensor([[0, 3, 10, 7], [9, 1, 8, 2]])
+    x = table(ids)
+    x.retain_grad()
+    y = row(F.gelu(column(norm(x))))
+    y.square().sum().backward()
+    return {
+        "y": y.detach(),
+        "x.grad": x.grad,
+        "gradients": {
+            f"{name}.{inner}": (placement_of(parameter), parameter.grad)
+            for name, module in modules.items()
+            for inner, parameter in module.named_parameters()
+        },
+        "marked": sorted(
+            f"{name}.{inner}"
+            for name, module in modules.items()
+            for inner, parameter in module.named_parameters()
+            if getattr(parameter, "tensor_model_parallel", False)
+        ),
+    }
+
+
+def _on_rank(rank: int) -> dict:
+    return _network(open_mesh(Layout(2)).tp)
+
+
+def test_split_equals_dense() -> None:
+    dense = _network(Axis.single("tp"))
+    parts = run_ranks(_on_rank, 2)
+    assert dense["marked"] == []
+    for part in parts:
+        assert part["marked"] == ["column.bias", "column.weight", "row.weight", "table.weight"]
+        torch.testing.assert_close(part["y"], dense["y"])
+        torch.testing.assert_close(part["x.grad"], dense["x.grad"])
+        for name, (placement, gradient) in part["gradients"].items():
+            whole = dense["gradients"][name][1]
+            box = tuple(slice(start, stop) for start, stop in zip(placement.start, placement.stop, strict=True))
+            expected = whole[box]
+            assert placement.split == (tuple(gradient.shape) != tuple(whole.shape))
+            torch.testing.assert_close(gradient[: expected.shape[0]], expected)
+            assert not gradient[expected.shape[0] :].any()  # padded rows get no gradient
+    for name, (placement, gradient) in parts[0]["gradients"].items():
+        if not placement.split:
+            assert torch.equal(gradient, parts[1]["gradients"][name][1]), name
+
+
+def test_placements_cover_the_table_without_its_padding() -> None:
+    axes = [Axis("tp", rank, 4, (0, 1, 2, 3)) for rank in range(4)]
+    tables = [VocabParallelEmbedding(VOCABULARY, 32, WIDTH, axis) for axis in axes]
+    boxes = [(placement_of(table.weight).start[0], placement_of(table.weight).stop[0]) for table in tables]
+    assert boxes == [(0, 8), (8, 11), (11, 11), (11, 11)]
+    assert all(table.weight.shape == (8, WIDTH) for table in tables)
+    assert Placement.part((4, 8), 1, 1, 2) == Placement((4, 8), (0, 4), (4, 8), True)
+    assert Placement.part((4, 8), 1, 1, 2).box_shape == (4, 4)
+    assert placement_of(torch.zeros(3)) == Placement.whole((3,))
+
+
+def _bad_ids(rank: int) -> list[str]:
+    table = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, open_mesh(Layout(2)).tp)
+    return _refusals(table)
+
+
+def _refusals(table: VocabParallelEmbedding) -> list[str]:
+    texts = []
+    for wrong in (VOCABULARY, PADDED + 3, -1):
+        try:
+            table(torch.tensor([[1, wrong]]))
+        except DataError as failure:
+            texts.append(str(failure))
+    return texts
+
+
+def test_id_outside_the_vocabulary_is_refused_whole_and_split() -> None:
+    sentence = "There is an input id in the input that is greater than the highest possible input id"
+    whole = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, Axis.single("tp"))
+    for texts in (_refusals(whole), *run_ranks(_bad_ids, 2)):
+        assert len(texts) == 3
+        assert sentence in texts[0] and "11, and the vocabulary has 11" in texts[0]
+        assert sentence in texts[1] and ": 19," in texts[1]
+        assert "negative input id (-1)" in texts[2]
+    with pytest.raises(DataError, match="ids 0 to 10"):
+        whole(torch.tensor([VOCABULARY]))
+    with pytest.raises(DataError, match=r"negative input id \(-1\)"):
+        whole(torch.tensor([-1]))
+    assert whole(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("build", "number"),
+    [
+        (lambda axis: ColumnParallelLinear(4, 7, axis), "7 outputs"),
+        (lambda axis: RowParallelLinear(5, 4, axis), "5 inputs"),
+        (lambda axis: VocabParallelEmbedding(3, 9, 4, axis), "9 rows of the padded vocabulary"),
+    ],
+)
+def test_unequal_parts_are_refused(build, number: str) -> None:
+    with pytest.raises(ConfigError, match=f"{number}.*--tensor-model-parallel-size 2"):
+        build(Axis("tp", 0, 2, (0, 1)))
+
+
+def test_bfloat16_layers_run() -> None:
+    axis = Axis.single("tp")
+    layers = nn.Sequential(LayerNorm(WIDTH, 1e-5), ColumnParallelLinear(WIDTH, INNER, axis, bias=False)).bfloat16()
+    assert layers(torch.ones(2, WIDTH, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert placement_of(layers[1].weight) == Placement.whole((INNER, WIDTH))
