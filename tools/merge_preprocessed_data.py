@@ -59,7 +59,7 @@ def main() -> int:
 def _merge_together(flags: MergeFlags) -> int:
     from megatron.corpus.preprocess.merge import merge
     from megatron.corpus.workers.ranks import JobRanks
-    from megatron.parallel.mesh import close_mesh, open_mesh
+    from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import gather_json
 
     mesh = open_mesh(

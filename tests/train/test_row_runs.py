@@ -14,7 +14,7 @@ from megatron.data.datasets.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.windows import shard_name
 from megatron.data.loader import MicroBatches
-from megatron.parallel.mesh import open_mesh
+from megatron.parallel.joining import open_mesh
 from megatron.train.build import build_engine
 from tests.data.databases import Database, numbered
 from tests.data.windows_files import padded_windows, write_windows
