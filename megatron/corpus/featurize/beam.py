@@ -33,9 +33,9 @@ from megatron.corpus.inputs.tables import is_table, open_table
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.run import BLOCK_BYTES
 from megatron.data.formats.atomic_files import check_writable, storage_error, temporary_beside
-from megatron.data.formats.sidecar import TokenizerRecord
 from megatron.data.formats.windows import WindowFacts, Windows, WindowWriter, is_shard_of, shard_name
 from megatron.errors import ConfigError, DataError, MegatronError, StorageError
+from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice
 
 SHARD_TEXT_BYTES = 64 << 20

@@ -28,9 +28,10 @@ from megatron.corpus.preprocess.run import BLOCK_BYTES, PreprocessResult, prepro
 from megatron.corpus.workers.progress import Progress
 from megatron.data.formats.atomic_files import check_writable, storage_error, write_atomically
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.sidecar import Sidecar, TokenizerRecord, check_replaceable, read_sidecar
+from megatron.data.formats.sidecar import Sidecar, check_replaceable, read_sidecar
 from megatron.data.stores.address import without_password
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.record import TokenizerRecord
 
 _MANIFEST = "manifest.json"
 _LOCK = "lock"

@@ -15,8 +15,9 @@ from megatron.corpus.preprocess.provenance import SourceLog, versions
 from megatron.corpus.workers.pool import run_blocks, worth_workers
 from megatron.corpus.workers.progress import Progress
 from megatron.data.formats.indexed import IndexedWriter, publish_pairs
-from megatron.data.formats.sidecar import Sidecar, TokenizerRecord, check_replaceable
+from megatron.data.formats.sidecar import Sidecar, check_replaceable
 from megatron.errors import DataError
+from megatron.tokenizers.record import TokenizerRecord
 
 BLOCK_BYTES = 4 << 20
 _SHOWN_BAD_LINES = 5

@@ -16,10 +16,11 @@ from megatron.corpus.preprocess import merge as merge_module
 from megatron.corpus.preprocess.merge import merge
 from megatron.corpus.workers.ranks import JobRanks
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
-from megatron.data.formats.sidecar import Sidecar, TokenizerRecord, read_sidecar, write_sidecar
+from megatron.data.formats.sidecar import Sidecar, read_sidecar, write_sidecar
 from megatron.data.formats.token_index import MMAP_HEADER, MMAP_MAGIC
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.parallel.messages import gather_json
+from megatron.tokenizers.record import TokenizerRecord
 from tests.helpers.ranks import run_ranks
 
 Documents = list[list[np.ndarray]]
