@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, flags_of, parse_flags
+from megatron.config.data import TokenizerFileFlags, optional_tokenizer_type
+from megatron.config.flags import flag, flags_of, parse_flags
 
 if TYPE_CHECKING:
     from megatron.corpus.featurize.run import FeaturizeResult, WindowOptions
@@ -32,7 +32,7 @@ _DEFAULT_STRIDE = 128
 
 
 @dataclass(frozen=True)
-class FeaturizeFlags(Area):
+class FeaturizeFlags(TokenizerFileFlags):
     """jax-lm-training's flags of this step, and those of `tools/preprocess_data.py` that choose texts."""
 
     input: tuple[str, ...] = flag(
@@ -46,14 +46,9 @@ class FeaturizeFlags(Area):
     dataset_split_type: str = flag("train", "split of --dataset-name")
     data_prefix: str | None = flag(None, "a .bin/.idx pair, without suffix, instead of texts")
     output_path: str = flag(help="path of the shards without -00000-of-0000N")
-    tokenizer_type: str | None = flag(
-        None,
-        "tokenizer family; left out, GPT2BPETokenizer with --vocab-file, else PretrainedFromHF",
-        choices=TOKENIZERS,
+    tokenizer_type: str | None = optional_tokenizer_type(
+        "tokenizer family; left out, GPT2BPETokenizer with --vocab-file, else PretrainedFromHF"
     )
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
     json_key: str = flag(
         "text", "key, or column, of the text; a.b is key b of the object under a", spelled=("--json-keys",)
     )

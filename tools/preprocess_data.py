@@ -14,20 +14,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import (
-    TOKENIZERS,
-    WORDPIECE_TOKENIZERS,
-    merge_file_flag,
-    tokenizer_place_flag,
-    vocab_file_flag,
-)
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config.data import WORDPIECE_TOKENIZERS, TokenizerFileFlags, required_tokenizer_type
+from megatron.config.flags import flag, parse_flags
 
 _SHOWN_FILES = 8
 
 
 @dataclass(frozen=True)
-class PreprocessFlags(Area):
+class PreprocessFlags(TokenizerFileFlags):
     """Upstream's flags of this tool, and `--on-bad-line`, `--document-separator`, `--shard`."""
 
     input: tuple[str, ...] = flag(
@@ -36,16 +30,13 @@ class PreprocessFlags(Area):
         nargs="+",
     )
     output_prefix: str = flag(help="path of the outputs without _<key>_document.bin/.idx or _<key>_sentence.bin/.idx")
-    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
+    tokenizer_type: str = required_tokenizer_type()
     json_keys: tuple[str, ...] = flag(
         ("text",),
         "keys whose texts are encoded, each into files of its own; a.b is key b of the object under a",
         nargs="+",
         spelled=("--json-key",),
     )
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
     append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
     dataset_impl: str = flag(
         "mmap",

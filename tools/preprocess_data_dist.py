@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ParallelConfig
-from megatron.config.data import TOKENIZERS, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config.data import TokenizerFileFlags, required_tokenizer_type
+from megatron.config.flags import flag, parse_flags
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
 
 @dataclass(frozen=True)
-class DistributedPreprocessFlags(Area):
+class DistributedPreprocessFlags(TokenizerFileFlags):
     """Upstream's flags of this tool, and `--on-bad-line`."""
 
     input: tuple[str, ...] = flag(
@@ -39,16 +39,14 @@ class DistributedPreprocessFlags(Area):
     output_prefix: str = flag(
         help="path of the outputs without _<column>_document.bin/.idx or _<column>_sentence.bin/.idx"
     )
-    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
+    tokenizer_type: str = required_tokenizer_type()
     columns: tuple[str, ...] = flag(
         ("text",),
         "JSON keys whose texts are encoded, each into files of its own",
         nargs="+",
         spelled=("--json-keys", "--json-key"),
     )
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)")
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
+    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)")  # --merge says how the ranks' files are merged
     append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
     merge: str = flag(
         "parallel",

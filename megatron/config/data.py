@@ -23,23 +23,27 @@ _SHARD_NAME = re.compile(r"-\d{5,}-of-\d{5,}$")
 _INDEX_RULES = ("bigscience", "nvidia")
 
 
-def vocab_file_flag() -> Any:
-    """A tool's `--vocab-file`."""
-    return flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
+@dataclass(frozen=True)
+class TokenizerFileFlags(Area):
+    """The flags of a tool that name a tokenizer's files; the tool declares `--tokenizer-type` itself."""
 
-
-def merge_file_flag() -> Any:
-    """A tool's `--merge-file`."""
-    return flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
-
-
-def tokenizer_place_flag() -> Any:
-    """A tool's `--tokenizer-name-or-path`."""
-    return flag(
+    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
+    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
+    tokenizer_name_or_path: str | None = flag(
         None,
         "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
         spelled=("--tokenizer-model",),
     )
+
+
+def required_tokenizer_type() -> Any:
+    """The `--tokenizer-type` of a tool that always needs a tokenizer."""
+    return flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
+
+
+def optional_tokenizer_type(help: str) -> Any:
+    """The `--tokenizer-type` of a tool that can do without a tokenizer."""
+    return flag(None, help, choices=TOKENIZERS)
 
 
 @dataclass(frozen=True)
