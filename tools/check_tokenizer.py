@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TokenizerFileFlags, required_tokenizer_type
-from megatron.config.flags import flag, parse_flags
+from megatron.config import flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 from megatron.errors import ExitCode
 
 if TYPE_CHECKING:

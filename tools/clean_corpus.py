@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TokenizerFileFlags, optional_tokenizer_type
-from megatron.config.flags import flag, parse_flags
+from megatron.config import flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 
 if TYPE_CHECKING:
     from megatron.corpus.cleaning.documents.options import CleanOptions
@@ -190,12 +190,12 @@ def main() -> int:
     from megatron.corpus.cleaning.run import CleanOutputs, clean_corpus
     from megatron.corpus.inputs.files import expand_inputs
     from megatron.corpus.inputs.sources import total_bytes
-    from megatron.corpus.workers.progress import Progress
+    from megatron.corpus.workers.progress import ProgressLine
 
     log.interrupt_on_sigterm()
     options = flags.options()
     files = expand_inputs(flags.input, options.document_separator)
-    progress = Progress(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
     outputs = CleanOutputs(flags.output, flags.dropped, flags.report)
     try:
         report = clean_corpus(files, outputs, options, flags.workers, progress)

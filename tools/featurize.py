@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TokenizerFileFlags, optional_tokenizer_type
-from megatron.config.flags import flag, flags_of, parse_flags
+from megatron.config import flag, parse_flags
+from megatron.config.fields import flags_of
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 
 if TYPE_CHECKING:
     from megatron.corpus.featurize.run import FeaturizeResult, WindowOptions
@@ -200,13 +201,13 @@ def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOpt
     from megatron.corpus.featurize.run import featurize
     from megatron.corpus.inputs.files import expand_inputs
     from megatron.corpus.inputs.sources import total_bytes
-    from megatron.corpus.workers.progress import Progress
+    from megatron.corpus.workers.progress import ProgressLine
 
     write_bar = log.terminal_writer()
     path, workers = flags.output_path, flags.num_workers
     files = expand_inputs(flags.texts, encoding.document_separator)
     log.info(f"Opening {', '.join(files[:8])}{', ...' * (len(files) > 8)} ({len(files)} in all)")
-    progress = Progress(total_bytes(files), flags.log_interval, log.info, write_bar)
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, write_bar)
     try:
         return featurize(files, path, encoding, options, workers, progress)
     except BaseException:

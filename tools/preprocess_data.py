@@ -14,8 +14,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import WORDPIECE_TOKENIZERS, TokenizerFileFlags, required_tokenizer_type
-from megatron.config.flags import flag, parse_flags
+from megatron.config import flag, parse_flags
+from megatron.config.sections.data import WORDPIECE_TOKENIZERS
+from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 
 _SHOWN_FILES = 8
 
@@ -101,13 +102,13 @@ def main() -> int:
 
 def run(flags: PreprocessFlags) -> int:
     """Does what the flags say; `preprocess_data_many_cores.py` is another door to it."""
-    from megatron.corpus.inputs.files import Part, Shard, expand_inputs, read_separator
+    from megatron.corpus.inputs.files import InputPart, Shard, expand_inputs, read_separator
     from megatron.corpus.inputs.sources import total_bytes
     from megatron.corpus.preprocess.encode import EncodeOptions
     from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
     from megatron.corpus.preprocess.run import preprocess, warn_of_no_tokens
     from megatron.corpus.preprocess.sentences import SentenceSplitter
-    from megatron.corpus.workers.progress import Progress
+    from megatron.corpus.workers.progress import ProgressLine
     from megatron.tokenizers.tokenizer import TokenizerChoice
 
     log.interrupt_on_sigterm()
@@ -136,11 +137,11 @@ def run(flags: PreprocessFlags) -> int:
         SentenceSplitter(flags.lang, flags.keep_newlines) if flags.split_sentences else None,
         is_cached=flags.dataset_impl != "mmap",
     )
-    inputs: Sequence[str | Part] = files
+    inputs: Sequence[str | InputPart] = files
     if shard is not None or flags.partitions > 1:
         shares = divide(files, flags.partitions, shard, separator, flags.json_keys)
         inputs = [part for share in shares for part in share]
-    progress = Progress(total_bytes(inputs), flags.log_interval, log.info, log.terminal_writer())
+    progress = ProgressLine(total_bytes(inputs), flags.log_interval, log.info, log.terminal_writer())
     try:
         if flags.partitions > 1:
             result = preprocess_in_parts(shares, prefix, options, flags.workers, progress)

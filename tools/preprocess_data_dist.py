@@ -19,9 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ParallelConfig
-from megatron.config.data import TokenizerFileFlags, required_tokenizer_type
-from megatron.config.flags import flag, parse_flags
+from megatron.config import ParallelConfig, flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
@@ -129,7 +128,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
     from megatron.corpus.preprocess.encode import EncodeOptions
     from megatron.corpus.preprocess.run import warn_of_no_tokens
     from megatron.corpus.preprocess.sentences import SentenceSplitter
-    from megatron.corpus.workers.progress import Progress
+    from megatron.corpus.workers.progress import ProgressLine
     from megatron.tokenizers.tokenizer import TokenizerChoice
 
     options = EncodeOptions(
@@ -142,7 +141,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
     )
     log.info(f"Opening {', '.join(flags.input)} on {ranks.size} ranks")
     draw = Draw(flags.split, flags.count, flags.shuffle, flags.seed)
-    encode = share_of_rank(flags.input, draw, options, ranks, Progress(None, 1, _line_writer(flags.log_interval)))
+    encode = share_of_rank(flags.input, draw, options, ranks, ProgressLine(None, 1, _line_writer(flags.log_interval)))
     result = preprocess_on_ranks(encode, flags.output_prefix, options, flags.merge, flags.scratch, ranks)
     log.info(
         f"Wrote {', '.join(result.prefixes)} (.bin, .idx): {result.documents} documents, {result.tokens} tokens; "

@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TokenizerFileFlags, optional_tokenizer_type
-from megatron.config.flags import flag, parse_flags
+from megatron.config import flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from megatron.config.flags import FROM_CHECKPOINT, RUN_MUST_MATCH, Area, flag
+from megatron.config.fields import FROM_CHECKPOINT, RUN_MUST_MATCH, flag
+from megatron.config.section import ConfigSection
 from megatron.errors import ConfigError
 
 SENTENCEPIECE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
@@ -21,29 +21,6 @@ TOKENIZERS = (
 )
 _SHARD_NAME = re.compile(r"-\d{5,}-of-\d{5,}$")
 _INDEX_RULES = ("bigscience", "nvidia")
-
-
-@dataclass(frozen=True)
-class TokenizerFileFlags(Area):
-    """The flags of a tool that name a tokenizer's files; the tool declares `--tokenizer-type` itself."""
-
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
-    tokenizer_name_or_path: str | None = flag(
-        None,
-        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
-        spelled=("--tokenizer-model",),
-    )
-
-
-def required_tokenizer_type() -> Any:
-    """The `--tokenizer-type` of a tool that always needs a tokenizer."""
-    return flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
-
-
-def optional_tokenizer_type(help: str) -> Any:
-    """The `--tokenizer-type` of a tool that can do without a tokenizer."""
-    return flag(None, help, choices=TOKENIZERS)
 
 
 @dataclass(frozen=True)
@@ -65,9 +42,12 @@ class WeightedGroup:
 
 
 @dataclass(frozen=True)
-class DataConfig(Area):
-    """Token files, their split or blend, and the tokenizer."""
+class DataConfig(ConfigSection):
+    """Token files, their split or blend, the length of a sample, and the tokenizer."""
 
+    seq_length: int = flag(
+        help="tokens per sample", spelled=("--encoder-seq-length",), at_least=1, resume=RUN_MUST_MATCH
+    )
     data_path: tuple[str, ...] = flag(
         (),
         "one source, or weight source weight source ...: a prefix of token files, a quoted pattern of Parquet windows, "
@@ -102,9 +82,6 @@ class DataConfig(Area):
         choices=("lazy", "cached", "mmap", "infer"),
     )
     num_workers: int = flag(2, "0 reads batches in the training thread, more reads ahead in the background", at_least=0)
-    eod_mask_loss: bool = flag(False, "no loss where the input token is end-of-document", resume=RUN_MUST_MATCH)
-    reset_position_ids: bool = flag(False, "restart positions after each end-of-document", resume=RUN_MUST_MATCH)
-    reset_attention_mask: bool = flag(False, "no attention across documents", resume=RUN_MUST_MATCH)
     data_cache_path: str | None = flag(None, "folder for cached indices; beside the token files if unset")
     change_data_blend: bool = flag(
         False, "a resume may go on with other training sources or weights; each source goes on where it stands"
