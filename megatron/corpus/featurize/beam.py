@@ -27,15 +27,15 @@ from megatron.corpus.featurize.run import FeaturizeResult, WindowOptions, cuttin
 from megatron.corpus.featurize.shards import prepare_folder, publish
 from megatron.corpus.featurize.windows import Cutting, Numbers, Tally, cut, documents_of, regrouped, tally
 from megatron.corpus.inputs.block import Block
-from megatron.corpus.inputs.files import STANDARD_INPUT, Part, Shard, share_of
+from megatron.corpus.inputs.files import STANDARD_INPUT, InputPart, Shard, share_of
 from megatron.corpus.inputs.sources import blocks, check_inputs
 from megatron.corpus.inputs.tables import is_table, open_table
-from megatron.corpus.preprocess.encode import EncodeOptions, Encoder
+from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.run import BLOCK_BYTES
 from megatron.data.formats.atomic_files import check_writable, storage_error, temporary_beside
-from megatron.data.formats.sidecar import TokenizerRecord
 from megatron.data.formats.windows import WindowFacts, Windows, WindowWriter, is_shard_of, shard_name
 from megatron.errors import ConfigError, DataError, MegatronError, StorageError
+from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice
 
 SHARD_TEXT_BYTES = 64 << 20
@@ -127,7 +127,7 @@ def make_shard(element: str, job: str) -> None:
 
 
 def _pieces(
-    encoder: Encoder, cutting: Cutting, described: dict[str, Any], counts: dict[str, int]
+    encoder: BlockEncoder, cutting: Cutting, described: dict[str, Any], counts: dict[str, int]
 ) -> Iterator[tuple[Windows, Numbers]]:
     """Windows of the documents of an element, which are also counted."""
     options = encoder.options
@@ -155,7 +155,7 @@ def _blocks(described: dict[str, Any], options: EncodeOptions) -> Iterator[Block
     """The documents of an element."""
     for path, start, stop in described["parts"]:
         with tempfile.TemporaryDirectory() as folder:
-            local = Part(_fetched(path, folder), start, stop)
+            local = InputPart(_fetched(path, folder), start, stop)
             for block in blocks([local], BLOCK_BYTES, options.document_separator, options.keys):
                 yield replace(block, data=block.read(), source=path) if local.path != path else block
 
@@ -171,7 +171,7 @@ class _Slices:
 
 
 @cache
-def _worker_tools(job: str) -> tuple[Encoder, Cutting]:
+def _worker_tools(job: str) -> tuple[BlockEncoder, Cutting]:
     """The encoder and the cutting of a job, made once in each worker."""
     described = json.loads(job)
     encoding, cutting = described["encoding"], described["cutting"]
@@ -179,7 +179,7 @@ def _worker_tools(job: str) -> tuple[Encoder, Cutting]:
     keys = tuple(encoding.pop("keys"))
     facts = cutting.pop("facts")
     record = TokenizerRecord(**facts.pop("tokenizer"))
-    encoder = Encoder(EncodeOptions(tokenizer, keys, **encoding))
+    encoder = BlockEncoder(EncodeOptions(tokenizer, keys, **encoding))
     return encoder, Cutting(WindowFacts(**facts, tokenizer=record), **cutting)
 
 
@@ -217,7 +217,7 @@ def _works(inputs: Sequence[str], encoding: EncodeOptions, shards: int | None) -
         shard = Shard(number, shards)
         if any(map(_is_address, inputs)):  # as a whole to the shard in whose range they begin
             first, last = shard.of_total(max(1, sum(sizes)))
-            parts = [Part(path) for path, begin in zip(inputs, begins, strict=True) if first <= begin < last]
+            parts = [InputPart(path) for path, begin in zip(inputs, begins, strict=True) if first <= begin < last]
         else:
             parts = list(share_of(inputs, shard, encoding.document_separator))
         yield {"parts": [astuple(part) for part in parts]}

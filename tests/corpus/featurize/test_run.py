@@ -30,13 +30,14 @@ from megatron.corpus.featurize.windows import Cutting, Documents, cut, tally, wi
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.workers.processes import WorkerError
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import temporary_beside
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
-from megatron.data.formats.sidecar import TokenizerRecord, read_sidecar
+from megatron.data.formats.sidecar import read_sidecar
 from megatron.data.formats.token_index import CODE_OF_DTYPE
 from megatron.data.formats.windows import WindowFacts, WindowFile
 from megatron.errors import ConfigError, DataError, StorageError
+from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
@@ -160,8 +161,8 @@ def write_jsonl(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
-def quiet() -> Progress:
-    return Progress(None, 1, lambda text: None)
+def quiet() -> ProgressLine:
+    return ProgressLine(None, 1, lambda text: None)
 
 
 def small(**changed: Any) -> WindowOptions:

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.preprocess import run as preprocess_module
-from megatron.corpus.preprocess.encode import EncodeOptions, Encoder
-from megatron.corpus.preprocess.pool import WorkerPool
+from megatron.corpus.preprocess.encode import EncodedBlock, EncodeOptions
+from megatron.corpus.preprocess.encode_work import EncodeWork
 from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.workers import pipes
+from megatron.corpus.workers import pool as pool_module
+from megatron.corpus.workers.pool import WorkerPool
 from megatron.corpus.workers.processes import WorkerError
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.helpers.vocabulary import write_vocabulary
 
@@ -29,23 +30,23 @@ def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
     return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
-class Stopper(Progress):
+class Stopper(ProgressLine):
     """Stops the first worker when the first result has come, and does something when the run complains of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: signal.Signals) -> None:
         super().__init__(None, 1, lambda text: None)
-        self.pool: WorkerPool | None = None
+        self.pool: WorkerPool[EncodedBlock] | None = None
         self.victim = 0
         self.then = then
         self.warnings: list[str] = []
         stopper = self
 
-        class Watched(WorkerPool):
-            def __init__(self, encoder: Encoder, workers: int) -> None:
-                super().__init__(encoder, workers)
+        class Watched(WorkerPool[EncodedBlock]):
+            def __init__(self, work: EncodeWork, workers: int) -> None:
+                super().__init__(work, workers)
                 stopper.pool = self
 
-        monkeypatch.setattr(preprocess_module, "WorkerPool", Watched)
+        monkeypatch.setattr(pool_module, "WorkerPool", Watched)
         monkeypatch.setattr(pipes, "PATIENCE_SECONDS", 0.2)
         monkeypatch.setattr(pipes.log, "warning", self.hear)
 
@@ -74,7 +75,7 @@ def test_a_stopped_worker_is_named_and_finishes_its_work_when_it_may(
     tmp_path: Path, choice: TokenizerChoice, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, options = inputs(tmp_path, is_streamed), EncodeOptions(choice)
-    preprocess(source, f"{tmp_path}/one", options, 1, Progress(None, 1, lambda text: None))
+    preprocess(source, f"{tmp_path}/one", options, 1, ProgressLine(None, 1, lambda text: None))
     stopper = Stopper(monkeypatch, signal.SIGCONT)
     preprocess(source, f"{tmp_path}/two", options, 2, stopper, 2 << 20)
     assert stopper.warnings[0].startswith(
