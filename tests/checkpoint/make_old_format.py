@@ -7,7 +7,8 @@ commit had, from the root of a checkout of it:
 
 Every case trains to step 3 of 6, saves, resumes in the same layout and goes on to the end. `expected.json` holds the
 flags of every case and the losses and gradient norms of steps 4 to 6 after that resume, `runs.tar.xz` the corpus, the
-vocabulary and the checkpoints. bf16 with ZeRO 2 takes one micro-batch a step, so that how gradients accumulate does not matter.
+vocabulary and the checkpoints. bf16 with ZeRO 2 takes one micro-batch a step, so that how gradients accumulate does not
+matter.
 """
 
 from __future__ import annotations
@@ -84,6 +85,13 @@ def run_case(corpus: TinyCorpus, folder: Path, name: str) -> dict[str, object]:
     return {"world_size": tp * pp * dp, "layout": layout, "flags": precision, "losses": losses}
 
 
+def processor() -> str:
+    """The processor's model, where Linux says it: together with torch it decides the last bits of a sum."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
 def main(target: Path) -> None:
     """Writes the whole folder."""
     target.mkdir(parents=True, exist_ok=True)
@@ -100,7 +108,13 @@ def main(target: Path) -> None:
                 for path in sorted((work / name / "kept").rglob("*")):
                     if path.is_file() and not path.name.startswith("."):
                         _add(archive, path, f"{name}/{path.relative_to(work / name / 'kept')}")
-    known = {"commit": COMMIT, "torch": torch.__version__, "saved_at": SAVED_AT, "shape": SHAPE, "cases": expected}
+    known = {
+        "commit": COMMIT,
+        "machine": [torch.__version__, torch.backends.cpu.get_cpu_capability(), processor()],
+        "saved_at": SAVED_AT,
+        "shape": SHAPE,
+        "cases": expected,
+    }
     text = json.dumps(known, indent=1)
     (target / "expected.json").write_text(text + "\n")
 
