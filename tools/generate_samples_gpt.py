@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     layout = _layout(request.given)
     prompts = _read_prompts(request.own.sample_input_file)
 
-    from megatron.parallel.mesh import close_mesh, open_mesh
+    from megatron.parallel.joining import close_mesh, open_mesh
 
     mesh = open_mesh(layout)
     try:

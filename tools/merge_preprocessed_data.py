@@ -59,7 +59,7 @@ def main() -> int:
 def _merge_together(flags: MergeFlags) -> int:
     from megatron.corpus.crew import Crew
     from megatron.corpus.merge import merge
-    from megatron.parallel.mesh import close_mesh, open_mesh
+    from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import gather_json
 
     mesh = open_mesh(

@@ -109,7 +109,7 @@ def main() -> int:
     if flags.torch_backend == "mpi":
         log.warning("--torch-backend mpi: the ranks are those that mpirun started, but talk through gloo.")
     from megatron.corpus.crew import Crew
-    from megatron.parallel.mesh import close_mesh, open_mesh
+    from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import gather_json
 
     log.interrupt_on_sigterm()

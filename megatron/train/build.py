@@ -30,7 +30,8 @@ from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.errors import LaunchError, PeerLostError
 from megatron.model.gpt import BLOCK_PREFIX
-from megatron.parallel.mesh import ParallelMesh, close_mesh, count_ranks, open_mesh
+from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
+from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max, all_reduce_sum, is_lost_peer
 from megatron.train.console import argument_lines, size_line
 from megatron.train.metrics import Workload

@@ -13,7 +13,8 @@ from megatron.checkpoint.storage import Storage
 from megatron.checkpoint.together import together
 from megatron.config import ParallelConfig
 from megatron.errors import CheckpointError, ConfigError, DataError, LaunchError, MegatronError
-from megatron.parallel.mesh import ParallelMesh, open_mesh
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey
 from tests.checkpoint.fake_pieces import Sink, cut_for_ranks, make_state, whole_sink
 from tests.helpers.ranks import run_ranks

@@ -13,7 +13,8 @@ from megatron.engine.engine import build_module, build_optimizer, counts_here
 from megatron.engine.objective import LanguageModelObjective
 from megatron.errors import ConfigError
 from megatron.model.gpt import DenseGPT
-from megatron.parallel.mesh import Axis, ParallelMesh, open_mesh
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train.build import build_engine, parameter_counts
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
@@ -75,8 +76,7 @@ def test_an_unknown_optimizer_is_refused() -> None:
 
 
 def mesh_at(tp_rank: int, tp_size: int = 2) -> ParallelMesh:
-    tp = Axis("tp", tp_rank, tp_size, tuple(range(tp_size)), None)
-    return dataclasses.replace(ParallelMesh.single(), tp=tp)
+    return ParallelMesh.at(standard_axes(tp_size, tp=tp_size), rank=tp_rank)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ HOMES = {
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels.py"),
     "torch.distributed": ("megatron/parallel/",),
-    "os.environ": ("megatron/device.py", "megatron/parallel/mesh.py"),
+    "os.environ": ("megatron/device.py", "megatron/parallel/joining.py"),
     "os.getenv": ("megatron/device.py",),
     "os.putenv": (),
     "sys.exit": ("megatron/log.py",),

@@ -24,11 +24,12 @@ from megatron.model.gpt import (
     language_model_loss,
     whole_logits,
 )
-from megatron.parallel.mesh import Axis, ParallelMesh, open_mesh
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import Axis, ParallelMesh, standard_axes
 from megatron.parallel.placement import placement_of
+from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 from tests.model.configs import tiny_config
-from tests.parallel.test_mesh import Layout
 
 MESH = ParallelMesh.single()
 
@@ -260,11 +261,10 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_layouts_that_cannot_be_built_are_refused() -> None:
-    axis = Axis("tp", 0, 3, (0, 1, 2))
-    mesh = ParallelMesh(axis, MESH.pp, MESH.dp, MESH.world, MESH.device)
+    mesh = ParallelMesh.at(standard_axes(3, tp=3), rank=0)
     with pytest.raises(ConfigError, match="4 attention heads .--num-attention-heads 4.* over 3 ranks"):
         build_dense(tiny_config(129), mesh)
-    stages = ParallelMesh(MESH.tp, Axis("pp", 0, 2, (0, 1)), MESH.dp, MESH.world, MESH.device)
+    stages = ParallelMesh.at(standard_axes(2, pp=2), rank=0)
     with pytest.raises(ConfigError, match="--pipeline-model-parallel-size 2"):
         build_dense(tiny_config(), stages)
     wrong = DenseGPT([LayerSpec(WORD_EMBEDDINGS, nn.Identity)])

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megatron.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to
-from megatron.parallel.mesh import Axis, open_mesh
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import Axis
+from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
-from tests.parallel.test_mesh import Layout
 
 
 def _whole(dtype: torch.dtype) -> torch.Tensor:

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 
 from megatron.parallel import cross_entropy
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megatron.parallel.mesh import Axis, open_mesh
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import Axis
+from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
-from tests.parallel.test_mesh import Layout
 
 CASES = [(10, 16, 1.0), (16, 16, 1.0), (3, 16, 1.0), (10, 16, 100.0), (9, 10, 1e4)]
 

@@ -21,7 +21,7 @@ import torch
 from megatron.config import ParallelConfig
 from megatron.errors import LaunchError
 from megatron.parallel import messages
-from megatron.parallel.mesh import close_mesh, open_mesh
+from megatron.parallel.joining import close_mesh, open_mesh
 
 folder, seconds = (word for word in sys.argv[1:] if not word.startswith("--"))
 flag = next((int(word.partition("=")[2]) for word in sys.argv if word.startswith("--local")), None)

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.errors import ConfigError, DataError
+from megatron.parallel.joining import open_mesh
 from megatron.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding
-from megatron.parallel.mesh import Axis, open_mesh
+from megatron.parallel.mesh import Axis
 from megatron.parallel.placement import Placement, placement_of
+from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
-from tests.parallel.test_mesh import Layout
 
 INNER, WIDTH, VOCABULARY, PADDED = 12, 6, 11, 16
 

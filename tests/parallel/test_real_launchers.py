@@ -21,7 +21,7 @@ import os, socket, sys, time
 import torch
 from megatron.config import ParallelConfig
 from megatron.parallel import messages
-from megatron.parallel.mesh import close_mesh, open_mesh
+from megatron.parallel.joining import close_mesh, open_mesh
 
 mesh = open_mesh(ParallelConfig())
 total = int(messages.all_reduce_sum(torch.tensor([mesh.world.rank + 1]), mesh.world))

@@ -6,7 +6,8 @@ import numpy as np
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.data.loader import Batch
-from megatron.parallel.mesh import ParallelMesh, open_mesh
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import ParallelMesh
 from megatron.train.build import build_engine
 from tests.parity.reference import Recipe, batch_mask, batch_tokens
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron.data.loader import Batch
-from megatron.parallel.mesh import open_mesh
+from megatron.parallel.joining import open_mesh
 from megatron.train.build import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, layout_name, local_batches

@@ -14,7 +14,7 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import MicroBatches
 from megatron.data.split_datasets import build_split_datasets
 from megatron.data.windows import shard_name
-from megatron.parallel.mesh import open_mesh
+from megatron.parallel.joining import open_mesh
 from megatron.train.build import build_engine
 from tests.data.stores import Database, numbered
 from tests.data.windows_files import padded_windows, write_windows

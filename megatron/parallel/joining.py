@@ -1,0 +1,172 @@
+"""Joining and leaving a run: from the launcher's variables to an open mesh, and ranks that end with their launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron import device, log
+from megatron.config import ParallelConfig
+from megatron.errors import LaunchError
+from megatron.parallel.launchers import Ranks, discover_ranks
+from megatron.parallel.mesh import ParallelMesh, build_mesh, standard_axes
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+# Words in a launcher's command line: they tell one that is process 1 of a container from an init that adopted us.
+_LAUNCHER_WORDS = ("torch", "deepspeed", "mpi", "orte", "prte", "hydra", "pmi_proxy", "slurm", "srun")
+_NAME_TRIES = 3  # one second apart
+
+
+def open_mesh(parallel: ParallelConfig) -> ParallelMesh:
+    """Joins the other ranks and returns this one's place among them.
+
+    Works under torchrun, the deepspeed launcher, srun, mpirun, hand-set variables, or none of them (one process; no
+    network is used then). Afterwards torchrun's variables are set in the environment whoever started the process,
+    because DeepSpeed reads them. A rank started by a launcher is killed when the launcher dies.
+
+    Raises:
+        LaunchError: the launcher's variables contradict each other, tp x pp does not fit the world, or there are not
+        enough GPUs.
+    """
+    ranks = discover_ranks(os.environ, local_rank=parallel.local_rank, parent_process_id=os.getppid())
+    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    sizes = standard_axes(ranks.world_size, tp=tp_size, pp=pp_size)
+    if ranks.has_parent_launcher:
+        die_with_launcher()
+    if ranks.launcher == "deepspeed":
+        die_with_deepspeed_runner()
+    own_device = device.local_device(
+        ranks.local_rank, one_device_per_process=ranks.launcher in ("srun", "mpirun", "environment")
+    )
+    _export(ranks)
+    backend = parallel.distributed_backend or device.default_backend()
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    if not dist.is_initialized():
+        _join(ranks, backend, timeout)
+    log.set_rank(ranks.rank, ranks.world_size)
+    return build_mesh(sizes, own_device, ranks.local_rank, timeout)
+
+
+def count_ranks(parallel: ParallelConfig) -> int:
+    """How many processes the launcher started, before any of them is joined.
+
+    Raises:
+        LaunchError: the launcher's variables contradict each other.
+    """
+    ranks = discover_ranks(os.environ, local_rank=parallel.local_rank, parent_process_id=os.getppid())
+    log.set_rank(ranks.rank, ranks.world_size)
+    return ranks.world_size
+
+
+def close_mesh(mesh: ParallelMesh) -> None:
+    """Leaves the process group; does nothing for a mesh that has none."""
+    if mesh.world.group is not None and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def die_with_launcher() -> None:
+    """Asks Linux to kill this process when the one that started it ends; elsewhere does nothing.
+
+    Without it ranks outlive a launcher that was killed by SIGKILL, and go on writing.
+
+    Raises:
+        LaunchError: the launcher is gone already.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent or (parent == 1 and not _is_launcher(Path("/proc/1/cmdline"))):
+        raise LaunchError(
+            f"The launcher of this rank ended before the rank was ready (its parent process was {parent} and is now "
+            f"{os.getppid()}). Start the job again."
+        )
+
+
+def die_with_deepspeed_runner() -> None:
+    """Does the same for the `deepspeed` command, which is the parent of the process that starts the ranks of a node.
+
+    A thread waits for its end; on another node, where ssh stands between, there is nothing to wait for.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return
+    try:
+        runner = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+        if b"deepspeed" not in Path(f"/proc/{runner}/cmdline").read_bytes():
+            return
+        handle = os.pidfd_open(runner)
+    except (OSError, ValueError, IndexError):
+        return
+    threading.Thread(target=_die_after, args=(handle,), name="deepspeed-runner", daemon=True).start()
+
+
+def _die_after(handle: int) -> None:
+    select.select([handle], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_launcher(command_line: Path) -> bool:
+    try:
+        text = command_line.read_bytes().decode(errors="replace").lower()
+    except OSError:
+        return True  # not ours to read: give it the benefit of the doubt
+    return any(word in text for word in _LAUNCHER_WORDS)
+
+
+def _export(ranks: Ranks) -> None:
+    os.environ.update(
+        RANK=str(ranks.rank),
+        WORLD_SIZE=str(ranks.world_size),
+        LOCAL_RANK=str(ranks.local_rank),
+        MASTER_ADDR=ranks.master_address,
+        MASTER_PORT=str(ranks.master_port),
+    )
+    if ranks.is_one_node and sys.platform.startswith("linux"):
+        # gloo otherwise resolves the host's own name, which fails or is slow on many laptops and in containers
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _join(ranks: Ranks, backend: str, timeout: timedelta) -> None:
+    if ranks.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if ranks.launcher in ("srun", "mpirun"):
+        _check_address(ranks)
+    try:
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    except (dist.DistError, RuntimeError, ValueError) as failure:
+        raise LaunchError(
+            f"Rank {ranks.rank} of {ranks.world_size} could not meet the others at {ranks.master_address}:"
+            f"{ranks.master_port} (started by {ranks.launcher}, backend {backend}, --distributed-timeout-minutes "
+            f"{timeout.total_seconds() / 60:g}): {str(failure).splitlines()[0].rstrip('.')}. Every rank must run and "
+            f"reach that address; another MASTER_PORT helps if the port is taken."
+        ) from failure
+
+
+def _check_address(ranks: Ranks) -> None:
+    """Refuses a host name that nobody knows, which torch would retry until its timeout, once on every rank.
+
+    Only where the name comes from a list of nodes: that of a pod or container may become known later.
+    """
+    for left in reversed(range(_NAME_TRIES)):
+        try:
+            socket.getaddrinfo(ranks.master_address, ranks.master_port)
+            return
+        except socket.gaierror as failure:
+            if left == 0:
+                raise LaunchError(
+                    f"Rank {ranks.rank} of {ranks.world_size} cannot look up {ranks.master_address!r}, the host of "
+                    f"rank 0 (started by {ranks.launcher}): {failure.strerror}. Set MASTER_ADDR to a name or IP "
+                    f"address of that host that all nodes know."
+                ) from failure
+            time.sleep(1)
