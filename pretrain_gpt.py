@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses the flags, builds the run, trains it, and returns the exit code of `megatron.errors.ExitCode`."""
     config = parse(sys.argv[1:] if argv is None else argv)
 
-    from megatron.data.split_datasets import check_sources
+    from megatron.data.datasets.build import check_sources
 
     check_sources(config.data, config.model.seq_length)
     from megatron import device

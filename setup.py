@@ -66,7 +66,7 @@ def _compile_flags() -> list[str]:
 setup(
     ext_modules=[
         Extension(
-            "megatron.data._index_builder",
+            "megatron.data.order._index_builder",
             sources=["csrc/index_builder/index_builder.cpp"],
             include_dirs=[pybind11.get_include()],
             extra_compile_args=_compile_flags(),

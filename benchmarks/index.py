@@ -30,11 +30,11 @@ from benchmarks.figures import print_figure
 from megatron import log
 from megatron.config.data import DataConfig
 from megatron.config.flags import Area, flag, parse_flags
-from megatron.data.index_map import build_indices
-from megatron.data.indexed import IndexedDataset
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.token_index import MMAP_HEADER, MMAP_MAGIC
 from megatron.data.loader import BatchLoader
-from megatron.data.split_datasets import build_split_datasets
-from megatron.data.token_index import MMAP_HEADER, MMAP_MAGIC
+from megatron.data.order.index_map import build_indices
 
 _CHUNK_DOCUMENTS = 1 << 22
 _LONGEST_TOKENS = 1999

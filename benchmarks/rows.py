@@ -28,11 +28,11 @@ from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
 from megatron.config.data import DataConfig
 from megatron.config.flags import Area, flag, parse_flags
-from megatron.data.fast_encoder import resident_bytes
-from megatron.data.indexed import IndexedDataset, IndexedWriter
-from megatron.data.split_datasets import build_split_datasets
-from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
-from megatron.data.windows import WindowFacts, Windows, WindowWriter
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.data.formats.windows import WindowFacts, Windows, WindowWriter
+from megatron.tokenizers.fast_encoder import resident_bytes
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
 _PIECE_CHARACTERS = 800
 

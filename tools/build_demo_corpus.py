@@ -30,7 +30,7 @@ class DemoCorpusFlags(Area):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(DemoCorpusFlags, sys.argv[1:], prog="build_demo_corpus.py", description=__doc__ or "")
-    from megatron.corpus.demo import write_demo_corpus
+    from megatron.corpus.inputs.demo import write_demo_corpus
 
     corpus = write_demo_corpus(Path(flags.output), int(flags.megabytes * 1e6))
     log.info(f"Wrote {flags.output}: {corpus.documents} documents, {corpus.size_bytes / 1e6:.1f} MB.")

@@ -51,7 +51,7 @@ def main() -> int:
     if words and not words[0].startswith("-"):
         words.insert(0, "--prefixes")
     flags = parse_flags(CheckFlags, words, prog="check_data.py", description=__doc__ or "")
-    from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
     tokenizer = build_tokenizer(TokenizerChoice.of(flags)) if flags.tokenizer_type else None
     wrong = 0
@@ -66,9 +66,9 @@ def main() -> int:
 
 def _check(prefix: str, show: int, tokenizer: Any) -> int:
     """Checks one prefix; returns 1 if it holds ids that are none."""
-    from megatron.corpus.check import examine, report, sample_documents
-    from megatron.data.indexed import IndexedDataset
-    from megatron.data.sidecar import check_tokenizer_fits
+    from megatron.corpus.preprocess.check import examine, report, sample_documents
+    from megatron.data.formats.indexed import IndexedDataset
+    from megatron.data.formats.sidecar import check_tokenizer_fits
 
     found = examine(prefix, None if tokenizer is None else tokenizer.vocab_size)
     for text in report(found):

@@ -25,7 +25,7 @@ from megatron.config.flags import Area, flag, parse_flags
 from megatron.errors import ExitCode
 
 if TYPE_CHECKING:
-    from megatron.corpus.round_trip import RoundTrip
+    from megatron.corpus.vocabulary.round_trip import RoundTrip
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ def main() -> int:
     flags = parse_flags(CheckTokenizerFlags, sys.argv[1:], prog="check_tokenizer.py", description=__doc__ or "")
     from itertools import islice
 
-    from megatron.corpus.inputs import read_separator
-    from megatron.corpus.round_trip import round_trip
-    from megatron.corpus.vocab import texts_of
-    from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+    from megatron.corpus.inputs.files import read_separator
+    from megatron.corpus.vocabulary.learning import texts_of
+    from megatron.corpus.vocabulary.round_trip import round_trip
+    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
     tokenizer = build_tokenizer(TokenizerChoice.of(flags))
     log.line(

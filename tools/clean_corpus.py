@@ -22,7 +22,7 @@ from megatron.config.data import TOKENIZERS, merge_file_flag
 from megatron.config.flags import Area, flag, parse_flags
 
 if TYPE_CHECKING:
-    from megatron.corpus.cleaning.options import CleanOptions
+    from megatron.corpus.cleaning.documents.options import CleanOptions
 
 
 @dataclass(frozen=True)
@@ -138,15 +138,15 @@ class CleanFlags(Area):
 
     def options(self) -> CleanOptions:
         """What the flags ask for."""
-        from megatron.corpus.cleaning.options import (
+        from megatron.corpus.cleaning.documents.options import (
             CleanOptions,
             ContaminationChoice,
             LanguageChoice,
             LengthLimits,
             NearChoice,
         )
-        from megatron.corpus.inputs import read_separator
-        from megatron.data.tokenizer import TokenizerChoice
+        from megatron.corpus.inputs.files import read_separator
+        from megatron.tokenizers.tokenizer import TokenizerChoice
 
         languages = tuple(code for value in self.language for code in value.replace(",", " ").split())
         near = NearChoice(self.near_threshold, self.near_permutations, self.near_shingle, self.near_unit, self.seed)
@@ -192,10 +192,10 @@ class CleanFlags(Area):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(CleanFlags, sys.argv[1:], prog="clean_corpus.py", description=__doc__ or "")
-    from megatron.corpus.cleaning.clean import CleanOutputs, clean_corpus
-    from megatron.corpus.inputs import expand_inputs
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.sources import total_bytes
+    from megatron.corpus.cleaning.run import CleanOutputs, clean_corpus
+    from megatron.corpus.inputs.files import expand_inputs
+    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.workers.progress import Progress
 
     log.interrupt_on_sigterm()
     options = flags.options()

@@ -117,12 +117,12 @@ def main() -> int:
 
 
 def _import(flags: ImportFlags) -> int:
-    from megatron.corpus.inputs import expand_inputs, read_separator
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.sources import total_bytes
-    from megatron.corpus.store import ImportOptions, import_files
-    from megatron.corpus.store_writers import open_writer
-    from megatron.data.store_address import StoreAddress
+    from megatron.corpus.inputs.files import expand_inputs, read_separator
+    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.stores.operations import ImportOptions, import_files
+    from megatron.corpus.stores.writers import open_writer
+    from megatron.corpus.workers.progress import Progress
+    from megatron.data.stores.address import StoreAddress
 
     log.interrupt_on_sigterm()
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
@@ -157,9 +157,9 @@ def _import(flags: ImportFlags) -> int:
 
 
 def _stat(flags: StoreFlags) -> int:
-    from megatron.corpus.store import audit
-    from megatron.data.document_store import open_backend
-    from megatron.data.store_address import StoreAddress
+    from megatron.corpus.stores.operations import audit
+    from megatron.data.stores.address import StoreAddress
+    from megatron.data.stores.document_store import open_backend
 
     address = StoreAddress.of(flags.config)
     backend = open_backend(address)
@@ -176,15 +176,15 @@ def _stat(flags: StoreFlags) -> int:
 
 
 def _bench(flags: BenchFlags) -> int:
-    from megatron.corpus.store import time_fetches
+    from megatron.corpus.stores.operations import time_fetches
 
     log.line(json.dumps(time_fetches(flags.config, flags.n, flags.seed)))
     return 0
 
 
 def _fetch(flags: FetchFlags) -> int:
-    from megatron.corpus.inputs import read_separator
-    from megatron.corpus.store import fetch_samples
+    from megatron.corpus.inputs.files import read_separator
+    from megatron.corpus.stores.operations import fetch_samples
 
     separator = read_separator(flags.document_separator)
     written = fetch_samples(flags.config, flags.nsample, flags.num_process, flags.output_prefix, separator, flags.seed)

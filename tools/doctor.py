@@ -237,7 +237,7 @@ def kernel_findings() -> Iterator[Finding]:
 
 def index_findings() -> Iterator[Finding]:
     """The builder of sample orders."""
-    from megatron.data.index_map import compiled_builder
+    from megatron.data.order.index_map import compiled_builder
 
     if compiled_builder() is not None:
         yield Finding("data", "index builder", OK, "compiled")

@@ -24,8 +24,8 @@ from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_fl
 from megatron.config.flags import Area, flag, flags_of, parse_flags
 
 if TYPE_CHECKING:
-    from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.featurize import FeaturizeResult, WindowOptions
+    from megatron.corpus.featurize.run import FeaturizeResult, WindowOptions
+    from megatron.corpus.preprocess.encode import EncodeOptions
 
 _LOCAL = "local"
 _DEFAULT_STRIDE = 128
@@ -166,10 +166,10 @@ def run(flags: FeaturizeFlags, beam: Sequence[str] = ()) -> int:
     Args:
         beam: options of Apache Beam.
     """
-    from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.featurize import WindowOptions
-    from megatron.corpus.inputs import read_separator
-    from megatron.data.tokenizer import TokenizerChoice
+    from megatron.corpus.featurize.run import WindowOptions
+    from megatron.corpus.inputs.files import read_separator
+    from megatron.corpus.preprocess.encode import EncodeOptions
+    from megatron.tokenizers.tokenizer import TokenizerChoice
 
     options = WindowOptions(**{name: getattr(flags, name) for name in WindowOptions.__dataclass_fields__})
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
@@ -196,16 +196,16 @@ def make_in_worker(element: str, folder: str, job: str) -> None:
     """One step of the Beam pipeline. Sent by value: workers on this machine do not know the package's folder."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    from megatron.corpus.featurize_beam import make_shard
+    from megatron.corpus.featurize.beam import make_shard
 
     make_shard(element, job)
 
 
 def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions) -> FeaturizeResult:
-    from megatron.corpus.featurize import featurize
-    from megatron.corpus.inputs import expand_inputs
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.sources import total_bytes
+    from megatron.corpus.featurize.run import featurize
+    from megatron.corpus.inputs.files import expand_inputs
+    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.workers.progress import Progress
 
     write_bar = log.terminal_writer()
     path, workers = flags.output_path, flags.num_workers
@@ -220,9 +220,9 @@ def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOpt
 
 
 def _of_tokens(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions) -> FeaturizeResult:
-    from megatron.corpus.featurize import featurize_tokens
-    from megatron.data.sidecar import TokenizerRecord, check_tokenizer_fits
-    from megatron.data.tokenizer import build_tokenizer
+    from megatron.corpus.featurize.run import featurize_tokens
+    from megatron.data.formats.sidecar import TokenizerRecord, check_tokenizer_fits
+    from megatron.tokenizers.tokenizer import build_tokenizer
 
     record = None
     if flags.tokenizer_type is not None:
@@ -236,9 +236,9 @@ def _with_beam(
     flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions, words: Sequence[str]
 ) -> FeaturizeResult:
     """Runs the Beam pipeline; `--num-workers` becomes the option of the runner that means it."""
-    from megatron.corpus.featurize_beam import featurize_with_beam
-    from megatron.corpus.inputs import expand_inputs
-    from megatron.corpus.tables import is_table
+    from megatron.corpus.featurize.beam import featurize_with_beam
+    from megatron.corpus.inputs.files import expand_inputs
+    from megatron.corpus.inputs.tables import is_table
 
     words = list(words)
     is_direct = flags.runner in (_LOCAL, "beam", "DirectRunner")

@@ -28,10 +28,10 @@ from megatron.config.resolve import padded_vocab_size
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
-    from megatron.data.tokenizer import Tokenizer
     from megatron.inference.generate import Continuation
     from megatron.model.gpt import DenseGPT
     from megatron.parallel.mesh import ParallelMesh
+    from megatron.tokenizers.tokenizer import Tokenizer
 
 _USUAL_NEW_TOKENS = 1024
 
@@ -221,7 +221,7 @@ def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) ->
     Raises:
         ConfigError: its files are not where the checkpoint, or a flag, says.
     """
-    from megatron.data.tokenizer import build_tokenizer
+    from megatron.tokenizers.tokenizer import build_tokenizer
 
     try:
         return build_tokenizer(config.data)

@@ -49,7 +49,7 @@ def main() -> int:
     log.interrupt_on_sigterm()
     if flags.merge == "distributed":
         return _merge_together(flags)
-    from megatron.corpus.merge import merge
+    from megatron.corpus.preprocess.merge import merge
 
     plan = merge(flags.datasets, flags.output_prefix)
     log.info(_summary(flags, plan.documents, plan.sequences, plan.tokens, plan.bin_bytes))
@@ -57,8 +57,8 @@ def main() -> int:
 
 
 def _merge_together(flags: MergeFlags) -> int:
-    from megatron.corpus.crew import Crew
-    from megatron.corpus.merge import merge
+    from megatron.corpus.preprocess.merge import merge
+    from megatron.corpus.workers.crew import Crew
     from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import gather_json
 

@@ -110,14 +110,14 @@ def main() -> int:
 
 def run(flags: PreprocessFlags) -> int:
     """Does what the flags say; `preprocess_data_many_cores.py` is another door to it."""
-    from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.inputs import Part, Shard, expand_inputs, read_separator
-    from megatron.corpus.preprocess import preprocess, warn_of_no_tokens
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.resume import divide, preprocess_in_parts
-    from megatron.corpus.sentences import SentenceSplitter
-    from megatron.corpus.sources import total_bytes
-    from megatron.data.tokenizer import TokenizerChoice
+    from megatron.corpus.inputs.files import Part, Shard, expand_inputs, read_separator
+    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.preprocess.encode import EncodeOptions
+    from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
+    from megatron.corpus.preprocess.run import preprocess, warn_of_no_tokens
+    from megatron.corpus.preprocess.sentences import SentenceSplitter
+    from megatron.corpus.workers.progress import Progress
+    from megatron.tokenizers.tokenizer import TokenizerChoice
 
     log.interrupt_on_sigterm()
     for name, given in (

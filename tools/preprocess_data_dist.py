@@ -108,7 +108,7 @@ def main() -> int:
     )
     if flags.torch_backend == "mpi":
         log.warning("--torch-backend mpi: the ranks are those that mpirun started, but talk through gloo.")
-    from megatron.corpus.crew import Crew
+    from megatron.corpus.workers.crew import Crew
     from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import gather_json
 
@@ -127,12 +127,12 @@ def main() -> int:
 
 
 def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
-    from megatron.corpus.distributed import Draw, preprocess_on_ranks, share_of_rank
-    from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.preprocess import warn_of_no_tokens
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.sentences import SentenceSplitter
-    from megatron.data.tokenizer import TokenizerChoice
+    from megatron.corpus.preprocess.distributed import Draw, preprocess_on_ranks, share_of_rank
+    from megatron.corpus.preprocess.encode import EncodeOptions
+    from megatron.corpus.preprocess.run import warn_of_no_tokens
+    from megatron.corpus.preprocess.sentences import SentenceSplitter
+    from megatron.corpus.workers.progress import Progress
+    from megatron.tokenizers.tokenizer import TokenizerChoice
 
     options = EncodeOptions(
         TokenizerChoice.of(flags),

@@ -33,7 +33,7 @@ from megatron.config.request import read_group_files
 from megatron.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megatron.data.tokenizer import Tokenizer
+    from megatron.tokenizers.tokenizer import Tokenizer
     from megatron.train.progress import Progress
     from megatron.train.sample_order import SampleOrder, TrainedSample
 
@@ -118,7 +118,7 @@ def _origin(flags: SampleFlags, given: Mapping[str, Any]) -> Origin:
 
 def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
     from megatron.checkpoint import find, read_record
-    from megatron.data.plan import DataPlan
+    from megatron.data.order.plan import DataPlan
     from megatron.train.progress import Progress
     from megatron.train.sample_order import SampleOrder
 
@@ -197,9 +197,9 @@ def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
 
 def _tokenizer(origin: Origin) -> Tokenizer:
     """The tokenizer of the run."""
-    from megatron.data.sidecar import check_tokenizer_fits
-    from megatron.data.split_datasets import data_prefixes
-    from megatron.data.tokenizer import build_tokenizer
+    from megatron.data.datasets.build import data_prefixes
+    from megatron.data.formats.sidecar import check_tokenizer_fits
+    from megatron.tokenizers.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(origin.order.data)
     if origin.fingerprint not in (None, tokenizer.fingerprint):
@@ -240,7 +240,7 @@ def _shown_tokens(sample: TrainedSample, everything: bool) -> str:
 
 def _write(lines: Iterator[str], path: str | None) -> None:
     """Writes the lines to the terminal, or to a file that appears when it is complete."""
-    from megatron.data.atomic_files import write_atomically
+    from megatron.data.formats.atomic_files import write_atomically
 
     if path is None:
         for line in lines:

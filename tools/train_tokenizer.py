@@ -28,7 +28,7 @@ from megatron import log
 from megatron.config.flags import Area, flag, parse_flags
 
 if TYPE_CHECKING:
-    from megatron.corpus.progress import Progress
+    from megatron.corpus.workers.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class TrainTokenizerFlags(Area):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(TrainTokenizerFlags, sys.argv[1:], prog="train_tokenizer.py", description=__doc__ or "")
-    from megatron.corpus.vocab import check_vocabulary_place, save_vocabulary, special_tokens
+    from megatron.corpus.vocabulary.learning import check_vocabulary_place, save_vocabulary, special_tokens
 
     check_vocabulary_place(flags.output_prefix, flags.model_type)
     special = special_tokens(flags.special_tokens, flags.nspecial)
@@ -103,9 +103,9 @@ def main() -> int:
 
 def _learned(flags: TrainTokenizerFlags, special: tuple[str, ...]) -> dict[str, bytes]:
     """Contents of the files by suffix."""
-    from megatron.corpus.vocab import byte_level_files, train_byte_level
-    from megatron.corpus.vocab_unigram import train_unigram
-    from megatron.corpus.vocab_wordpiece import train_wordpiece
+    from megatron.corpus.vocabulary.learning import byte_level_files, train_byte_level
+    from megatron.corpus.vocabulary.unigram import train_unigram
+    from megatron.corpus.vocabulary.wordpiece import train_wordpiece
 
     shows = sys.stderr.isatty()
     if flags.model_type == "unigram":
@@ -126,10 +126,10 @@ def _learned(flags: TrainTokenizerFlags, special: tuple[str, ...]) -> dict[str, 
 
 def _texts(flags: TrainTokenizerFlags) -> Iterable[str]:
     """The texts to learn from, with a bar or lines of progress while they are read."""
-    from megatron.corpus.inputs import expand_inputs, read_separator
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.sources import total_bytes
-    from megatron.corpus.vocab import drawn_texts, texts_of
+    from megatron.corpus.inputs.files import expand_inputs, read_separator
+    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.vocabulary.learning import drawn_texts, texts_of
+    from megatron.corpus.workers.progress import Progress
 
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
     inputs = expand_inputs(flags.input, separator)

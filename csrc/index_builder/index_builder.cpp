@@ -1,6 +1,6 @@
 // Sample and blend order of Megatron-style data sets, and NumPy's shuffle, compiled.
 //
-// The same results as megatron/data/index_map.py, megatron/data/blend.py and NumPy, byte for byte, with less memory and
+// The same results as index_map.py and blend.py in megatron/data/order/ and NumPy, byte for byte, with less memory and
 // time. What costs time in large tables is waiting for memory, so places are asked for before they are needed.
 // Every index is checked; what does not fit is a ValueError that names its position. Nothing here can abort the process.
 //

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import numpy as np
 
-from megatron.data.sample import Sample, SampleDataset
+from megatron.data.datasets.sample import Sample, SampleDataset
 from megatron.errors import ConfigError, DataError
 
 

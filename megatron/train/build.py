@@ -15,17 +15,16 @@ from megatron import __version__, device, log
 from megatron.checkpoint import CheckpointLock
 from megatron.checkpoint.together import on_first, together
 from megatron.config import Machine, OptimConfig, RunConfig, TokenizerFacts, check_resume, resolve
-from megatron.data.loader import Batch, BatchLoader, BatchOptions
-from megatron.data.plan import DataPlan
-from megatron.data.sample import SampleDataset
-from megatron.data.sidecar import check_tokenizer_fits
-from megatron.data.split_datasets import (
+from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,
     data_prefixes,
     describe,
 )
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.datasets.sample import SampleDataset
+from megatron.data.formats.sidecar import check_tokenizer_fits
+from megatron.data.loader import Batch, BatchLoader, BatchOptions
+from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.errors import LaunchError, PeerLostError
@@ -33,6 +32,7 @@ from megatron.model.gpt import BLOCK_PREFIX
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max, all_reduce_sum, is_lost_peer
+from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.console import argument_lines, size_line
 from megatron.train.metrics import Workload
 from megatron.train.progress import Progress, global_batch_size, is_done, planned_samples, schedule

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron import __version__, log
 from megatron.checkpoint import save
-from megatron.data.split_datasets import data_fingerprint
+from megatron.data.datasets.build import data_fingerprint
 from megatron.engine.state import owned_pieces
 from megatron.errors import StorageError
 from megatron.train.build import Run

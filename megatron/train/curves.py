@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.data.atomic_files import check_writable
+from megatron.data.formats.atomic_files import check_writable
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.train.known_runs import check_run
 from megatron.train.metrics_file import read_records, read_steps

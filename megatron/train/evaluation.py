@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.data.sample import SampleDataset
+from megatron.data.datasets.sample import SampleDataset
 from megatron.train.build import Run
 
 

@@ -10,11 +10,11 @@ from megatron import log
 from megatron.checkpoint import find, load_newest, newest_record
 from megatron.checkpoint.together import on_first
 from megatron.config import ControlConfig
-from megatron.data.tokenizer import Tokenizer
 from megatron.engine.engine import Engine
 from megatron.engine.state import refresh_weights, wanted_pieces
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.tokenizer import Tokenizer
 from megatron.train.progress import Progress
 
 Record = Mapping[str, Any]

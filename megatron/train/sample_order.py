@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from megatron.config import ControlConfig, DataConfig, OptimConfig
-from megatron.data.plan import DataPlan
-from megatron.data.sample import Piece, SampleDataset
-from megatron.data.split_datasets import build_split_datasets
-from megatron.data.tokenizer import Tokenizer
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.datasets.sample import Piece, SampleDataset
+from megatron.data.order.plan import DataPlan
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.tokenizer import Tokenizer
 from megatron.train.progress import Progress, global_batch_size, planned_samples
 from megatron.train.skip import SkipRanges
 

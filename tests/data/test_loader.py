@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data.blend import BlendedDataset
+from megatron.data.datasets.blended import BlendedDataset
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.datasets.sample import Sample
 from megatron.data.loader import BatchLoader, BatchOptions, MicroBatches, segment_ids
-from megatron.data.sample import Sample
-from megatron.data.split_datasets import build_split_datasets
 from megatron.errors import ConfigError, DataError
 from tests.data.corpora import write_corpus
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from megatron.checkpoint import save
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
-from megatron.data.tokenizer import build_tokenizer
 from megatron.inference.weights import wanted_weights
 from megatron.model.gpt import build_dense
 from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
 
 POSITIONS = 48

@@ -8,17 +8,17 @@ from random import Random
 import numpy as np
 
 from megatron.config.data import DataConfig
-from megatron.corpus.featurize import WindowOptions, featurize_tokens
-from megatron.corpus.progress import Progress
-from megatron.corpus.store import ImportOptions, audit, import_files
-from megatron.corpus.store_writers import open_writer
-from megatron.data.document_store import open_backend, open_store
-from megatron.data.index_map import build_indices
-from megatron.data.indexed import IndexedDataset
+from megatron.corpus.featurize.run import WindowOptions, featurize_tokens
+from megatron.corpus.stores.operations import ImportOptions, audit, import_files
+from megatron.corpus.stores.writers import open_writer
+from megatron.corpus.workers.progress import Progress
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.windows import WindowFile
 from megatron.data.loader import BatchOptions, MicroBatches
-from megatron.data.split_datasets import build_split_datasets
-from megatron.data.store_address import StoreAddress
-from megatron.data.windows import WindowFile
+from megatron.data.order.index_map import build_indices
+from megatron.data.stores.address import StoreAddress
+from megatron.data.stores.document_store import open_backend, open_store
 from tests.reliability.fuzz_files import VOCAB_SIZE
 
 SEQUENCE_LENGTH = 8

@@ -20,18 +20,18 @@ import numpy as np
 
 from megatron.config.data import DataConfig
 from megatron.config.request import read_group_files
-from megatron.corpus import encode as encode_module
-from megatron.corpus.check import examine, report, sample_documents
-from megatron.corpus.encode import EncodeOptions
-from megatron.corpus.merge import merge
-from megatron.corpus.preprocess import preprocess
-from megatron.corpus.progress import Progress
-from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset
-from megatron.data.sidecar import check_tokenizer_fits, read_sidecar
-from megatron.data.split_datasets import build_split_datasets
-from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+from megatron.corpus.preprocess import encode as encode_module
+from megatron.corpus.preprocess.check import examine, report, sample_documents
+from megatron.corpus.preprocess.encode import EncodeOptions
+from megatron.corpus.preprocess.merge import merge
+from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.workers.progress import Progress
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.sidecar import check_tokenizer_fits, read_sidecar
+from megatron.data.order.index_cache import IndexCache
 from megatron.errors import ConfigError, MegatronError
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents
 from tests.reliability.fuzz_files import LINES, VOCAB_SIZE, compressors
 from tests.reliability.fuzz_stores import (

@@ -16,24 +16,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.corpus import encode as encode_module
-from megatron.corpus import preprocess as preprocess_module
-from megatron.corpus.check import examine
-from megatron.corpus.cleaning.clean import CleanOutputs, clean_corpus
-from megatron.corpus.cleaning.options import CleanOptions
-from megatron.corpus.crew import Crew
-from megatron.corpus.encode import EncodeOptions
-from megatron.corpus.featurize import WindowOptions, featurize_tokens
-from megatron.corpus.merge import merge
-from megatron.corpus.preprocess import preprocess
-from megatron.corpus.progress import Progress
-from megatron.corpus.vocab import save_vocabulary
-from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedWriter
-from megatron.data.sidecar import write_sidecar
-from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+from megatron.corpus.cleaning.documents.options import CleanOptions
+from megatron.corpus.cleaning.run import CleanOutputs, clean_corpus
+from megatron.corpus.featurize.run import WindowOptions, featurize_tokens
+from megatron.corpus.preprocess import encode as encode_module
+from megatron.corpus.preprocess import run as preprocess_module
+from megatron.corpus.preprocess.check import examine
+from megatron.corpus.preprocess.encode import EncodeOptions
+from megatron.corpus.preprocess.merge import merge
+from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.vocabulary.learning import save_vocabulary
+from megatron.corpus.workers.crew import Crew
+from megatron.corpus.workers.progress import Progress
+from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.sidecar import write_sidecar
+from megatron.data.order.index_cache import IndexCache
 from megatron.errors import StorageError
-from tests.data.test_sidecar import SIDECAR
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from tests.data.formats.test_sidecar import SIDECAR
 from tests.helpers.faulty_disk import FaultyDisk, faulty_disk
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.encode import EncodeOptions
-from megatron.corpus.preprocess import preprocess
-from megatron.corpus.progress import Progress
-from megatron.data.indexed import IndexedWriter
+from megatron.corpus.preprocess.encode import EncodeOptions
+from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.workers.progress import Progress
+from megatron.data.formats.indexed import IndexedWriter
 from tests.helpers.vocabulary import write_vocabulary
 
 TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "check_data.py")

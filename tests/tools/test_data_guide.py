@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.demo import corpus_documents
-from megatron.data.indexed import IndexedDataset
+from megatron.corpus.inputs.demo import corpus_documents
+from megatron.data.formats.indexed import IndexedDataset
 
 ROOT = Path(__file__).resolve().parents[2]
 _CORPUS_BYTES = 600_000

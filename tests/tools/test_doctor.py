@@ -79,7 +79,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | Non
 
 
 def test_a_missing_index_builder_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.data import index_map
+    from megatron.data.order import index_map
 
     monkeypatch.setattr(index_map, "compiled_builder", lambda: None)
     (finding,) = doctor.index_findings()

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from megatron.config.flags import parse_flags
-from megatron.data.indexed import IndexedDataset
-from megatron.data.windows import WindowFile
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.windows import WindowFile
 from megatron.errors import ConfigError
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 from tools.featurize import FeaturizeFlags, divide, make_in_worker

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedWriter
+from megatron.data.formats.indexed import IndexedWriter
 
 TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "merge_preprocessed_data.py")
 

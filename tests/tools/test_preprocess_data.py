@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.fast_encoder import resident_bytes
-from megatron.data.indexed import IndexedDataset, IndexedWriter
-from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.tokenizers.fast_encoder import resident_bytes
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import GPT2_FOLDER, hard_documents, write_vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.sidecar import read_sidecar
+from megatron.data.formats.sidecar import read_sidecar
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

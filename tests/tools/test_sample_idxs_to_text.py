@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig, parse
-from megatron.data.indexed import IndexedDataset
-from megatron.data.plan import DataPlan
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.order.plan import DataPlan
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import open_run
 from megatron.train.checkpoints import save_run
 from megatron.train.progress import Progress

@@ -12,9 +12,9 @@ import pytest
 
 from megatron.config import Machine, TokenizerFacts, resolve
 from megatron.config.run import AREAS
+from megatron.data.datasets.build import SplitDatasets
+from megatron.data.datasets.sample import Sample
 from megatron.data.loader import BatchOptions
-from megatron.data.sample import Sample
-from megatron.data.split_datasets import SplitDatasets
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.build import Run, flat_arguments, open_run, parameter_counts
 from megatron.train.progress import Progress

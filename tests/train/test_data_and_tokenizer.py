@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron.config import parse
-from megatron.corpus.encode import EncodeOptions
-from megatron.corpus.preprocess import preprocess
-from megatron.corpus.progress import Progress
-from megatron.data.tokenizer import build_tokenizer
+from megatron.corpus.preprocess.encode import EncodeOptions
+from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.workers.progress import Progress
 from megatron.errors import DataError
+from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import open_run
 from tests.helpers.tiny_run import write_tiny_corpus
 from tests.helpers.vocabulary import hard_documents, write_vocabulary

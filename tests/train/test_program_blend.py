@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import newest_record
-from megatron.data.plan import DataPlan, GroupPlan
+from megatron.data.order.plan import DataPlan, GroupPlan
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.tiny_run import TinyCorpus, steps, train, write_tiny_corpus
 

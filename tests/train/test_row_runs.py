@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatron.config.data import DataConfig
-from megatron.data.indexed import IndexedDataset
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.windows import shard_name
 from megatron.data.loader import MicroBatches
-from megatron.data.split_datasets import build_split_datasets
-from megatron.data.windows import shard_name
 from megatron.parallel.joining import open_mesh
 from megatron.train.build import build_engine
-from tests.data.stores import Database, numbered
+from tests.data.databases import Database, numbered
 from tests.data.windows_files import padded_windows, write_windows
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus

@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.corpus.cleaning.contamination import EvaluationSets, Match, pieces_around
-from megatron.corpus.cleaning.entries import Entry, line_of, read_entries
-from megatron.corpus.cleaning.language import LanguageFilter
-from megatron.corpus.cleaning.options import CleanOptions
-from megatron.corpus.cleaning.quality import GopherQuality
-from megatron.corpus.cleaning.repair import TextRepair, with_plain_spaces
-from megatron.corpus.cleaning.repetition import GopherRepetition
-from megatron.corpus.cleaning.signatures import Signer
-from megatron.corpus.cleaning.verdicts import (
+from megatron.corpus.cleaning.documents.entries import Entry, line_of, read_entries
+from megatron.corpus.cleaning.documents.options import CleanOptions
+from megatron.corpus.cleaning.documents.repair import TextRepair, with_plain_spaces
+from megatron.corpus.cleaning.documents.words import WordSplitter
+from megatron.corpus.cleaning.filters.language import LanguageFilter
+from megatron.corpus.cleaning.filters.quality import GopherQuality
+from megatron.corpus.cleaning.filters.repetition import GopherRepetition
+from megatron.corpus.cleaning.filters.verdicts import (
     BAD_LINE,
     CONTAMINATED,
     CUT,
@@ -33,8 +33,8 @@ from megatron.corpus.cleaning.verdicts import (
     Verdict,
     WordCount,
 )
-from megatron.corpus.cleaning.words import WordSplitter
-from megatron.corpus.sources import Block
+from megatron.corpus.cleaning.near_duplicates.signatures import Signer
+from megatron.corpus.inputs.sources import Block
 
 SHOWN_CHARACTERS = 80
 _BEFORE_A_CHANGE = 20

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.corpus.cleaning.options import ContaminationChoice
-from megatron.corpus.cleaning.words import Hashes, Words, WordSplitter
-from megatron.corpus.inputs import STANDARD_INPUT, expand_inputs, layout_of
-from megatron.corpus.sources import Block, blocks, check_inputs
+from megatron.corpus.cleaning.documents.options import ContaminationChoice
+from megatron.corpus.cleaning.documents.words import Hashes, Words, WordSplitter
+from megatron.corpus.inputs.files import STANDARD_INPUT, expand_inputs, layout_of
+from megatron.corpus.inputs.sources import Block, blocks, check_inputs
 from megatron.errors import ConfigError, DataError
 
 _BLOCK_BYTES = 1 << 20

@@ -7,11 +7,11 @@ from bisect import bisect_right
 import numpy as np
 
 from megatron.corpus.cleaning.cleaner import CleanedBlock
-from megatron.corpus.cleaning.key_table import KeyTable
-from megatron.corpus.cleaning.near_duplicates import NearIndex
-from megatron.corpus.cleaning.options import CleanOptions
-from megatron.corpus.cleaning.signatures import band_shape
-from megatron.corpus.cleaning.verdicts import EXACT_DUPLICATE, NEAR_DUPLICATE, Verdict
+from megatron.corpus.cleaning.documents.options import CleanOptions
+from megatron.corpus.cleaning.filters.verdicts import EXACT_DUPLICATE, NEAR_DUPLICATE, Verdict
+from megatron.corpus.cleaning.near_duplicates.index import NearIndex
+from megatron.corpus.cleaning.near_duplicates.key_table import KeyTable
+from megatron.corpus.cleaning.near_duplicates.signatures import band_shape
 
 
 class DuplicateFilter:

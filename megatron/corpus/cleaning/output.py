@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.corpus.zstandard_stream import zstandard_library
-from megatron.data.atomic_files import write_atomically
+from megatron.corpus.inputs.zstandard_stream import zstandard_library
+from megatron.data.formats.atomic_files import write_atomically
 from megatron.errors import ConfigError
 
 _GZIP_LEVEL = 6

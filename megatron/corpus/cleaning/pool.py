@@ -19,8 +19,9 @@ import numpy as np
 
 from megatron.corpus.cleaning.cleaner import Changed, CleanedBlock, Cleaner, Dropped
 from megatron.corpus.cleaning.contamination import EvaluationSets
-from megatron.corpus.cleaning.options import CleanOptions
-from megatron.corpus.processes import (
+from megatron.corpus.cleaning.documents.options import CleanOptions
+from megatron.corpus.inputs.sources import Block
+from megatron.corpus.workers.processes import (
     death_of,
     enter_worker,
     failure_message,
@@ -30,7 +31,6 @@ from megatron.corpus.processes import (
     start_process,
     stop_processes,
 )
-from megatron.corpus.sources import Block
 from megatron.errors import MegatronError
 
 if TYPE_CHECKING:

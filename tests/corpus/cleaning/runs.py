@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.corpus.cleaning.clean import CleanOutputs, clean_corpus
-from megatron.corpus.cleaning.options import CleanOptions
+from megatron.corpus.cleaning.documents.options import CleanOptions
 from megatron.corpus.cleaning.report import CleaningReport
-from megatron.corpus.progress import Progress
+from megatron.corpus.cleaning.run import CleanOutputs, clean_corpus
+from megatron.corpus.workers.progress import Progress
 
 
 def quiet() -> Progress:

@@ -12,10 +12,10 @@ import pytest
 
 from megatron.corpus.cleaning.cleaner import Cleaner
 from megatron.corpus.cleaning.contamination import EvaluationSets
-from megatron.corpus.cleaning.options import CleanOptions, ContaminationChoice
+from megatron.corpus.cleaning.documents.options import CleanOptions, ContaminationChoice
 from megatron.corpus.cleaning.pool import CleaningPool
-from megatron.corpus.processes import WorkerError
-from megatron.corpus.sources import Block, blocks
+from megatron.corpus.inputs.sources import Block, blocks
+from megatron.corpus.workers.processes import WorkerError
 from megatron.errors import DataError
 from tests.corpus.cleaning.runs import write_jsonl
 

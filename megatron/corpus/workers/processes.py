@@ -1,0 +1,168 @@
+"""Starting and ending the processes of a corpus tool, and what they say when they fail.
+
+Every tool's workers behave alike: the keyboard's interrupt is the parent's to answer, SIGTERM ends them, an error of
+theirs arrives with its type, and one that died is named with what killed it.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from megatron.corpus.inputs.block import Block
+from megatron.errors import ConfigError, DataError, ExitCode, MegatronError, StorageError
+
+STOP_SECONDS = 2.0
+Result = TypeVar("Result")
+_OUR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+
+
+class WorkerError(MegatronError):
+    """A worker process died or failed; nothing of the run was published."""
+
+    exit_code = ExitCode.STORAGE
+
+
+_KINDS: tuple[type[MegatronError], ...] = (ConfigError, DataError, StorageError, WorkerError)
+
+
+def usable_cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def start_method() -> str:
+    """How workers are started: forked on Linux from a process with one Python thread, else spawned."""
+    return "fork" if sys.platform == "linux" and threading.active_count() == 1 else "spawn"
+
+
+def start_process(
+    method: str, body: Callable[..., None], words: Sequence[Any], keep: Callable[[BaseProcess], None]
+) -> None:
+    """Starts a worker; no signal can meet a forked one while it still has this process's way to answer it.
+
+    Args:
+        method: "fork" or "spawn".
+        words: arguments of `body`, which calls `enter_worker` first.
+        keep: takes the started process in, before a signal can make this one forget it.
+    """
+    context = multiprocessing.get_context(method)
+    process: BaseProcess = context.Process(target=body, args=tuple(words), daemon=True)  # type: ignore[attr-defined]
+    if method != "fork":
+        process.start()
+        keep(process)
+        return
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, _OUR_SIGNALS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which know about forks
+            process.start()
+            keep(process)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+def enter_worker(inherited: Iterable[Connection] = ()) -> None:
+    """Makes a started process a worker.
+
+    Args:
+        inherited: the parent's pipe ends that were forked along; left open, no pipe would ever close.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OUR_SIGNALS)
+    for end in inherited:
+        end.close()
+    gc.freeze()  # leaves the pages of what was inherited alone, so that they stay shared
+
+
+def stop_processes(processes: Iterable[BaseProcess]) -> None:
+    """Ends workers, by force if need be."""
+    started = list(processes)
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.join(STOP_SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def in_order(
+    blocks: Iterable[Block],
+    most_under_way: int,
+    has_room: Callable[[], bool],
+    send: Callable[[int, Block], None],
+    receive: Callable[[dict[int, Result]], None],
+) -> Iterator[tuple[Block, Result]]:
+    """Hands blocks to workers as they have room, and gives the results in the order of the blocks.
+
+    Args:
+        most_under_way: blocks that were sent and whose results were not given yet.
+        has_room: whether a worker can take a block.
+        send: gives a worker the block of that number.
+        receive: waits until there is a result, and puts it in by its number.
+    """
+    source = iter(blocks)
+    sent: dict[int, Block] = {}
+    results: dict[int, Result] = {}
+    next_out = next_in = 0
+    exhausted = False
+    while True:
+        while not exhausted and next_in - next_out < most_under_way and has_room():
+            block = next(source, None)
+            if block is None:
+                exhausted = True
+                break
+            send(next_in, block)
+            sent[next_in] = block if block.data is None else replace(block, data=None)
+            next_in += 1
+        if next_out in results:
+            yield sent.pop(next_out), results.pop(next_out)
+            next_out += 1
+        elif exhausted and next_out == next_in:
+            return
+        else:
+            receive(results)
+
+
+def death_of(title: str, process: BaseProcess, workers_flag: str = "--workers") -> WorkerError:
+    """The error for a worker that ended without having said why."""
+    process.join(STOP_SECONDS)
+    code = process.exitcode
+    how = f"was killed by {_signal_name(-code)}" if code is not None and code < 0 else f"ended with exit code {code}"
+    return WorkerError(
+        f"{title} {how}; nothing was published. When the system was short of memory (see dmesg), use fewer "
+        f"{workers_flag}; then run the same command again."
+    )
+
+
+def failure_message(failure: MegatronError) -> dict[str, str]:
+    """What a worker says of an error, as JSON."""
+    kind = next((known for known in _KINDS if isinstance(failure, known)), WorkerError)
+    return {"failure": kind.__name__, "text": str(failure)}
+
+
+def raise_failure(message: dict[str, Any]) -> None:
+    """Raises the error that a worker's message tells of, if it does."""
+    if "failure" in message:
+        raise next(known for known in _KINDS if known.__name__ == message["failure"])(message["text"])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,443 @@
+"""Files go into a document store whole or not at all, once; what is wrong with its numbers is said."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.corpus.stores import operations as store
+from megatron.corpus.stores import writers as store_writers
+from megatron.corpus.stores.operations import (
+    ImportOptions,
+    ImportResult,
+    audit,
+    fetch_samples,
+    import_files,
+    time_fetches,
+)
+from megatron.corpus.stores.writers import open_writer
+from megatron.corpus.workers.progress import Progress
+from megatron.data.stores.address import StoreAddress
+from megatron.data.stores.document_store import open_backend, open_store
+from megatron.data.stores.mongodb import explained
+from megatron.errors import ConfigError, DataError, StorageError
+from tests.data.databases import Database, numbered
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def jsonl(path: Path, texts: list[Any], key: str = "text", **others: str) -> str:
+    path.write_text("".join(json.dumps({key: text, **others}) + "\n" for text in texts))
+    return str(path)
+
+
+def put(database: Database, collection: str, *paths: str, **options: Any) -> list[ImportResult]:
+    writer = open_writer(StoreAddress.of(database.base), collection, options.pop("takes_over", False))
+    progress = Progress(None, 1, lambda text: None)
+    try:
+        return list(import_files(paths, writer, collection, ImportOptions(**options), progress))
+    finally:
+        writer.close()
+
+
+def texts_of(database: Database, *collections: str) -> list[str]:
+    return list(open_store(database.address(*collections)))
+
+
+def problems_of(database: Database, *names: str) -> dict[str, list[str]]:
+    return {found.name: found.problems for found in audit(open_backend(StoreAddress.of(database.base)), names)}
+
+
+def test_files_are_imported_in_order_and_once(database: Database, tmp_path: Path) -> None:
+    first = jsonl(tmp_path / "a.jsonl", ["a0", "a1 ğ", "a2\n"])
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"text": "b0"}\n'))
+    results = put(database, "web", first, str(packed))
+    assert [(one.record.first_idx, one.record.num_docs) for one in results if one.record] == [(0, 3), (3, 1)]
+    copy = tmp_path / "copy of a.jsonl"
+    copy.write_bytes(Path(first).read_bytes())
+    assert [one.record for one in put(database, "web", first, str(copy), str(packed))] == [None] * 3
+    assert texts_of(database, "web") == ["a0", "a1 ğ", "a2\n", "b0"]
+    put(database, "news", first)
+    store = open_store(database.base)
+    assert [one.name for one in store.collections] == ["web", "news"] and store[4] == "a0" and len(store) == 7
+    assert problems_of(database) == {"web": [], "news": []}
+    before = store.fingerprint()
+    put(database, "news", jsonl(tmp_path / "c.jsonl", ["c"]))
+    assert open_store(database.base).fingerprint() != before
+
+
+def test_the_schema_is_the_seeds(database: Database, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["clean"], raw="dirty")
+    put(database, "web", path, original_key="raw")
+    put(database, "web", path)  # without the original it is another import
+    if database.kind == "sqlite":
+        connection = sqlite3.connect(database.path)
+        rows = connection.execute("SELECT _id, idx, form, filt_text FROM web").fetchall()
+        assert rows == [(1, 0, "dirty", "clean"), (2, 1, None, "clean")]
+        assert connection.execute("SELECT collection_name, num_docs FROM meta_info").fetchall() == [("web", 2)]
+    else:
+        found = list(database.mongo()["web"].find({}, {"_id": 0}))
+        assert found == [{"idx": 0, "form": "dirty", "filt_text": "clean"}, {"idx": 1, "filt_text": "clean"}]
+        assert list(database.mongo()["meta_info"].find({}, {"_id": 0})) == [{"collection_name": "web", "num_docs": 2}]
+
+
+def test_a_bad_line_takes_its_file_back(database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = jsonl(tmp_path / "a.jsonl", ["a"])
+    bad = jsonl(tmp_path / "b.jsonl", ["b0", None, "b2"])
+    with pytest.raises(DataError, match=r"b\.jsonl:2: .*holds a JSON null.*Nothing of this file was imported"):
+        put(database, "web", good, bad)
+    assert texts_of(database, "web") == ["a"] and problems_of(database) == {"web": []}
+    assert put(database, "web", bad, skip_bad_lines=True)[0].skipped == 1
+    assert "b.jsonl:2: byte offset" in capsys.readouterr().err
+    assert texts_of(database, "web") == ["a", "b0", "b2"]
+
+
+def test_a_changed_file_is_not_added_unasked(database: Database, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["a"])
+    put(database, "web", path)
+    jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl was imported before \(1 documents from idx 0\).*--on-changed-file"
+    ):
+        put(database, "web", path)
+    put(database, "web", path, adds_changed=True)
+    assert texts_of(database, "web") == ["a", "a", "b"]
+
+
+def test_standard_input_is_known_too(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    for expected in (1, None):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "x"}\n')))
+        record = put(database, "web", "-")[0].record
+        assert (record and record.num_docs) == expected
+    assert texts_of(database, "web") == ["x"]
+
+
+def test_text_files_and_empty_ones(database: Database, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\n")
+    (tmp_path / "none.jsonl").write_text("")
+    put(database, "web", str(tmp_path / "a.txt"), str(tmp_path / "none.jsonl"), document_separator="\n\n")
+    assert texts_of(database, "web") == ["one", "two"]
+
+
+def test_a_missing_file_is_said_before_anything_is_written(database: Database, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.jsonl cannot be read"):
+        put(database, "web", jsonl(tmp_path / "a.jsonl", ["a"]), str(tmp_path / "absent.jsonl"))
+    with pytest.raises(DataError, match="there is no collection in it"):
+        open_store(database.base)
+
+
+def test_collections_of_others_are_gone_on_with_or_left_alone(database: Database, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["new"])
+    database.write({"web": numbered(["old"]), "other": []}, counted={"web": 1, "other": 0})
+    put(database, "web", path)
+    put(database, "other", path)
+    assert texts_of(database, "web", "other") == ["old", "new", "new"]
+    if database.kind == "sqlite":
+        connection = sqlite3.connect(database.path)
+        connection.execute("UPDATE meta_info SET num_docs = 5 WHERE collection_name = 'web'")
+        connection.commit()
+    else:
+        database.mongo()["meta_info"].update_one({"collection_name": "web"}, {"$set": {"num_docs": 5}})
+    with pytest.raises(DataError, match=r"meta_info counts 5 documents in collection 'web', but its last idx is 1"):
+        put(database, "web", jsonl(tmp_path / "b.jsonl", ["newer"]))
+
+
+@pytest.mark.parametrize("name", ["", "meta_info", "sqlite_master", "a$b"])
+def test_names_that_no_collection_may_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--collection {name!r}".replace("$", r"\$")):
+        open_writer(StoreAddress.of("sqlite:///x.db"), name)
+
+
+def test_a_foreign_table_is_no_collection(sqlite_database: Database, tmp_path: Path) -> None:
+    connection = sqlite3.connect(sqlite_database.path)
+    connection.execute("CREATE TABLE web (text TEXT)")
+    connection.commit()
+    with pytest.raises(
+        DataError, match=r"'web' is no collection of a document store: it lacks 'idx', 'form', 'filt_text'"
+    ):
+        put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
+    assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("web",)]
+
+
+def test_holes_and_duplicates_are_reported_by_number(database: Database) -> None:
+    numbers = [0, 1, 4, 5, 5, 5, 9, 9]
+    database.write({"web": [(number, "x") for number in numbers], "good": numbered(["x"])}, index="plain")
+    assert problems_of(database, "web", "good") == {
+        "web": ["5 missing: idx 2-3, 6-8", "3 duplicates: idx 5, 9"],
+        "good": [],
+    }
+
+
+def test_what_meta_info_counts_is_audited(database: Database) -> None:
+    database.write({"web": numbered(["x"] * 4), "news": numbered(["x"] * 2)}, counted={"web": 6, "news": 1})
+    found = problems_of(database)
+    assert found["web"] == ["2 missing: idx 4-5"]
+    assert found["news"][0].startswith("1 numbers beyond the 1 documents that meta_info counts")
+
+
+def test_long_lists_of_numbers_are_cut(sqlite_database: Database) -> None:
+    sqlite_database.write({"web": [(number, "x") for number in range(0, 100, 2)]})
+    found = audit(open_backend(StoreAddress.of(sqlite_database.base)), ["web"])[0]
+    assert found.hole_count == 49 and len(found.holes) == 20 and found.problems[0].endswith("39, ...")
+
+
+def test_tables_without_numbers_are_audited(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "a.db")
+    connection.execute("CREATE TABLE plain (text TEXT)")
+    connection.execute("CREATE TABLE keyed (name TEXT PRIMARY KEY, text TEXT) WITHOUT ROWID")
+    connection.execute("CREATE TABLE nulls (idx INTEGER, text TEXT)")
+    connection.executemany("INSERT INTO plain VALUES (?)", [("a",), ("b",), ("c",)])
+    connection.execute("DELETE FROM plain WHERE text = 'b'")
+    connection.execute("INSERT INTO keyed VALUES ('k', 'x')")
+    connection.executemany("INSERT INTO nulls VALUES (?, 'x')", [(0,), (None,)])
+    connection.commit()
+    found = {one.name: one.problems for one in audit(open_backend(StoreAddress.of(f"sqlite:///{tmp_path}/a.db")))}
+    assert found == {
+        "plain": ["1 missing: idx 1"],
+        "keyed": ["1 documents without an idx"],
+        "nulls": ["1 documents without an idx"],
+    }
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from megatron.corpus.stores import operations as store
+from megatron.corpus.stores import writers as store_writers
+from megatron.corpus.workers.progress import Progress
+from megatron.data.stores.address import StoreAddress
+writer = store_writers.open_writer(StoreAddress.of({address!r}), "web")
+add = writer.append
+seen = []
+def append(texts, originals):
+    add(texts, originals)
+    seen.append(1)
+    if len(seen) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+writer.append = append
+store._BLOCK_BYTES = 1 << 16
+writer._connection.execute("PRAGMA cache_size = 10")
+list(store.import_files([{path!r}], writer, "web", store.ImportOptions(), Progress(None, 1, lambda text: None)))
+"""
+
+
+def test_a_killed_import_leaves_the_store_as_it_was(sqlite_database: Database, tmp_path: Path) -> None:
+    put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
+    path = jsonl(tmp_path / "b.jsonl", [f"{number} " + "x" * 2000 for number in range(200)])
+    program = KILLED.format(root=str(ROOT), address=sqlite_database.base, path=path)
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert sqlite_database.path.with_name("store.db-journal").stat().st_size > 0  # it was in the middle of writing
+    assert texts_of(sqlite_database, "web") == ["a"]
+    assert problems_of(sqlite_database) == {"web": []}
+    assert put(sqlite_database, "web", path)[0].record is not None
+    assert len(texts_of(sqlite_database, "web")) == 201 and problems_of(sqlite_database) == {"web": []}
+
+
+def test_a_killed_import_into_mongodb_is_not_counted(
+    mongo_database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(mongo_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
+    address = StoreAddress.of(mongo_database.base)
+    killed = open_writer(address, "web")
+    killed.begin()
+    killed.append(["half", "of it"], None)  # and no more is heard of it
+    assert texts_of(mongo_database, "web") == ["a"]
+    assert "documents up to idx 2, but meta_info counts 1" in capsys.readouterr().err
+    assert problems_of(mongo_database)["web"][0].startswith("2 numbers beyond")
+    path = jsonl(tmp_path / "b.jsonl", ["b"])
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()} of machine .* is importing into collection 'web'"):
+        put(mongo_database, "web", path)
+    put(mongo_database, "web", path, takes_over=True)
+    assert texts_of(mongo_database, "web") == ["a", "b"] and problems_of(mongo_database) == {"web": []}
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    mongo_database.mongo()["meta_info"].update_one(
+        {"collection_name": "web"},
+        {"$set": {"importer": {"machine": store_writers.THIS_MACHINE, "process": gone.pid}}},
+    )
+    put(mongo_database, "web", jsonl(tmp_path / "c.jsonl", ["c"]))
+    assert texts_of(mongo_database, "web") == ["a", "b", "c"]
+
+
+def test_an_import_that_was_taken_over_is_not_counted(mongo_database: Database, tmp_path: Path) -> None:
+    address = StoreAddress.of(mongo_database.base)
+    slow = open_writer(address, "web")
+    slow.begin()
+    slow.append(["slow"], None)
+    entries = mongo_database.mongo()["meta_info"]
+    entries.update_one({"collection_name": "web"}, {"$set": {"importer": {"machine": "other", "process": 1}}})
+    with pytest.raises(DataError, match=r"another import took over collection 'web' while slow\.jsonl was added"):
+        slow.commit(store_writers.ImportRecord("web", "slow.jsonl", "f", "text", 0, 1))
+    assert len(open_store(mongo_database.address("web"))) == 0
+    assert slow.records() == []
+
+
+def test_two_imports_that_begin_together(
+    mongo_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["a"])
+    put(mongo_database, "web", path)
+    entries = mongo_database.mongo()["meta_info"]
+
+    def hold(process: int) -> None:
+        holder = {"machine": store_writers.THIS_MACHINE, "process": process}
+        entries.update_one({"collection_name": "web"}, {"$set": {"importer": holder}})
+
+    def is_running(process: int) -> bool:
+        hold(process + 1)  # the other one is quicker
+        return False
+
+    hold(1)
+    monkeypatch.setattr(store_writers, "is_running", is_running)
+    with pytest.raises(ConfigError, match="another process began to import into collection 'web' at this moment"):
+        put(mongo_database, "web", jsonl(tmp_path / "b.jsonl", ["b"]))
+    assert texts_of(mongo_database, "web") == ["a"]
+
+
+def test_what_the_driver_refuses_is_said(mongo_database: Database) -> None:
+    pymongo = pytest.importorskip("pymongo")
+    writer: Any = open_writer(StoreAddress.of(mongo_database.base), "web")
+    writer.begin()
+    writer.append(["a"], None)
+    writer._next = 0
+    with pytest.raises(DataError, match=r"a document could not be added: .*E11000.*run one at a time"):
+        writer.append(["b"], None)
+    with (
+        pytest.raises(DataError, match=r"mongodb://h/d: the server refused: not authorized"),
+        explained("mongodb://h/d"),
+    ):
+        raise pymongo.errors.OperationFailure("not authorized")
+    with pytest.raises(DataError, match=r"cannot be sent or read: BSON too large.*16 MB"), explained("mongodb://h/d"):
+        raise pymongo.errors.DocumentTooLarge("BSON too large")
+
+
+def test_a_file_that_becomes_unreadable(
+    sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any, **options: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store, "open", refuse, raising=False)
+    with pytest.raises(DataError, match=r"a\.jsonl cannot be read: Input/output error"):
+        put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
+
+
+def test_two_imports_at_once(sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_writers, "BUSY_SECONDS", 0.05)
+    first = open_writer(StoreAddress.of(sqlite_database.base), "web")
+    first.begin()
+    with pytest.raises(StorageError, match=r"store\.db is locked by a process that writes it"):
+        put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
+    first.abort()
+    put(sqlite_database, "web", str(tmp_path / "a.jsonl"))
+    first.close()
+
+
+def test_an_idx_that_is_there_twice_stops_the_import(sqlite_database: Database, tmp_path: Path) -> None:
+    connection = sqlite3.connect(sqlite_database.path)
+    connection.execute("CREATE TABLE web (_id INTEGER PRIMARY KEY, idx INTEGER, form TEXT, filt_text TEXT)")
+    connection.executemany("INSERT INTO web (idx, filt_text) VALUES (?, 'x')", [(0,), (0,)])
+    connection.commit()
+    with pytest.raises(DataError, match=r"collection 'web' holds an idx twice .*UNIQUE constraint failed: web\.idx"):
+        put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
+
+
+def test_a_folder_that_is_not_there_and_a_disk_that_is_full(tmp_path: Path, sqlite_database: Database) -> None:
+    with pytest.raises(ConfigError, match=r"there is no folder .*absent for the SQLite file"):
+        open_writer(StoreAddress.of(f"sqlite:///{tmp_path}/absent/x.db"), "web")
+    put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
+    writer: Any = open_writer(StoreAddress.of(sqlite_database.base), "web")
+    writer._connection.execute("PRAGMA max_page_count = 20")
+    path = jsonl(tmp_path / "b.jsonl", ["x" * 1_000_000])
+    with pytest.raises(StorageError, match=r"store\.db: database or disk is full.*free space"):
+        list(import_files([path], writer, "web", ImportOptions(), Progress(None, 1, lambda text: None)))
+    writer.close()
+    assert texts_of(sqlite_database, "web") == ["a"]
+
+
+def test_a_document_longer_than_sqlite_holds(sqlite_database: Database, tmp_path: Path) -> None:
+    writer: Any = open_writer(StoreAddress.of(sqlite_database.base), "web")
+    if hasattr(writer._connection, "setlimit"):
+        writer._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1000)
+        writer.begin()
+        with pytest.raises(DataError, match=r"a document after idx -1 of collection 'web' is longer than SQLite holds"):
+            writer.append(["x" * 2000], None)
+        writer.abort()
+    writer.close()
+
+
+def test_fetches_are_timed(database: Database) -> None:
+    database.write({"web": numbered(["abc"] * 5)})
+    found = time_fetches(database.address("web"), 20, seed=1)
+    assert found["documents"] == 5 and found["fetches"] == 20 and found["mean_characters"] == 3
+    assert 0 < found["p50_ms"] <= found["p99_ms"] <= found["max_ms"] and found["peak_rss_mb"] > 1
+    assert "secret" not in json.dumps(found)
+
+
+def test_an_empty_store_cannot_be_timed(database: Database) -> None:
+    database.write({"web": []}, counted={"web": 0})
+    with pytest.raises(ConfigError, match="holds no document to fetch"):
+        time_fetches(database.address("web"), 1, seed=1)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_samples_are_drawn_into_a_file_a_process(sqlite_database: Database, tmp_path: Path, processes: int) -> None:
+    texts = [f"text {number}" for number in range(30)]
+    sqlite_database.write({"web": numbered(texts[:20]), "news": numbered(texts[20:])})
+    prefix = str(tmp_path / "part")
+    written = fetch_samples(sqlite_database.base, 21, processes, prefix, "\n", seed=5)
+    assert [path for path, _ in written] == [f"{prefix}{number}.txt" for number in range(processes)]
+    lines = [Path(path).read_text().splitlines() for path, _ in written]
+    assert [len(one) for one in lines] == [count for _, count in written] and sum(map(len, lines)) == 21
+    drawn = {line for one in lines for line in one}
+    assert len(drawn) == 21 and drawn < set(texts)
+    fetch_samples(sqlite_database.base, 21, 1, f"{prefix}-again", "\n", seed=5)
+    assert set(Path(f"{prefix}-again0.txt").read_text().splitlines()) == drawn
+    with pytest.raises(ConfigError, match="--nsample 31 is more than the 30 documents"):
+        fetch_samples(sqlite_database.base, 31, 1, prefix, "\n", seed=5)
+
+
+def test_a_process_that_is_killed_while_it_draws(
+    sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(ThreadPoolExecutor):
+        def __init__(self, processes: int, context: Any) -> None:
+            super().__init__(processes)
+
+        def submit(self, *given: Any, **options: Any) -> Any:
+            raise BrokenProcessPool("killed")
+
+    sqlite_database.write({"web": numbered(["a", "b"])})
+    monkeypatch.setattr(store, "ProcessPoolExecutor", Broken)
+    with pytest.raises(StorageError, match=r"part<i>\.txt was killed .*fewer processes than --num-process 2"):
+        fetch_samples(sqlite_database.base, 2, 2, str(tmp_path / "part"), "\n", seed=1)
+
+
+def test_a_process_that_draws_and_fails_is_heard(sqlite_database: Database, tmp_path: Path) -> None:
+    sqlite_database.write({"web": numbered(["a", None, "b"])})
+    with pytest.raises(DataError, match="idx 1: filt_text is null"):
+        fetch_samples(sqlite_database.base, 3, 2, str(tmp_path / "part"), "\n", seed=1)
+
+
+def test_two_imports_of_one_file_at_the_same_time_add_it_once(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(3000)))
+    tool = Path(__file__).resolve().parents[3] / "tools" / "corpus_store.py"
+    words = [sys.executable, str(tool), "import", str(source), "--config", "sqlite:///s.db", "--collection", "web"]
+    both = [subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE) for _ in range(2)]
+    said = [process.communicate(timeout=60)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert len(open_store(f"sqlite:///{tmp_path}/s.db?table=web")) == 3000
