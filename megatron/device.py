@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 
 from megatron.errors import LaunchError
@@ -98,6 +99,34 @@ def memory_allocated_bytes() -> int:
 def peak_memory_allocated_bytes() -> int:
     """The most bytes tensors have held on the GPU so far; 0 on CPU."""
     return torch.cuda.max_memory_allocated() if device_type() == "cuda" else 0
+
+
+def copy_to_device(array: np.ndarray, target: torch.device) -> torch.Tensor:
+    """An array as a tensor on a device; to a GPU through pinned memory, so that nobody waits for the copy."""
+    tensor = torch.from_numpy(array)
+    if target.type != "cuda":
+        return tensor.to(target)
+    return tensor.pin_memory().to(target, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor's values on the host; they travel while the device goes on, and reading them waits for their arrival."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._values = tensor.detach()
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor.detach(), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> torch.Tensor:
+        """The values, on the CPU."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._values
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -47,18 +47,18 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     causal: bool = False,
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Softmax attention scaled by 1/sqrt(d), the softmax in float32.
 
-    Shapes: query `[b, a, s, d]`, key and value `[b, a, k, d]`, mask `[b or 1, 1, s, k]` bool, True where a query sees a
-    key.
+    Shapes: query `[b, a, s, d]`, key and value `[b, a, k, d]`, bias `[b or 1, 1, s, k]` in the dtype of the query, added
+    to the scores.
 
     Source: Vaswani et al., "Attention is all you need", 2017, equation 1.
     """
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=causal)
 
 
 def explicit_attention(
@@ -67,9 +67,9 @@ def explicit_attention(
     value: torch.Tensor,
     drop: Callable[[torch.Tensor], torch.Tensor],
     *,
-    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same attention with its probabilities in memory and `drop` applied to them; causal without a mask.
+    """The same attention with its probabilities in memory and `drop` applied to them; causal without a bias.
 
     For CPUs, where torch's fused attention has no dropout and its fallback draws one random number after the other:
     this takes about half the time.
@@ -77,13 +77,14 @@ def explicit_attention(
     Shapes: as in `attention`; `drop` maps `[b, a, s, k]` to the same.
     """
     batch, heads, length, size = query.shape
-    if mask is None:
-        mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - length)
-        mask = mask[None, None]
-    bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, float("-inf"))
-    bias = bias.expand(batch, heads, -1, -1).reshape(-1, *mask.shape[2:]) if batch > 1 < mask.shape[0] else bias[0]
+    if bias is None:
+        bias = torch.full((length, key.shape[2]), float("-inf"), dtype=query.dtype, device=query.device)
+        bias = bias.triu_(key.shape[2] - length + 1)[None, None]
+    flat_bias = bias[0]
+    if batch > 1 < bias.shape[0]:
+        flat_bias = bias.expand(batch, heads, -1, -1).reshape(-1, *bias.shape[2:])  # [b*a, s, k]
     flat_query, flat_key, flat_value = (part.reshape(-1, part.shape[2], size) for part in (query, key, value))
-    scores = torch.baddbmm(bias, flat_query, flat_key.transpose(1, 2), alpha=1 / math.sqrt(size))  # [b*a, s, k]
+    scores = torch.baddbmm(flat_bias, flat_query, flat_key.transpose(1, 2), alpha=1 / math.sqrt(size))  # [b*a, s, k]
     probabilities = drop(scores.softmax(dim=-1).view(batch, heads, length, -1))
     return torch.bmm(probabilities.view(scores.shape), flat_value).view(query.shape)  # [b, a, s, d]
 

@@ -221,7 +221,8 @@ def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOpt
 
 def _of_tokens(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions) -> FeaturizeResult:
     from megatron.corpus.featurize.run import featurize_tokens
-    from megatron.data.formats.sidecar import TokenizerRecord, check_tokenizer_fits
+    from megatron.data.formats.sidecar import check_tokenizer_fits
+    from megatron.tokenizers.record import TokenizerRecord
     from megatron.tokenizers.tokenizer import build_tokenizer
 
     record = None

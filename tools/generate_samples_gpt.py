@@ -184,6 +184,7 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], layout: ParallelConfig
     from megatron.checkpoint import newest_record
     from megatron.inference.weights import load_weights
     from megatron.model.gpt import build_dense
+    from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
 
     if mesh.dp.size > 1:
         raise ConfigError(
@@ -199,13 +200,9 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], layout: ParallelConfig
     record, path = found
     config = replace(laid_over(RunConfig.from_json(record["config"]), given), parallel=layout)
     tokenizer = _tokenizer(config, given, path)
-    trained_with = record["tokenizer"]["fingerprint"]
-    if tokenizer.fingerprint != trained_with:
-        raise CheckpointError(
-            f"the checkpoint {path} was trained with another tokenizer (fingerprint {trained_with[:12]}) than "
-            f"{tokenizer.name} ({tokenizer.fingerprint[:12]}). Give its files: --vocab-file and --merge-file, or "
-            "--tokenizer-name-or-path."
-        )
+    check_same_tokenizer(
+        f"the checkpoint {path} was trained", TokenizerRecord.from_json(record["tokenizer"]), tokenizer, CheckpointError
+    )
     padded, _ = padded_vocab_size(config, config.model.vocab_size)
     config = replace(config, model=replace(config.model, padded_vocab_size=padded))
     data = config.data

@@ -58,7 +58,7 @@ def main() -> int:
 
 def _merge_together(flags: MergeFlags) -> int:
     from megatron.corpus.preprocess.merge import merge
-    from megatron.corpus.workers.crew import Crew
+    from megatron.corpus.workers.ranks import JobRanks
     from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import gather_json
 
@@ -69,8 +69,8 @@ def _merge_together(flags: MergeFlags) -> int:
             local_rank=flags.local_rank,
         )
     )
-    crew = Crew(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
-    plan = merge(flags.datasets, flags.output_prefix, crew)
+    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
+    plan = merge(flags.datasets, flags.output_prefix, ranks)
     log.info(_summary(flags, plan.documents, plan.sequences, plan.tokens, plan.bin_bytes))
     close_mesh(mesh)
     return 0

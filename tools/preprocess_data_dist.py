@@ -108,7 +108,7 @@ def main() -> int:
     )
     if flags.torch_backend == "mpi":
         log.warning("--torch-backend mpi: the ranks are those that mpirun started, but talk through gloo.")
-    from megatron.corpus.workers.crew import Crew
+    from megatron.corpus.workers.ranks import JobRanks
     from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import gather_json
 
@@ -120,13 +120,13 @@ def main() -> int:
             local_rank=flags.local_rank,
         )
     )
-    crew = Crew(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
-    _preprocess(flags, crew)
+    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
+    _preprocess(flags, ranks)
     close_mesh(mesh)
     return 0
 
 
-def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
+def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
     from megatron.corpus.preprocess.distributed import Draw, preprocess_on_ranks, share_of_rank
     from megatron.corpus.preprocess.encode import EncodeOptions
     from megatron.corpus.preprocess.run import warn_of_no_tokens
@@ -142,15 +142,15 @@ def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
         sentences=SentenceSplitter(flags.lang, flags.keep_newlines) if flags.split_sentences else None,
         is_cached=flags.dataset_impl != "mmap",
     )
-    log.info(f"Opening {', '.join(flags.input)} on {crew.size} ranks")
+    log.info(f"Opening {', '.join(flags.input)} on {ranks.size} ranks")
     draw = Draw(flags.split, flags.count, flags.shuffle, flags.seed)
-    encode = share_of_rank(flags.input, draw, options, crew, Progress(None, 1, _line_writer(flags.log_interval)))
-    result = preprocess_on_ranks(encode, flags.output_prefix, options, flags.merge, flags.scratch, crew)
+    encode = share_of_rank(flags.input, draw, options, ranks, Progress(None, 1, _line_writer(flags.log_interval)))
+    result = preprocess_on_ranks(encode, flags.output_prefix, options, flags.merge, flags.scratch, ranks)
     log.info(
         f"Wrote {', '.join(result.prefixes)} (.bin, .idx): {result.documents} documents, {result.tokens} tokens; "
         f"{result.empty} empty documents and {result.skipped} bad lines left out."
     )
-    if crew.rank == 0:
+    if ranks.rank == 0:
         warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
 
 

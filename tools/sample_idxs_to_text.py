@@ -33,6 +33,7 @@ from megatron.config.request import read_group_files
 from megatron.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
+    from megatron.tokenizers.record import TokenizerRecord
     from megatron.tokenizers.tokenizer import Tokenizer
     from megatron.train.progress import Progress
     from megatron.train.sample_order import SampleOrder, TrainedSample
@@ -77,14 +78,14 @@ class Origin:
 
     Args:
         stood_at: where the checkpoint stood, None without one.
-        fingerprint: of the tokenizer it was trained with, None if unknown.
+        tokenizer: what it was trained with, None if unknown.
     """
 
     order: SampleOrder
     optim: OptimConfig
     control: ControlConfig
     stood_at: Progress | None = None
-    fingerprint: str | None = None
+    tokenizer: TokenizerRecord | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,6 +120,7 @@ def _origin(flags: SampleFlags, given: Mapping[str, Any]) -> Origin:
 def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
     from megatron.checkpoint import find, read_record
     from megatron.data.order.plan import DataPlan
+    from megatron.tokenizers.record import TokenizerRecord
     from megatron.train.progress import Progress
     from megatron.train.sample_order import SampleOrder
 
@@ -129,7 +131,7 @@ def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
     config = laid_over(RunConfig.from_json(record["config"]), given)
     order = SampleOrder.of_plan(DataPlan.from_json(record["data_plan"]), config.data)
     progress = Progress.from_json(record["progress"])
-    return Origin(order, config.optim, config.control, progress, record["tokenizer"]["fingerprint"])
+    return Origin(order, config.optim, config.control, progress, TokenizerRecord.from_json(record["tokenizer"]))
 
 
 def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
@@ -199,15 +201,13 @@ def _tokenizer(origin: Origin) -> Tokenizer:
     """The tokenizer of the run."""
     from megatron.data.datasets.build import data_prefixes
     from megatron.data.formats.sidecar import check_tokenizer_fits
+    from megatron.tokenizers.record import check_same_tokenizer
     from megatron.tokenizers.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(origin.order.data)
-    if origin.fingerprint not in (None, tokenizer.fingerprint):
-        raise CheckpointError(
-            f"the run was trained with another tokenizer (fingerprint {str(origin.fingerprint)[:12]}) than "
-            f"{tokenizer.name} ({tokenizer.fingerprint[:12]}): the text would be another. Give its --vocab-file, "
-            "--merge-file or --tokenizer-name-or-path, or look at the ids with --print-tokens."
-        )
+    if origin.tokenizer is not None:
+        advice = ", or look at the ids with --print-tokens"
+        check_same_tokenizer("the run was trained", origin.tokenizer, tokenizer, CheckpointError, advice)
     check_tokenizer_fits(data_prefixes(origin.order.data), tokenizer)
     return tokenizer
 

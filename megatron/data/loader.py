@@ -172,6 +172,8 @@ class BatchLoader:
 
     Args:
         read_ahead: whether to use the thread.
+        reads: whether this rank uses its micro-batches; one that does not (a pipeline stage between the first and the
+            last) is given None for each and opens no sample.
     """
 
     def __init__(
@@ -183,13 +185,15 @@ class BatchLoader:
         dp_size: int = 1,
         options: BatchOptions | None = None,
         read_ahead: bool = True,
+        reads: bool = True,
     ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.options = options or BatchOptions()
-        self.read_ahead = read_ahead
+        self.read_ahead = read_ahead and reads
+        self.reads = reads
         self._ahead: _Reading | None = None
 
     def __enter__(self) -> BatchLoader:
@@ -200,13 +204,17 @@ class BatchLoader:
     ) -> None:
         self.close()
 
-    def micro_batches(self, first_sample: int, global_batch_size: int, stop_sample: int | None = None) -> list[Batch]:
+    def micro_batches(
+        self, first_sample: int, global_batch_size: int, stop_sample: int | None = None
+    ) -> list[Batch] | list[None]:
         """This rank's micro batches of the samples [first_sample, first_sample + global_batch_size).
 
         Raises:
             ConfigError, DataError: see `MicroBatches`.
         """
         wanted = (first_sample, global_batch_size, stop_sample)
+        if not self.reads:
+            return [None] * len(self._micro_batches(*wanted))
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.wanted == wanted:
             batches = ahead.result()

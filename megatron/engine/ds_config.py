@@ -70,7 +70,7 @@ def _accumulation_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[
 
 
 def _base(config: RunConfig) -> dict[str, Any]:
-    optim, parallel, model = config.optim, config.parallel, config.model
+    optim, parallel, precision = config.optim, config.parallel, config.precision
     stage = parallel.effective_zero_stage
     settings: dict[str, Any] = {
         "train_batch_size": optim.global_batch_size,
@@ -82,18 +82,17 @@ def _base(config: RunConfig) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage},
     }
-    if model.bf16:
+    if precision.bf16:
         settings["bf16"] = {"enabled": True}
-        if stage <= 1:
-            settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if model.fp16:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if precision.fp16:
         settings["fp16"] = {
             "enabled": True,
-            "loss_scale": optim.loss_scale or 0,
-            "initial_scale_power": max(0, round(optim.initial_loss_scale).bit_length() - 1),
-            "loss_scale_window": int(optim.loss_scale_window),
-            "hysteresis": optim.hysteresis,
-            "min_loss_scale": optim.min_loss_scale,
+            "loss_scale": precision.loss_scale or 0,
+            "initial_scale_power": max(0, round(precision.initial_loss_scale).bit_length() - 1),
+            "loss_scale_window": int(precision.loss_scale_window),
+            "hysteresis": precision.hysteresis,
+            "min_loss_scale": precision.min_loss_scale,
         }
     return settings
 

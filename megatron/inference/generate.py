@@ -9,7 +9,9 @@ import torch
 
 from megatron.errors import ConfigError
 from megatron.inference.sampling import Sampling, choose, sample_generator
-from megatron.model.gpt import DenseGPT, whole_logits
+from megatron.model.gpt import whole_logits
+from megatron.model.network import LayerStack
+from megatron.model.step_context import StepSettings
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import broadcast
 
@@ -53,7 +55,7 @@ class Limits:
 
 @torch.inference_mode()
 def generate(
-    model: DenseGPT,
+    model: LayerStack,
     mesh: ParallelMesh,
     prompts: Sequence[Sequence[int]],
     limits: Limits,
@@ -90,7 +92,8 @@ def generate(
     caches = None if recompute else model.new_caches(stop)
     fresh = text
     while text.shape[1] < stop and not bool(finished.all()):
-        scores = model(text if recompute else fresh, sample_ids, caches=caches)[:, -1]  # [b, v/t]
+        context = StepSettings().context(sample_ids, first_sample=first_sample, caches=caches)
+        scores = model(text if recompute else fresh, context)[:, -1]  # [b, v/t]
         chosen = choose(whole_logits(scores, mesh.tp, vocab_size), sampling, generators).to(mesh.device)  # [b]
         if limits.eod_id is not None:
             chosen = torch.where(finished, torch.full_like(chosen, limits.eod_id), chosen)

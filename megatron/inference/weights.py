@@ -10,13 +10,13 @@ from torch import nn
 
 from megatron.checkpoint import Found, load_newest
 from megatron.errors import CheckpointError
-from megatron.model.gpt import DenseGPT
+from megatron.model.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.pieces import PieceKey
-from megatron.parallel.placement import placement_of
+from megatron.parallel.pieces import PieceKey, filling
+from megatron.parallel.shard_spec import shard_spec_of
 
 
-def load_weights(model: DenseGPT, directory: Path, mesh: ParallelMesh, known: Found | None = None) -> Found:
+def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: Found | None = None) -> Found:
     """Fills the network from the newest checkpoint that verifies, whatever layout wrote it; collective over the mesh.
 
     Args:
@@ -35,16 +35,8 @@ def load_weights(model: DenseGPT, directory: Path, mesh: ParallelMesh, known: Fo
 
 def wanted_weights(model: nn.Module) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
     """This rank's part of every weight and the function that puts it in place; padded vocabulary rows stay."""
-    for name, parameter in model.named_parameters():
-        place = placement_of(parameter)
-        key = PieceKey(name, "weight", place.shape, place.start, place.stop, 0, 0)
-        if key.box_numel:
-            box = parameter.detach()[tuple(slice(0, side) for side in place.box_shape)]
-            yield PieceKey(name, "weight", place.shape, place.start, place.stop, 0, key.box_numel), _placer(box)
-
-
-def _placer(box: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def accept(values: torch.Tensor) -> None:
-        box.copy_(values.view(box.shape))
-
-    return accept
+    return filling(
+        (PieceKey.of(spec, name, "weight"), parameter.detach().view(-1)[: spec.box_numel])
+        for name, parameter in model.named_parameters()
+        if (spec := shard_spec_of(parameter)).box_numel
+    )

@@ -1,4 +1,4 @@
-"""The network.
+"""Networks as lists of layers.
 
 Knows no deepspeed, no `torch.distributed` and no configuration other than `ModelConfig`.
 

@@ -1,10 +1,16 @@
-"""A piece: part of a named tensor, described without any layout, and the box arithmetic on it."""
+"""A piece: part of a named tensor, described without any layout, and where loaded pieces go."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+
+from megatron.parallel.shard_spec import ShardSpec
 
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
 
@@ -39,3 +45,29 @@ class PieceKey:
     def box_numel(self) -> int:
         """How many elements the whole box holds."""
         return math.prod(self.box_shape)
+
+    @classmethod
+    def of(cls, spec: ShardSpec, name: str, kind: Kind, first: int = 0, last: int | None = None) -> PieceKey:
+        """A flat range of this rank's part of a parameter; the whole part unless `last` says otherwise."""
+        last = spec.box_numel if last is None else last
+        return cls(name, kind, spec.shape, spec.start, spec.stop, first, last)
+
+    def narrowed(self, first: int, last: int) -> PieceKey:
+        """The elements `first` to `last` of this piece."""
+        return dataclasses.replace(self, first=self.first + first, last=self.first + last)
+
+
+def filling(
+    targets: Iterable[tuple[PieceKey, torch.Tensor]],
+) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
+    """Turns (piece, flat tensor of its length) pairs into what a checkpoint is asked for: piece, and where it goes."""
+    for key, target in targets:
+        yield key, _filler(target)
+
+
+def _filler(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def fill(values: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(values)
+
+    return fill

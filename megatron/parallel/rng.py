@@ -17,8 +17,7 @@ import torch
 
 from megatron import kernels
 from megatron.device import default_generator
-from megatron.errors import ConfigError
-from megatron.parallel.placement import placement_of
+from megatron.parallel.shard_spec import ShardSpec
 
 _MASK_64 = (1 << 64) - 1
 # Constants of splitmix64: the golden-ratio increment and the two multipliers.
@@ -44,46 +43,48 @@ def mix(*numbers: int) -> int:
     return state
 
 
-def normal_(parameter: torch.Tensor, seed: int, global_name: str, std: float) -> torch.Tensor:
-    """Fills a weight in place with its part of the global tensor's N(0, std^2) values; what only pads it becomes zero.
+def normal_(target: torch.Tensor, spec: ShardSpec, seed: int, global_name: str, *, first: int = 0) -> torch.Tensor:
+    """Fills part of a local tensor in place with its share of the global tensor's N(0, init_std^2) values.
 
-    The value at (row, column) is a hash of (seed, name, row, column), so any split of the tensor holds the same values,
-    bit for bit on one kind of device. Two columns share a Box-Muller pair in float32: 31 and 32 random bits, nothing
-    beyond 6.66 standard deviations. About 70 million values a second on one core.
+    The value at a place is a hash of (seed, name, row, column): the columns are the last dimension of the logical
+    shape, the rows all others in row-major order. Any split of the tensor therefore holds the same values, bit for bit
+    on one kind of device. Two columns share a Box-Muller pair in float32: 31 and 32 random bits, nothing beyond 6.66
+    standard deviations. About 70 million values a second on one core.
 
-    Shapes: `[rows]` (drawn as one row) or `[rows, columns]`, placed by `parameter.placement`; without one it is the
-    whole tensor.
-
-    Raises:
-        ConfigError: more than two dimensions.
+    Shapes: target `[n]`, the local elements `first` to `first + n` in row-major order; those beyond the real ones
+        (vocabulary padding) become zero.
 
     Source: Box and Muller, "A note on the generation of random normal deviates", 1958, equation 1.
     """
-    placement = placement_of(parameter)
-    if len(placement.shape) > 2:
-        raise ConfigError(f"{global_name} has {len(placement.shape)} dimensions; values are drawn for 1 or 2 only.")
-    start, stop = placement.start, placement.stop
-    if len(start) == 1:
-        start, stop = (0, *start), (1, *stop)
-    height, width = stop[0] - start[0], stop[1] - start[1]
+    last = min(first + target.numel(), spec.box_numel)
     with torch.no_grad():
-        parameter.zero_()
-        if height <= 0 or width <= 0:
-            return parameter
-        target = parameter if parameter.dim() == 2 else parameter.unsqueeze(0)
-        first_pair, last_pair = start[1] // 2, (stop[1] + 1) // 2
+        target.zero_()
+        if last <= first:
+            return target
+        width = spec.box_shape[-1]
+        first_pair, last_pair = spec.start[-1] // 2, (spec.stop[-1] + 1) // 2
+        skipped = spec.start[-1] - 2 * first_pair
         rows_at_once = max(1, _DRAWN_AT_ONCE // (last_pair - first_pair))
         base = mix(_STREAM_WEIGHT, seed, zlib.crc32(global_name.encode()), len(global_name))
-        for top in range(0, height, rows_at_once):
-            bottom = min(height, top + rows_at_once)
-            values = _normal_rows(base, start[0] + top, start[0] + bottom, first_pair, last_pair, parameter.device)
-            skipped = start[1] - 2 * first_pair
-            target[top:bottom, :width].copy_(values[:, skipped : skipped + width].mul_(std))
-    return parameter
+        last_row = -(-last // width)
+        for top in range(first // width, last_row, rows_at_once):
+            rows = _global_rows(spec, top, min(last_row, top + rows_at_once), target.device)
+            values = _normal_rows(base, rows, first_pair, last_pair)[:, skipped : skipped + width]
+            low, high = max(first, top * width), min(last, (top + rows.numel()) * width)
+            drawn = values.mul_(spec.init_std).reshape(-1)[low - top * width : high - top * width]
+            target[low - first : high - first].copy_(drawn)
+    return target
 
 
 def hidden_dropout(
-    x: torch.Tensor, probability: float, *, seed: int, layer: int, sample_ids: torch.Tensor, training: bool
+    x: torch.Tensor,
+    probability: float,
+    *,
+    seed: int,
+    layer: int,
+    sample_ids: torch.Tensor,
+    training: bool,
+    first_position: int = 0,
 ) -> torch.Tensor:
     """Zeroes entries of `x` with `probability` and scales the others up, by a hash of what each entry is.
 
@@ -94,11 +95,13 @@ def hidden_dropout(
 
     Args:
         layer: the place in the network; every call in one forward pass has its own.
+        first_position: position of the first entry in its sequence, where a rank holds a later part of it.
     """
     threshold = round(probability * 65536)
     if not training or threshold == 0:
         return x
-    rows = _each(sample_ids.to(x.device) ^ _signed(mix(_STREAM_ROW, seed, layer), 64), 0, x.shape[1])  # [b, s]
+    states = sample_ids.to(x.device) ^ _signed(mix(_STREAM_ROW, seed, layer), 64)  # [b]
+    rows = _each(states, first_position, first_position + x.shape[1])  # [b, s]
     return _HashedDropout.apply(x, threshold, rows, mix(_STREAM_CHANNEL, seed, layer))
 
 
@@ -123,17 +126,13 @@ def attention_dropout(
     return _HashedDropout.apply(probabilities, threshold, rows, mix(_STREAM_KEY, seed, layer))
 
 
-def attention_seed(seed: int, sample_ids: torch.Tensor, layer: int, tp_rank: int) -> int:
-    """A seed for the attention dropout of one layer, micro batch and tensor-parallel rank.
+def attention_seed(seed: int, first_sample: int, layer: int, tp_rank: int) -> int:
+    """A seed for the attention dropout of one layer, micro-batch and tensor-parallel rank.
 
-    Reading the first sample id from a GPU waits for it; the answer is kept on the tensor, so a stage waits once a micro
-    batch.
+    Args:
+        first_sample: id of the micro-batch's first sample.
     """
-    known = getattr(sample_ids, "_first_on_host", None)
-    if known is None or known[0] != sample_ids._version:
-        known = (sample_ids._version, int(sample_ids[0].item()))
-        sample_ids._first_on_host = known  # type: ignore[attr-defined]
-    return mix(_STREAM_ATTENTION, seed, known[1], layer, tp_rank) >> 1
+    return mix(_STREAM_ATTENTION, seed, first_sample, layer, tp_rank) >> 1
 
 
 @contextmanager
@@ -183,17 +182,29 @@ def _each(states: torch.Tensor, first: int, last: int) -> torch.Tensor:
     return _mix_64(_mix_64(states).unsqueeze(-1) + _counters(first, last, states.device))
 
 
-def _normal_rows(
-    base: int, top: int, bottom: int, first_pair: int, last_pair: int, device: torch.device
-) -> torch.Tensor:
-    """Standard normal values of rows `[top, bottom)` and columns `[2 first_pair, 2 last_pair)`, float32."""
-    rows = _mix_64(_counters(top, bottom, device) ^ _signed(base, 64))  # [rows]
-    bits = _mix_64(rows.unsqueeze(1) + _counters(first_pair, last_pair, device))  # [rows, pairs] int64
+def _global_rows(spec: ShardSpec, top: int, bottom: int, device: torch.device) -> torch.Tensor:
+    """Global row numbers of the local rows `[top, bottom)`; rows are all dimensions but the last.
+
+    Shapes: result `[bottom - top]` int64.
+    """
+    local = torch.arange(top, bottom, dtype=torch.int64, device=device)
+    number, stride = torch.zeros_like(local), 1
+    for size, start, held in list(zip(spec.shape, spec.start, spec.box_shape, strict=True))[-2::-1]:
+        number += (local % held + start) * stride
+        local //= held
+        stride *= size
+    return number
+
+
+def _normal_rows(base: int, numbers: torch.Tensor, first_pair: int, last_pair: int) -> torch.Tensor:
+    """Standard normal values of some rows and the columns `[2 first_pair, 2 last_pair)`, float32."""
+    rows = _mix_64((numbers * _signed(_GOLDEN, 64)) ^ _signed(base, 64))  # [rows]
+    bits = _mix_64(rows.unsqueeze(1) + _counters(first_pair, last_pair, numbers.device))  # [rows, pairs] int64
     words = bits.view(torch.int32).view(*bits.shape, 2)
     uniform = (words[..., 0] & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)  # 2^-32 to 1, never 0
     radius = uniform.log_().mul_(-2.0).sqrt_()
     angle = words[..., 1].to(torch.float32).mul_(math.pi * 2.0**-31)
-    values = torch.empty(*bits.shape, 2, dtype=torch.float32, device=device)
+    values = torch.empty(*bits.shape, 2, dtype=torch.float32, device=bits.device)
     torch.mul(radius, torch.cos(angle), out=values[..., 0])
     torch.mul(radius, angle.sin_(), out=values[..., 1])
     return values.view(bits.shape[0], -1)

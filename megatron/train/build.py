@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,11 +28,15 @@ from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.errors import LaunchError, PeerLostError
-from megatron.model.gpt import BLOCK_PREFIX
+from megatron.model.gpt import gpt_layers
+from megatron.model.network import LayerKind
+from megatron.model.step_context import MaskKind, Recompute, StepSettings
+from megatron.objective.language_model import LanguageModelObjective
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.messages import all_reduce_max, all_reduce_sum, is_lost_peer
+from megatron.parallel.messages import all_reduce_sum, is_lost_peer
+from megatron.parallel.pending import PendingMaximum
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.console import argument_lines, size_line
 from megatron.train.metrics import Workload
@@ -45,7 +50,12 @@ from megatron.train.stop import StopRules, StopSignals, Verdict, kill_switch_is_
 
 @dataclass
 class Run:
-    """All parts of a run. `progress` is the one that changes, once a step."""
+    """All parts of a run. `progress` is the one that changes, once a step.
+
+    Attributes:
+        steps_in_flight: steps whose figures and stop verdicts may still be on their way while the next one is trained:
+            one on a GPU, so that the host never waits for it, none on a CPU, where nothing would be gained.
+    """
 
     config: RunConfig
     mesh: ParallelMesh
@@ -59,17 +69,19 @@ class Run:
     lock: CheckpointLock | None
     skips: SkipRanges
     progress: Progress
+    steps_in_flight: int = 0
     saved_step: int | None = None
     failed_saves: int = 0
     _loader: BatchLoader | None = None
+    _verdicts: deque[PendingMaximum] = field(default_factory=deque)
 
     @property
     def is_done(self) -> bool:
         """Whether the planned training is finished."""
         return is_done(self.config.optim, self.progress)
 
-    def train_batches(self) -> Sequence[Batch]:
-        """This rank's micro-batches of the next global batch."""
+    def train_batches(self) -> Sequence[Batch | None]:
+        """This rank's micro-batches of the next global batch; None for each on a stage that does not read them."""
         if self.datasets.train is None:
             raise RuntimeError("a run without training data does not train")  # build_split_datasets refuses it before
         if self._loader is None:
@@ -83,10 +95,11 @@ class Run:
         return BatchLoader(
             dataset,
             micro_batch_size=self.config.optim.micro_batch_size,
-            dp_rank=self.mesh.dp.rank,
-            dp_size=self.mesh.dp.size,
+            dp_rank=self.mesh.batch.rank,
+            dp_size=self.mesh.batch.size,
             options=options or self.options,
             read_ahead=read_ahead,
+            reads=self.mesh.is_first_stage or self.mesh.is_last_stage,
         )
 
     def skip_unwanted_data(self) -> None:
@@ -98,9 +111,17 @@ class Run:
         return bool(interval) and self.progress.step % (interval or 1) == 0
 
     def should_stop(self) -> Verdict:
-        """The verdict of all ranks together on whether the run ends after this step."""
-        own = torch.tensor([int(self.rules.verdict(self.progress.step))], dtype=torch.int32, device=self.mesh.device)
-        return Verdict(int(all_reduce_max(own, self.mesh.world)))
+        """The verdict of all ranks on whether the run ends after this step.
+
+        It holds at the same step on all ranks, `steps_in_flight` steps after a rank formed it at the latest;
+        --exit-interval, which every rank knows by itself, takes effect at once.
+        """
+        self._verdicts.append(PendingMaximum(int(self.rules.verdict(self.progress.step)), self.mesh.control))
+        keep = 0 if self.rules.is_interval_over(self.progress.step) else self.steps_in_flight
+        verdict = Verdict.GO_ON
+        while len(self._verdicts) > keep:
+            verdict = max(verdict, Verdict(self._verdicts.popleft().wait()))
+        return verdict
 
     def evaluation_datasets(self, split: str) -> Mapping[str, SampleDataset]:
         """The named groups of the validation or test split."""
@@ -108,6 +129,7 @@ class Run:
 
     def close(self) -> None:
         """Ends reading ahead."""
+        self._verdicts.clear()
         if self._loader is not None:
             self._loader.close()
 
@@ -178,7 +200,7 @@ def _build(
         _show_notices(config.notices[known:], mesh)
     schedule(config.optim)  # refuses a warm-up that outlasts the decay before anything is built
     engine = build_engine(config, mesh)
-    check_layers(engine)
+    check_layers(engine, config.model.num_layers)
     sizes = parameter_counts(engine)
     log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes))
     record, progress = load_tensors(config.control, engine, record)
@@ -189,7 +211,7 @@ def _build(
     skips = SkipRanges.parse(config.control.skip_train_iteration_range, progress)
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, skips)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
-    engine.objective.source_count = len(names)
+    engine.objective = LanguageModelObjective(mesh.tp, config.model.vocab_size, source_count=len(names))
     return Run(
         config=config,
         mesh=mesh,
@@ -208,6 +230,7 @@ def _build(
         lock=lock,
         skips=skips,
         progress=progress,
+        steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=progress.step if is_resume else None,
     )
 
@@ -224,11 +247,32 @@ def say_if_done(optim: OptimConfig, progress: Progress) -> None:
 
 def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
     """The training engine of a resolved configuration."""
-    resets = {
-        "reset_position_ids": config.data.reset_position_ids,
-        "reset_attention_mask": config.data.reset_attention_mask,
-    }
-    return Engine(config.model, config.optim, mesh, deepspeed_config(config), resets)
+    return Engine(
+        gpt_layers(config.model, mesh),
+        LanguageModelObjective(mesh.tp, config.model.vocab_size),
+        config.optim,
+        config.precision,
+        mesh,
+        deepspeed_config(config),
+        step_settings(config),
+        config.random.seed,
+    )
+
+
+def step_settings(config: RunConfig) -> StepSettings:
+    """What all micro-batches of a run have in common."""
+    recompute = Recompute.NONE
+    if config.recompute.checkpoint_activations:
+        recompute = Recompute.BLOCKS
+    elif config.recompute.recompute_granularity == "selective":
+        recompute = Recompute.ATTENTION
+    return StepSettings(
+        seed=config.random.seed,
+        recompute=recompute,
+        restart_positions=config.documents.reset_position_ids,
+        mask=MaskKind.DOCUMENTS if config.documents.reset_attention_mask else MaskKind.CAUSAL,
+        dtype=getattr(torch, config.precision.dtype_name),
+    )
 
 
 def _show_notices(notices: Sequence[str], mesh: ParallelMesh) -> None:
@@ -316,27 +360,26 @@ def flat_arguments(config: RunConfig) -> dict[str, object]:
 def parameter_counts(engine: Engine) -> tuple[int, int]:
     """Parameters of the whole network, with and without its embedding tables; collective over the mesh."""
     counts = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)
-    for name, numel in engine.counted_parameters():
+    for spec, numel in engine.counted_parameters():
         counts[0] += numel
-        counts[1] += 0 if name.startswith("embedding.") else numel
-    counts = all_reduce_sum(all_reduce_sum(counts, engine.mesh.tp), engine.mesh.pp)
+        counts[1] += 0 if spec.kind is LayerKind.EMBEDDING else numel
+    counts = all_reduce_sum(counts, engine.mesh.model)
     return int(counts[0]), int(counts[1])
 
 
-def check_layers(engine: Engine) -> None:
+def check_layers(engine: Engine, num_layers: int) -> None:
     """Counts the transformer blocks that all stages built; collective over the pipeline.
 
     Raises:
         LaunchError: they are not as many as were asked for.
     """
-    names = {name.split(".")[2] for name, _ in engine.counted_parameters() if name.startswith(BLOCK_PREFIX)}
-    built = torch.tensor([len(names)], dtype=torch.int64, device=engine.mesh.device)
-    total = int(all_reduce_max(all_reduce_sum(built, engine.mesh.pp), engine.mesh.tp))
-    if total != engine.model.num_layers:
+    blocks = sum(spec.kind is LayerKind.BLOCK for spec, _ in engine.stack.named_layers())
+    built = torch.tensor([blocks], dtype=torch.int64, device=engine.mesh.device)
+    total = int(all_reduce_sum(built, engine.mesh.pp))
+    if total != num_layers:
         raise LaunchError(
-            f"the {engine.mesh.pp.size} pipeline stages hold {total} transformer layers together, not the "
-            f"{engine.model.num_layers} of --num-layers. This is a defect of the partition; use another "
-            "--pipeline-model-parallel-size and report it."
+            f"the {engine.mesh.pp.size} pipeline stages hold {total} transformer layers, not the {num_layers} of "
+            "--num-layers. This is a defect of the partition; use another --pipeline-model-parallel-size and report it."
         )
 
 

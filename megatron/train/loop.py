@@ -4,14 +4,33 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
+from dataclasses import dataclass
 
 from megatron import log
 from megatron.errors import ExitCode, NumericsError
 from megatron.train.build import Run
 from megatron.train.checkpoints import save_run
 from megatron.train.evaluation import evaluate
-from megatron.train.progress import learning_rate
+from megatron.train.metrics import StepOutcome
+from megatron.train.progress import Progress, learning_rate
 from megatron.train.stop import Verdict
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """A step that was trained; its figures may still be on their way from the device.
+
+    Attributes:
+        progress: after the step.
+        learning_rate: the rate that was applied.
+        seconds: wall time of the step.
+    """
+
+    progress: Progress
+    result: StepOutcome
+    learning_rate: float
+    seconds: float
 
 
 def run_to_end(run: Run | None) -> ExitCode:
@@ -24,24 +43,41 @@ def run_to_end(run: Run | None) -> ExitCode:
 def train(run: Run) -> ExitCode:
     """Trains until the planned samples are consumed or something asks to stop; saves before it leaves."""
     run.report.started(run.progress)
+    trained: deque[TrainedStep] = deque()
     while not run.is_done:
         run.skip_unwanted_data()
         started_at = time.monotonic()
         rate = learning_rate(run.config.optim, run.progress.consumed_samples)
         step = run.engine.train_batch(run.train_batches(), rate)
         run.progress = run.progress.after(
-            step.sample_count, step.sample_count * run.config.model.seq_length, step.skipped
+            step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
         )
-        run.report.step(run.progress, step, rate, time.monotonic() - started_at)
-        check_numbers(run, step.loss, step.gradient_norm)
+        trained.append(TrainedStep(run.progress, step, rate, time.monotonic() - started_at))
+        report_steps(run, trained, keep=run.steps_in_flight)
         if run.is_due(run.config.control.eval_interval):
+            report_steps(run, trained)
             evaluate(run, f"iteration {run.progress.step}")
         if run.is_due(run.config.control.save_interval):
+            report_steps(run, trained)
             save_run(run)
         verdict = run.should_stop()
         if verdict is not Verdict.GO_ON:
+            report_steps(run, trained)
             return stop(run, verdict)
+    report_steps(run, trained)
     return finish(run)
+
+
+def report_steps(run: Run, trained: deque[TrainedStep], keep: int = 0) -> None:
+    """Reports and checks trained steps in order, but for the last `keep`, whose figures may still be on their way.
+
+    Raises:
+        NumericsError: see `check_numbers`.
+    """
+    while len(trained) > keep:
+        step = trained.popleft()
+        run.report.step(step.progress, step.result, step.learning_rate, step.seconds)
+        check_numbers(run, step)
 
 
 def finish(run: Run) -> ExitCode:
@@ -67,7 +103,7 @@ def evaluate_only(run: Run) -> ExitCode:
     return ExitCode.DONE
 
 
-def check_numbers(run: Run, loss: float, gradient_norm: float) -> None:
+def check_numbers(run: Run, step: TrainedStep) -> None:
     """Ends the run when a loss or norm is not a number; the poisoned step is not saved.
 
     Overflows in fp16 are not meant: they are skipped by the loss scaler.
@@ -75,10 +111,11 @@ def check_numbers(run: Run, loss: float, gradient_norm: float) -> None:
     Raises:
         NumericsError: always in that case.
     """
-    if run.config.model.fp16 or (math.isfinite(loss) and math.isfinite(gradient_norm)):
+    loss, gradient_norm = step.result.loss, step.result.gradient_norm
+    if run.config.precision.fp16 or (math.isfinite(loss) and math.isfinite(gradient_norm)):
         return
     raise NumericsError(
-        f"iteration {run.progress.step}: loss {loss}, gradient norm {gradient_norm}. The weights are no longer usable "
+        f"iteration {step.progress.step}: loss {loss}, gradient norm {gradient_norm}. The weights are no longer usable "
         "and were not saved; resume from the last checkpoint with a lower --lr, a longer warm-up or "
         "--skip-train-iteration-range."
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.config import ModelConfig
+from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
 from megatron.train.progress import Progress
 
 
@@ -40,8 +41,8 @@ class StepOutcome(Protocol):
         """Factor applied to the loss."""
 
     @property
-    def source_losses(self) -> Sequence[tuple[float, int]]:
-        """(Sum of the token losses, counted tokens) of each source of the data; empty if nobody asked."""
+    def metrics(self) -> Mapping[str, Sequence[float]]:
+        """Further sums over the global batch, by the names of the objective."""
 
 
 @dataclass(frozen=True)
@@ -183,14 +184,14 @@ def measure(
         tokens_per_second=samples_per_second * workload.tokens_per_sample,
         teraflops_per_device=samples_per_second * workload.flops_per_sample / workload.device_count / 1e12,
         gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
-        source_losses={
-            name: SourceLoss(loss_sum / tokens, tokens)
-            for name, (loss_sum, tokens) in zip(source_names, outcome.source_losses, strict=True)
-            if tokens
-        }
-        if source_names
-        else None,
+        source_losses=source_losses(outcome.metrics, source_names) if source_names else None,
     )
+
+
+def source_losses(metrics: Mapping[str, Sequence[float]], names: Sequence[str]) -> dict[str, SourceLoss]:
+    """The loss on each source of the data that had tokens, from the sums of the language-model objective."""
+    sums = zip(names, metrics[SOURCE_LOSS], metrics[SOURCE_TOKENS], strict=True)
+    return {name: SourceLoss(loss_sum / tokens, round(tokens)) for name, loss_sum, tokens in sums if tokens}
 
 
 def mean_of(steps: Sequence[Metrics]) -> Metrics:

@@ -14,6 +14,7 @@ from megatron.engine.state import refresh_weights, wanted_pieces
 from megatron.errors import CheckpointError
 from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer
 from megatron.train.progress import Progress
 
@@ -58,14 +59,8 @@ def check_tokenizer(control: ControlConfig, record: Record, tokenizer: Tokenizer
     Raises:
         CheckpointError: they do not.
     """
-    trained_with = record["tokenizer"]["fingerprint"]
-    if trained_with != tokenizer.fingerprint:
-        raise CheckpointError(
-            f"the checkpoint in {control.load} was trained with another tokenizer (fingerprint {trained_with[:12]}, "
-            f"{record['tokenizer']['vocab_size']} tokens) than this run's ({tokenizer.fingerprint[:12]}, "
-            f"{tokenizer.vocab_size} tokens): its ids would mean other words. Give the same --vocab-file, --merge-file "
-            "or --tokenizer-name-or-path."
-        )
+    trained_with = TokenizerRecord.from_json(record["tokenizer"])
+    check_same_tokenizer(f"the checkpoint in {control.load} was trained", trained_with, tokenizer, CheckpointError)
 
 
 def load_tensors(control: ControlConfig, engine: Engine, record: Record | None) -> tuple[Record | None, Progress]:

@@ -116,9 +116,11 @@ class StopRules:
         limit = self.control.exit_duration_in_mins
         if limit is not None and self.elapsed_minutes > limit:
             return Verdict.DURATION
-        if self.control.exit_interval and step % self.control.exit_interval == 0:
-            return Verdict.INTERVAL
-        return Verdict.GO_ON
+        return Verdict.INTERVAL if self.is_interval_over(step) else Verdict.GO_ON
+
+    def is_interval_over(self, step: int) -> bool:
+        """Whether --exit-interval ends the run after this step, which every rank knows without asking the others."""
+        return bool(self.control.exit_interval) and step % (self.control.exit_interval or 1) == 0
 
     def message(self, verdict: Verdict, step: int) -> str:
         """The line that says why the run ends; upstream's words where upstream has them."""

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.engine.objective import LanguageModelObjective
 from torch import nn
 
 from megatron.engine.engine import build_module, build_optimizer, counts_here
-from megatron.engine.objective import LanguageModelObjective
 from megatron.errors import ConfigError
 from megatron.model.gpt import DenseGPT
 from megatron.parallel.joining import open_mesh

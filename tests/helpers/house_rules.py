@@ -64,7 +64,7 @@ HOMES = {
     "os.getenv": ("megatron/device.py",),
     "os.putenv": (),
     "sys.exit": ("megatron/log.py",),
-    "os._exit": ("megatron/log.py", "megatron/train/watchdog.py", "megatron/corpus/preprocess/pool.py"),
+    "os._exit": ("megatron/log.py", "megatron/train/watchdog.py", "megatron/corpus/workers/pool.py"),
     "pickle": (),
     "cPickle": (),
     "dill": (),
@@ -85,7 +85,7 @@ HOMES = {
 # Packages that may be imported inside a function: they are optional or slow, and one file owns each.
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "yaml": ("megatron/config/config_file.py",),
-    "fcntl": ("megatron/corpus/preprocess/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
+    "fcntl": ("megatron/corpus/workers/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
     "tokenizers": (
         "megatron/tokenizers/gpt2.py",
         "megatron/tokenizers/hugging_face.py",

@@ -7,9 +7,9 @@ from pathlib import Path
 from megatron.checkpoint import save
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.inference.weights import wanted_weights
-from megatron.model.gpt import build_dense
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import build_tokenizer
+from tests.helpers.networks import build_gpt
 from tests.helpers.vocabulary import write_vocabulary
 
 POSITIONS = 48
@@ -28,7 +28,7 @@ def make_checkpoint(folder: Path, *extra_flags: str) -> Path:
     facts = TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint)
     config: RunConfig = resolve(parse(flags), Machine("cpu", 1, False, True), facts)
     mesh = ParallelMesh.single()
-    model = build_dense(config.model, mesh)
+    model = build_gpt(config.model, mesh)
     weights = dict(model.named_parameters())
     pieces = []
     for key, _ in wanted_weights(model):

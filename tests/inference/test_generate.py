@@ -11,11 +11,11 @@ import torch
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
 from megatron.inference.generate import Continuation, Limits, generate
 from megatron.inference.sampling import Sampling
-from megatron.model.gpt import DenseGPT, build_dense
+from megatron.model.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
+from tests.helpers.networks import build_gpt, forward, tiny_config
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.inference.checkpoints import POSITIONS, make_checkpoint
-from tests.model.configs import tiny_config
 from tools import generate_samples_gpt
 
 PROMPTS = "def main(argument):\nimport os\r\n\nstop here\nthe last line without an end"
@@ -33,8 +33,8 @@ def prompt_file(tmp_path: Path) -> Path:
     return path
 
 
-def _model() -> DenseGPT:
-    return build_dense(tiny_config(init_method_std=0.4), ParallelMesh.single()).eval()
+def _model() -> LayerStack:
+    return build_gpt(tiny_config(init_method_std=0.4), ParallelMesh.single()).eval()
 
 
 def _generate(prompts: list[list[int]], sampling: Sampling, **changes: object) -> list[Continuation]:
@@ -55,7 +55,7 @@ def test_greedy_takes_the_best_token_of_the_whole_text() -> None:
     (found,) = _generate([[5, 6, 7]], Sampling(greedy=True))
     text = [5, 6, 7]
     for token in found.tokens:
-        scores = model(torch.tensor([text]), torch.tensor([0]))[0, -1, :101]
+        scores = forward(model, torch.tensor([text]), torch.tensor([0]))[0, -1, :101]
         assert token == int(scores.argmax())
         text.append(token)
 

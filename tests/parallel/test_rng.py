@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from megatron.parallel.placement import Placement, place
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.parallel.placement import Placement, place
 from megatron.parallel.rng import attention_dropout, attention_seed, hidden_dropout, mix, normal_, seeded
 
 

@@ -20,14 +20,14 @@ from megatron.corpus.cleaning.documents.options import CleanOptions
 from megatron.corpus.cleaning.run import CleanOutputs, clean_corpus
 from megatron.corpus.featurize.run import WindowOptions, featurize_tokens
 from megatron.corpus.preprocess import encode as encode_module
-from megatron.corpus.preprocess import run as preprocess_module
 from megatron.corpus.preprocess.check import examine
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.merge import merge
 from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.vocabulary.learning import save_vocabulary
-from megatron.corpus.workers.crew import Crew
+from megatron.corpus.workers import pool as pool_module
 from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.ranks import JobRanks
 from megatron.data.formats.indexed import IndexedWriter
 from megatron.data.formats.sidecar import write_sidecar
 from megatron.data.order.index_cache import IndexCache
@@ -98,7 +98,7 @@ def _merge_as(rank: int, pipe: Any, inputs: Path, out: Path, seed: int) -> None:
         return [value, other] if rank == 0 else [other, json.loads(json.dumps(value))]
 
     try:
-        merge([str(inputs / f"pair{seed}"), str(inputs / "pair0")], str(out / "merged"), Crew(rank, 2, gather))
+        merge([str(inputs / f"pair{seed}"), str(inputs / "pair0")], str(out / "merged"), JobRanks(rank, 2, gather))
     except StorageError:
         if rank == 0:
             raise
@@ -165,7 +165,7 @@ def one_tokenizer(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded once, and workers however few cores there are."""
     tokenizer = build_tokenizer(_choice(inputs))
     monkeypatch.setattr(encode_module, "build_tokenizer", lambda flags, known_library=None: tokenizer)
-    monkeypatch.setattr(preprocess_module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(pool_module, "usable_cores", lambda: 2)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

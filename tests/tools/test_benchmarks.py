@@ -11,12 +11,12 @@ import torch
 from benchmarks import index
 from benchmarks.figures import print_figure
 from benchmarks.plain_gpt import PlainGPT
-from megatron.model.gpt import DenseGPT, build_dense
+from megatron.model.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
-from tests.model.configs import tiny_config
+from tests.helpers.networks import build_gpt, tiny_config
 
 
-def _copy_weights(ours: DenseGPT, plain: PlainGPT, heads: int) -> None:
+def _copy_weights(ours: LayerStack, plain: PlainGPT, heads: int) -> None:
     """Gives the plain network our weights; rows of qkv are [heads, 3, d] here and [3, heads, d] there."""
     source = dict(ours.named_parameters())
 
@@ -46,7 +46,7 @@ def _copy_weights(ours: DenseGPT, plain: PlainGPT, heads: int) -> None:
 
 def test_the_plain_model_is_the_same_model() -> None:
     config = tiny_config(hidden_dropout=0.0, attention_dropout=0.0)
-    ours, plain = build_dense(config, ParallelMesh.single()), PlainGPT(config)
+    ours, plain = build_gpt(config, ParallelMesh.single()), PlainGPT(config)
     _copy_weights(ours, plain, config.num_attention_heads)
     tokens = torch.randint(0, 101, (3, 16), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(plain(tokens), ours(tokens, torch.arange(3)), rtol=1e-4, atol=1e-5)

@@ -81,11 +81,13 @@ def test_the_same_tokenizer_passes() -> None:
 
 def test_another_tokenizer_is_refused_with_both() -> None:
     sentence = (
-        r"checkpoint in c was trained with another tokenizer \(fingerprint aaaaaaaaaaaa, 600 tokens\) than this run's "
-        r"\(bbbbbbbbbbbb, 601 tokens\).*--merge-file"
+        r"checkpoint in c was trained with another tokenizer \(unnamed, fingerprint aaaaaaaaaaaa, 600 tokens\) than "
+        r"this run's \(other, bbbbbbbbbbbb, 601 tokens\).*--merge-file"
     )
     with pytest.raises(CheckpointError, match=sentence):
-        check_tokenizer(control_config(load="c"), RECORD, SimpleNamespace(fingerprint="b" * 64, vocab_size=601))
+        check_tokenizer(
+            control_config(load="c"), RECORD, SimpleNamespace(name="other", fingerprint="b" * 64, vocab_size=601)
+        )
 
 
 class FakeEngine:

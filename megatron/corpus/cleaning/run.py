@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron import log
+from megatron.corpus.cleaning.clean_work import CleanWork
 from megatron.corpus.cleaning.cleaner import SHOWN_CHARACTERS, CleanedBlock, Cleaner, Dropped
 from megatron.corpus.cleaning.contamination import EvaluationSets
 from megatron.corpus.cleaning.documents.entries import document_of
@@ -22,11 +21,10 @@ from megatron.corpus.cleaning.documents.options import CleanOptions
 from megatron.corpus.cleaning.duplicates import DuplicateFilter, ExactDuplicates
 from megatron.corpus.cleaning.filters.verdicts import BAD_LINE
 from megatron.corpus.cleaning.output import check_output, write_lines
-from megatron.corpus.cleaning.pool import CleaningPool
 from megatron.corpus.cleaning.report import CleaningReport
 from megatron.corpus.inputs.files import STANDARD_INPUT
 from megatron.corpus.inputs.sources import Block, blocks, check_inputs
-from megatron.corpus.workers.processes import usable_cores
+from megatron.corpus.workers.pool import run_blocks, worth_workers
 from megatron.corpus.workers.progress import Progress
 from megatron.data.formats.atomic_files import check_writable, remove_leftovers, write_atomically
 from megatron.errors import ConfigError, DataError
@@ -106,7 +104,8 @@ def clean_corpus(
             _ignore_frequent_runs(evaluation, counter, source, workers)
     report = CleaningReport(options.most_examples)
     source = blocks(inputs, block_bytes, options.document_separator, keys)
-    with _cleaning(Cleaner(options, evaluation), source, workers) as cleaned:
+    source, workers = worth_workers(source, workers)
+    with run_blocks(CleanWork(Cleaner(options, evaluation)), source, workers) as cleaned:
         _write(cleaned, outputs, options, report, progress)
     if outputs.report is not None:
         write_atomically(Path(outputs.report), partial(_write_report, report))
@@ -115,21 +114,6 @@ def clean_corpus(
 
 def _write_report(report: CleaningReport, stream: BinaryIO) -> None:
     stream.write(report.as_json())
-
-
-@contextmanager
-def _cleaning(
-    cleaner: Cleaner, source: Iterator[Block], workers: int
-) -> Iterator[Iterable[tuple[Block, CleanedBlock]]]:
-    """Results of blocks in their order, from this process or from others."""
-    first = list(islice(source, 2))
-    source = chain(first, source)
-    workers = min(workers, usable_cores()) if len(first) > 1 else 1
-    if workers == 1:
-        yield _clean_here(cleaner, source)
-        return
-    with CleaningPool(cleaner, workers) as pool:
-        yield pool.clean(source)
 
 
 def _check_twice_readable(inputs: Sequence[str]) -> None:
@@ -145,7 +129,8 @@ def _ignore_frequent_runs(evaluation: EvaluationSets, counter: Cleaner, source: 
     log.info(f"Counting {len(evaluation):,} word runs of the evaluation texts in the input")
     occurrences = np.zeros(len(evaluation), np.int64)
     copies = ExactDuplicates() if counter.options.exact_duplicates else None
-    with _cleaning(counter, source, workers) as counted:
+    source, workers = worth_workers(source, workers)
+    with run_blocks(CleanWork(counter), source, workers) as counted:
         for _, result in counted:
             runs = result.runs
             if copies is not None:
@@ -154,11 +139,6 @@ def _ignore_frequent_runs(evaluation: EvaluationSets, counter: Cleaner, source: 
             np.add.at(occurrences, runs, 1)
     frequent = evaluation.ignore(occurrences)
     log.info(f"{int(np.count_nonzero(occurrences)):,} occur, of which {frequent:,} are too frequent to count")
-
-
-def _clean_here(cleaner: Cleaner, source: Iterable[Block]) -> Iterator[tuple[Block, CleanedBlock]]:
-    for block in source:
-        yield block, cleaner.clean(block)
 
 
 def _write(

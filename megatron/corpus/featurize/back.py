@@ -17,9 +17,10 @@ from megatron.corpus.featurize.windows import Numbers
 from megatron.corpus.inputs.sources import Block
 from megatron.corpus.preprocess.provenance import SourceLog, versions
 from megatron.data.formats.indexed import IndexedWriter, width_for
-from megatron.data.formats.sidecar import Sidecar, TokenizerRecord, check_replaceable
+from megatron.data.formats.sidecar import Sidecar, check_replaceable
 from megatron.data.formats.windows import WindowFacts, WindowFile, Windows, expand_windows
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import surround
 
 _POSITIONS_AT_ONCE = 1 << 19
@@ -126,7 +127,7 @@ def _tokenizer_of(facts: WindowFacts | None, given: TokenizerRecord | None, path
     made_with = facts.tokenizer if facts is not None else None
     if made_with is None or given is None:
         return made_with or given
-    if made_with.vocab_size != given.vocab_size or made_with.fingerprint not in (None, given.fingerprint):
+    if not made_with.is_of(given):
         raise DataError(
             f"{path} was made with another tokenizer ({made_with.name}, {made_with.vocab_size} tokens) than the one "
             f"given ({given.name}, {given.vocab_size} tokens). Give the same one, or none: the file knows its own."

@@ -30,12 +30,12 @@ from megatron.corpus.inputs.block import Block
 from megatron.corpus.inputs.files import STANDARD_INPUT, Part, Shard, share_of
 from megatron.corpus.inputs.sources import blocks, check_inputs
 from megatron.corpus.inputs.tables import is_table, open_table
-from megatron.corpus.preprocess.encode import EncodeOptions, Encoder
+from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.run import BLOCK_BYTES
 from megatron.data.formats.atomic_files import check_writable, storage_error, temporary_beside
-from megatron.data.formats.sidecar import TokenizerRecord
 from megatron.data.formats.windows import WindowFacts, Windows, WindowWriter, is_shard_of, shard_name
 from megatron.errors import ConfigError, DataError, MegatronError, StorageError
+from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice
 
 SHARD_TEXT_BYTES = 64 << 20
@@ -127,7 +127,7 @@ def make_shard(element: str, job: str) -> None:
 
 
 def _pieces(
-    encoder: Encoder, cutting: Cutting, described: dict[str, Any], counts: dict[str, int]
+    encoder: BlockEncoder, cutting: Cutting, described: dict[str, Any], counts: dict[str, int]
 ) -> Iterator[tuple[Windows, Numbers]]:
     """Windows of the documents of an element, which are also counted."""
     options = encoder.options
@@ -171,7 +171,7 @@ class _Slices:
 
 
 @cache
-def _worker_tools(job: str) -> tuple[Encoder, Cutting]:
+def _worker_tools(job: str) -> tuple[BlockEncoder, Cutting]:
     """The encoder and the cutting of a job, made once in each worker."""
     described = json.loads(job)
     encoding, cutting = described["encoding"], described["cutting"]
@@ -179,7 +179,7 @@ def _worker_tools(job: str) -> tuple[Encoder, Cutting]:
     keys = tuple(encoding.pop("keys"))
     facts = cutting.pop("facts")
     record = TokenizerRecord(**facts.pop("tokenizer"))
-    encoder = Encoder(EncodeOptions(tokenizer, keys, **encoding))
+    encoder = BlockEncoder(EncodeOptions(tokenizer, keys, **encoding))
     return encoder, Cutting(WindowFacts(**facts, tokenizer=record), **cutting)
 
 

@@ -22,9 +22,10 @@ from megatron.corpus.workers.processes import usable_cores
 from megatron.corpus.workers.progress import Progress
 from megatron.data.formats.atomic_files import check_writable, storage_error, temporary_beside
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.sidecar import TokenizerRecord, read_sidecar
+from megatron.data.formats.sidecar import read_sidecar
 from megatron.data.formats.windows import LARGEST_ID, WindowFacts, shard_name
 from megatron.errors import ConfigError
+from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import build_tokenizer
 
 ROWS_PER_SHARD = 1 << 16

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
+from megatron.corpus.inputs.long_lines import LONG_LINE_BYTES
+from megatron.data.formats.exact import read_exactly
 from megatron.errors import DataError
 
 STANDARD_INPUT = "-"
@@ -45,7 +47,7 @@ class Block:
         try:
             with open(self.source, "rb", buffering=0) as file:
                 file.seek(self.start)
-                data = read_exactly(file, self.size)
+                data = read_exactly(lambda size, _: file.read(size), self.size)
         except OSError as failure:
             raise unreadable(self.source, self.start, failure) from failure
         if len(data) != self.size:
@@ -57,17 +59,9 @@ class Block:
         return data
 
 
-def read_exactly(file: Any, size: int) -> bytes:
-    """Reads so many bytes, or as many as there are."""
-    data = file.read(size)
-    if len(data) == size or not data:
-        return bytes(data)
-    parts = [data]
-    missing = size - len(data)
-    while missing and (part := file.read(missing)):
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
+def as_block_data(data: bytearray) -> bytes:
+    """Bytes as a block carries them: copied to `bytes`, which is faster to work on, unless there are too many."""
+    return bytes(data) if len(data) < LONG_LINE_BYTES else cast(bytes, data)
 
 
 def shown_path(path: str) -> str:

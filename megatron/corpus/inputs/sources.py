@@ -12,15 +12,15 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from megatron import log
-from megatron.corpus.inputs.block import Block, read_exactly, shown_path, unreadable
+from megatron.corpus.inputs.block import Block, as_block_data, shown_path, unreadable
 from megatron.corpus.inputs.compressed import check_decompressor, decompressing, is_compressed
 from megatron.corpus.inputs.files import STANDARD_INPUT, Part, layout_of
-from megatron.corpus.inputs.long_lines import LONG_LINE_BYTES
 from megatron.corpus.inputs.parquet import check_parquet, parquet_rows
 from megatron.corpus.inputs.tables import is_table, open_table
+from megatron.data.formats.exact import read_exactly
 from megatron.errors import ConfigError, DataError
 
 _CUT_SEARCH_BYTES = 1 << 16
@@ -138,7 +138,7 @@ def _block_end(file: IO[bytes], start: int, wanted: int, size: int) -> int:
         for near in range(wanted, start, -_CUT_SEARCH_BYTES):
             first = max(start, near - _CUT_SEARCH_BYTES)
             file.seek(first)
-            found = read_exactly(file, near - first).rfind(b"\n")
+            found = read_exactly(lambda size, _: file.read(size), near - first).rfind(b"\n")
             if found >= 0:
                 return first + found + 1
     return stop
@@ -174,13 +174,6 @@ def _stream(path: str, block_bytes: int) -> Iterator[Block]:
         if data:
             yield Block(shown_path(path), start, len(data), as_block_data(data), reached - consumed)
             start, consumed = start + len(data), reached
-
-
-def as_block_data(data: bytearray) -> bytes:
-    """Bytes as a block carries them: copied into the form that is quicker to work on, unless they are so many that
-    they stay what they are, which whoever reads a block does not notice.
-    """
-    return bytes(data) if len(data) < LONG_LINE_BYTES else cast(bytes, data)
 
 
 def _cut_off(held: bytearray, end: int) -> bytearray:

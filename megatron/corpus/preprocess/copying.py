@@ -10,6 +10,8 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 
+from megatron.data.formats.exact import write_all
+
 _READ_BYTES = 1 << 22
 _CALL_BYTES = 1 << 30
 # What a system answers when it has no such call, or not between these two files.
@@ -43,12 +45,9 @@ def copy_into(source: int, target: int, size: int, target_offset: int) -> int:
     return min(size, os.fstat(source).st_size)
 
 
-def write_all(target: int, data: bytes | memoryview, offset: int) -> None:
+def write_at(target: int, data: bytes | memoryview, offset: int) -> None:
     """Writes bytes to a place of a file, however many calls that takes."""
-    view = memoryview(data).cast("B")
-    while view.nbytes:
-        count = os.pwrite(target, view, offset)
-        view, offset = view[count:], offset + count
+    write_all(lambda rest, done: os.pwrite(target, rest, offset + done), data)
 
 
 def _stretches(source: int, size: int) -> Iterator[tuple[int, int]]:
@@ -95,5 +94,5 @@ def _by_sendfile(source: int, target: int, size: int, source_offset: int, target
 
 def _by_hand(source: int, target: int, size: int, source_offset: int, target_offset: int) -> int:
     data = os.pread(source, min(size, _READ_BYTES), source_offset)
-    write_all(target, data, target_offset)
+    write_at(target, data, target_offset)
     return len(data)

@@ -16,8 +16,8 @@ from megatron.corpus.inputs.sources import check_inputs
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.merge import merge, remove_pair
 from megatron.corpus.preprocess.run import BLOCK_BYTES, PreprocessResult, preprocess, preprocess_blocks
-from megatron.corpus.workers.crew import Crew
 from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.ranks import JobRanks
 from megatron.errors import ConfigError, StorageError
 
 _COMPARED_BYTES = 1 << 22
@@ -46,7 +46,9 @@ class Draw:
         return self.split is None and self.count is None and not self.is_shuffled
 
 
-def share_of_rank(inputs: Sequence[str], draw: Draw, options: EncodeOptions, crew: Crew, progress: Progress) -> Encode:
+def share_of_rank(
+    inputs: Sequence[str], draw: Draw, options: EncodeOptions, ranks: JobRanks, progress: Progress
+) -> Encode:
     """What encodes this rank's share into pairs of a prefix: of files, or of the rows that were drawn.
 
     Raises:
@@ -55,7 +57,7 @@ def share_of_rank(inputs: Sequence[str], draw: Draw, options: EncodeOptions, cre
     if draw.is_everything and not any(is_hub_name(value) or is_saved_data(value) for value in inputs):
         files = expand_inputs(inputs)
         check_inputs(files, options.keys)
-        share = share_of(files, Shard(crew.rank + 1, crew.size))
+        share = share_of(files, Shard(ranks.rank + 1, ranks.size))
         return lambda prefix: preprocess(share, prefix, options, 1, progress)
     addresses = [value for value in inputs if "://" in value]
     if addresses:
@@ -65,21 +67,23 @@ def share_of_rank(inputs: Sequence[str], draw: Draw, options: EncodeOptions, cre
         )
     named = tuple(inputs) if len(inputs) == 1 and not os.path.isfile(inputs[0]) else expand_inputs(inputs)
     opened: list[HubRows] = []
-    crew.on_first(lambda: opened.append(open_rows(named, draw.split)))  # may fetch it; the others find it in the cache
-    crew.together(lambda: None if opened else opened.append(open_rows(named, draw.split)))
+    ranks.run_on_first(
+        lambda: opened.append(open_rows(named, draw.split))
+    )  # may fetch it; the others find it in the cache
+    ranks.run_on_all(lambda: None if opened else opened.append(open_rows(named, draw.split)))
     rows = opened[0]
     seed = draw.seed
     if draw.is_shuffled and seed is None:
-        seed = crew.on_first(lambda: secrets.randbits(32))
+        seed = ranks.run_on_first(lambda: secrets.randbits(32))
         log.info(f"--shuffle without --seed: --seed {seed} gives this order again.")
     drawn = drawn_rows(len(rows), draw.count, seed)
-    own = drawn[len(drawn) * crew.rank // crew.size : len(drawn) * (crew.rank + 1) // crew.size]
+    own = drawn[len(drawn) * ranks.rank // ranks.size : len(drawn) * (ranks.rank + 1) // ranks.size]
     source = rows.blocks(options.keys, own, BLOCK_BYTES)
     return lambda prefix: preprocess_blocks(source, prefix, options, 1, progress)
 
 
 def preprocess_on_ranks(
-    encode: Encode, output_prefix: str, options: EncodeOptions, merging: str, scratch: str | None, crew: Crew
+    encode: Encode, output_prefix: str, options: EncodeOptions, merging: str, scratch: str | None, ranks: JobRanks
 ) -> PreprocessResult:
     """Runs `encode` on every rank and merges what they wrote; the pairs of the ranks are removed in any case.
 
@@ -92,22 +96,22 @@ def preprocess_on_ranks(
         what all ranks wrote together, on every rank.
 
     Raises:
-        ConfigError, DataError, StorageError, CrewError: a rank failed; every rank raises then.
+        ConfigError, DataError, StorageError, JobError: a rank failed; every rank raises then.
     """
     place = os.path.join(scratch, os.path.basename(output_prefix)) if scratch else output_prefix
-    shards = [f"{place}_{rank}" for rank in range(crew.size)]
+    shards = [f"{place}_{rank}" for rank in range(ranks.size)]
     wholes = options.prefixes(output_prefix)
 
     def encode_own() -> list[object]:
-        done = encode(shards[crew.rank])
+        done = encode(shards[ranks.rank])
         return [done.documents, list(done.empty_of_key), done.skipped, list(done.tokens_of_key), done.text_bytes]
 
     try:
-        found = crew.together(encode_own)
+        found = ranks.run_on_all(encode_own)
         for whole, *parts in zip(wholes, *map(options.prefixes, shards), strict=True):
-            _merge(parts, whole, f"{place}_serial{whole.removeprefix(output_prefix)}", merging, crew)
+            _merge(parts, whole, f"{place}_serial{whole.removeprefix(output_prefix)}", merging, ranks)
     finally:
-        for part in options.prefixes(shards[crew.rank]):
+        for part in options.prefixes(shards[ranks.rank]):
             remove_pair(part)
     documents, empty, skipped, tokens, text_bytes = zip(*found, strict=True)
     return PreprocessResult(
@@ -120,22 +124,22 @@ def preprocess_on_ranks(
     )
 
 
-def _merge(parts: Sequence[str], whole: str, copy: str, merging: str, crew: Crew) -> None:
+def _merge(parts: Sequence[str], whole: str, copy: str, merging: str, ranks: JobRanks) -> None:
     """Merges the shares of one key in the way that was asked for."""
 
     def serially(prefix: str) -> Callable[[], int]:
         return lambda: merge(parts, prefix, is_one_corpus=True).tokens
 
     if merging == "serial":
-        crew.on_first(serially(whole))
+        ranks.run_on_first(serially(whole))
         return
-    merge(parts, whole, crew, is_one_corpus=True)
+    merge(parts, whole, ranks, is_one_corpus=True)
     if merging == "both":
         try:
-            crew.on_first(serially(copy))
-            crew.on_first(lambda: _check_same(whole, copy))
+            ranks.run_on_first(serially(copy))
+            ranks.run_on_first(lambda: _check_same(whole, copy))
         finally:
-            if crew.rank == 0:
+            if ranks.rank == 0:
                 remove_pair(copy)
 
 

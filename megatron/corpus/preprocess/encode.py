@@ -87,7 +87,7 @@ class EncodedBlock:
     place: Callable[[Sequence[tuple[str, int]]], None] | None = None
 
 
-class Encoder:
+class BlockEncoder:
     """Encodes blocks; made once, or once in each worker where processes cannot inherit it.
 
     Args:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from megatron import log
-from megatron.corpus.preprocess.copying import copy_into, write_all
-from megatron.corpus.workers.crew import Crew
+from megatron.corpus.preprocess.copying import copy_into, write_at
+from megatron.corpus.workers.ranks import JobRanks
 from megatron.data.formats.atomic_files import discard, publish_together, storage_error, temporary_beside
 from megatron.data.formats.index_layout import IndexLayout
 from megatron.data.formats.indexed import IndexedDataset, clear_leftovers
@@ -98,12 +98,12 @@ class MergePlan:
 
 
 def merge(
-    prefixes: Sequence[str], output_prefix: str, crew: Crew | None = None, *, is_one_corpus: bool = False
+    prefixes: Sequence[str], output_prefix: str, ranks: JobRanks | None = None, *, is_one_corpus: bool = False
 ) -> MergePlan:
     """Merges pairs, in the order given, and their sidecars if all have one.
 
     Args:
-        crew: the ranks that share the work; all call this with the same arguments and see the same files.
+        ranks: the ranks that share the work; all call this with the same arguments and see the same files.
         is_one_corpus: the pairs are shares of the same sources, so a source that recurs is counted as one.
 
     Raises:
@@ -112,17 +112,17 @@ def merge(
             while it was copied.
         StorageError: the outputs cannot be written; nothing is left behind then.
     """
-    crew = crew or Crew.alone()
-    own = range(crew.rank, len(prefixes), crew.size)
-    surveys = crew.together(lambda: [[place, _survey(prefixes[place])] for place in own])
+    ranks = ranks or JobRanks.single()
+    own = range(ranks.rank, len(prefixes), ranks.size)
+    surveys = ranks.run_on_all(lambda: [[place, _survey(prefixes[place])] for place in own])
     found = sorted(entry for survey in surveys for entry in survey)
     plan = MergePlan(output_prefix, tuple(Part(*values) for _, values in found))
     sidecar = _checked(plan)
     if sidecar is not None and is_one_corpus:
         sidecar = replace(sidecar, sources=_joined_sources(sidecar.sources))
-    with _temporaries(plan, crew) as (bin_path, idx_path):
-        crew.together(lambda: _copy(plan, own, Path(bin_path), Path(idx_path)))
-        crew.on_first(lambda: _publish(plan, sidecar, Path(bin_path), Path(idx_path)))
+    with _temporaries(plan, ranks) as (bin_path, idx_path):
+        ranks.run_on_all(lambda: _copy(plan, own, Path(bin_path), Path(idx_path)))
+        ranks.run_on_first(lambda: _publish(plan, sidecar, Path(bin_path), Path(idx_path)))
     return plan
 
 
@@ -231,11 +231,11 @@ class _Start:
 
 
 @contextmanager
-def _temporaries(plan: MergePlan, crew: Crew) -> Iterator[tuple[str, str]]:
+def _temporaries(plan: MergePlan, ranks: JobRanks) -> Iterator[tuple[str, str]]:
     """The two files of the result under temporary names, at full size and filled with zeros; gone in the end."""
     own = [temporary_beside(Path(f"{plan.output_prefix}.{suffix}")) for suffix in ("bin", "idx")]
     try:
-        names = crew.on_first(lambda: _create(plan, *own))
+        names = ranks.run_on_first(lambda: _create(plan, *own))
         yield names[0], names[1]
     finally:
         for path in own:
@@ -260,7 +260,7 @@ def _copy(plan: MergePlan, own: Sequence[int], bin_path: Path, idx_path: Path) -
         with bin_path.open("r+b", buffering=0) as target, idx_path.open("r+b", buffering=0) as index:
             if 0 in own:
                 for offset, data in plan.index.frame():
-                    write_all(index.fileno(), data, offset)
+                    write_at(index.fileno(), data, offset)
             start = _Start(0, 0, 0)
             for place, part in enumerate(plan.parts):
                 if place in own:
@@ -296,14 +296,14 @@ def _copy_part(plan: MergePlan, part: Part, before: _Start, target: int, index: 
         stop = start + _CHUNK_ENTRIES
         lengths, first_token = dataset.lengths[start:stop], int(dataset.pointers[start]) // itemsize + tokens
         for offset, data in plan.index.of_sequences(sequences + start, lengths, first_token):
-            write_all(index, data, offset)
+            write_at(index, data, offset)
         if dataset.modes is not None:
             offset, data = plan.index.of_modes(sequences + start, dataset.modes[start:stop])
-            write_all(index, data, offset)
+            write_at(index, data, offset)
     for start in range(0, part.documents, _CHUNK_ENTRIES):
         ends = dataset.documents[start + 1 : min(start + _CHUNK_ENTRIES, part.documents) + 1].astype("<i8") + sequences
         offset, data = plan.index.of_documents(documents + start, ends)
-        write_all(index, data, offset)
+        write_at(index, data, offset)
 
 
 def _publish(plan: MergePlan, sidecar: Sidecar | None, bin_path: Path, idx_path: Path) -> None:

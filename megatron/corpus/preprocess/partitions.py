@@ -21,16 +21,17 @@ from megatron import log
 from megatron.corpus.inputs.files import Part, Shard, share_of
 from megatron.corpus.inputs.sources import blocks, check_inputs, total_bytes
 from megatron.corpus.inputs.tables import file_beneath, is_table, open_table
-from megatron.corpus.preprocess.encode import EncodeOptions, Encoder
+from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.merge import merge
 from megatron.corpus.preprocess.provenance import versions
 from megatron.corpus.preprocess.run import BLOCK_BYTES, PreprocessResult, preprocess_blocks
 from megatron.corpus.workers.progress import Progress
 from megatron.data.formats.atomic_files import check_writable, storage_error, write_atomically
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.sidecar import Sidecar, TokenizerRecord, check_replaceable, read_sidecar
+from megatron.data.formats.sidecar import Sidecar, check_replaceable, read_sidecar
 from megatron.data.stores.address import without_password
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.record import TokenizerRecord
 
 _MANIFEST = "manifest.json"
 _LOCK = "lock"
@@ -91,7 +92,7 @@ def preprocess_in_parts(
     for whole in wholes:
         check_replaceable(whole)
         check_writable(Path(f"{whole}.bin"))
-    encoder = Encoder(options)
+    encoder = BlockEncoder(options)
     folder = Path(wholes[0]).with_name(f".{Path(wholes[0]).name}.parts")
     width = len(str(len(shares)))
     parts = [str(folder / f"part{number:0{width}d}of{len(shares)}") for number in range(1, len(shares) + 1)]
@@ -126,7 +127,7 @@ def _say_what_stays(folder: Path, finished: int, count: int) -> None:
         _remove(folder)
 
 
-def _description(shares: Shares, options: EncodeOptions, encoder: Encoder) -> dict[str, Any]:
+def _description(shares: Shares, options: EncodeOptions, encoder: BlockEncoder) -> dict[str, Any]:
     """All that decides the bytes of the parts, as JSON gives it back.
 
     Bad lines are not among it: a part without any is the same whether they are skipped or not, see `_is_finished`.

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, islice
 
 from megatron import log
 from megatron.corpus.inputs.files import Part
 from megatron.corpus.inputs.sources import Block, blocks, check_inputs
-from megatron.corpus.preprocess.encode import EncodedBlock, EncodeOptions, Encoder
-from megatron.corpus.preprocess.pool import WorkerPool
+from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions
+from megatron.corpus.preprocess.encode_work import EncodeWork
 from megatron.corpus.preprocess.provenance import SourceLog, versions
-from megatron.corpus.workers.processes import usable_cores
+from megatron.corpus.workers.pool import run_blocks, worth_workers
 from megatron.corpus.workers.progress import Progress
 from megatron.data.formats.indexed import IndexedWriter, publish_pairs
-from megatron.data.formats.sidecar import Sidecar, TokenizerRecord, check_replaceable
+from megatron.data.formats.sidecar import Sidecar, check_replaceable
 from megatron.errors import DataError
+from megatron.tokenizers.record import TokenizerRecord
 
 BLOCK_BYTES = 4 << 20
 _SHOWN_BAD_LINES = 5
@@ -98,7 +98,7 @@ def preprocess_blocks(
     options: EncodeOptions,
     workers: int,
     progress: Progress,
-    encoder: Encoder | None = None,
+    encoder: BlockEncoder | None = None,
 ) -> PreprocessResult:
     """Encodes blocks of lines, in their order, into one `.bin/.idx` pair a key with its sidecar; see `preprocess`.
 
@@ -108,21 +108,15 @@ def preprocess_blocks(
     prefixes = options.prefixes(output_prefix)
     for prefix in prefixes:
         check_replaceable(prefix)
-    encoder = encoder or Encoder(options)
+    encoder = encoder or BlockEncoder(options)
     sources = SourceLog()
-    source = sources.watch(source)
-    first = list(islice(source, 2))
-    source = chain(first, source)
-    workers = min(workers, usable_cores()) if len(first) > 1 else 1
+    source, workers = worth_workers(sources.watch(source), workers)
     with ExitStack() as stack:
         writers = [
             stack.enter_context(IndexedWriter(prefix, encoder.dtype, is_cached=options.is_cached))
             for prefix in prefixes
         ]
-        if workers > 1:
-            encoded = stack.enter_context(WorkerPool(encoder, workers)).encode(source)
-        else:
-            encoded = _encode_here(encoder, source)
+        encoded = stack.enter_context(run_blocks(EncodeWork(encoder), source, workers))
         result = _write(encoded, writers, prefixes, options, progress)
         for writer, empty in zip(writers, result.empty_of_key, strict=True):
             writer.describe_with(_sidecar(writer, empty, result.skipped, encoder, sources))
@@ -130,7 +124,7 @@ def preprocess_blocks(
         return result
 
 
-def _sidecar(writer: IndexedWriter, empty: int, skipped: int, encoder: Encoder, sources: SourceLog) -> Sidecar:
+def _sidecar(writer: IndexedWriter, empty: int, skipped: int, encoder: BlockEncoder, sources: SourceLog) -> Sidecar:
     return Sidecar(
         documents=writer.document_count,
         empty=empty,
@@ -142,11 +136,6 @@ def _sidecar(writer: IndexedWriter, empty: int, skipped: int, encoder: Encoder, 
         versions=versions(),
         sources=sources.records(),
     )
-
-
-def _encode_here(encoder: Encoder, source: Iterable[Block]) -> Iterator[tuple[Block, EncodedBlock]]:
-    for block in source:
-        yield block, encoder.encode(block)
 
 
 def _write(

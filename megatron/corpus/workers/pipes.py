@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron import log
+from megatron.data.formats.exact import read_into, write_all
 
 PATIENCE_SECONDS = 60.0
 
@@ -43,26 +44,30 @@ def can_write(pipe: Connection, seconds: float) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def write_all(pipe: Connection, data: memoryview, wait: Callable[[], Any] | None = None) -> None:
+def write_to_pipe(pipe: Connection, data: Any, wait: Callable[[], Any] | None = None) -> None:
     """Writes bytes without a frame around them: the message before said how many there are.
 
     Args:
         wait: called whenever the pipe is full; without it the system waits.
     """
-    if wait is not None:
-        os.set_blocking(pipe.fileno(), False)
-    try:
-        while data.nbytes:
+
+    def write(rest: memoryview, done: int) -> int:
+        while True:
             if wait is not None:
                 wait()
             with suppress(BlockingIOError):
-                data = data[os.write(pipe.fileno(), data) :]
+                return os.write(pipe.fileno(), rest)
+
+    if wait is not None:
+        os.set_blocking(pipe.fileno(), False)
+    try:
+        write_all(write, data)
     finally:
         if wait is not None:
             os.set_blocking(pipe.fileno(), True)
 
 
-def read_exactly(pipe: Connection, size: int, wait: Callable[[], Any] | None = None) -> bytearray:
+def read_from_pipe(pipe: Connection, size: int, wait: Callable[[], Any] | None = None) -> bytearray:
     """Reads so many bytes straight into their place.
 
     Args:
@@ -71,15 +76,15 @@ def read_exactly(pipe: Connection, size: int, wait: Callable[[], Any] | None = N
     Raises:
         EOFError: the other side went away.
     """
-    data = bytearray(size)
-    missing = memoryview(data)
-    while missing.nbytes:
+
+    def read(rest: memoryview, done: int) -> int:
         if wait is not None:
             wait()
-        count = os.readv(pipe.fileno(), [missing])
-        if not count:
-            raise EOFError("the pipe was closed")
-        missing = missing[count:]
+        return os.readv(pipe.fileno(), [rest])
+
+    data = bytearray(size)
+    if read_into(read, memoryview(data)) < size:
+        raise EOFError("the pipe was closed")
     return data
 
 

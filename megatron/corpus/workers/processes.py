@@ -13,17 +13,22 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
+from typing import Any
 
-from megatron.corpus.inputs.block import Block
-from megatron.errors import ConfigError, DataError, ExitCode, MegatronError, StorageError
+from megatron.errors import (
+    ConfigError,
+    DataError,
+    ExitCode,
+    MegatronError,
+    StorageError,
+    describe_failure,
+    rebuild_failure,
+)
 
 STOP_SECONDS = 2.0
-Result = TypeVar("Result")
 _OUR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
@@ -100,44 +105,6 @@ def stop_processes(processes: Iterable[BaseProcess]) -> None:
             process.join()
 
 
-def in_order(
-    blocks: Iterable[Block],
-    most_under_way: int,
-    has_room: Callable[[], bool],
-    send: Callable[[int, Block], None],
-    receive: Callable[[dict[int, Result]], None],
-) -> Iterator[tuple[Block, Result]]:
-    """Hands blocks to workers as they have room, and gives the results in the order of the blocks.
-
-    Args:
-        most_under_way: blocks that were sent and whose results were not given yet.
-        has_room: whether a worker can take a block.
-        send: gives a worker the block of that number.
-        receive: waits until there is a result, and puts it in by its number.
-    """
-    source = iter(blocks)
-    sent: dict[int, Block] = {}
-    results: dict[int, Result] = {}
-    next_out = next_in = 0
-    exhausted = False
-    while True:
-        while not exhausted and next_in - next_out < most_under_way and has_room():
-            block = next(source, None)
-            if block is None:
-                exhausted = True
-                break
-            send(next_in, block)
-            sent[next_in] = block if block.data is None else replace(block, data=None)
-            next_in += 1
-        if next_out in results:
-            yield sent.pop(next_out), results.pop(next_out)
-            next_out += 1
-        elif exhausted and next_out == next_in:
-            return
-        else:
-            receive(results)
-
-
 def death_of(title: str, process: BaseProcess, workers_flag: str = "--workers") -> WorkerError:
     """The error for a worker that ended without having said why."""
     process.join(STOP_SECONDS)
@@ -149,16 +116,15 @@ def death_of(title: str, process: BaseProcess, workers_flag: str = "--workers") 
     )
 
 
-def failure_message(failure: MegatronError) -> dict[str, str]:
+def failure_message(failure: MegatronError) -> dict[str, Any]:
     """What a worker says of an error, as JSON."""
-    kind = next((known for known in _KINDS if isinstance(failure, known)), WorkerError)
-    return {"failure": kind.__name__, "text": str(failure)}
+    return {"failure": describe_failure(failure, _KINDS)}
 
 
 def raise_failure(message: dict[str, Any]) -> None:
     """Raises the error that a worker's message tells of, if it does."""
     if "failure" in message:
-        raise next(known for known in _KINDS if known.__name__ == message["failure"])(message["text"])
+        raise rebuild_failure(message["failure"], _KINDS, WorkerError)
 
 
 def _signal_name(number: int) -> str:

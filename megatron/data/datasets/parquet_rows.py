@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron import log
-from megatron.data.formats.sidecar import TokenizerRecord
 from megatron.data.formats.windows import LARGEST_ID, WindowFacts, WindowFile, Windows, expand_windows
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.record import TokenizerRecord
 
 _IGNORED_LABEL = -100
 _CHUNK_TOKENS = 1 << 24

@@ -11,12 +11,14 @@ from megatron.data.datasets.parquet_rows import ParquetRows, check_window_length
 from megatron.data.datasets.rows import RowSource
 from megatron.data.datasets.store_rows import DocumentEncoder, StoreRows, store_fingerprint
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.sidecar import check_same_tokenizer
 from megatron.data.formats.windows import WindowFile, expand_windows, names_windows
 from megatron.data.stores.address import StoreAddress, is_store_address
 from megatron.data.stores.document_store import open_store
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer
+
+_ADVICE = ", or preprocess the corpus again"
 
 
 class DataSources:
@@ -51,7 +53,7 @@ class DataSources:
             check_window_length(prefix, rows.row_length, self.sequence_length)
             if self._tokenizer is not None:
                 for record in rows.tokenizers:
-                    check_same_tokenizer(prefix, record, self._tokenizer)
+                    check_same_tokenizer(f"the data {prefix} was made", record, self._tokenizer, advice=_ADVICE)
             return rows
         indexed = IndexedDataset(prefix)
         check_layout(indexed, self._layout)

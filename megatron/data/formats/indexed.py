@@ -29,6 +29,7 @@ from megatron.data.formats.atomic_files import (
     temporary_beside,
     write_temporary,
 )
+from megatron.data.formats.exact import read_exactly
 from megatron.data.formats.index_layout import IndexLayout
 from megatron.data.formats.sidecar import Sidecar, is_sidecar, sidecar_path, write_temporary_sidecar
 from megatron.data.formats.token_index import CODE_OF_DTYPE, LONGEST_SEQUENCE_TOKENS, read_token_index
@@ -162,18 +163,13 @@ class IndexedDataset:
         return self.get(sequence + len(self) if sequence < 0 else sequence)
 
     def _read(self, start: int, size: int) -> bytes:
-        parts: list[bytes] = []
-        missing = size
-        while missing:
-            part = os.pread(self._bin.fileno(), missing, start + size - missing)
-            if not part:
-                raise DataError(
-                    f"{self.bin_path}: the file ended {missing} bytes short of byte offset {start + size}. "
-                    "It was cut while it was in use: restore it and start again."
-                )
-            parts.append(part)
-            missing -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        data = read_exactly(lambda count, done: os.pread(self._bin.fileno(), count, start + done), size)
+        if len(data) < size:
+            raise DataError(
+                f"{self.bin_path}: the file ended {size - len(data)} bytes short of byte offset {start + size}. "
+                "It was cut while it was in use: restore it and start again."
+            )
+        return data
 
 
 def clear_leftovers(prefix: str | Path) -> None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megatron import log
 from megatron.data.formats.atomic_files import write_atomically, write_temporary
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
+from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
 
 if TYPE_CHECKING:
     from megatron.tokenizers.tokenizer import Tokenizer
@@ -23,30 +24,6 @@ if TYPE_CHECKING:
 FORMAT = "megatron-corpus-sidecar"
 FORMAT_VERSION = 1
 _LONGEST_BYTES = 1 << 28
-
-
-@dataclass(frozen=True)
-class TokenizerRecord:
-    """Which tokenizer gave the ids.
-
-    Args:
-        fingerprint: hash of its files, None when unknown.
-        eod_id: its end-of-document id, None when it has none.
-    """
-
-    name: str
-    fingerprint: str | None
-    vocab_size: int
-    eod_id: int | None
-
-    @staticmethod
-    def of(tokenizer: Tokenizer) -> TokenizerRecord:
-        """Takes down a tokenizer."""
-        try:
-            eod_id: int | None = tokenizer.eod_id
-        except ConfigError:  # it has none
-            eod_id = None
-        return TokenizerRecord(tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size, eod_id)
 
 
 @dataclass(frozen=True)
@@ -168,29 +145,8 @@ def check_tokenizer_fits(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
         sidecar = read_sidecar(prefix)
         if sidecar is None or not _describes(prefix, sidecar):
             continue
-        check_same_tokenizer(
-            prefix, sidecar.tokenizer, tokenizer, f" (without {sidecar_path(prefix)} nothing is checked)"
-        )
-
-
-def check_same_tokenizer(prefix: str, made_with: TokenizerRecord, tokenizer: Tokenizer, way_out: str = "") -> None:
-    """Checks that data was made with a tokenizer.
-
-    Args:
-        way_out: what else the user may do, in words.
-
-    Raises:
-        DataError: it was made with another one.
-    """
-    if made_with.fingerprint in (None, tokenizer.fingerprint) and made_with.vocab_size == tokenizer.vocab_size:
-        return
-    raise DataError(
-        f"the data {prefix} was made with another tokenizer ({made_with.name}, fingerprint "
-        f"{str(made_with.fingerprint)[:12]}, {made_with.vocab_size} tokens) than this run's ({tokenizer.name}, "
-        f"{tokenizer.fingerprint[:12]}, {tokenizer.vocab_size} tokens): its ids would mean other words. Give the same "
-        "--tokenizer-type, --vocab-file, --merge-file or --tokenizer-name-or-path, or preprocess the corpus again"
-        f"{way_out}."
-    )
+        advice = f", or preprocess the corpus again (without {sidecar_path(prefix)} nothing is checked)"
+        check_same_tokenizer(f"the data {prefix} was made", sidecar.tokenizer, tokenizer, advice=advice)
 
 
 def _describes(prefix: str, sidecar: Sidecar) -> bool:
@@ -228,8 +184,6 @@ def _is_sidecar(content: Any) -> bool:
 
 
 def _from_json(content: Mapping[str, Any]) -> Sidecar:
-    tokenizer = content["tokenizer"]
-    fingerprint, eod_id = tokenizer["fingerprint"], tokenizer["eod_id"]
     return Sidecar(
         documents=int(content["documents"]),
         empty=int(content["empty"]),
@@ -237,12 +191,7 @@ def _from_json(content: Mapping[str, Any]) -> Sidecar:
         sequences=int(content["sequences"]),
         tokens=int(content["tokens"]),
         append_eod=bool(content["append_eod"]),
-        tokenizer=TokenizerRecord(
-            str(tokenizer["name"]),
-            None if fingerprint is None else str(fingerprint),
-            int(tokenizer["vocab_size"]),
-            None if eod_id is None else int(eod_id),
-        ),
+        tokenizer=TokenizerRecord.from_json(content["tokenizer"]),
         versions={str(name): str(version) for name, version in content["versions"].items()},
         sources=tuple(
             SourceRecord(str(source["path"]), int(source["text_bytes"]), source["xxh3_64"])

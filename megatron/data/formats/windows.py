@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.formats.atomic_files import storage_error
-from megatron.data.formats.sidecar import TokenizerRecord
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.record import TokenizerRecord
 
 COLUMNS = ("input_ids", "attention_mask", "labels")
 LARGEST_ID = 2**31 - 1

@@ -33,10 +33,11 @@ from megatron.corpus.workers.processes import WorkerError
 from megatron.corpus.workers.progress import Progress
 from megatron.data.formats.atomic_files import temporary_beside
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
-from megatron.data.formats.sidecar import TokenizerRecord, read_sidecar
+from megatron.data.formats.sidecar import read_sidecar
 from megatron.data.formats.token_index import CODE_OF_DTYPE
 from megatron.data.formats.windows import WindowFacts, WindowFile
 from megatron.errors import ConfigError, DataError, StorageError
+from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 

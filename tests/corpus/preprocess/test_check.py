@@ -11,8 +11,9 @@ import pytest
 from megatron.corpus.preprocess import check as check_module
 from megatron.corpus.preprocess.check import examine, report, sample_documents
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
-from megatron.data.formats.sidecar import Sidecar, TokenizerRecord, write_sidecar
+from megatron.data.formats.sidecar import Sidecar, write_sidecar
 from megatron.errors import DataError
+from megatron.tokenizers.record import TokenizerRecord
 
 DOCUMENTS = [[[1, 2, 3]], [[4], [5, 6]], [], [[1, 2, 3]], [[1], [2, 3]], [[7] * 100], []]
 

@@ -18,8 +18,8 @@ from megatron.corpus.preprocess.distributed import Draw, preprocess_on_ranks, sh
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.run import PreprocessResult, preprocess
 from megatron.corpus.preprocess.sentences import SentenceSplitter
-from megatron.corpus.workers.crew import Crew
 from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.ranks import JobRanks
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
@@ -33,8 +33,8 @@ def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
     return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
-def on_ranks(size: int, work: Callable[[Crew], Any]) -> list[Any]:
-    """Runs `work` on so many threads that are a crew."""
+def on_ranks(size: int, work: Callable[[JobRanks], Any]) -> list[Any]:
+    """Runs `work` on so many threads, each with its place in the job."""
     values: list[Any] = [None] * size
     meet = threading.Barrier(size)
 
@@ -49,7 +49,7 @@ def on_ranks(size: int, work: Callable[[Crew], Any]) -> list[Any]:
         return gathered
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(Crew(rank, size, gather(rank))), range(size)))
+        return list(pool.map(lambda rank: work(JobRanks(rank, size, gather(rank))), range(size)))
 
 
 def quiet() -> Progress:
@@ -68,9 +68,9 @@ def both(prefix: Path) -> list[bytes]:
 def run(
     folder: Path, options: EncodeOptions, draw: Draw = EVERYTHING, merging: str = "parallel", ranks: int = 2
 ) -> PreprocessResult:
-    def work(crew: Crew) -> PreprocessResult:
-        encode = share_of_rank([f"{folder}/in.jsonl"], draw, options, crew, quiet())
-        return preprocess_on_ranks(encode, f"{folder}/out/o", options, merging, None, crew)
+    def work(ranks: JobRanks) -> PreprocessResult:
+        encode = share_of_rank([f"{folder}/in.jsonl"], draw, options, ranks, quiet())
+        return preprocess_on_ranks(encode, f"{folder}/out/o", options, merging, None, ranks)
 
     results = on_ranks(ranks, work)
     assert all(result == results[0] for result in results)
@@ -144,7 +144,7 @@ def test_databases_are_not_drawn_from(choice: TokenizerChoice) -> None:
     with pytest.raises(
         ConfigError, match=r"--split, --count and --shuffle draw from files.*--input sqlite:///a\.db is no"
     ):
-        share_of_rank(["sqlite:///a.db"], Draw(count=5), EncodeOptions(choice), Crew.alone(), quiet())
+        share_of_rank(["sqlite:///a.db"], Draw(count=5), EncodeOptions(choice), JobRanks.single(), quiet())
 
 
 def test_a_failure_of_one_rank_is_everybodys_and_leaves_nothing(tmp_path: Path, choice: TokenizerChoice) -> None:

@@ -14,12 +14,13 @@ import pytest
 from megatron.corpus.preprocess import copying
 from megatron.corpus.preprocess import merge as merge_module
 from megatron.corpus.preprocess.merge import merge
-from megatron.corpus.workers.crew import Crew, CrewError
+from megatron.corpus.workers.ranks import JobRanks
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
-from megatron.data.formats.sidecar import Sidecar, TokenizerRecord, read_sidecar, write_sidecar
+from megatron.data.formats.sidecar import Sidecar, read_sidecar, write_sidecar
 from megatron.data.formats.token_index import MMAP_HEADER, MMAP_MAGIC
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.parallel.messages import gather_json
+from megatron.tokenizers.record import TokenizerRecord
 from tests.helpers.ranks import run_ranks
 
 Documents = list[list[np.ndarray]]
@@ -166,7 +167,7 @@ def test_a_full_disk_leaves_what_was_there(
     if call == "copy":
         monkeypatch.setattr(copying, "_by_copy_file_range", full)
     elif call == "table":
-        monkeypatch.setattr(merge_module, "write_all", full)
+        monkeypatch.setattr(merge_module, "write_at", full)
     else:
         monkeypatch.setattr(merge_module.Path, "mkdir", full)
     with pytest.raises(StorageError, match=r"Cannot write .*out\.bin: No space left on device"):
@@ -234,9 +235,9 @@ def merge_on_rank(rank: int, prefixes: list[str], output: str, broken: bool) -> 
     from megatron.parallel.joining import close_mesh, open_mesh
 
     mesh = open_mesh(ParallelConfig(distributed_backend="gloo"))
-    crew = Crew(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
+    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
     try:
-        merge([*prefixes, f"{output}-gone"] if broken else prefixes, output, crew)
+        merge([*prefixes, f"{output}-gone"] if broken else prefixes, output, ranks)
     except DataError as failure:
         return str(failure)
     finally:
@@ -251,9 +252,3 @@ def test_ranks_share_the_work_and_the_errors(tmp_path: Path, parts: tuple[list[s
     before = names(tmp_path)
     texts = run_ranks(merge_on_rank, 2, parts[0], str(tmp_path / "other"), True)
     assert all("other-gone.idx does not exist" in text for text in texts) and names(tmp_path) == before
-
-
-def test_a_failure_without_a_type_reaches_the_others() -> None:
-    crew = Crew(0, 2, lambda value: [value, [["OSError", "gone"], None]])
-    with pytest.raises(CrewError, match=r"rank 1 failed \(OSError: gone\)"):
-        crew.together(lambda: 1)

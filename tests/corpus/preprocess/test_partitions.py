@@ -18,7 +18,7 @@ import pytest
 from megatron.corpus.inputs.files import Shard, expand_inputs
 from megatron.corpus.preprocess import partitions as resume_module
 from megatron.corpus.preprocess import run as preprocess_module
-from megatron.corpus.preprocess.encode import EncodeOptions, Encoder
+from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
 from megatron.corpus.preprocess.run import PreprocessResult, preprocess
 from megatron.corpus.workers.progress import Progress
@@ -37,18 +37,18 @@ def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
 
 
 @pytest.fixture(autouse=True)
-def encoders_of_all_tests(monkeypatch: pytest.MonkeyPatch, built: dict[EncodeOptions, Encoder]) -> None:
+def encoders_of_all_tests(monkeypatch: pytest.MonkeyPatch, built: dict[EncodeOptions, BlockEncoder]) -> None:
     """Encoders are built once: that takes longer than all the rest of a run here."""
 
-    def encoder(options: EncodeOptions) -> Encoder:
-        return built.get(options) or built.setdefault(options, Encoder(options))
+    def encoder(options: EncodeOptions) -> BlockEncoder:
+        return built.get(options) or built.setdefault(options, BlockEncoder(options))
 
     for module in (preprocess_module, resume_module):
-        monkeypatch.setattr(module, "Encoder", encoder)
+        monkeypatch.setattr(module, "BlockEncoder", encoder)
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[EncodeOptions, Encoder]:
+def built() -> dict[EncodeOptions, BlockEncoder]:
     return {}
 
 

@@ -15,8 +15,9 @@ from megatron.corpus.preprocess.provenance import SourceLog
 from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.workers.progress import Progress
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
-from megatron.data.formats.sidecar import SourceRecord, TokenizerRecord, read_sidecar
+from megatron.data.formats.sidecar import SourceRecord, read_sidecar
 from megatron.errors import DataError
+from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
 

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from megatron.corpus.inputs.sources import Block
-from megatron.corpus.preprocess import run as preprocess_module
-from megatron.corpus.preprocess.encode import EncodeOptions, Encoder
-from megatron.corpus.preprocess.pool import WorkerPool
+from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions
+from megatron.corpus.preprocess.encode_work import EncodeWork
 from megatron.corpus.preprocess.run import PreprocessResult, preprocess
+from megatron.corpus.workers import pool as pool_module
 from megatron.corpus.workers import processes
+from megatron.corpus.workers.pool import WorkerPool
 from megatron.corpus.workers.processes import WorkerError
 from megatron.corpus.workers.progress import Progress
 from megatron.data.formats.indexed import IndexedDataset
@@ -155,15 +156,15 @@ def test_a_killed_worker_is_named_at_once(tmp_path: Path, choice: TokenizerChoic
                 killed.append((victim, time.monotonic()))
             super().advance(documents, text_bytes, input_bytes)
 
-    pools: list[WorkerPool] = []
+    pools: list[WorkerPool[EncodedBlock]] = []
 
-    class Watched(WorkerPool):
-        def __init__(self, encoder: Encoder, workers: int) -> None:
-            super().__init__(encoder, workers)
+    class Watched(WorkerPool[EncodedBlock]):
+        def __init__(self, work: EncodeWork, workers: int) -> None:
+            super().__init__(work, workers)
             pools.append(self)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(preprocess_module, "WorkerPool", Watched)
+    patch.setattr(pool_module, "WorkerPool", Watched)
     try:
         with pytest.raises(
             WorkerError, match=r"preprocessing worker 1 \(pid \d+\) was killed by signal 9 \(SIGKILL\)"
@@ -192,23 +193,23 @@ def test_a_worker_killed_while_it_starts_is_named(choice: TokenizerChoice, start
                 os.kill(pool.process_ids[0], signal.SIGKILL)
             yield block
 
-    with WorkerPool(Encoder(EncodeOptions(choice)), 2, start_method) as pool:
+    with WorkerPool(EncodeWork(BlockEncoder(EncodeOptions(choice))), 2, start_method) as pool:
         assert pool.process_ids == []
         with pytest.raises(WorkerError, match=r"preprocessing worker 0 \(pid \d+\) was killed by signal 9"):
-            for _ in pool.encode(blocks_and_a_kill()):
+            for _ in pool.run(blocks_and_a_kill()):
                 pass
 
 
 def test_workers_start_as_blocks_arrive_and_write_ids_themselves(tmp_path: Path, choice: TokenizerChoice) -> None:
     data = b'{"text": "some text"}\n' * 1000
-    encoder = Encoder(EncodeOptions(choice))
+    encoder = BlockEncoder(EncodeOptions(choice))
     ids = encoder.encode(Block("<test>", 1, len(data), data, 0)).keys[0].ids
     assert ids is not None
     for start_method in START_METHODS:
         target = tmp_path / start_method
         target.touch()
-        with WorkerPool(encoder, 8, start_method) as pool:
-            for number, (_, result) in enumerate(pool.encode(Block("<test>", 1, len(data), data, 0) for _ in range(2))):
+        with WorkerPool(EncodeWork(encoder), 8, start_method) as pool:
+            for number, (_, result) in enumerate(pool.run(Block("<test>", 1, len(data), data, 0) for _ in range(2))):
                 assert result.keys[0].ids is None and result.place is not None
                 result.place([(str(target), number * ids.nbytes)])
             assert len(pool.process_ids) == 2
@@ -218,10 +219,10 @@ def test_workers_start_as_blocks_arrive_and_write_ids_themselves(tmp_path: Path,
 def test_ids_that_cannot_be_written_are_a_storage_error(tmp_path: Path, choice: TokenizerChoice) -> None:
     data = b'{"text": "some text"}\n'
     with (
-        WorkerPool(Encoder(EncodeOptions(choice)), 1) as pool,
+        WorkerPool(EncodeWork(BlockEncoder(EncodeOptions(choice))), 1) as pool,
         pytest.raises(StorageError, match=r"Cannot write .*/gone/out\.bin: No such file"),
     ):
-        for _, result in pool.encode([Block("<test>", 1, len(data), data, 0)]):
+        for _, result in pool.run([Block("<test>", 1, len(data), data, 0)]):
             assert result.place is not None
             result.place([(str(tmp_path / "gone" / "out.bin"), 0)])
 
@@ -231,13 +232,13 @@ def test_no_more_workers_than_cores_or_blocks(
 ) -> None:
     asked: list[int] = []
 
-    class Watched(WorkerPool):
-        def __init__(self, encoder: Encoder, workers: int) -> None:
+    class Watched(WorkerPool[EncodedBlock]):
+        def __init__(self, work: EncodeWork, workers: int) -> None:
             asked.append(workers)
-            super().__init__(encoder, workers)
+            super().__init__(work, workers)
 
-    monkeypatch.setattr(preprocess_module, "WorkerPool", Watched)
-    monkeypatch.setattr(preprocess_module, "usable_cores", lambda: 3)
+    monkeypatch.setattr(pool_module, "WorkerPool", Watched)
+    monkeypatch.setattr(pool_module, "usable_cores", lambda: 3)
     path = write_jsonl(tmp_path / "in.jsonl", ["some text"] * 100)
     run([path], tmp_path / "one", EncodeOptions(choice), 8, 1 << 20)
     assert asked == []
@@ -255,8 +256,8 @@ def endless() -> Iterator[Block]:
 
 def test_large_blocks_through_the_pipes_do_not_lock_up(choice: TokenizerChoice) -> None:
     data = b'{"text": "some text 1 2 3 4 5 6 7 8 9 and so on"}\n' * 60_000
-    with WorkerPool(Encoder(EncodeOptions(choice)), 2) as pool:
-        results = list(pool.encode(Block("<test>", 1, len(data), data, 0) for _ in range(12)))
+    with WorkerPool(EncodeWork(BlockEncoder(EncodeOptions(choice))), 2) as pool:
+        results = list(pool.run(Block("<test>", 1, len(data), data, 0) for _ in range(12)))
     assert len(results) == 12 and all(result.lines == 60_000 for _, result in results)
 
 
@@ -266,16 +267,19 @@ def test_workers_say_what_is_wrong_with_the_tokenizer(tmp_path: Path) -> None:
     missing = TokenizerChoice("GPT2BPETokenizer", "/nowhere/v.json", "/nowhere/m.txt")
     with pytest.raises(ConfigError, match=r"--vocab-file /nowhere/v\.json is not a file"):
         run([path], tmp_path / "out", EncodeOptions(missing), workers=2)
-    encoder = Encoder(EncodeOptions(choice))
+    encoder = BlockEncoder(EncodeOptions(choice))
     Path(str(choice.vocab_file)).unlink()
-    with WorkerPool(encoder, 1, "spawn") as pool, pytest.raises(ConfigError, match="--vocab-file .* is not a file"):
-        list(pool.encode(endless()))
+    with (
+        WorkerPool(EncodeWork(encoder), 1, "spawn") as pool,
+        pytest.raises(ConfigError, match="--vocab-file .* is not a file"),
+    ):
+        list(pool.run(endless()))
 
 
 def test_a_file_that_vanishes_is_a_data_error_from_a_worker(tmp_path: Path, choice: TokenizerChoice) -> None:
-    pool = WorkerPool(Encoder(EncodeOptions(choice)), 1)
+    pool = WorkerPool(EncodeWork(BlockEncoder(EncodeOptions(choice))), 1)
     with pool, pytest.raises(DataError, match=r"gone\.jsonl: cannot be read"):
-        list(pool.encode([Block(str(tmp_path / "gone.jsonl"), 0, 10, None, 10)]))
+        list(pool.run([Block(str(tmp_path / "gone.jsonl"), 0, 10, None, 10)]))
 
 
 def test_an_input_without_documents_gives_an_empty_pair(tmp_path: Path, choice: TokenizerChoice) -> None:

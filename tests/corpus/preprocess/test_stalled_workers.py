@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.preprocess import run as preprocess_module
-from megatron.corpus.preprocess.encode import EncodeOptions, Encoder
-from megatron.corpus.preprocess.pool import WorkerPool
+from megatron.corpus.preprocess.encode import EncodedBlock, EncodeOptions
+from megatron.corpus.preprocess.encode_work import EncodeWork
 from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.workers import pipes
+from megatron.corpus.workers import pool as pool_module
+from megatron.corpus.workers.pool import WorkerPool
 from megatron.corpus.workers.processes import WorkerError
 from megatron.corpus.workers.progress import Progress
 from megatron.tokenizers.tokenizer import TokenizerChoice
@@ -34,18 +35,18 @@ class Stopper(Progress):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, then: signal.Signals) -> None:
         super().__init__(None, 1, lambda text: None)
-        self.pool: WorkerPool | None = None
+        self.pool: WorkerPool[EncodedBlock] | None = None
         self.victim = 0
         self.then = then
         self.warnings: list[str] = []
         stopper = self
 
-        class Watched(WorkerPool):
-            def __init__(self, encoder: Encoder, workers: int) -> None:
-                super().__init__(encoder, workers)
+        class Watched(WorkerPool[EncodedBlock]):
+            def __init__(self, work: EncodeWork, workers: int) -> None:
+                super().__init__(work, workers)
                 stopper.pool = self
 
-        monkeypatch.setattr(preprocess_module, "WorkerPool", Watched)
+        monkeypatch.setattr(pool_module, "WorkerPool", Watched)
         monkeypatch.setattr(pipes, "PATIENCE_SECONDS", 0.2)
         monkeypatch.setattr(pipes.log, "warning", self.hear)
 

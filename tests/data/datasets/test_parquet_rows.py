@@ -10,9 +10,9 @@ import pytest
 
 from megatron.data.datasets import parquet_rows
 from megatron.data.datasets.parquet_rows import ParquetRows
-from megatron.data.formats.sidecar import TokenizerRecord
 from megatron.data.formats.windows import Windows, shard_name
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.record import TokenizerRecord
 from tests.data.windows_files import (
     counting_windows,
     padded_windows,

@@ -11,11 +11,11 @@ import pytest
 from megatron.config.data import DataConfig
 from megatron.data.datasets.build import build_split_datasets, check_sources, data_fingerprint, describe
 from megatron.data.datasets.sample import SampleDataset
-from megatron.data.formats.sidecar import TokenizerRecord
 from megatron.data.formats.windows import WindowFile, shard_name
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.record import TokenizerRecord
 from tests.data.corpora import write_corpus
 from tests.data.windows_files import counting_windows, padded_windows, write_windows
 

@@ -13,7 +13,6 @@ from megatron.data.formats.indexed import IndexedWriter
 from megatron.data.formats.sidecar import (
     Sidecar,
     SourceRecord,
-    TokenizerRecord,
     check_replaceable,
     check_tokenizer_fits,
     read_sidecar,
@@ -22,6 +21,7 @@ from megatron.data.formats.sidecar import (
     write_sidecar,
 )
 from megatron.errors import ConfigError, DataError, StorageError
+from megatron.tokenizers.record import TokenizerRecord
 
 SIDECAR = Sidecar(
     documents=3,

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.formats.sidecar import TokenizerRecord
 from megatron.data.formats.windows import (
     COLUMNS,
     WindowFacts,
@@ -23,6 +22,7 @@ from megatron.data.formats.windows import (
     shard_name,
 )
 from megatron.errors import DataError, StorageError
+from megatron.tokenizers.record import TokenizerRecord
 
 pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 
 from megatron.parallel import cross_entropy
-from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
 from tests.helpers.layouts import Layout

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding
+from megatron.parallel.placement import Placement, placement_of
 from torch import nn
 
 from megatron.errors import ConfigError, DataError
 from megatron.parallel.joining import open_mesh
-from megatron.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding
 from megatron.parallel.mesh import Axis
-from megatron.parallel.placement import Placement, placement_of
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from megatron.parallel.collectives import copy_to, gather_from, reduce_from, scatter_to
+
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
 from tests.helpers.layouts import Layout

@@ -8,12 +8,14 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_reduce_max, all_reduce_sum
 
-_BLOCK_VALUES = 1 << 18  # logits taken at once: a float32 copy of them stays in the cache on CPU
-_BLOCK_VALUES_GPU = 1 << 28
+# Logits that are held in float32 at once, unless the caller says otherwise: 1 MiB, which stays in a CPU's cache, and
+# 256 MiB on a GPU.
+_BLOCK_VALUES_CPU = 1 << 18
+_BLOCK_VALUES_GPU = 1 << 26
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, axis: Axis, vocab_size: int
+    logits: torch.Tensor, labels: torch.Tensor, axis: Axis, vocab_size: int, *, block_values: int | None = None
 ) -> torch.Tensor:
     """Minus the log-probability of every label, in float32.
 
@@ -22,14 +24,20 @@ def vocab_parallel_cross_entropy(
 
     Shapes: logits `[b, s, v/t]`, labels `[b, s]` int64; result `[b, s]` float32, the same on every rank of the axis.
 
+    Args:
+        block_values: the most logits that are held in float32 at once, though never less than one row; it bounds the
+            memory beside the logits and changes no value.
+
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross-entropy).
     """
-    return _CrossEntropy.apply(logits, labels, axis, vocab_size)
+    if block_values is None:
+        block_values = _BLOCK_VALUES_GPU if logits.is_cuda else _BLOCK_VALUES_CPU
+    return _CrossEntropy.apply(logits, labels, axis, vocab_size, block_values)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, axis, vocab_size):  # type: ignore[no-untyped-def]
+    def forward(ctx, logits, labels, axis, vocab_size, block_values):  # type: ignore[no-untyped-def]
         columns = logits.shape[-1]
         first = axis.rank * columns
         valid = max(0, min(columns, vocab_size - first))
@@ -37,7 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
         local = labels.reshape(-1) - first
         own = (local >= 0) & (local < valid)
         local = local.masked_fill(~own, 0)
-        largest, total, target = _row_statistics(rows, local)
+        largest, total, target = _row_statistics(rows, local, block_values)
         if axis.size > 1:
             own_largest = largest.clone()
             all_reduce_max(largest, axis)
@@ -46,7 +54,7 @@ class _CrossEntropy(torch.autograd.Function):
             total, target = all_reduce_sum(sums, axis)
         normaliser = total.log().add_(largest)
         ctx.save_for_backward(logits, local, own, normaliser)
-        ctx.valid = valid
+        ctx.valid, ctx.block_values = valid, block_values
         return (normaliser - target).view(labels.shape)
 
     @staticmethod
@@ -57,16 +65,18 @@ class _CrossEntropy(torch.autograd.Function):
         result[..., ctx.valid :] = 0
         flat, columns = result.view(-1, result.shape[-1]), logits.shape[-1]
         rows, weights = logits.reshape(-1, columns), gradient.reshape(-1, 1).float()
-        for block in _blocks(rows.shape[0], ctx.valid, rows.is_cuda):
-            values = rows[block, : ctx.valid].float() if rows.dtype != torch.float32 else rows[block, : ctx.valid]
-            values = (values - normaliser[block].unsqueeze(1)).exp_()
+        for block in _blocks(rows.shape[0], ctx.valid, ctx.block_values):
+            # half-precision logits become float32 in the subtraction, without a copy of their own
+            values = (rows[block, : ctx.valid] - normaliser[block].unsqueeze(1)).exp_()
             # only where the label is on this rank is 1 taken off
             values.scatter_add_(1, local[block].unsqueeze(1), -own[block].unsqueeze(1).to(values.dtype))
             flat[block, : ctx.valid] = values.mul_(weights[block])
-        return result, None, None, None
+        return result, None, None, None, None
 
 
-def _row_statistics(rows: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _row_statistics(
+    rows: torch.Tensor, local: torch.Tensor, block_values: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of every row: its largest logit, the sum of exp(logit - largest), and the logit at `local`; each `[n]`
     float32."""
     count, valid = rows.shape
@@ -74,14 +84,13 @@ def _row_statistics(rows: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tens
     total, target = torch.zeros_like(largest), torch.zeros_like(largest)
     if valid == 0:
         return largest, total, target
-    for block in _blocks(count, valid, rows.is_cuda):
-        values = rows[block].float()
-        largest[block] = values.amax(dim=1)
-        target[block] = values.gather(1, local[block].unsqueeze(1)).squeeze(1)
-        total[block] = (values - largest[block].unsqueeze(1)).exp_().sum(dim=1)
+    for block in _blocks(count, valid, block_values):
+        largest[block] = rows[block].amax(dim=1)
+        target[block] = rows[block].gather(1, local[block].unsqueeze(1)).squeeze(1)
+        total[block] = (rows[block] - largest[block].unsqueeze(1)).exp_().sum(dim=1)
     return largest, total, target
 
 
-def _blocks(count: int, width: int, on_gpu: bool) -> list[slice]:
-    size = max(1, (_BLOCK_VALUES_GPU if on_gpu else _BLOCK_VALUES) // max(1, width))
+def _blocks(count: int, width: int, block_values: int) -> list[slice]:
+    size = max(1, block_values // max(1, width))
     return [slice(first, min(count, first + size)) for first in range(0, count, size)] if width else []

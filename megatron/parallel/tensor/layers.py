@@ -1,20 +1,22 @@
 """The layers that may be split over the tensor axis.
 
-On an axis of size 1 each is the plain layer and communicates nothing. Every parameter carries a `placement`; values are
-drawn by whoever knows its global name.
+On an axis of size 1 each is the plain layer and communicates nothing. Parameters start at zero (norms at one) and carry
+a `shard_spec`; their values are drawn by `megatron.model.network`, which knows their global names.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron import kernels
-from megatron.errors import ConfigError, DataError
-from megatron.parallel.collectives import copy_to, reduce_from
+from megatron.errors import DataError
 from megatron.parallel.mesh import Axis
-from megatron.parallel.placement import Placement, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.tensor.collectives import copy_to, reduce_from
 
 TOO_LARGE = "There is an input id in the input that is greater than the highest possible input id"
 
@@ -22,26 +24,36 @@ TOO_LARGE = "There is an input id in the input that is greater than the highest 
 class ColumnParallelLinear(nn.Module):
     """`y = x W^T + b` with the outputs split: each rank computes its own from the whole input.
 
-    Shapes: x `[..., input]` replicated; result `[..., output/t]`; weight `[output/t, input]`, bias `[output/t]`.
+    Args:
+        outputs: the logical output dimensions, of which one is split over `axis`; a fused query-key-value product has
+            (heads, 3, head size), a gated unit (2, inner).
+        init_std: standard deviation of the weight's initial values.
+
+    Shapes: x `[..., input]` replicated; result `[..., output/t]`; weight `[output/t, input]`, bias `[output/t]`, the
+        output dimensions merged.
 
     Raises:
-        ConfigError: the axis does not divide the outputs.
+        ConfigError: the axis does not divide the split dimension.
     """
 
     def __init__(
         self,
         input_size: int,
-        output_size: int,
+        outputs: Sequence[Dimension],
         axis: Axis,
         *,
+        init_std: float,
         bias: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_divisible(output_size, axis, "outputs of a linear layer")
         self.axis = axis
-        self.weight = _parameter((output_size, input_size), 0, axis, device)
-        self.bias = _parameter((output_size,), 0, axis, device) if bias else None
+        weight = ShardSpec((*outputs, Dimension("input", input_size)), is_matrix=True, init_std=init_std)
+        self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device).flatten(0, -2)), weight)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            spec = ShardSpec(tuple(outputs))
+            self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=device).flatten()), spec)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the layer."""
@@ -63,14 +75,18 @@ class RowParallelLinear(nn.Module):
         output_size: int,
         axis: Axis,
         *,
+        init_std: float,
         bias: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_divisible(input_size, axis, "inputs of a linear layer")
         self.axis = axis
-        self.weight = _parameter((output_size, input_size), 1, axis, device)
-        self.bias = _parameter((output_size,), None, axis, device) if bias else None
+        dimensions = (Dimension("output", output_size), Dimension("inputs of a linear layer", input_size, axis))
+        weight = ShardSpec(dimensions, is_matrix=True, init_std=init_std)
+        self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device)), weight)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = place(nn.Parameter(torch.zeros(output_size, device=device)), ShardSpec.vector(output_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the layer."""
@@ -81,7 +97,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table of one row per token id, the rows split over the axis; also the weight of the tied head.
+    """A table of one row per token id, the rows split over the axis.
 
     Rows beyond `vocab_size` only pad the table; they stay zero and no id may name them.
 
@@ -98,18 +114,14 @@ class VocabParallelEmbedding(nn.Module):
         hidden_size: int,
         axis: Axis,
         *,
+        init_std: float,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_divisible(padded_vocab_size, axis, "rows of the padded vocabulary")
         self.axis = axis
         self.vocab_size = vocab_size
-        rows = padded_vocab_size // axis.size
-        self.first_row = axis.rank * rows
-        start, stop = (min(edge, vocab_size) for edge in (self.first_row, self.first_row + rows))
-        weight = nn.Parameter(torch.zeros(rows, hidden_size, device=device))
-        box = Placement((vocab_size, hidden_size), (start, 0), (stop, hidden_size), axis.size > 1)
-        self.weight = place(weight, box)
+        self.weight = vocabulary_table(vocab_size, padded_vocab_size, hidden_size, axis, init_std, device)
+        self.first_row = axis.rank * self.weight.shape[0]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Looks the ids up.
@@ -157,30 +169,26 @@ class LayerNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = place(nn.Parameter(torch.ones(hidden_size, device=device)), Placement.whole((hidden_size,)))
-        self.bias = place(nn.Parameter(torch.zeros(hidden_size, device=device)), Placement.whole((hidden_size,)))
+        self.weight = place(nn.Parameter(torch.ones(hidden_size, device=device)), ShardSpec.vector(hidden_size))
+        self.bias = place(nn.Parameter(torch.zeros(hidden_size, device=device)), ShardSpec.vector(hidden_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalises the last dimension."""
         return kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
 
-def check_divisible(number: int, axis: Axis, what: str) -> None:
-    """Checks that an axis cuts `number` things into equal parts.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if number % axis.size:
-        raise ConfigError(
-            f"{number} {what} cannot be split over {axis.size} ranks (--tensor-model-parallel-size {axis.size}). The "
-            f"number must be a multiple of the ranks."
-        )
-
-
-def _parameter(
-    shape: tuple[int, ...], dimension: int | None, axis: Axis, device: torch.device | str | None
+def vocabulary_table(
+    vocab_size: int,
+    padded_vocab_size: int,
+    hidden_size: int,
+    axis: Axis,
+    init_std: float,
+    device: torch.device | str | None,
 ) -> nn.Parameter:
-    """A zero parameter, split along `dimension` or whole."""
-    placement = Placement.whole(shape) if dimension is None else Placement.part(shape, dimension, axis.rank, axis.size)
-    return place(nn.Parameter(torch.zeros(placement.box_shape, device=device)), placement)
+    """A zero table of one row per token, the rows split over the axis: the word embedding, or an output head.
+
+    Shapes: `[v/t, h]`.
+    """
+    rows = Dimension("rows of the padded vocabulary", vocab_size, axis, padded_vocab_size)
+    spec = ShardSpec((rows, Dimension("hidden", hidden_size)), is_matrix=True, init_std=init_std)
+    return place(nn.Parameter(torch.zeros(spec.local_shape, device=device)), spec)

@@ -1,4 +1,4 @@
-"""The four communications a network needs, differentiable; each takes an axis and is the identity on one of size 1.
+"""The communication that split layers need, differentiable; each operator is the identity on an axis of size 1.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (the operators f and g and their conjugates).
 """
@@ -12,13 +12,19 @@ from megatron.parallel.mesh import Axis
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Hands a replicated tensor to ranks that each use it for their part: forward nothing, backward sums the
-    gradients."""
+    """Passes a replicated tensor to ranks that each use it for their part of a matrix product.
+
+    Forward does nothing; backward sums the ranks' gradients, in place: the result must feed one matrix product, whose
+    backward makes a fresh gradient.
+    """
     return x if axis.size == 1 else _CopyTo.apply(x, axis)
 
 
 def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sums the ranks' partial results: forward all-reduce, backward nothing."""
+    """Sums the ranks' partial results: forward all-reduce, backward nothing.
+
+    The sum replaces `x`, which must be the fresh result of an operation that does not need it for its own backward.
+    """
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
@@ -27,27 +33,10 @@ def gather_from(x: torch.Tensor, axis: Axis, dimension: int = -1) -> torch.Tenso
     return x if axis.size == 1 else _GatherFrom.apply(x, axis, dimension)
 
 
-def scatter_to(x: torch.Tensor, axis: Axis, dimension: int = -1) -> torch.Tensor:
-    """Takes this rank's slice of a replicated tensor along a dimension: backward all-gather."""
-    return x if axis.size == 1 else _ScatterTo.apply(x, axis, dimension)
-
-
 def _summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
+    total = x.contiguous()
     dist.all_reduce(total, group=axis.group)
     return total
-
-
-def _joined(x: torch.Tensor, axis: Axis, dimension: int) -> torch.Tensor:
-    own = x.contiguous()
-    parts = [torch.empty_like(own) for _ in range(axis.size)]
-    dist.all_gather(parts, own, group=axis.group)
-    return torch.cat(parts, dim=dimension)
-
-
-def _own_slice(x: torch.Tensor, axis: Axis, dimension: int) -> torch.Tensor:
-    width = x.shape[dimension] // axis.size
-    return x.narrow(dimension, axis.rank * width, width).contiguous()
 
 
 class _CopyTo(torch.autograd.Function):
@@ -64,7 +53,10 @@ class _CopyTo(torch.autograd.Function):
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):  # type: ignore[no-untyped-def]
-        return _summed(x, axis)
+        total = _summed(x, axis)
+        if total is x:
+            ctx.mark_dirty(x)
+        return total
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
@@ -75,19 +67,12 @@ class _GatherFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis, dimension):  # type: ignore[no-untyped-def]
         ctx.axis, ctx.dimension = axis, dimension
-        return _joined(x, axis, dimension)
+        own = x.contiguous()
+        parts = [torch.empty_like(own) for _ in range(axis.size)]
+        dist.all_gather(parts, own, group=axis.group)
+        return torch.cat(parts, dim=dimension)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return _own_slice(gradient, ctx.axis, ctx.dimension), None, None
-
-
-class _ScatterTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, dimension):  # type: ignore[no-untyped-def]
-        ctx.axis, ctx.dimension = axis, dimension
-        return _own_slice(x, axis, dimension)
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return _joined(gradient, ctx.axis, ctx.dimension), None, None
+        width = gradient.shape[ctx.dimension] // ctx.axis.size
+        return gradient.narrow(ctx.dimension, ctx.axis.rank * width, width).contiguous(), None, None

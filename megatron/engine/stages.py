@@ -1,0 +1,76 @@
+"""Which pipeline stage holds which layers of a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.errors import ConfigError
+from megatron.model.network import LayerKind, LayerSpec
+
+
+def stage_bounds(specs: Sequence[LayerSpec], stages: int) -> list[int]:
+    """The boundaries of the stages in the list of layers: stage `i` runs `specs[bounds[i]:bounds[i + 1]]`.
+
+    Stages are cut between blocks. What precedes the first block belongs to the first stage, what follows the last block
+    to the last.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages.
+    """
+    blocks = [index for index, spec in enumerate(specs) if spec.kind is LayerKind.BLOCK]
+    costs = [specs[index].cost.parameters for index in blocks]
+    bounds, taken = [0], 0
+    for count in blocks_per_stage(costs, stages)[:-1]:
+        taken += count
+        bounds.append(blocks[taken])
+    return [*bounds, len(specs)]
+
+
+def blocks_per_stage(costs: Sequence[int], stages: int) -> list[int]:
+    """How many consecutive blocks each pipeline stage holds.
+
+    Blocks of one cost are spread evenly; a remainder goes to the stages that carry nothing else: the inner ones first,
+    then the first (embedding), the last (head) never before the others. Blocks of different costs are cut so that the
+    most expensive stage is as cheap as possible.
+
+    Raises:
+        ConfigError: there are fewer blocks than stages; such a stage would lack an optimizer parameter group, and
+            DeepSpeed's collectives would wait for it until they time out.
+    """
+    if len(costs) < stages:
+        raise ConfigError(
+            f"{len(costs)} layers cannot fill {stages} pipeline stages (--num-layers {len(costs)}, "
+            f"--pipeline-model-parallel-size {stages}). Every stage needs a layer; use at most {len(costs)} stages."
+        )
+    if len(set(costs)) > 1:
+        return _balanced_counts(costs, stages)
+    counts = [len(costs) // stages] * stages
+    receivers = [*range(1, stages - 1), 0, stages - 1]
+    for stage in receivers[: len(costs) % stages]:
+        counts[stage] += 1
+    return counts
+
+
+def _balanced_counts(costs: Sequence[int], stages: int) -> list[int]:
+    """Counts of consecutive blocks with the smallest possible cost of the most expensive stage, found by bisection."""
+    low, high = max(costs), sum(costs)
+    while low < high:
+        limit = (low + high) // 2
+        if len(_greedy_counts(costs, stages, limit)) <= stages:
+            high = limit
+        else:
+            low = limit + 1
+    return _greedy_counts(costs, stages, low)
+
+
+def _greedy_counts(costs: Sequence[int], stages: int, limit: int) -> list[int]:
+    """Fills one stage after the other up to `limit`, leaving a block for each later stage; may need more stages."""
+    counts, spent = [0], 0
+    for index, cost in enumerate(costs):
+        left = len(costs) - index
+        if counts[-1] and (spent + cost > limit or left <= stages - len(counts)):
+            counts.append(0)
+            spent = 0
+        counts[-1] += 1
+        spent += cost
+    return counts
