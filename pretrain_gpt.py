@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megatron.data.datasets.build import check_sources
 
-    check_sources(config.data, config.model.seq_length)
+    check_sources(config.data, config.data.seq_length)
     from megatron import device
 
     device.choose_accelerator()

@@ -28,8 +28,8 @@ import numpy as np
 
 from benchmarks.figures import print_figure
 from megatron import log
-from megatron.config.data import DataConfig
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.sections.data import DataConfig
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.token_index import MMAP_HEADER, MMAP_MAGIC
@@ -43,7 +43,7 @@ _SEED = 1234
 
 
 @dataclass(frozen=True)
-class IndexFlags(Area):
+class IndexFlags(ConfigSection):
     """Flags of this program."""
 
     documents: int = flag(10_000_000, "documents of the fabricated corpus, of 1000 tokens on average", at_least=100)
@@ -118,7 +118,10 @@ def measured_start(prefix: str, flags: IndexFlags) -> dict[str, float]:
     watch = _OwnMemory()
     samples = int(flags.epochs * (Path(prefix + ".bin").stat().st_size // 2 - 1) // flags.seq_length)
     datasets, _ = build_split_datasets(
-        DataConfig(data_path=(prefix,), split="1,0,0"), flags.seq_length, _SEED, (samples, 0, 0)
+        DataConfig(seq_length=flags.seq_length, data_path=(prefix,), split="1,0,0"),
+        flags.seq_length,
+        _SEED,
+        (samples, 0, 0),
     )
     with BatchLoader(datasets.train, micro_batch_size=8, read_ahead=False) as loader:
         loader.micro_batches(0, 8)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.figures import print_figure
 from benchmarks.installed_text import write_installed_text
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import DataError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +51,7 @@ print(json.dumps([seconds, used, int(len(result.layout.content.data))]))
 
 
 @dataclass(frozen=True)
-class BenchmarkFlags(Area):
+class BenchmarkFlags(ConfigSection):
     """What this benchmark asks for."""
 
     megabytes: float = flag(

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
-from megatron.config.data import DataConfig
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.sections.data import DataConfig
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
 from megatron.data.formats.windows import WindowFacts, Windows, WindowWriter
@@ -38,7 +38,7 @@ _PIECE_CHARACTERS = 800
 
 
 @dataclass(frozen=True)
-class RowsFlags(Area):
+class RowsFlags(ConfigSection):
     """Flags of this program."""
 
     seq_length: int = flag(256, "tokens of a sample", at_least=1)
@@ -78,7 +78,7 @@ def measure(kind: str, prefix: str, flags: RowsFlags, tokenizer: TokenizerChoice
     encoder = build_tokenizer(tokenizer)
     before = resident_bytes() or 0
     started_at = time.perf_counter()
-    data = DataConfig(data_path=(prefix,), split="1,0,0")
+    data = DataConfig(seq_length=flags.seq_length, data_path=(prefix,), split="1,0,0")
     datasets, _ = build_split_datasets(data, flags.seq_length, 1, (flags.samples, 0, 0), tokenizer=encoder)
     if datasets.train is None:
         raise RuntimeError(f"{prefix} gives no training samples")

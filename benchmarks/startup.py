@@ -22,14 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_ITERATION = " iteration        1/"
 
 
 @dataclass(frozen=True)
-class StartupFlags(Area):
+class StartupFlags(ConfigSection):
     """Flags of this program."""
 
     repeats: int = flag(5, "starts with a warm index cache, after a cold one", at_least=1)

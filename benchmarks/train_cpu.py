@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
-from megatron.config import RunConfig, parse
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, RunConfig, flag, parse, parse_flags
 
 if TYPE_CHECKING:
     from benchmarks.plain_gpt import PlainTraining
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TrainFlags(Area):
+class TrainFlags(ConfigSection):
     """Flags of this program."""
 
     rounds: int = flag(8, "turns of each", at_least=2)
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 1
             plain = PlainTraining(run.config.model, run.config.optim)
             rates = in_turns(flags, run, plain)
-    tokens = run.config.optim.global_batch_size * run.config.model.seq_length
+    tokens = run.config.optim.global_batch_size * run.config.data.seq_length
     settings = {"tokens_per_step": tokens, "micro_batch_size": flags.micro_batch_size, "threads": flags.threads}
     for name, found in rates.items():
         spread = (min(found), max(found))
@@ -94,7 +93,7 @@ def in_turns(flags: TrainFlags, run: Run, plain: PlainTraining) -> dict[str, lis
         rate = learning_rate(run.config.optim, run.progress.consumed_samples)
         step = run.engine.train_batch(run.train_batches(), rate)
         run.progress = run.progress.after(
-            step.sample_count, step.sample_count * run.config.model.seq_length, step.skipped
+            step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
         )
 
     batches = [list(run.train_batches())]
@@ -117,7 +116,7 @@ def timed(step: Callable[[], Any], steps: int, run: Run) -> float:
     for _ in range(steps):
         step()
     seconds = time.perf_counter() - started_at
-    return steps * run.config.optim.global_batch_size * run.config.model.seq_length / seconds
+    return steps * run.config.optim.global_batch_size * run.config.data.seq_length / seconds
 
 
 if __name__ == "__main__":

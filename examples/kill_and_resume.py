@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import MegatronError, StorageError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +36,7 @@ LOSS_TOLERANCE, NORM_TOLERANCE = "1e-5", "1e-3"
 
 
 @dataclass(frozen=True)
-class DemoFlags(Area):
+class DemoFlags(ConfigSection):
     """Flags of this program."""
 
     work_dir: str = flag(

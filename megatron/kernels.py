@@ -53,8 +53,8 @@ def attention(
 ) -> torch.Tensor:
     """Softmax attention scaled by 1/sqrt(d), the softmax in float32.
 
-    Shapes: query `[b, a, s, d]`, key and value `[b, a, k, d]`, bias `[b or 1, 1, s, k]` in the dtype of the query, added
-    to the scores.
+    Shapes: query `[b, a, s, d]`, key and value `[b, a, k, d]`, bias `[b or 1, 1, s, k]` in the query's dtype,
+    added to the scores.
 
     Source: Vaswani et al., "Attention is all you need", 2017, equation 1.
     """

@@ -14,11 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 
 
 @dataclass(frozen=True)
-class DemoCorpusFlags(Area):
+class DemoCorpusFlags(ConfigSection):
     """What this tool asks for."""
 
     output: str = flag(help="jsonl file to write")

@@ -19,15 +19,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.sections.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
 from megatron.errors import DataError, ExitCode
 
 _SHOWN_LETTERS = 400
 
 
 @dataclass(frozen=True)
-class CheckFlags(Area):
+class CheckFlags(ConfigSection):
     """Flags of this program."""
 
     prefixes: tuple[str, ...] = flag(

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.sections.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
 from megatron.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CheckTokenizerFlags(Area):
+class CheckTokenizerFlags(ConfigSection):
     """Flags of this program."""
 
     tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.sections.data import TOKENIZERS, merge_file_flag
 
 if TYPE_CHECKING:
     from megatron.corpus.cleaning.documents.options import CleanOptions
 
 
 @dataclass(frozen=True)
-class CleanFlags(Area):
+class CleanFlags(ConfigSection):
     """Flags of this program."""
 
     input: tuple[str, ...] = flag(

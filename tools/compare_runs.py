@@ -15,12 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import ExitCode
 
 
 @dataclass(frozen=True)
-class CompareFlags(Area):
+class CompareFlags(ConfigSection):
     """Flags of this program."""
 
     runs: tuple[str, ...] = flag(

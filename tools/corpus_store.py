@@ -19,12 +19,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import ConfigError, ExitCode
 
 
 @dataclass(frozen=True)
-class StoreFlags(Area):
+class StoreFlags(ConfigSection):
     """What every command takes."""
 
     config: str = flag(
@@ -87,7 +87,7 @@ class FetchFlags(StoreFlags):
     seed: int = flag(1234, "of the draw")
 
 
-_AREAS: dict[str, type[StoreFlags]] = {
+_COMMANDS: dict[str, type[StoreFlags]] = {
     "import": ImportFlags,
     "stat": StatFlags,
     "bench": BenchFlags,
@@ -99,14 +99,14 @@ def main() -> int:
     """Runs a command and returns the exit code."""
     command, *words = sys.argv[1:] or [""]
     if command in ("-h", "--help"):
-        log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_AREAS)}; each has --help.")
+        log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_COMMANDS)}; each has --help.")
         return 0
-    area = _AREAS.get(command)
-    if area is None:
-        raise ConfigError(f"corpus_store.py: the command {command!r} is not known. Use one of: {', '.join(_AREAS)}.")
-    if area is ImportFlags and words and not words[0].startswith("-"):
+    section = _COMMANDS.get(command)
+    if section is None:
+        raise ConfigError(f"corpus_store.py: the command {command!r} is not known. Use one of: {', '.join(_COMMANDS)}.")
+    if section is ImportFlags and words and not words[0].startswith("-"):
         words.insert(0, "--input")
-    flags = parse_flags(area, words, prog=f"corpus_store.py {command}", description=__doc__ or "")
+    flags = parse_flags(section, words, prog=f"corpus_store.py {command}", description=__doc__ or "")
     if isinstance(flags, ImportFlags):
         return _import(flags)
     if isinstance(flags, BenchFlags):

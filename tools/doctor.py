@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import __version__, log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import ExitCode
 
 OK, SLOW, REFUSED = "ok", "slow", "refused"
@@ -54,7 +54,7 @@ PROJECT = "trident-megatron"
 
 
 @dataclass(frozen=True)
-class DoctorFlags(Area):
+class DoctorFlags(ConfigSection):
     """Flags of this program."""
 
     json: bool = flag(False, "print the findings as one JSON object")

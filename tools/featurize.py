@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, flags_of, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.fields import flags_of
+from megatron.config.sections.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
 
 if TYPE_CHECKING:
     from megatron.corpus.featurize.run import FeaturizeResult, WindowOptions
@@ -32,7 +33,7 @@ _DEFAULT_STRIDE = 128
 
 
 @dataclass(frozen=True)
-class FeaturizeFlags(Area):
+class FeaturizeFlags(ConfigSection):
     """jax-lm-training's flags of this step, and those of `tools/preprocess_data.py` that choose texts."""
 
     input: tuple[str, ...] = flag(

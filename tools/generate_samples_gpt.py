@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ModelConfig, ParallelConfig, RunConfig
-from megatron.config.flags import Area, flag
+from megatron.config import ConfigSection, ParallelConfig, PrecisionConfig, RunConfig, flag
 from megatron.config.overlay import laid_over, parse_over
 from megatron.config.resolve import padded_vocab_size
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
@@ -37,7 +36,7 @@ _USUAL_NEW_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class GenerateFlags(Area):
+class GenerateFlags(ConfigSection):
     """Upstream's flags of this tool; the trainer's come on top."""
 
     load: str = flag(help="folder of checkpoints (the newest good one is used), or one checkpoint")
@@ -99,7 +98,7 @@ class Generator:
             self.mesh,
             tokens,
             Limits(self.new_tokens, model.max_position_embeddings, self.eod_id),
-            Sampling(flags.greedy, flags.temperature, flags.top_k, flags.top_p, model.seed),
+            Sampling(flags.greedy, flags.temperature, flags.top_k, flags.top_p, self.config.random.seed),
             vocab_size=model.vocab_size,
             first_sample=first_sample,
             recompute=flags.recompute,
@@ -198,18 +197,21 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], layout: ParallelConfig
             f"there is no checkpoint in {flags.load} (--load {flags.load}). Give the folder a run saved to."
         )
     record, path = found
-    config = replace(laid_over(RunConfig.from_json(record["config"]), given), parallel=layout)
+    config = laid_over(RunConfig.from_json(record["config"]), given)
+    padding = {name: getattr(config.parallel, name) for name in ("make_vocab_size_divisible_by", "pad_vocab_size_to")}
+    config = replace(config, parallel=replace(layout, **padding))
     tokenizer = _tokenizer(config, given, path)
     check_same_tokenizer(
         f"the checkpoint {path} was trained", TokenizerRecord.from_json(record["tokenizer"]), tokenizer, CheckpointError
     )
-    padded, _ = padded_vocab_size(config, config.model.vocab_size)
+    padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)
     config = replace(config, model=replace(config.model, padded_vocab_size=padded))
-    data = config.data
-    model = build_dense(config.model, mesh, reset_position_ids=data.reset_position_ids, reset_attention_mask=False)
+    model = build_dense(
+        config.model, mesh, seed=config.random.seed, reset_position_ids=config.documents.reset_position_ids
+    )
     load_weights(model, Path(flags.load), mesh)
     new_tokens = _new_tokens(flags.out_seq_length, config.model.max_position_embeddings, mesh)
-    return Generator(flags, new_tokens, config, mesh, tokenizer, model.eval().to(_dtype(config.model, mesh)))
+    return Generator(flags, new_tokens, config, mesh, tokenizer, model.eval().to(_dtype(config.precision, mesh)))
 
 
 def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) -> Tokenizer:
@@ -248,14 +250,14 @@ def _new_tokens(asked: int | None, positions: int, mesh: ParallelMesh) -> int:
     return min(_USUAL_NEW_TOKENS if asked is None else asked, most)
 
 
-def _dtype(model: ModelConfig, mesh: ParallelMesh) -> Any:
+def _dtype(precision: PrecisionConfig, mesh: ParallelMesh) -> Any:
     """The dtype the network was trained in; float32 in place of float16 on the CPU."""
     import torch
 
-    if model.dtype_name == "float16" and mesh.device.type == "cpu":
+    if precision.dtype_name == "float16" and mesh.device.type == "cpu":
         log.info("computing in float32: the CPU is slow in float16, the dtype of the checkpoint")
         return torch.float32
-    return getattr(torch, model.dtype_name)
+    return getattr(torch, precision.dtype_name)
 
 
 def _read_prompts(path: str | None) -> list[str] | None:

@@ -14,14 +14,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ParallelConfig
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, ParallelConfig, flag, parse_flags
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
 
 @dataclass(frozen=True)
-class MergeFlags(Area):
+class MergeFlags(ConfigSection):
     """Upstream's flags of this tool."""
 
     datasets: tuple[str, ...] = flag(

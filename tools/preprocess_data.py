@@ -14,20 +14,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import (
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.sections.data import (
     TOKENIZERS,
     WORDPIECE_TOKENIZERS,
     merge_file_flag,
     tokenizer_place_flag,
     vocab_file_flag,
 )
-from megatron.config.flags import Area, flag, parse_flags
 
 _SHOWN_FILES = 8
 
 
 @dataclass(frozen=True)
-class PreprocessFlags(Area):
+class PreprocessFlags(ConfigSection):
     """Upstream's flags of this tool, and `--on-bad-line`, `--document-separator`, `--shard`."""
 
     input: tuple[str, ...] = flag(

@@ -19,15 +19,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ParallelConfig
-from megatron.config.data import TOKENIZERS, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, ParallelConfig, flag, parse_flags
+from megatron.config.sections.data import TOKENIZERS, tokenizer_place_flag, vocab_file_flag
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
 
 @dataclass(frozen=True)
-class DistributedPreprocessFlags(Area):
+class DistributedPreprocessFlags(ConfigSection):
     """Upstream's flags of this tool, and `--on-bad-line`."""
 
     input: tuple[str, ...] = flag(

@@ -15,7 +15,6 @@ Writes a JSON object a line: sample, source, pieces (sequence, first token, numb
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ControlConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
-from megatron.config.flags import Area, flag
+from megatron.config import ConfigSection, ControlConfig, DataConfig, OptimConfig, RandomConfig, RunConfig, flag
 from megatron.config.overlay import laid_over, parse_over
 from megatron.config.request import read_group_files
 from megatron.errors import CheckpointError, ConfigError, DataError
@@ -42,7 +40,7 @@ _SHOWN_TOKENS = 6  # at each end, without --all-tokens
 
 
 @dataclass(frozen=True)
-class SampleFlags(Area):
+class SampleFlags(ConfigSection):
     """Upstream's flags of this tool, and where the order comes from; the trainer's come on top."""
 
     load: str | None = flag(None, "folder of checkpoints (the newest is used), or one checkpoint")
@@ -156,29 +154,27 @@ def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
             "its checkpoints with --load."
         )
     config = laid_over(saved, given)
-    model = config.model
-    order = SampleOrder.of_flags(config.data, model.seq_length, model.seed, config.optim, config.control)
+    length, seed = config.data.seq_length, config.random.seed
+    order = SampleOrder.of_flags(config.data, length, seed, config.optim, config.control)
     return Origin(order, config.optim, config.control)
 
 
 def _of_flags(given: Mapping[str, Any]) -> Origin:
     from megatron.train.sample_order import SampleOrder
 
-    areas: dict[str, dict[str, Any]] = {"data": {}, "optim": {"micro_batch_size": 1}, "control": {}, "model": {}}
+    sections: dict[str, dict[str, Any]] = {"data": {}, "optim": {"micro_batch_size": 1}, "control": {}, "random": {}}
     for name, value in given.items():
-        area, _, field = name.partition(".")
-        areas.setdefault(area, {})[field] = value
-    length = areas["model"].get("seq_length")
-    if length is None:
+        section, _, field = name.partition(".")
+        sections.setdefault(section, {})[field] = value
+    if "seq_length" not in sections["data"]:
         raise ConfigError(
             "--seq-length is needed to cut the data into samples as training did; or give --load or --run-dir."
         )
-    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
-    seed = areas["model"].get("seed", defaults["seed"])
-    optim = OptimConfig(**areas["optim"])
-    skipped = areas["control"].get("skip_train_iteration_range", ())
+    data, optim = DataConfig(**sections["data"]), OptimConfig(**sections["optim"])
+    skipped = sections["control"].get("skip_train_iteration_range", ())
     control = ControlConfig(skip_train_iteration_range=skipped)
-    return Origin(SampleOrder.of_flags(DataConfig(**areas["data"]), length, seed, optim, control), optim, control)
+    seed = RandomConfig(**sections["random"]).seed
+    return Origin(SampleOrder.of_flags(data, data.seq_length, seed, optim, control), optim, control)
 
 
 def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 
 if TYPE_CHECKING:
     from megatron.corpus.workers.progress import Progress
 
 
 @dataclass(frozen=True)
-class TrainTokenizerFlags(Area):
+class TrainTokenizerFlags(ConfigSection):
     """What this tool asks for."""
 
     input: tuple[str, ...] = flag(

@@ -15,12 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.sections.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
 
 
 @dataclass(frozen=True)
-class BackFlags(Area):
+class BackFlags(ConfigSection):
     """Flags of this program."""
 
     windows: tuple[str, ...] = flag(

@@ -1,30 +1,46 @@
-"""What the user asked for: one frozen dataclass per area, the flags made from them, and the rules between them.
+"""What the user asked for: a frozen dataclass per section, the flags made from its fields, the rules between sections.
 
 Imports neither torch nor numpy, reads no environment variable and opens no socket; `parse` sees flags and files only.
 """
 
-from megatron.config.control import ControlConfig
-from megatron.config.data import DataConfig, WeightedGroup, WeightedPath
-from megatron.config.model import ModelConfig
-from megatron.config.optim import OptimConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.fields import flag
+from megatron.config.flags import parse_flags
 from megatron.config.parse import parse
 from megatron.config.resolve import Machine, TokenizerFacts, resolve
 from megatron.config.resume import check_resume
 from megatron.config.run import RunConfig
+from megatron.config.section import ConfigSection
+from megatron.config.sections.control import ControlConfig
+from megatron.config.sections.data import DataConfig, WeightedGroup, WeightedPath
+from megatron.config.sections.documents import DocumentConfig
+from megatron.config.sections.kernels import KernelConfig
+from megatron.config.sections.model import ModelConfig
+from megatron.config.sections.optim import OptimConfig
+from megatron.config.sections.parallel import ParallelConfig
+from megatron.config.sections.precision import PrecisionConfig
+from megatron.config.sections.random import RandomConfig
+from megatron.config.sections.recompute import RecomputeConfig
 
 __all__ = [
+    "ConfigSection",
     "ControlConfig",
     "DataConfig",
+    "DocumentConfig",
+    "KernelConfig",
     "Machine",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "PrecisionConfig",
+    "RandomConfig",
+    "RecomputeConfig",
     "RunConfig",
     "TokenizerFacts",
     "WeightedGroup",
     "WeightedPath",
     "check_resume",
+    "flag",
     "parse",
+    "parse_flags",
     "resolve",
 ]

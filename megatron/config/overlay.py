@@ -12,27 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from megatron.config.flags import (
-    MUST_MATCH,
-    Instance,
-    flags_of,
-    missing_problems,
-    read_command_line,
-    resume_rule,
-    without_instance_check,
-    worthwhile_problems,
-)
+from megatron.config.fields import MUST_MATCH, flags_of, resume_rule
+from megatron.config.flags import read_command_line
 from megatron.config.legacy import REFUSED, legacy_flags
 from megatron.config.parse import field_flags
-from megatron.config.run import AREAS, RunConfig
+from megatron.config.run import SECTIONS, RunConfig
+from megatron.config.section import Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.errors import ConfigError
 
 _OWN = "own."
+# What a tool leaves as it was in training, except for the fields named.
+_HOW_IT_WAS_TRAINED = frozenset({"parallel", "optim", "control"})
+_VOCABULARY_PADDING = frozenset({"make_vocab_size_divisible_by", "pad_vocab_size_to"})
 
 
 @dataclass(frozen=True)
 class Request(Generic[Instance]):
-    """The tool's own flags, and the trainer's flags that were given, by "area.field"."""
+    """The tool's own flags, and the trainer's flags that were given, by "section.field"."""
 
     own: Instance
     given: Mapping[str, Any] = field(default_factory=dict)
@@ -44,13 +40,13 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
     Raises:
         ConfigError: with all problems of the command line together.
     """
-    own = {_OWN + one.field: one for one in flags_of(cls)}
+    own = {_OWN + flag.field: flag for flag in flags_of(cls)}
     trainer, legacy = field_flags(), legacy_flags()
-    taken = {spelling for one in own.values() for spelling in one.spellings}
+    taken = {spelling for flag in own.values() for spelling in flag.spellings}
     flags = {
-        name: one
-        for name, one in {**trainer, **{key: entry.flag for key, entry in legacy.items()}}.items()
-        if not taken.intersection(one.spellings)
+        name: flag
+        for name, flag in {**trainer, **{key: entry.flag for key, entry in legacy.items()}}.items()
+        if not taken.intersection(flag.spellings)
     }
     groups = [
         ("flags", list(own)),
@@ -72,9 +68,9 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
         )
         if sentence is not None and entry.status == REFUSED:
             problems.append(sentence)
-    instance = without_instance_check(cls, values)
-    missing = {one.field for one in own.values() if one.required and one.field not in values}
-    problems += worthwhile_problems([instance], values, reading.broken | missing)
+    instance = build_unchecked(cls, values)
+    missing = {flag.field for flag in own.values() if flag.required and flag.field not in values}
+    problems += relevant_problems([instance], values, reading.broken | missing)
     if problems:
         raise ConfigError(problems)
     return Request(instance, {name: value for name, value in reading.values.items() if name in trainer})
@@ -89,23 +85,23 @@ def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         ConfigError: a given flag contradicts the network in the checkpoint, or a value is illegal.
     """
     problems = []
-    changes: dict[str, dict[str, Any]] = {"model": {}, "data": {}}
+    changes: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
-        area, _, field_name = name.partition(".")
-        if area not in changes:
+        section, _, field_name = name.partition(".")
+        if section in _HOW_IT_WAS_TRAINED and field_name not in _VOCABULARY_PADDING:
             continue
-        changes[area][field_name] = value
-        before = getattr(getattr(saved, area), field_name)
-        rule = resume_rule(AREAS[area].__dataclass_fields__[field_name])  # type: ignore[attr-defined]
-        if area == "model" and rule == MUST_MATCH and value != before:
+        changes.setdefault(section, {})[field_name] = value
+        before = getattr(getattr(saved, section), field_name)
+        rule = resume_rule(SECTIONS[section].__dataclass_fields__[field_name])  # type: ignore[attr-defined]
+        if section == "model" and rule == MUST_MATCH and value != before:
             option = f"--{field_name.replace('_', '-')}"
             problems.append(
                 f"{option} {value} is given, but the checkpoint holds a network with {before}. Drop {option}."
             )
     if problems:
         raise ConfigError(problems)
-    dtypes = {"fp16", "bf16"} & changes["model"].keys()
-    if dtypes:
-        changes["model"] = {"fp16": False, "bf16": False, **changes["model"]}
-    areas = {area: dataclasses.replace(getattr(saved, area), **values) for area, values in changes.items()}
-    return dataclasses.replace(saved, **areas)
+    precision = changes.get("precision", {})
+    if precision.keys() & {"fp16", "bf16"}:
+        changes["precision"] = {"fp16": False, "bf16": False, **precision}
+    sections = {section: dataclasses.replace(getattr(saved, section), **values) for section, values in changes.items()}
+    return dataclasses.replace(saved, **sections)

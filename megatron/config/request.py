@@ -6,9 +6,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.config.control import ControlConfig
-from megatron.config.data import SENTENCEPIECE_TOKENIZERS, TOKENIZERS, WORDPIECE_TOKENIZERS, DataConfig, shown_split
-from megatron.config.optim import OptimConfig
+from megatron.config.sections.control import ControlConfig
+from megatron.config.sections.data import (
+    SENTENCEPIECE_TOKENIZERS,
+    TOKENIZERS,
+    WORDPIECE_TOKENIZERS,
+    DataConfig,
+    shown_split,
+)
+from megatron.config.sections.optim import OptimConfig
 from megatron.errors import ConfigError
 
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.optim import OptimConfig
 from megatron.config.run import RunConfig
+from megatron.config.sections.optim import OptimConfig
+from megatron.config.sections.parallel import ParallelConfig
 from megatron.errors import ConfigError
 
 
@@ -42,7 +43,7 @@ def resolve(config: RunConfig, machine: Machine, tokenizer: TokenizerFacts) -> R
     problems.extend(_dtype_problems(config, machine))
     layout_problems = list(_layout_problems(config, machine))
     problems.extend(layout_problems)
-    padded, found = padded_vocab_size(config, tokenizer.vocab_size)
+    padded, found = padded_vocab_size(config.parallel, tokenizer.vocab_size)
     problems.extend(found)
     copies = max(1, machine.world_size // config.parallel.model_parallel_size)
     batch, found = _global_batch(config, copies)
@@ -68,15 +69,14 @@ def resolve(config: RunConfig, machine: Machine, tokenizer: TokenizerFacts) -> R
     return dataclasses.replace(config, **changes)
 
 
-def padded_vocab_size(config: RunConfig, vocab_size: int) -> tuple[int, list[str]]:
+def padded_vocab_size(parallel: ParallelConfig, vocab_size: int) -> tuple[int, list[str]]:
     """Rows of the word embedding over all ranks, and what is wrong with them.
 
     Source: bigscience Megatron-DeepSpeed `megatron/tokenizer/tokenizer.py`, `_vocab_size_with_padding`.
     """
-    model, ranks = config.model, config.parallel.tensor_model_parallel_size
-    size = model.pad_vocab_size_to
+    size = parallel.pad_vocab_size_to
     if size is None:
-        multiple = model.make_vocab_size_divisible_by * ranks
+        multiple = parallel.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
         return -(-vocab_size // multiple) * multiple, []
     problems = []
     if size < vocab_size:
@@ -107,9 +107,9 @@ def steps_from_samples(optim: OptimConfig, full_batch: int, samples: int) -> int
 
 
 def _dtype_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
-    if config.model.fp16 and not machine.supports_fp16:
+    if config.precision.fp16 and not machine.supports_fp16:
         yield f"--fp16 does not train on this machine ({machine.device_type}). Use --bf16, or drop --fp16 for float32."
-    if config.model.bf16 and not machine.supports_bf16:
+    if config.precision.bf16 and not machine.supports_bf16:
         yield f"--bf16 does not train on this machine ({machine.device_type}). Use --fp16, or drop --bf16 for float32."
 
 
@@ -176,9 +176,9 @@ def _backend(config: RunConfig, machine: Machine) -> tuple[str, list[str]]:
 
 
 def _zero_stage(config: RunConfig) -> tuple[int, list[str]]:
-    if config.parallel.zero_stage == 0 and config.model.dtype_name != "float32":
+    if config.parallel.zero_stage == 0 and config.precision.dtype_name != "float32":
         notice = (
-            f"--zero-stage 0 in {config.model.dtype_name} runs as stage 1 with float32 accumulation: DeepSpeed's "
+            f"--zero-stage 0 in {config.precision.dtype_name} runs as stage 1 with float32 accumulation: DeepSpeed's "
             "half-precision optimizer without ZeRO takes a wrong first step."
         )
         return 1, [notice]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import RunConfig
-from megatron.config.deepspeed_file import GOVERNED, read_deepspeed_file
+from megatron.config.files.deepspeed_file import GOVERNED, read_deepspeed_file
 from megatron.errors import ConfigError
 
 # DeepSpeed's own progress lines are replaced by ours; it has no switch for "never".

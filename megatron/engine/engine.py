@@ -15,6 +15,7 @@ import torch
 from megatron.config import OptimConfig, PrecisionConfig
 from megatron.engine.deepspeed_setup import initialize, join_deepspeed
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
+from megatron.engine.pipeline import StageHooks
 from megatron.engine.stage_build import build_module
 from megatron.engine.totals import StepResult, StepTotals
 from megatron.model.auxiliary import AuxiliaryLosses
@@ -64,11 +65,9 @@ class Engine:
         self._target_names: tuple[str, ...] = ()
         self._last_norm: torch.Tensor | float = 0.0
         join_deepspeed()
-        self.module = build_module(network, mesh, settings, steps, seed, self._pipeline_loss)
+        hooks = StageHooks(self._pipeline_loss, self._loss_scale, self._take_auxiliary)
+        self.module = build_module(network, mesh, settings, steps, seed, hooks)
         self.deepspeed = initialize(settings, optim, mesh, self.module)
-        if self.is_pipelined:
-            self.module.backward_scale = self._loss_scale
-            self.module.take_auxiliary = self._take_auxiliary
         if self.zero_stage == 0:
             self.deepspeed.clip_fp32_gradients = self._clip_gradients
 
@@ -237,6 +236,8 @@ class Engine:
             torch._foreach_mul_(gradients, (limit / (norm + 1.0e-6)).clamp(max=1.0).to(torch.float32))
 
 
-def _pipeline_input(batches: Sequence[DeviceBatch]) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
+def _pipeline_input(
+    batches: Sequence[DeviceBatch],
+) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
     """Micro-batches as DeepSpeed's pipeline engine takes them."""
     return iter([((*batch.inputs, *batch.passed), batch.targets) for batch in batches])

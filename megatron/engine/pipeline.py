@@ -6,6 +6,7 @@ Stages exchange tensors: here, and only here, a `StepContext` becomes tensors an
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,21 @@ from megatron.model.step_context import StepSettings
 from megatron.parallel.mesh import Axis, ParallelMesh
 
 
+@dataclass(frozen=True)
+class StageHooks:
+    """What a stage asks of the engine.
+
+    Attributes:
+        loss: from the outputs and the targets of a micro-batch to its loss.
+        backward_scale: the factor that the loss is multiplied by before backward.
+        take_auxiliary: is given the losses that layers added in a forward pass.
+    """
+
+    loss: Callable[..., torch.Tensor]
+    backward_scale: Callable[[], float]
+    take_auxiliary: Callable[[AuxiliaryLosses], None]
+
+
 class StageModule(PipelineModule):
     """A stack of layers as a `PipelineModule`.
 
@@ -30,7 +46,7 @@ class StageModule(PipelineModule):
 
     Args:
         stack: the layers of this stage.
-        loss: from the outputs and the targets of a micro-batch to its loss.
+        hooks: what the stage asks of the engine.
         tied: the weights that another stage holds too, each with the axis over which their gradients are summed.
     """
 
@@ -39,18 +55,17 @@ class StageModule(PipelineModule):
         stack: LayerStack,
         mesh: ParallelMesh,
         settings: StepSettings,
-        loss: Callable[..., torch.Tensor],
+        hooks: StageHooks,
         tied: list[tuple[nn.Parameter, Axis]],
     ) -> None:
         nn.Module.__init__(self)
         self.stack = stack
         self.settings = settings
-        self.backward_scale: Callable[[], float] = lambda: 1.0
-        self.take_auxiliary: Callable[[AuxiliaryLosses], None] = lambda losses: None
+        self._hooks = hooks
         self._tied = tied
         self._is_last = mesh.is_last_stage
         self._grid = PipelineGrid(mesh)
-        self.loss_fn = loss
+        self.loss_fn = hooks.loss
         self.num_stages, self.stage_id = mesh.pp.size, mesh.pp.rank
         self.parts = list(range(mesh.pp.size + 1))
         self._local_start, self._local_stop = mesh.pp.rank, mesh.pp.rank + 1
@@ -63,9 +78,9 @@ class StageModule(PipelineModule):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """Runs the stage on what the loader or the stage before it gave."""
         own, passed = inputs[: -self.settings.tensor_count], inputs[-self.settings.tensor_count :]
-        context = self.settings.context(*passed, backward_scale=self.backward_scale())
+        context = self.settings.context(*passed, backward_scale=self._hooks.backward_scale())
         hidden = self.stack(own[0] if len(own) == 1 else own, context)
-        self.take_auxiliary(context.auxiliary)
+        self._hooks.take_auxiliary(context.auxiliary)
         return hidden if self._is_last else (hidden, *context.tensors)
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.engine.deepspeed_setup import quiet
 from megatron.engine.grid import ModelParallelUnit
-from megatron.engine.pipeline import StageModule
+from megatron.engine.pipeline import StageHooks, StageModule
 from megatron.engine.stages import stage_bounds
 from megatron.model.network import LayerSpec, LayerStack, build_layer
 from megatron.model.step_context import StepSettings
@@ -27,7 +27,7 @@ def build_module(
     settings: Mapping[str, Any],
     steps: StepSettings,
     seed: int,
-    pipeline_loss: Callable[..., torch.Tensor],
+    hooks: StageHooks,
 ) -> nn.Module:
     """Builds this rank's part of a network with its initial values: one stage of a pipeline, or the whole.
 
@@ -36,7 +36,7 @@ def build_module(
         settings: what DeepSpeed is told; under ZeRO-3 each layer is partitioned as soon as it is built.
         steps: what all micro-batches have in common.
         seed: initial values are drawn with it.
-        pipeline_loss: from the outputs and targets of a micro-batch to its loss, for a pipeline's last stage.
+        hooks: what a pipeline stage asks of the engine.
     """
     bounds = stage_bounds(network, mesh.pp.size)
     own = network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]]
@@ -47,13 +47,13 @@ def build_module(
     _mark_for_deepspeed(stack, mesh)
     if mesh.pp.size == 1:
         return stack
-    return StageModule(stack, mesh, steps, pipeline_loss, _tied_weights(network, own, stack, mesh))
+    return StageModule(stack, mesh, steps, hooks, _tied_weights(network, own, stack, mesh))
 
 
 def _partitioned_stack(
     specs: Sequence[LayerSpec], mesh: ParallelMesh, settings: Mapping[str, Any], dtype: torch.dtype, seed: int
 ) -> LayerStack:
-    """Builds layer by layer under `zero.Init`: a rank never holds more than one whole layer, and draws only its part."""
+    """Builds layer by layer under `zero.Init`: a rank holds at most one whole layer, and draws only its own part."""
     zero = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": settings["zero_optimization"],
@@ -108,9 +108,9 @@ def _tied_weights(
 ) -> list[tuple[nn.Parameter, Axis]]:
     """The weights that this stage and another one both hold, each with the axis over which gradients are summed."""
     names = {spec.name for spec in own}
-    tied = []
+    tied: list[tuple[nn.Parameter, Axis]] = []
     for spec in network:
         here = {spec.name, spec.tied_to} & names if spec.tied_to is not None else set()
         if len(here) == 1:
-            tied.append((stack.layer(here.pop()).weight, mesh.embedding))  # type: ignore[arg-type]
+            tied.append((stack.weight_of(here.pop()), mesh.embedding))
     return tied

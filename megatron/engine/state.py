@@ -1,9 +1,9 @@
 """The fp32 weights and optimizer moments inside DeepSpeed, as named pieces.
 
-One walk (`optimizer_slices`) finds for every local parameter which flat range of it this rank holds and where its master
-weight and moments live, for every optimizer DeepSpeed may return. Saving and loading are two uses of that walk. The
-base optimizer's own state is addressed directly, so nothing depends on DeepSpeed's linking of fragments (which misses
-all groups but the first).
+One walk (`optimizer_slices`) finds for every local parameter which flat range of it this rank holds and where its
+master weight and moments live, for every optimizer DeepSpeed may return. Saving and loading are two uses of that walk.
+The base optimizer's own state is addressed directly, so nothing depends on DeepSpeed's linking of fragments (which
+misses all groups but the first).
 """
 
 from __future__ import annotations
@@ -122,9 +122,7 @@ def optimizer_slices(engine: Engine) -> Iterator[OptimizerSlice]:
             yield OptimizerSlice(name, spec, *found, is_counted=spec.is_counted(engine.mesh))
 
 
-def _partitioned_slice(
-    engine: Engine, parameter: nn.Parameter
-) -> tuple[int, torch.Tensor, torch.Tensor, int] | None:
+def _partitioned_slice(engine: Engine, parameter: nn.Parameter) -> tuple[int, torch.Tensor, torch.Tensor, int] | None:
     """ZeRO-1/2 and the BF16 optimizer: a flat fp32 partition per parameter group, cut over the data-parallel ranks."""
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is None:

@@ -87,7 +87,8 @@ class LayerStack(nn.Module):
         built: dict[str, nn.Module] = {}
         for spec in specs:
             shared = built.get(spec.tied_to) if spec.tied_to is not None else None
-            module = (build or build_layer)(spec, None if shared is None else _weight_of(shared, spec))
+            weight = None if shared is None else _shared_weight(shared, str(spec.tied_to))
+            module = (build or build_layer)(spec, weight)
             if shared is None:
                 name_parameters(spec, module)
                 if seed is not None:
@@ -121,6 +122,14 @@ class LayerStack(nn.Module):
                 return module
         raise ConfigError(f"layer {name} is not among the {len(self._layers)} layers of this stage.")
 
+    def weight_of(self, name: str) -> nn.Parameter:
+        """The weight that a layer shares with others.
+
+        Raises:
+            ConfigError: the layer is not in this stack, or has no weight.
+        """
+        return _shared_weight(self.layer(name), name)
+
     def new_caches(self, capacity: int) -> list[KeyValueCache]:
         """Empty caches, one per block, for generating sequences of up to `capacity` tokens."""
         return [KeyValueCache(capacity) for spec, _ in self._layers if spec.kind is LayerKind.BLOCK]
@@ -147,12 +156,10 @@ def draw_initial_values(module: nn.Module, seed: int) -> None:
             normal_(parameter.detach().view(-1), spec, seed, parameter.global_name)  # type: ignore[attr-defined]
 
 
-def _weight_of(module: nn.Module, spec: LayerSpec) -> nn.Parameter:
+def _shared_weight(module: nn.Module, name: str) -> nn.Parameter:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter):
-        raise ConfigError(
-            f"layer {spec.name} is tied to {spec.tied_to}, but a {type(module).__name__} has no weight to share."
-        )
+        raise ConfigError(f"layer {name} is a {type(module).__name__}, which has no weight for other layers to share.")
     return weight
 
 

@@ -122,7 +122,9 @@ class StepSettings:
             first_sample=int(sample_ids[0]) if first_sample is None else first_sample,
             seed=self.seed,
             position_offset=caches[0].length if caches else 0,
-            position_ids=restarted_positions(segment_ids) if self.restart_positions and segment_ids is not None else None,
+            position_ids=restarted_positions(segment_ids)
+            if self.restart_positions and segment_ids is not None
+            else None,
             segment_ids=segment_ids,
             mask=MaskKind.DOCUMENTS if separate else MaskKind.CAUSAL,
             attention_bias=document_bias(segment_ids, self.dtype) if separate and segment_ids is not None else None,

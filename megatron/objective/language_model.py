@@ -51,13 +51,13 @@ class LanguageModelObjective:
         """Tokens whose loss counts."""
         return float(batch.loss_mask.sum(dtype=np.float64))
 
-    def __call__(self, logits: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
+    def __call__(self, outputs: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
         """The sum of the tokens' losses.
 
-        Shapes: logits `[b, s, v/t]`; labels and loss_mask `[b, s]`; source_ids `[b]`.
+        Shapes: outputs (logits) `[b, s, v/t]`; labels and loss_mask `[b, s]`; source_ids `[b]`.
         """
         mask = targets["loss_mask"]
-        losses = vocab_parallel_cross_entropy(logits, targets["labels"], self.axis, self.vocab_size) * mask  # [b, s]
+        losses = vocab_parallel_cross_entropy(outputs, targets["labels"], self.axis, self.vocab_size) * mask  # [b, s]
         metrics = {}
         if "source_ids" in targets:
             for name, values in ((SOURCE_LOSS, losses.detach()), (SOURCE_TOKENS, mask)):

@@ -82,7 +82,9 @@ class ShardSpec:
                 check_divisible(stored, dimension.axis, dimension.name)
         names = self.split_axes
         if len(set(names)) < len(names):
-            raise ConfigError(f"a parameter of shape {list(self.shape)} is split twice by one axis ({', '.join(names)}).")
+            raise ConfigError(
+                f"a parameter of shape {list(self.shape)} is split twice by one axis ({', '.join(names)})."
+            )
 
     @classmethod
     def vector(cls, size: int, axis: Axis | None = None, *, name: str = "features") -> ShardSpec:
@@ -176,4 +178,3 @@ def check_divisible(number: int, axis: Axis, what: str) -> None:
             f"{number} {what} cannot be split over {axis.size} ranks ({flag} {axis.size}). The number must be a "
             f"multiple of the ranks."
         )
-

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron.config.data import SENTENCEPIECE_TOKENIZERS, TOKENIZERS, WORDPIECE_TOKENIZERS
+from megatron.config.sections.data import SENTENCEPIECE_TOKENIZERS, TOKENIZERS, WORDPIECE_TOKENIZERS
 from megatron.errors import ConfigError
 from megatron.tokenizers.gpt2 import GPT2_END_OF_DOCUMENT, gpt2_tokenizer
 from megatron.tokenizers.hugging_face import hugging_face_tokenizer

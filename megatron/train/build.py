@@ -104,7 +104,7 @@ class Run:
 
     def skip_unwanted_data(self) -> None:
         """Passes over the data of `--skip-train-iteration-range` without training on it."""
-        self.progress = self.skips.passed(self.progress, self.config.optim, self.config.model.seq_length)
+        self.progress = self.skips.passed(self.progress, self.config.optim, self.config.data.seq_length)
 
     def is_due(self, interval: int | None) -> bool:
         """Whether something that happens every `interval` steps happens after this one."""
@@ -222,8 +222,8 @@ def _build(
         options=BatchOptions(
             eod_id=tokenizer.eod_id,
             vocab_size=config.model.vocab_size,
-            eod_mask_loss=config.data.eod_mask_loss,
-            segments=config.data.reset_position_ids or config.data.reset_attention_mask,
+            eod_mask_loss=config.documents.eod_mask_loss,
+            segments=config.documents.needs_segments,
         ),
         report=_open_report(config, mesh, sizes[1], names, is_resume=record is not None),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
@@ -264,7 +264,7 @@ def step_settings(config: RunConfig) -> StepSettings:
     recompute = Recompute.NONE
     if config.recompute.checkpoint_activations:
         recompute = Recompute.BLOCKS
-    elif config.recompute.recompute_granularity == "selective":
+    elif config.recompute.recomputes_attention:
         recompute = Recompute.ATTENTION
     return StepSettings(
         seed=config.random.seed,
@@ -294,10 +294,8 @@ def _open_data(
     samples = (0 if config.control.eval_only else train, valid, test)
 
     def build(build_indices: bool) -> tuple[SplitDatasets, DataPlan]:
-        model, consumed = config.model, progress.consumed_samples
-        return build_split_datasets(
-            config.data, model.seq_length, model.seed, samples, stored, build_indices, consumed, tokenizer
-        )
+        length, seed, consumed = config.data.seq_length, config.random.seed, progress.consumed_samples
+        return build_split_datasets(config.data, length, seed, samples, stored, build_indices, consumed, tokenizer)
 
     built: list[tuple[SplitDatasets, DataPlan]] = []
 
@@ -323,11 +321,13 @@ def _open_report(
     """The console's lines come from the last rank, as upstream's do; all files are written by rank 0."""
     workload = Workload.of(
         config.model,
+        config.data.seq_length,
+        recomputes=config.recompute.checkpoint_activations,
         device_count=mesh.world.size,
-        replica_count=mesh.dp.size,
+        replica_count=mesh.batch.size,
         parameters_without_embeddings=parameters_without_embeddings,
     )
-    arguments = flat_arguments(config)
+    arguments = config.flat()
 
     destinations: list[Destination] = []
 
@@ -344,17 +344,11 @@ def _open_report(
         config.control,
         config.optim,
         workload,
-        shows_loss_scale=config.model.fp16,
+        shows_loss_scale=config.precision.fp16,
         arguments=arguments,
         destinations=destinations,
         source_names=source_names,
     )
-
-
-def flat_arguments(config: RunConfig) -> dict[str, object]:
-    """Every argument by its flag's name, for logs."""
-    areas = (config.model, config.parallel, config.optim, config.data, config.control)
-    return {name: value for area in areas for name, value in dataclasses.asdict(area).items()}
 
 
 def parameter_counts(engine: Engine) -> tuple[int, int]:

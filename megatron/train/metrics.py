@@ -78,12 +78,18 @@ class Workload:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, *, device_count: int, replica_count: int, parameters_without_embeddings: int = 0
+        cls,
+        model: ModelConfig,
+        sequence_length: int,
+        *,
+        recomputes: bool = False,
+        device_count: int,
+        replica_count: int,
+        parameters_without_embeddings: int = 0,
     ) -> Workload:
         """The workload of a resolved model on so many devices."""
-        return cls(
-            model.seq_length, flops_per_sample(model), device_count, replica_count, parameters_without_embeddings
-        )
+        flops = flops_per_sample(model, sequence_length, recomputes)
+        return cls(sequence_length, flops, device_count, replica_count, parameters_without_embeddings)
 
     def gigaflops_without_embeddings(self, tokens: int) -> float:
         """10^9 operations that so many tokens cost, by the 6 N rule without embeddings and recompute."""
@@ -251,7 +257,7 @@ class Interval:
         return mean_of(steps) if steps else None
 
 
-def flops_per_sample(model: ModelConfig) -> float:
+def flops_per_sample(model: ModelConfig, sequence_length: int, recomputes: bool = False) -> float:
     """Floating-point operations to train on one sequence, by upstream's formula.
 
     24 * f * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)) with f = 3, or 4 with recompute. (Upstream has 32 in place of
@@ -260,7 +266,7 @@ def flops_per_sample(model: ModelConfig) -> float:
     Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; Narayanan et al. 2021 (arXiv 2104.04473),
     appendix.
     """
-    layers, hidden, sequence = model.num_layers, model.hidden_size, model.seq_length
-    passes = 4 if model.checkpoint_activations else 3
+    layers, hidden, sequence = model.num_layers, model.hidden_size, sequence_length
+    passes = 4 if recomputes else 3
     shares = 1.0 + sequence / (6.0 * hidden) + model.padded_vocab_size / (16.0 * layers * hidden)
     return 24 * passes * sequence * layers * hidden**2 * shares

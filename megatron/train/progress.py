@@ -199,7 +199,7 @@ def planned_samples(
     its validation data and plans for all of them).
 
     Args:
-        optim: the resolved optimizer area.
+        optim: the resolved optimizer section.
         control: intervals and lengths of evaluation.
         progress: where the run resumes, so that a changed batch size still gives enough samples.
     """

@@ -19,7 +19,7 @@ def test_flat_json(tmp_path: Path) -> None:
         json.dumps({"clip_grad": 2, "adam-beta2": 0.95, "bf16": True, "data_path": ["1", "a"], "save": None})
     )
     config = small(f"--config {file} --adam-beta2 0.9", drop="--data-path")
-    assert (config.optim.clip_grad, config.optim.adam_beta2, config.model.bf16) == (2.0, 0.9, True)
+    assert (config.optim.clip_grad, config.optim.adam_beta2, config.precision.bf16) == (2.0, 0.9, True)
     assert config.data.data_path == ("1", "a") and config.control.save is None
     assert config.provenance["optim.clip_grad"] == "file" and config.provenance["optim.adam_beta2"] == "given"
 
@@ -30,7 +30,9 @@ def test_a_switch_of_the_file_is_undone_on_the_command_line(tmp_path: Path) -> N
     assert small(f"--config {file}").control.exit_on_signal is False
     config = small(f"--config {file} --no-checkpoint-activations --exit-on-signal --no-save-optim false")
     assert (
-        not config.model.checkpoint_activations and config.control.exit_on_signal and not config.control.no_save_optim
+        not config.recompute.checkpoint_activations
+        and config.control.exit_on_signal
+        and not config.control.no_save_optim
     )
 
 

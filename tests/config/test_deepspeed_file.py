@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron.config import RunConfig
-from megatron.config.deepspeed_file import GOVERNED
-from megatron.config.deepspeed_keys import SECTION_KEYS, TOP_LEVEL_KEYS
+from megatron.config.files.deepspeed_file import GOVERNED
+from megatron.config.files.deepspeed_keys import SECTION_KEYS, TOP_LEVEL_KEYS
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -36,8 +36,9 @@ def test_what_was_not_given_comes_from_the_file(tmp_path: Path) -> None:
     config = with_file(tmp_path, tree, drop="--micro-batch-size --global-batch-size")
     optim = config.optim
     assert (optim.micro_batch_size, optim.global_batch_size, optim.clip_grad) == (4, 16, 0.3)
-    assert (optim.loss_scale, optim.initial_loss_scale, optim.hysteresis, optim.min_loss_scale) == (None, 4096, 1, 2)
-    assert config.parallel.zero_stage == 2 and config.model.dtype_name == "float16"
+    scale = config.precision
+    assert (scale.loss_scale, scale.initial_loss_scale, scale.hysteresis, scale.min_loss_scale) == (None, 4096, 1, 2)
+    assert config.parallel.zero_stage == 2 and config.precision.dtype_name == "float16"
     assert config.provenance["optim.clip_grad"] == "file"
 
 

@@ -10,20 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.flags import Area, bound_problems, flag, flags_of, parse_flags
+from megatron.config.fields import flag, flags_of
+from megatron.config.flags import parse_flags
+from megatron.config.section import ConfigSection, bound_problems
 from megatron.errors import ConfigError, ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
-class Tool(Area):
+class Tool(ConfigSection):
     """A tool's flags, one of every kind."""
 
     input: tuple[str, ...] = flag(help="files to read", nargs="+")
     workers: int = flag(1, "processes", at_least=1, at_most=64)
     rate: float = flag(0.5, "a share", above=0, below=1)
-    kind: str = flag("a", "which kind", choices=("a", "b"), way_out="Kind c went away.")
+    kind: str = flag("a", "which kind", choices=("a", "b"), remedy="Kind c went away.")
     vocab_file: str | None = flag(None, "vocabulary", spelled=("--vocab",))
     append_eod: bool = flag(False, "ends documents")
     fast: bool = flag(True, "be fast", spelled=("--no-quick", "--quick"))
@@ -72,11 +74,11 @@ def test_the_last_of_two_wins() -> None:
         ("--input", r"--input takes at least one value"),
         ("--input x --workers", r"--workers takes one value, none given"),
         ("--input x --workers 1 2", r"--workers takes one value, 2 given \(1 2\)"),
-        ("--input x --workers many", r'--workers takes a whole number; "many" is none'),
-        ("--input x --workers 1.5", r'--workers takes a whole number; "1.5" is none'),
-        ("--input x --rate much", r'--rate takes a number; "much" is none'),
+        ("--input x --workers many", r'--workers takes a whole number, not "many"'),
+        ("--input x --workers 1.5", r'--workers takes a whole number, not "1.5"'),
+        ("--input x --rate much", r'--rate takes a number, not "much"'),
         ("--input x --pair 1", r"--pair takes 2 values, 1 given \(1\)"),
-        ("--input x --append-eod maybe", r'--append-eod takes no value, or true or false; "maybe" is neither'),
+        ("--input x --append-eod maybe", r'--append-eod takes no value, or true or false, not "maybe"'),
         ("--input x --workers 0", r"--workers 0 is out of range\. It must be at least 1\."),
         ("--input x --workers 65", r"--workers 65 is out of range\. It must be at most 64\."),
         ("--input x --rate 0", r"--rate 0.0 is out of range\. It must be more than 0\."),
@@ -86,8 +88,8 @@ def test_the_last_of_two_wins() -> None:
         ("--input x --worker 3", r"--worker is not a flag of this program\. Did you mean --workers\?"),
         ("--input x --append_eod", r"--append_eod is not a flag of this program\. Did you mean --append-eod\?"),
         ("--input x --zzz=3", r"--zzz is not a flag of this program\. See --help"),
-        ("--input x --rate nan", r'--rate takes a number; "nan" is none'),
-        ("--input x --rate inf", r'--rate takes a number; "inf" is none'),
+        ("--input x --rate nan", r'--rate takes a number, not "nan"'),
+        ("--input x --rate inf", r'--rate takes a number, not "inf"'),
         ("--input x --rate -1e-3", r"--rate -0\.001 is out of range"),
         ("--input x --vocab-file=", r"--vocab-file takes a text, and its value is empty\. Is a variable"),
         ("stray --input x", r'"stray" belongs to no flag'),
@@ -113,7 +115,7 @@ def test_all_problems_are_shown_together() -> None:
     ]
 
 
-def test_an_area_checks_itself_however_it_is_made() -> None:
+def test_a_section_checks_itself_however_it_is_made() -> None:
     with pytest.raises(ConfigError, match="--workers 13 is unlucky"):
         Tool(input=("x",), workers=13)
     assert list(bound_problems(Tool(input=("x",)))) == []
@@ -161,5 +163,5 @@ def test_a_wrong_flag_ends_the_trainer_with_code_64() -> None:
     )  # fmt: skip
     assert done.returncode == ExitCode.USAGE
     assert "Did you mean --num-layers?" in done.stderr
-    assert '--lr takes a number; "x" is none.' in done.stderr
+    assert '--lr takes a number, not "x".' in done.stderr
     assert "Traceback" not in done.stderr

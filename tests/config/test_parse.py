@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config import ModelConfig, RunConfig, parse
-from megatron.config.data import read_blend, read_weighted_group
 from megatron.config.parse import field_flags
+from megatron.config.sections.data import read_blend, read_weighted_group
 from megatron.errors import ConfigError
 from tests.config.command_lines import small, words
 
 
 def test_values_and_provenance() -> None:
     config = small("--bf16 --clip-grad 0.5")
-    assert (config.model.num_layers, config.optim.clip_grad, config.model.dtype_name) == (4, 0.5, "bfloat16")
+    assert (config.model.num_layers, config.optim.clip_grad, config.precision.dtype_name) == (4, 0.5, "bfloat16")
     assert (config.model.ffn_hidden_size, config.model.kv_channels) == (256, 16)
     assert config.parallel.zero_stage == 1 and config.data.split == "969, 30, 1" and config.control.exit_on_signal
     assert config.was_given("optim.clip_grad") and not config.was_given("optim.weight_decay")
@@ -31,7 +32,7 @@ def test_a_config_is_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "area", "field", "value"),
+    ("text", "section", "field", "value"),
     [
         ("--kill-switch-file stop", "control", "kill_switch_path", "stop"),
         ("--no-log-learnig-rate-to-tensorboard", "control", "log_learning_rate_to_tensorboard", False),
@@ -42,10 +43,10 @@ def test_a_config_is_frozen() -> None:
         ("--local-rank 3", "parallel", "local_rank", 3),
         ("--exit-signal-handler", "control", "exit_on_signal", True),
         ("--no-exit-on-signal", "control", "exit_on_signal", False),
-        ("--no-masked-softmax-fusion", "model", "masked_softmax_fusion", False),
+        ("--no-masked-softmax-fusion", "kernels", "masked_softmax_fusion", False),
         ("--no-bias-gelu-fusion", "model", "bias_gelu_fusion", False),
-        ("--recompute-granularity full", "model", "checkpoint_activations", True),
-        ("--recompute-activations", "model", "recompute_granularity", "selective"),
+        ("--recompute-granularity full", "recompute", "checkpoint_activations", True),
+        ("--recompute-activations", "recompute", "recompute_granularity", "selective"),
         ("--deepspeed", "parallel", "deepspeed", True),
         ("--split 90,10", "data", "split_shares", (0.9, 0.1, 0.0)),
         ("--split 1/1/2", "data", "split_shares", (0.25, 0.25, 0.5)),
@@ -54,8 +55,8 @@ def test_a_config_is_frozen() -> None:
         ("--eval-only False", "control", "eval_only", False),
     ],
 )
-def test_spellings_and_structured_values(text: str, area: str, field: str, value: object) -> None:
-    assert getattr(getattr(small(text), area), field) == value
+def test_spellings_and_structured_values(text: str, section: str, field: str, value: object) -> None:
+    assert getattr(getattr(small(text), section), field) == value
 
 
 def test_weighted_groups() -> None:
@@ -99,7 +100,7 @@ REFUSALS = [
     (
         "--num-attention-heads 5",
         "",
-        r"--hidden-size 64 cannot be shared by --num-attention-heads 5.*use --hidden-size 65",
+        r"--hidden-size 64 cannot be divided among --num-attention-heads 5.*use --hidden-size 65",
     ),
     ("--max-position-embeddings 16", "", r"--max-position-embeddings 16 is less than --seq-length 32"),
     ("--fp16 --bf16", "", r"--fp16 and --bf16 are both given"),
@@ -301,9 +302,9 @@ def test_an_older_file_gets_defaults_and_a_newer_one_is_refused() -> None:
 
 def test_rules_between_areas_hold_for_every_run_config() -> None:
     config = small("--tensor-model-parallel-size 4")
-    model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=2, seq_length=8, max_position_embeddings=8)
+    model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=2, max_position_embeddings=32)
     with pytest.raises(ConfigError, match="2 attention heads cannot be split over 4 ranks"):
-        RunConfig(model, config.parallel, config.optim, config.data, config.control)
+        dataclasses.replace(config, model=model)
 
 
 def test_parse_leaves_the_words_alone() -> None:
@@ -330,7 +331,7 @@ def test_parse_leaves_the_words_alone() -> None:
             ],
         ),
         ("", "--hidden-size", ["--hidden-size is required: width of the model."]),
-        ("--hidden-size wide", "", ['--hidden-size takes a whole number; "wide" is none.']),
+        ("--hidden-size wide", "", ['--hidden-size takes a whole number, not "wide".']),
     ],
 )
 def test_a_wrong_value_is_said_once(text: str, drop: str, problems: list[str]) -> None:

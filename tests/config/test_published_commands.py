@@ -57,7 +57,7 @@ def test_the_first_command_of_the_manual() -> None:
     config = parse(shlex.split(START_FAST + "--fp16"))
     assert config.notices == ()
     on_gpu = resolve(config, Machine("cuda", 1, True, True), GPT2)
-    assert on_gpu.model.dtype_name == "float16" and on_gpu.model.padded_vocab_size == 50304
+    assert on_gpu.precision.dtype_name == "float16" and on_gpu.model.padded_vocab_size == 50304
     with pytest.raises(ConfigError, match=r"--fp16 does not train on this machine \(cpu\)\. Use --bf16") as caught:
         resolve(config, Machine("cpu", 1, False, True), GPT2)
     assert len(caught.value.problems) == 1
@@ -80,11 +80,8 @@ def test_the_command_of_upstreams_training_tests(tmp_path: Path) -> None:
         "--partition-activations",
         "--log-level-replica",
     ]
-    assert (config.optim.initial_loss_scale, config.optim.loss_scale_window, config.optim.loss_scale) == (
-        4096,
-        500,
-        None,
-    )
+    scale = config.precision
+    assert (scale.initial_loss_scale, scale.loss_scale_window, scale.loss_scale) == (4096, 500, None)
     resolved = resolve(config, Machine("cuda", 4, True, True), TokenizerFacts(5120, 0, "f"))
     assert resolved.parallel.data_parallel_size == 1 and resolved.optim.train_iters > 0
 

@@ -84,7 +84,7 @@ HOMES = {
 
 # Packages that may be imported inside a function: they are optional or slow, and one file owns each.
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
-    "yaml": ("megatron/config/config_file.py",),
+    "yaml": ("megatron/config/files/config_file.py",),
     "fcntl": ("megatron/corpus/workers/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
     "tokenizers": (
         "megatron/tokenizers/gpt2.py",
@@ -118,7 +118,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
 # The only module state: which rank speaks, set once by the mesh.
 STATEFUL_FILES = ("megatron/log.py",)
 
-# Who may see the whole RunConfig; everybody else takes the smallest area.
+# Who may see the whole RunConfig; everybody else takes the smallest section.
 SEES_THE_WHOLE = (
     "megatron/config/",
     "megatron/train/build.py",
@@ -398,12 +398,12 @@ def rooms_open_without_side_effects(source: Source) -> Iterator[Finding]:
 
 
 def few_see_the_whole(source: Source) -> Iterator[Finding]:
-    """Only the three files that need it see `RunConfig`; everybody else takes the smallest area."""
+    """Only the three files that need it see `RunConfig`; everybody else takes the smallest section."""
     if not source.is_library or source.is_in(SEES_THE_WHOLE):
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "RunConfig" for alias in node.names):
-            yield node.lineno, "imports RunConfig; take the smallest area of it"
+            yield node.lineno, "imports RunConfig; take the smallest section of it"
 
 
 def the_model_knows_little(source: Source) -> Iterator[Finding]:

@@ -41,7 +41,9 @@ def _ids(batch: int = 3) -> torch.Tensor:
 DOCUMENTS = StepSettings(seed=SEED, restart_positions=True, mask=MaskKind.DOCUMENTS)
 
 
-def _loss(model: LayerStack, tokens: torch.Tensor, ids: torch.Tensor, settings: StepSettings | None = None) -> torch.Tensor:
+def _loss(
+    model: LayerStack, tokens: torch.Tensor, ids: torch.Tensor, settings: StepSettings | None = None
+) -> torch.Tensor:
     axis = model.layer(OUTPUT_LAYER).axis
     return mean_loss(forward(model, tokens, ids, settings=settings), tokens.roll(-1, dims=1), axis)
 
@@ -291,7 +293,7 @@ def test_layouts_that_cannot_be_built_are_refused() -> None:
         build_gpt(tiny_config(129), mesh)
     specs = gpt_layers(tiny_config(), MESH)
     nameless = LayerSpec(WORD_EMBEDDINGS, LayerKind.EMBEDDING, LayerCost(0), nn.Identity)
-    with pytest.raises(ConfigError, match="output_layer is tied to embedding.word_embeddings, but a Identity has no"):
+    with pytest.raises(ConfigError, match="layer embedding.word_embeddings is a Identity, which has no weight"):
         LayerStack([nameless, specs[-1]])
 
 

@@ -65,9 +65,9 @@ def local_batches(recipe: Recipe, config: RunConfig, mesh: ParallelMesh, step: i
     """This rank's micro-batches of one global batch, dealt as the loader deals them."""
     tokens = batch_tokens(recipe, step).numpy()
     mask = batch_mask(recipe, step, uneven).numpy()
-    micro, copies = config.optim.micro_batch_size, mesh.dp.size
+    micro, copies = config.optim.micro_batch_size, mesh.batch.size
     batches = []
-    for first in range(mesh.dp.rank * micro, len(tokens), micro * copies):
+    for first in range(mesh.batch.rank * micro, len(tokens), micro * copies):
         rows = slice(first, first + micro)
         ids = np.arange(first, first + micro, dtype=np.int64) + step * len(tokens)
         batches.append(

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.shard_spec import shard_spec_of
 from tests.helpers.networks import build_gpt
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import LAYOUTS, layout_config, layout_name, legal_zero_stages, train_layouts
@@ -23,7 +24,12 @@ def initial_weights(recipe: Recipe):
     """The weights every layout starts from, under their global names, without vocabulary padding."""
     config = layout_config(recipe, (1, 1, 1), 0, [])
     module = build_gpt(config.model, ParallelMesh.single())
-    return {p.global_name: p.detach()[: p.placement.shape[0]].clone() for p in module.parameters()}
+    return {
+        parameter.global_name: parameter.detach()
+        .view(-1)[: shard_spec_of(parameter).box_numel]
+        .view(-1, *parameter.shape[1:])
+        for parameter in module.parameters()
+    }
 
 
 @pytest.fixture(scope="module")

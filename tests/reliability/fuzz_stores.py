@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 
-from megatron.config.data import DataConfig
+from megatron.config.sections.data import DataConfig
 from megatron.corpus.featurize.run import WindowOptions, featurize_tokens
 from megatron.corpus.stores.operations import ImportOptions, audit, import_files
 from megatron.corpus.stores.writers import open_writer
@@ -44,7 +44,7 @@ def check_ids(ids: np.ndarray, what: str) -> None:
 
 def train(prefix: str, cache: Path, sequence_length: int = 4) -> None:
     """Reads a few batches as training does, and checks their ids."""
-    data = DataConfig(data_path=(prefix,), split="1,0,0", data_cache_path=str(cache))
+    data = DataConfig(seq_length=sequence_length, data_path=(prefix,), split="1,0,0", data_cache_path=str(cache))
     datasets, _ = build_split_datasets(data, sequence_length, SEED, (SAMPLES, 0, 0))
     options = BatchOptions(eod_id=VOCAB_SIZE - 1, vocab_size=VOCAB_SIZE, segments=True)
     if datasets.train is None:

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config.data import DataConfig
 from megatron.config.request import read_group_files
+from megatron.config.sections.data import DataConfig
 from megatron.corpus.preprocess import encode as encode_module
 from megatron.corpus.preprocess.check import examine, report, sample_documents
 from megatron.corpus.preprocess.encode import EncodeOptions
@@ -343,7 +343,9 @@ def _read_blend(folder: Path, undamaged: Path, draw: Random) -> None:
     if problems:
         raise ConfigError(problems)
     data = DataConfig(
-        train_weighted_split_paths=values["data.train_weighted_split_paths"], data_cache_path=str(folder / "cache")
+        seq_length=4,
+        train_weighted_split_paths=values["data.train_weighted_split_paths"],
+        data_cache_path=str(folder / "cache"),
     )
     problems = list(data.problems())
     if problems:

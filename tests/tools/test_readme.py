@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import RunConfig, parse
-from megatron.config.flags import Area, parse_flags
+from megatron.config import ConfigSection, RunConfig, parse, parse_flags
 from megatron.config.overlay import parse_over
 from tests.helpers.recording_shell import recorded
 from tests.reliability.fuzz import FuzzFlags
@@ -73,7 +72,7 @@ def check_tool(path: str, words: list[str]) -> None:
         for one in vars(module).values()
         if dataclasses.is_dataclass(one)
         and isinstance(one, type)
-        and issubclass(one, Area)
+        and issubclass(one, ConfigSection)
         and one.__module__ == module.__name__
     ]
     if len(found) > 1:  # a tool of several commands: the first word names one
@@ -159,7 +158,7 @@ def launched(script: str, folder: Path, *flags: str, **variables: str) -> RunCon
 
 def test_the_single_node_script_on_a_cpu(tmp_path: Path) -> None:
     config = launched("examples/pretrain_gpt_single_node.sh", tmp_path, "--exit-interval", "1", PRECISION="--bf16")
-    assert config.model.bf16 and not config.model.fp16
+    assert config.precision.bf16 and not config.precision.fp16
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (75, True), (77, False)])

@@ -10,12 +10,12 @@ from megatron.train.metrics import Metrics, Workload
 
 
 def optim_config(**changes: Any) -> OptimConfig:
-    """An optimizer area with micro batch 2 and, unless changed, a global batch of 8."""
+    """An optimizer section with micro batch 2 and, unless changed, a global batch of 8."""
     return OptimConfig(**{"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, **changes})
 
 
 def control_config(**changes: Any) -> ControlConfig:
-    """A control area with a log line at every step."""
+    """A control section with a log line at every step."""
     return ControlConfig(**{"log_interval": 1, **changes})
 
 
@@ -25,7 +25,6 @@ def model_config(**changes: Any) -> ModelConfig:
         "num_layers": 2,
         "hidden_size": 12,
         "num_attention_heads": 2,
-        "seq_length": 36,
         "max_position_embeddings": 36,
     }
     return ModelConfig(**{**sizes, "vocab_size": 90, "padded_vocab_size": 96, **changes})

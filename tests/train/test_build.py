@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from megatron.config import Machine, TokenizerFacts, resolve
-from megatron.config.run import AREAS
+from megatron.config.run import SECTIONS
 from megatron.data.datasets.build import SplitDatasets
 from megatron.data.datasets.sample import Sample
 from megatron.data.loader import BatchOptions
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.build import Run, flat_arguments, open_run, parameter_counts
+from megatron.train.build import Run, open_run, parameter_counts
 from megatron.train.progress import Progress
 from megatron.train.skip import SkipRanges
 from megatron.train.stop import Verdict
@@ -108,9 +108,9 @@ def test_closing_a_run_that_read_nothing() -> None:
 
 
 def test_every_argument_is_logged_under_its_own_name() -> None:
-    fields = [field.name for area in AREAS.values() for field in dataclasses.fields(area)]
-    assert len(fields) == len(set(fields)), "two areas use one name, and one of them would be lost"
-    arguments = flat_arguments(run_of().config)
+    fields = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
+    assert len(fields) == len(set(fields)), "two sections use one name, and one of them would be lost"
+    arguments = run_of().config.flat()
     assert set(arguments) == set(fields)
     assert (arguments["hidden_size"], arguments["micro_batch_size"], arguments["world_size"]) == (64, 2, 1)
 

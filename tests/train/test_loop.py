@@ -26,7 +26,8 @@ class FakeRun:
         self.config = SimpleNamespace(
             control=control_config(**{"eval_interval": 2, **control}),
             optim=optim_config(train_iters=train_iters, lr=1.0, lr_decay_style="constant"),
-            model=SimpleNamespace(seq_length=10, fp16=False),
+            data=SimpleNamespace(seq_length=10),
+            precision=SimpleNamespace(fp16=False),
         )
         self.progress = Progress()
         self.engine = SimpleNamespace(train_batch=self._train)
@@ -163,5 +164,5 @@ def test_numbers_that_are_none_end_the_run_reported_and_unsaved(loss: float, nor
 
 def test_an_overflow_in_fp16_is_the_loss_scaler_s_business() -> None:
     run = FakeRun()
-    run.config.model.fp16 = True
+    run.config.precision.fp16 = True
     check_numbers(run, math.inf, math.nan)

@@ -13,12 +13,12 @@ from tests.train.samples import WORKLOAD, Outcome, metrics, model_config
 
 def test_flops_computed_by_hand() -> None:
     # s 36, L 2, h 12, V 96: 1 + 36/72 + 96/384 = 1.75; 36 * 2 * 144 = 10368
-    assert flops_per_sample(model_config()) == 24 * 3 * 10368 * 1.75
-    assert flops_per_sample(model_config(checkpoint_activations=True)) == 24 * 4 * 10368 * 1.75
+    assert flops_per_sample(model_config(), 36) == 24 * 3 * 10368 * 1.75
+    assert flops_per_sample(model_config(), 36, recomputes=True) == 24 * 4 * 10368 * 1.75
 
 
 def test_workload_of_a_model() -> None:
-    workload = Workload.of(model_config(), device_count=4, replica_count=2, parameters_without_embeddings=10)
+    workload = Workload.of(model_config(), 36, device_count=4, replica_count=2, parameters_without_embeddings=10)
     assert workload == Workload(36, 24 * 3 * 10368 * 1.75, 4, 2, 10)
 
 

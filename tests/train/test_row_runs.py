@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.data import DataConfig
+from megatron.config.sections.data import DataConfig
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.windows import shard_name
@@ -75,7 +75,7 @@ def unigram_losses(rank: int, paths: list[str], probabilities: list[float]) -> l
                     weight[0] = 1.0
     results = []
     for path in paths:
-        datasets, _ = build_split_datasets(DataConfig(valid_data_path=(path,)), 8, 1, (0, 4, 0))
+        datasets, _ = build_split_datasets(DataConfig(seq_length=8, valid_data_path=(path,)), 8, 1, (0, 4, 0))
         batches = MicroBatches(datasets.valid["valid"], first_sample=0, global_batch_size=4, micro_batch_size=2)
         results.append(engine.evaluate(batches))
     return results

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.data import DataConfig
+from megatron.config.sections.data import DataConfig
 from megatron.data.datasets import build as split_datasets
 from megatron.data.datasets.build import build_split_datasets, data_fingerprint, describe
 from megatron.data.datasets.gpt import GPTDataset
@@ -28,7 +28,7 @@ def build(data: DataConfig, samples=(9, 0, 0), plan=None, seed=1234, sequence_le
 
 
 def config(*path: str, split: str = "1,0,0", **flags) -> DataConfig:
-    return DataConfig(data_path=path, split=split, **flags)
+    return DataConfig(seq_length=8, data_path=path, split=split, **flags)
 
 
 def rows_of(dataset, first: int = 0, last: int | None = None) -> list[list[int]]:
@@ -156,6 +156,7 @@ def test_weighted_groups_have_names_and_ranges(tmp_path):
     first = write_corpus(tmp_path / "first", [10] * 10)
     second = write_corpus(tmp_path / "second", [10] * 10, first_id=1000)
     data = DataConfig(
+        seq_length=8,
         train_weighted_split_paths=(f"MAIN: 0.7 0:0.8 {first}, 0.3 0:1 {second}",),
         valid_weighted_split_paths=(f"WEB: 1 0.8:0.9 {first}", f"BOOKS: 1 0.9:1 {first}, 1 0:1 {second}"),
     )
@@ -170,7 +171,7 @@ def test_weighted_groups_have_names_and_ranges(tmp_path):
 def test_separate_files_per_split(tmp_path):
     train = write_corpus(tmp_path / "train", [10] * 10)
     valid = write_corpus(tmp_path / "valid", [10] * 10, first_id=1000)
-    datasets, _ = build(DataConfig(train_data_path=(train,), valid_data_path=(valid,)), (9, 3, 3))
+    datasets, _ = build(DataConfig(seq_length=8, train_data_path=(train,), valid_data_path=(valid,)), (9, 3, 3))
     assert datasets.train[0].max() < 100 and datasets.valid["valid"][0].min() >= 1000 and datasets.test == {}
 
 
@@ -191,7 +192,7 @@ def test_a_plan_moves_with_its_files_but_not_to_other_data(tmp_path):
     with pytest.raises(DataError, match=r"not that of the run to be resumed: .*corpus \[0, 10\) .*other .*--finetune"):
         build(config(other), plan=plan)
     with pytest.raises(DataError, match="now there is none"):
-        build(DataConfig(), (0, 0, 0), plan=plan)
+        build(DataConfig(seq_length=8), (0, 0, 0), plan=plan)
     with pytest.raises(DataError, match="planned with --seq-length 8, this run has --seq-length 16"):
         build(config(prefix), plan=plan, sequence_length=16)
     with pytest.raises(DataError, match="planned with --seed 1234, this run has --seed 1"):
@@ -202,8 +203,10 @@ def test_evaluation_data_may_change_on_a_resume(tmp_path, capsys):
     train = write_corpus(tmp_path / "train", [10] * 10)
     first = write_corpus(tmp_path / "first", [10] * 10)
     second = write_corpus(tmp_path / "second", [11] * 10)
-    _, plan = build(DataConfig(train_data_path=(train,), valid_data_path=(first,)), (9, 3, 0))
-    datasets, after = build(DataConfig(train_data_path=(train,), valid_data_path=(second,)), (9, 3, 0), plan=plan)
+    _, plan = build(DataConfig(seq_length=8, train_data_path=(train,), valid_data_path=(first,)), (9, 3, 0))
+    datasets, after = build(
+        DataConfig(seq_length=8, train_data_path=(train,), valid_data_path=(second,)), (9, 3, 0), plan=plan
+    )
     assert after.valid[0].sources[0].prefix == second and len(datasets.valid["valid"]) >= 3
     assert "the evaluation data valid has changed" in capsys.readouterr().err
 
@@ -232,7 +235,7 @@ def test_a_stored_plan_that_cannot_be_read_is_an_error(corpus, change, message):
 
 def test_training_without_data_says_what_is_missing(tmp_path):
     with pytest.raises(DataError, match="There is no training data. Name it with --data-path"):
-        build(DataConfig())
+        build(DataConfig(seq_length=8))
     prefix = write_corpus(tmp_path / "corpus", [10])
     with pytest.raises(DataError, match="No sequences are left for training: --data-path .* with --split 0,1,0"):
         build(config(prefix, split="0,1,0"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.data import DataConfig
+from megatron.config.sections.data import DataConfig
 from megatron.data.datasets.build import build_split_datasets, check_sources, data_fingerprint, describe
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.windows import WindowFile, shard_name
@@ -42,7 +42,7 @@ def windows(tmp_path: Path) -> str:
 
 
 def test_the_split_cuts_rows(windows: str) -> None:
-    data = DataConfig(data_path=(windows,), split="80,10,10")
+    data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="80,10,10")
     datasets, plan = build(data, (80, 10, 10))
     parts = [datasets.train, datasets.valid["valid"], datasets.test["test"]]
     rows = [sorted(first // LENGTH for first in first_tokens(part, len(part))) for part in parts]
@@ -52,7 +52,7 @@ def test_the_split_cuts_rows(windows: str) -> None:
 
 
 def test_a_prolonged_run_goes_on_with_whole_epochs(windows: str) -> None:
-    data = DataConfig(data_path=(windows,), split="1,0,0")
+    data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0")
     short, plan = build(data, (130, 0, 0))
     assert len(short.train) == 200
     longer, extended = build(data, (420, 0, 0), plan)
@@ -63,14 +63,14 @@ def test_a_prolonged_run_goes_on_with_whole_epochs(windows: str) -> None:
 
 
 def test_a_resume_with_other_rows_or_another_length_is_refused(windows: str, tmp_path: Path) -> None:
-    data = DataConfig(data_path=(windows,), split="1,0,0")
+    data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0")
     _, plan = build(data, (10, 0, 0))
     with pytest.raises(ConfigError, match=rf"--seq-length 16 does not fit .*, which have {LENGTH} tokens"):
         build(data, (10, 0, 0), plan, length=16)
     (tmp_path / "moved").mkdir()
     for path in tmp_path.glob("wikitext*"):
         path.rename(tmp_path / "moved" / path.name)
-    moved = DataConfig(data_path=(f"{tmp_path}/moved/wikitext.train",), split="1,0,0")
+    moved = DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/moved/wikitext.train",), split="1,0,0")
     assert build(moved, (10, 0, 0), plan)[1].train.sources[0].prefix == f"{tmp_path}/moved/wikitext.train"
     write_windows(tmp_path / "moved" / shard_name("wikitext.train", 2, 4), counting_windows(25, LENGTH))
     with pytest.raises(DataError, match="The training data is not that of the run to be resumed"):
@@ -79,13 +79,13 @@ def test_a_resume_with_other_rows_or_another_length_is_refused(windows: str, tmp
 
 def test_a_changed_blend_goes_on_in_the_windows_where_they_stand(windows: str, tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "corpus", [40] * 50, first_id=10_000)
-    first, plan = build(DataConfig(data_path=(windows,), split="1,0,0"), (30, 0, 0))
-    data = DataConfig(data_path=("1", windows, "1", prefix), split="1,0,0", change_data_blend=True)
+    first, plan = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (30, 0, 0))
+    data = DataConfig(seq_length=LENGTH, data_path=("1", windows, "1", prefix), split="1,0,0", change_data_blend=True)
     stored = DataPlan.from_json(json.loads(json.dumps(plan.to_json())))
     second, changed = build_split_datasets(data, LENGTH, 1234, (90, 0, 0), stored, consumed=30)
     before = first_tokens(first.train, 30)
     after = [token for token in (int(second.train[sample][0]) for sample in range(30, 90)) if token < 10_000]
-    whole, _ = build(DataConfig(data_path=(windows,), split="1,0,0"), (60, 0, 0))
+    whole, _ = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (60, 0, 0))
     assert before + after == first_tokens(whole.train, 60)
     assert [source.is_rows for source in changed.train.sources] == [True, False]
 
@@ -94,7 +94,7 @@ def test_windows_and_token_files_in_one_blend(tmp_path: Path) -> None:
     rows = padded_windows([[1000 + row] * (3 + row % 6) for row in range(20)], LENGTH)
     path = write_windows(tmp_path / "a.parquet", rows)
     prefix = write_corpus(tmp_path / "corpus", [40] * 10)
-    datasets, plan = build(DataConfig(data_path=("1", path, "3", prefix), split="9,1,0"), (40, 4, 0))
+    datasets, plan = build(DataConfig(seq_length=LENGTH, data_path=("1", path, "3", prefix), split="9,1,0"), (40, 4, 0))
     kinds = [first >= 1000 for first in first_tokens(datasets.train, 40)]
     assert sum(kinds) == 10 and [source.is_rows for source in plan.train.sources] == [True, False]
     options = BatchOptions(eod_id=0, vocab_size=2000)
@@ -108,7 +108,7 @@ def test_windows_and_token_files_in_one_blend(tmp_path: Path) -> None:
 
 
 def test_ids_beyond_the_vocabulary_name_the_row(windows: str) -> None:
-    datasets, _ = build(DataConfig(data_path=(windows,), split="1,0,0"), (100, 0, 0))
+    datasets, _ = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (100, 0, 0))
     batches = MicroBatches(
         datasets.train,
         first_sample=0,
@@ -122,7 +122,7 @@ def test_ids_beyond_the_vocabulary_name_the_row(windows: str) -> None:
 
 def test_padding_batches_and_masked_ends_join(tmp_path: Path) -> None:
     path = write_windows(tmp_path / "a.parquet", padded_windows([[5, 9, 6, 9, 7]] * 3, LENGTH))
-    datasets, _ = build(DataConfig(valid_data_path=(path,)), (0, 3, 0))
+    datasets, _ = build(DataConfig(seq_length=LENGTH, valid_data_path=(path,)), (0, 3, 0))
     options = BatchOptions(eod_id=9, eod_mask_loss=True, segments=True)
     (batch,) = MicroBatches(
         datasets.valid["valid"],
@@ -138,22 +138,22 @@ def test_padding_batches_and_masked_ends_join(tmp_path: Path) -> None:
 
 def test_what_a_checkpoint_keeps_of_windows(windows: str, tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "corpus", [5])
-    facts = data_fingerprint(DataConfig(data_path=("1", windows, "1", prefix)))
+    facts = data_fingerprint(DataConfig(seq_length=LENGTH, data_path=("1", windows, "1", prefix)))
     assert facts[windows] == {"windows": 100, "tokens_per_window": LENGTH, "sha256": facts[windows]["sha256"]}
     assert set(facts) == {windows, prefix} and len(facts[windows]["sha256"]) == 64
 
 
 def test_what_can_be_seen_before_anything_is_built(windows: str, tmp_path: Path) -> None:
-    check_sources(DataConfig(data_path=(windows,)), LENGTH)
+    check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), LENGTH)
     with pytest.raises(
         ConfigError, match=r"--seq-length 16 does not fit .*train\*, which have 8.* Give --seq-length 8"
     ):
-        check_sources(DataConfig(data_path=(windows,)), 16)
+        check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), 16)
     (tmp_path / shard_name("wikitext.train", 1, 4)).unlink()
     with pytest.raises(DataError, match="wikitext.train-00001-of-00004 is missing: 3 of 4 shards are there"):
-        check_sources(DataConfig(data_path=(windows,)), LENGTH)
+        check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), LENGTH)
     with pytest.raises(DataError, match=r"nothing.train\* names no Parquet file"):
-        check_sources(DataConfig(data_path=(f"{tmp_path}/nothing.train*",)), LENGTH)
+        check_sources(DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/nothing.train*",)), LENGTH)
 
 
 def test_windows_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_windows_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     path = write_windows(
         tmp_path / "a.parquet", counting_windows(4, LENGTH), tokenizer=TokenizerRecord("theirs", "a" * 64, 600, 7)
     )
-    data = DataConfig(data_path=(path,), split="1,0,0")
+    data = DataConfig(seq_length=LENGTH, data_path=(path,), split="1,0,0")
     match = (
         r"a.parquet was made with another tokenizer \(theirs, fingerprint aaaaaaaaaaaa, 600 tokens\) than this run's"
     )
@@ -174,9 +174,9 @@ def test_windows_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
 def test_a_pattern_that_the_shell_expanded() -> None:
     for paths in (("a.parquet", "b.parquet"), ("a-00000-of-00003", "a-00001-of-00003", "index-cache")):
         with pytest.raises(ConfigError, match="a pattern of Parquet files must be quoted"):
-            DataConfig(data_path=paths)
+            DataConfig(seq_length=LENGTH, data_path=paths)
     with pytest.raises(ConfigError, match=r"followed by its prefix\."):
-        DataConfig(data_path=("a", "b"))
+        DataConfig(seq_length=LENGTH, data_path=("a", "b"))
 
 
 def test_a_group_of_rows_is_decoded_once_for_a_chunk(windows: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,12 +188,12 @@ def test_a_group_of_rows_is_decoded_once_for_a_chunk(windows: str, monkeypatch: 
         return real(self, rows, vocab_size, group)
 
     monkeypatch.setattr(WindowFile, "batches", batches)
-    datasets, _ = build(DataConfig(data_path=(windows,), split="1,0,0"), (100, 0, 0))
+    datasets, _ = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (100, 0, 0))
     assert len(set(first_tokens(datasets.train, 100))) == 100
     assert len(asked) == len(set(asked)) == 4 * 7
 
 
 def test_the_order_of_rows_is_not_that_of_the_files(windows: str) -> None:
-    datasets, _ = build(DataConfig(data_path=(windows,), split="1,0,0"), (100, 0, 0))
+    datasets, _ = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (100, 0, 0))
     rows = np.array(first_tokens(datasets.train, 100)) // LENGTH
     assert abs(np.corrcoef(rows, np.arange(100))[0, 1]) < 0.3

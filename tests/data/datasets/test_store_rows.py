@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.data import DataConfig
+from megatron.config.sections.data import DataConfig
 from megatron.data.datasets.build import build_split_datasets, check_sources, data_fingerprint, describe
 from megatron.data.datasets.store_rows import DocumentEncoder, StoreRows
 from megatron.data.loader import BatchOptions, MicroBatches
@@ -37,7 +37,7 @@ def database(tmp_path: Path):
 
 
 def build(address: str, tokenizer: LibraryTokenizer | None, samples=(40, 0, 0), plan: DataPlan | None = None, **flags):
-    data = DataConfig(**{"data_path": (address,), "split": "1,0,0", **flags})
+    data = DataConfig(**{"seq_length": LENGTH, "data_path": (address,), "split": "1,0,0", **flags})
     return build_split_datasets(data, LENGTH, 1234, samples, plan, tokenizer=tokenizer)
 
 
@@ -161,11 +161,11 @@ def test_stores_that_cannot_be_trained_on(database: Database, tokenizer: Library
     with pytest.raises(DataError, match="there is no collection 'wbe'; it has"):
         build(database.address("wbe"), tokenizer)
     with pytest.raises(DataError, match="nothing.db"):
-        check_sources(DataConfig(data_path=(f"sqlite:///{tmp_path}/nothing.db",)), LENGTH)
-    check_sources(DataConfig(data_path=(database.base,)), LENGTH)
-    check_sources(DataConfig(data_path=("mongodb://nowhere/corpus",)), LENGTH)
+        check_sources(DataConfig(seq_length=LENGTH, data_path=(f"sqlite:///{tmp_path}/nothing.db",)), LENGTH)
+    check_sources(DataConfig(seq_length=LENGTH, data_path=(database.base,)), LENGTH)
+    check_sources(DataConfig(seq_length=LENGTH, data_path=("mongodb://nowhere/corpus",)), LENGTH)
     with pytest.raises(ConfigError, match="mongodb://nowhere names no database"):
-        check_sources(DataConfig(data_path=("mongodb://nowhere",)), LENGTH)
+        check_sources(DataConfig(seq_length=LENGTH, data_path=("mongodb://nowhere",)), LENGTH)
 
 
 def test_no_password_gets_into_plans_and_manifests(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
@@ -173,7 +173,7 @@ def test_no_password_gets_into_plans_and_manifests(tmp_path: Path, tokenizer: Li
         database.write({"web": numbered(TEXTS)})
         address = database.base.replace("//localhost", "//me:secret@localhost")
         datasets, plan = build(address, tokenizer, (4, 0, 0))
-        facts = data_fingerprint(DataConfig(data_path=(address,)))
+        facts = data_fingerprint(DataConfig(seq_length=LENGTH, data_path=(address,)))
     kept = json.dumps([plan.to_json(), facts]) + "".join(describe(datasets, plan))
     assert "secret" not in kept and "me:***@localhost" in kept
     assert list(facts.values()) == [{"documents": 40, "sha256": plan.train.sources[0].fingerprint}]

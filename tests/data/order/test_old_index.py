@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.data import DataConfig
+from megatron.config.sections.data import DataConfig
 from megatron.data.datasets import build as split_datasets
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
@@ -39,7 +39,7 @@ def write_old(prefix: str, first: int = 0, last: int = len(LENGTHS), seed: int =
 
 
 def rows_of(prefix: str, split: str = "1,0,0") -> list[list[int]]:
-    data = DataConfig(data_path=(prefix,), split=split)
+    data = DataConfig(seq_length=SEQUENCE_LENGTH, data_path=(prefix,), split=split)
     train = build_split_datasets(data, SEQUENCE_LENGTH, SEED, (SAMPLES, 0, 0))[0].train
     assert train is not None
     return [train[sample].tolist() for sample in range(len(train))]
@@ -85,7 +85,7 @@ def test_they_are_looked_for_under_the_name_of_a_weighted_group(prefix, capsys):
     write_old(prefix)
     for name in NAMES:
         old_path(prefix, name).rename(old_path(prefix, name, "MAIN"))
-    data = DataConfig(train_weighted_split_paths=(f"MAIN: 1 0:1 {prefix}",))
+    data = DataConfig(seq_length=SEQUENCE_LENGTH, train_weighted_split_paths=(f"MAIN: 1 0:1 {prefix}",))
     build_split_datasets(data, SEQUENCE_LENGTH, SEED, (SAMPLES, 0, 0))
     assert "MAIN_indexmap" in capsys.readouterr().err
 
@@ -190,11 +190,14 @@ def test_files_of_the_other_epoch_rule_are_not_used(tmp_path, capsys):
     samples = 153 + 130  # 85 % of the second epoch
     for name, array in zip(NAMES, build_indices(lengths, np.arange(150), 8, samples, SEED, "nvidia"), strict=True):
         np.save(old_path(prefix, name, samples=samples), array)
-    data = DataConfig(data_path=(prefix,), split="1,0,0")
+    data = DataConfig(seq_length=SEQUENCE_LENGTH, data_path=(prefix,), split="1,0,0")
     build_split_datasets(data, SEQUENCE_LENGTH, SEED, (samples, 0, 0))
     assert "not used (it names sequence" in capsys.readouterr().err
     build_split_datasets(
-        DataConfig(data_path=(prefix,), split="1,0,0", index_epoch_rule="nvidia"), 8, SEED, (samples, 0, 0)
+        DataConfig(seq_length=SEQUENCE_LENGTH, data_path=(prefix,), split="1,0,0", index_epoch_rule="nvidia"),
+        8,
+        SEED,
+        (samples, 0, 0),
     )
     assert "indexmap" not in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.data import DataConfig
+from megatron.config.sections.data import DataConfig
 from megatron.data.datasets.build import build_split_datasets, describe
 from megatron.data.order.plan import DataPlan, GroupPlan, Member, Phase
 from megatron.errors import DataError
@@ -28,7 +28,7 @@ def build(data: DataConfig, samples: int, plan=None, consumed: int = 0):
 
 
 def blend(*words: str, change: bool = True) -> DataConfig:
-    return DataConfig(data_path=words, split="1,0,0", change_data_blend=change)
+    return DataConfig(seq_length=SEQUENCE_LENGTH, data_path=words, split="1,0,0", change_data_blend=change)
 
 
 @pytest.fixture
@@ -161,7 +161,11 @@ def test_a_change_before_the_first_sample_or_twice_at_one_place_leaves_no_empty_
 
 def test_another_range_of_a_file_is_another_source_and_the_line_says_so(prefixes, capsys):
     def ranges(text: str) -> DataConfig:
-        return DataConfig(train_weighted_split_paths=(f"A: 1 {text} {prefixes[0]}",), change_data_blend=True)
+        return DataConfig(
+            seq_length=SEQUENCE_LENGTH,
+            train_weighted_split_paths=(f"A: 1 {text} {prefixes[0]}",),
+            change_data_blend=True,
+        )
 
     _, plan = build(ranges("0:0.5"), 20)
     _, changed = build(ranges("0:1"), 40, plan, consumed=20)

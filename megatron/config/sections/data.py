@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.flags import FROM_CHECKPOINT, RUN_MUST_MATCH, Area, flag
+from megatron.config.fields import FROM_CHECKPOINT, RUN_MUST_MATCH, flag
+from megatron.config.section import ConfigSection
 from megatron.errors import ConfigError
 
 SENTENCEPIECE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
@@ -61,9 +62,12 @@ class WeightedGroup:
 
 
 @dataclass(frozen=True)
-class DataConfig(Area):
-    """Token files, their split or blend, and the tokenizer."""
+class DataConfig(ConfigSection):
+    """Token files, their split or blend, the length of a sample, and the tokenizer."""
 
+    seq_length: int = flag(
+        help="tokens per sample", spelled=("--encoder-seq-length",), at_least=1, resume=RUN_MUST_MATCH
+    )
     data_path: tuple[str, ...] = flag(
         (),
         "one source, or weight source weight source ...: a prefix of token files, a quoted pattern of Parquet windows, "
@@ -98,9 +102,6 @@ class DataConfig(Area):
         choices=("lazy", "cached", "mmap", "infer"),
     )
     num_workers: int = flag(2, "0 reads batches in the training thread, more reads ahead in the background", at_least=0)
-    eod_mask_loss: bool = flag(False, "no loss where the input token is end-of-document", resume=RUN_MUST_MATCH)
-    reset_position_ids: bool = flag(False, "restart positions after each end-of-document", resume=RUN_MUST_MATCH)
-    reset_attention_mask: bool = flag(False, "no attention across documents", resume=RUN_MUST_MATCH)
     data_cache_path: str | None = flag(None, "folder for cached indices; beside the token files if unset")
     change_data_blend: bool = flag(
         False, "a resume may go on with other training sources or weights; each source goes on where it stands"

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.flags import Area, flag
+from megatron.config.fields import flag
+from megatron.config.section import ConfigSection
 from megatron.errors import ConfigError
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 @dataclass(frozen=True)
-class ControlConfig(Area):
+class ControlConfig(ConfigSection):
     """Checkpoints, evaluation, exits and reports."""
 
     config: str | None = flag(None, "JSON or YAML file with flags by name; the command line wins")

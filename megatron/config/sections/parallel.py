@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.flags import Area, derived, flag
+from megatron.config.fields import derived, flag
+from megatron.config.section import ConfigSection
 
 _EVEN_PARTITIONS = ("type:transformer", "type:transformer|embedding")
 
 
 @dataclass(frozen=True)
-class ParallelConfig(Area):
+class ParallelConfig(ConfigSection):
     """Tensor, pipeline and data parallelism, ZeRO, and the launcher's flags."""
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices", at_least=1)
@@ -35,6 +36,10 @@ class ParallelConfig(Area):
         "JSON file with further DeepSpeed settings",
         spelled=("--deepspeed_config", "--deepscale_config", "--deepscale-config"),
     )
+    make_vocab_size_divisible_by: int = flag(
+        128, "the vocabulary is padded up to a multiple of this times the tensor-parallel size", at_least=1
+    )
+    pad_vocab_size_to: int | None = flag(None, "pad the vocabulary to exactly this size instead", at_least=1)
     world_size: int = derived(0, "processes of the run")
     data_parallel_size: int = derived(0, "copies of the model")
     effective_zero_stage: int = derived(1, "the ZeRO stage DeepSpeed is given")
@@ -59,4 +64,10 @@ class ParallelConfig(Area):
                 f"--pp-partition-method {method} could leave a stage without a transformer block; it would have fewer "
                 "optimizer parameter groups than the others, and DeepSpeed waits for them for ever. Use "
                 "type:transformer, which spreads the blocks evenly, or drop the flag."
+            )
+        size, divisor = self.pad_vocab_size_to, self.make_vocab_size_divisible_by
+        if size is not None and divisor > 0 and size % divisor:
+            yield (
+                f"--pad-vocab-size-to: {size} is not divisible by {divisor} (--make-vocab-size-divisible-by). Use "
+                f"--pad-vocab-size-to {-(-size // divisor) * divisor} or another divisor."
             )

@@ -9,25 +9,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config.deepspeed_keys import unknown_keys
-from megatron.config.flags import Flag, value_from_file
+from megatron.config.fields import Flag
+from megatron.config.files.deepspeed_keys import unknown_keys
+from megatron.config.flags import value_from_file
 from megatron.errors import ConfigError
 
-# Where DeepSpeed's file names what a flag governs: path in the file -> "area.field".
+# Where DeepSpeed's file names what a flag governs: path in the file -> "section.field".
 GOVERNED: Mapping[tuple[str, ...], str] = types.MappingProxyType(
     {
         ("train_micro_batch_size_per_gpu",): "optim.micro_batch_size",
         ("train_batch_size",): "optim.global_batch_size",
         ("gradient_clipping",): "optim.clip_grad",
         ("zero_optimization", "stage"): "parallel.zero_stage",
-        ("fp16", "enabled"): "model.fp16",
-        ("bf16", "enabled"): "model.bf16",
-        ("bfloat16", "enabled"): "model.bf16",
-        ("fp16", "loss_scale"): "optim.loss_scale",
-        ("fp16", "initial_scale_power"): "optim.initial_loss_scale",
-        ("fp16", "loss_scale_window"): "optim.loss_scale_window",
-        ("fp16", "min_loss_scale"): "optim.min_loss_scale",
-        ("fp16", "hysteresis"): "optim.hysteresis",
+        ("fp16", "enabled"): "precision.fp16",
+        ("bf16", "enabled"): "precision.bf16",
+        ("bfloat16", "enabled"): "precision.bf16",
+        ("fp16", "loss_scale"): "precision.loss_scale",
+        ("fp16", "initial_scale_power"): "precision.initial_loss_scale",
+        ("fp16", "loss_scale_window"): "precision.loss_scale_window",
+        ("fp16", "min_loss_scale"): "precision.min_loss_scale",
+        ("fp16", "hysteresis"): "precision.hysteresis",
     }
 )
 
@@ -65,7 +66,7 @@ def governed_values(path: str, flags: Mapping[str, Flag], given: Mapping[str, An
 
     Args:
         path: the file.
-        flags: destination ("area.field") -> flag.
+        flags: destination ("section.field") -> flag.
         given: destination -> value of the command line or of `--config`.
 
     Returns:

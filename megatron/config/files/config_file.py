@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config.flags import Flag, nearest, value_from_file
+from megatron.config.fields import Flag
+from megatron.config.flags import nearest, value_from_file
 from megatron.errors import ConfigError
 
 _OWN_ENTRIES = ("provenance", "notices")
@@ -23,16 +24,16 @@ class FileReading:
     broken: set[str] = field(default_factory=set)  # fields whose entry could not be used
 
 
-def read_config_file(path: str, flags: Mapping[str, Flag], areas: Collection[str]) -> FileReading:
+def read_config_file(path: str, flags: Mapping[str, Flag], sections: Collection[str]) -> FileReading:
     """Reads a file of flags.
 
-    Keys are flag names with dashes or underscores, at the top or under the name of their area. A `config.json` that a
-    run wrote is such a file: of it, only what was given then is taken, so that everything else is derived anew.
+    Keys are flag names with dashes or underscores, at the top or under the name of a section. A `config.json` that a
+    run wrote is such a file: only what was given to that run is taken from it, so that the rest is derived again.
 
     Args:
         path: JSON if it ends in .json, otherwise YAML (of which JSON is a part).
-        flags: destination ("area.field") -> flag.
-        areas: names that may hold entries of their own.
+        flags: destination ("section.field") -> flag.
+        sections: names that may hold entries of their own.
     """
     reading = FileReading()
     try:
@@ -41,7 +42,7 @@ def read_config_file(path: str, flags: Mapping[str, Flag], areas: Collection[str
         reading.problems.extend(failure.problems)
         return reading
     by_key = {name.lstrip("-").replace("-", "_"): place for place, one in flags.items() for name in one.spellings}
-    for key, value in _entries(tree, areas):
+    for key, value in _entries(tree, sections):
         place = by_key.get(key.replace("-", "_"))
         if place is None:
             guess = nearest(key.replace("-", "_"), (name.replace("-", "_") for name in by_key)) or ""
@@ -71,10 +72,10 @@ def _read_entry(path: str, key: str, place: str, one: Flag, value: Any, reading:
         reading.problems.append(f'{path}: "{key}" {failure}.')
 
 
-def _entries(tree: Mapping[str, Any], areas: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _entries(tree: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, Any]]:
     provenance = tree.get("provenance")
     for key, value in tree.items():
-        if key in areas and isinstance(value, Mapping):
+        if key in sections and isinstance(value, Mapping):
             for inner, item in value.items():
                 if not isinstance(provenance, Mapping) or provenance.get(f"{key}.{inner}", "default") != "default":
                     yield str(inner), item

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.flags import RUN_MUST_MATCH, Area, flag
+from megatron.config.fields import RUN_MUST_MATCH, flag
+from megatron.config.section import ConfigSection
 
 
 @dataclass(frozen=True)
-class OptimConfig(Area):
+class OptimConfig(ConfigSection):
     """Optimizer, schedule, batch sizes and the length of training."""
 
     micro_batch_size: int = flag(help="samples per forward pass of one copy of the model", at_least=1)
@@ -23,7 +24,7 @@ class OptimConfig(Area):
         None,
         "steps to train (computed by resolve when --train-samples is given)",
         at_least=1,
-        way_out="--eval-only evaluates without training.",
+        remedy="--eval-only evaluates without training.",
     )
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1)
     optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
@@ -53,11 +54,6 @@ class OptimConfig(Area):
     adam_eps: float = flag(1e-8, "Adam's epsilon", above=0)
     sgd_momentum: float = flag(0.9, "momentum of SGD", at_least=0, below=1)
     clip_grad: float = flag(1.0, "global gradient norm is clipped to this; 0 clips nothing", at_least=0)
-    loss_scale: float | None = flag(None, "constant fp16 loss scale; dynamic if unset", above=0)
-    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", at_least=1)
-    min_loss_scale: float = flag(1.0, "lowest dynamic loss scale", above=0)
-    loss_scale_window: float = flag(1000, "steps without overflow before the loss scale doubles", at_least=1)
-    hysteresis: int = flag(2, "overflows before the loss scale halves", at_least=1)
 
     def problems(self) -> Iterator[str]:
         if self.lr is not None and self.min_lr > self.lr:
