@@ -73,6 +73,10 @@ class CheckpointError(MegatronError):
     exit_code = ExitCode.STORAGE
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose bytes are not those that were written; an older one may still be good."""
+
+
 class NumericsError(MegatronError):
     """Training produced values that it cannot continue from."""
 

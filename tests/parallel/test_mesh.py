@@ -103,9 +103,6 @@ def test_single_mesh_needs_no_process_group() -> None:
     mesh = ParallelMesh.single()
     assert mesh.is_first_stage and mesh.is_last_stage
     assert all(axis.ranks == (0,) and axis.group is None for axis in _all_groups(mesh))
-    assert messages.gather_json((1, 2), mesh.control) == [[1, 2]]
-    assert messages.broadcast_json("a", mesh.tp) == "a"
-    assert messages.any_true(True, mesh.loss)
 
 
 @pytest.mark.parametrize("rank", [0, 2730, 4095])
@@ -175,7 +172,7 @@ def _late(rank: int) -> float:
     mesh = build_mesh(standard_axes(4, tp=2), "cpu", 0, timeout)
     if rank == 3:
         time.sleep(30)
-    messages.barrier(mesh.tp)
+    messages.all_reduce_sum(torch.zeros(1), mesh.tp)
     if rank < 2:
         time.sleep(30)
     return 0.0
