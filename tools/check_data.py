@@ -19,25 +19,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
-from megatron.config.sections.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
+from megatron.config import flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 from megatron.errors import DataError, ExitCode
 
 _SHOWN_LETTERS = 400
 
 
 @dataclass(frozen=True)
-class CheckFlags(ConfigSection):
+class CheckFlags(TokenizerFileFlags):
     """Flags of this program."""
 
     prefixes: tuple[str, ...] = flag(
         help="data prefixes, without .bin/.idx; the flag's name may be left out", nargs="+"
     )
     show: int = flag(0, "documents of each prefix to decode and show", at_least=0)
-    tokenizer_type: str | None = flag(None, "tokenizer that made the data", choices=TOKENIZERS)
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
+    tokenizer_type: str | None = optional_tokenizer_type("tokenizer that made the data")
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
-from megatron.config.sections.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
+from megatron.config import flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 from megatron.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -29,13 +29,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CheckTokenizerFlags(ConfigSection):
+class CheckTokenizerFlags(TokenizerFileFlags):
     """Flags of this program."""
 
-    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
+    tokenizer_type: str = required_tokenizer_type()
     text: tuple[str, ...] = flag((), "texts to encode; their ids are shown", nargs="+")
     input: tuple[str, ...] = flag((), "inputs as preprocess_data.py reads them; - is standard input", nargs="+")
     json_keys: tuple[str, ...] = flag(("text",), "keys whose texts are used", nargs="+", spelled=("--json-key",))

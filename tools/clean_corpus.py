@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
-from megatron.config.sections.data import TOKENIZERS, merge_file_flag
+from megatron.config import flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 
 if TYPE_CHECKING:
     from megatron.corpus.cleaning.documents.options import CleanOptions
 
 
 @dataclass(frozen=True)
-class CleanFlags(ConfigSection):
+class CleanFlags(TokenizerFileFlags):
     """Flags of this program."""
 
     input: tuple[str, ...] = flag(
@@ -71,12 +71,7 @@ class CleanFlags(ConfigSection):
     max_words: int | None = flag(None, "most words a document", at_least=1)
     min_tokens: int | None = flag(None, "least tokens a document; upstream drops those below 128", at_least=0)
     max_tokens: int | None = flag(None, "most tokens a document", at_least=1)
-    tokenizer_type: str | None = flag(None, "tokenizer that counts tokens", choices=TOKENIZERS)
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = flag(
-        None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
-    )
+    tokenizer_type: str | None = optional_tokenizer_type("tokenizer that counts tokens")
     gopher_quality: bool = flag(
         False, "drop what is no prose: number and length of words, symbols, bullets, ellipses, stop words (Gopher)"
     )
@@ -195,12 +190,12 @@ def main() -> int:
     from megatron.corpus.cleaning.run import CleanOutputs, clean_corpus
     from megatron.corpus.inputs.files import expand_inputs
     from megatron.corpus.inputs.sources import total_bytes
-    from megatron.corpus.workers.progress import Progress
+    from megatron.corpus.workers.progress import ProgressLine
 
     log.interrupt_on_sigterm()
     options = flags.options()
     files = expand_inputs(flags.input, options.document_separator)
-    progress = Progress(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
     outputs = CleanOutputs(flags.output, flags.dropped, flags.report)
     try:
         report = clean_corpus(files, outputs, options, flags.workers, progress)

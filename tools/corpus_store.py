@@ -121,7 +121,7 @@ def _import(flags: ImportFlags) -> int:
     from megatron.corpus.inputs.sources import total_bytes
     from megatron.corpus.stores.operations import ImportOptions, import_files
     from megatron.corpus.stores.writers import open_writer
-    from megatron.corpus.workers.progress import Progress
+    from megatron.corpus.workers.progress import ProgressLine
     from megatron.data.stores.address import StoreAddress
 
     log.interrupt_on_sigterm()
@@ -130,7 +130,7 @@ def _import(flags: ImportFlags) -> int:
     options = ImportOptions(
         flags.json_key, flags.form_key, flags.on_bad_line == "skip", separator, flags.on_changed_file == "add"
     )
-    progress = Progress(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
     address = StoreAddress.of(flags.config)
     if address.collections and flags.collection not in address.collections:
         log.warning(

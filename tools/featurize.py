@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config import flag, parse_flags
 from megatron.config.fields import flags_of
-from megatron.config.sections.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 
 if TYPE_CHECKING:
     from megatron.corpus.featurize.run import FeaturizeResult, WindowOptions
@@ -33,7 +33,7 @@ _DEFAULT_STRIDE = 128
 
 
 @dataclass(frozen=True)
-class FeaturizeFlags(ConfigSection):
+class FeaturizeFlags(TokenizerFileFlags):
     """jax-lm-training's flags of this step, and those of `tools/preprocess_data.py` that choose texts."""
 
     input: tuple[str, ...] = flag(
@@ -47,14 +47,9 @@ class FeaturizeFlags(ConfigSection):
     dataset_split_type: str = flag("train", "split of --dataset-name")
     data_prefix: str | None = flag(None, "a .bin/.idx pair, without suffix, instead of texts")
     output_path: str = flag(help="path of the shards without -00000-of-0000N")
-    tokenizer_type: str | None = flag(
-        None,
-        "tokenizer family; left out, GPT2BPETokenizer with --vocab-file, else PretrainedFromHF",
-        choices=TOKENIZERS,
+    tokenizer_type: str | None = optional_tokenizer_type(
+        "tokenizer family; left out, GPT2BPETokenizer with --vocab-file, else PretrainedFromHF"
     )
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
     json_key: str = flag(
         "text", "key, or column, of the text; a.b is key b of the object under a", spelled=("--json-keys",)
     )
@@ -206,13 +201,13 @@ def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOpt
     from megatron.corpus.featurize.run import featurize
     from megatron.corpus.inputs.files import expand_inputs
     from megatron.corpus.inputs.sources import total_bytes
-    from megatron.corpus.workers.progress import Progress
+    from megatron.corpus.workers.progress import ProgressLine
 
     write_bar = log.terminal_writer()
     path, workers = flags.output_path, flags.num_workers
     files = expand_inputs(flags.texts, encoding.document_separator)
     log.info(f"Opening {', '.join(files[:8])}{', ...' * (len(files) > 8)} ({len(files)} in all)")
-    progress = Progress(total_bytes(files), flags.log_interval, log.info, write_bar)
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, write_bar)
     try:
         return featurize(files, path, encoding, options, workers, progress)
     except BaseException:

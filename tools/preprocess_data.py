@@ -14,20 +14,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
-from megatron.config.sections.data import (
-    TOKENIZERS,
-    WORDPIECE_TOKENIZERS,
-    merge_file_flag,
-    tokenizer_place_flag,
-    vocab_file_flag,
-)
+from megatron.config import flag, parse_flags
+from megatron.config.sections.data import WORDPIECE_TOKENIZERS
+from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 
 _SHOWN_FILES = 8
 
 
 @dataclass(frozen=True)
-class PreprocessFlags(ConfigSection):
+class PreprocessFlags(TokenizerFileFlags):
     """Upstream's flags of this tool, and `--on-bad-line`, `--document-separator`, `--shard`."""
 
     input: tuple[str, ...] = flag(
@@ -36,16 +31,13 @@ class PreprocessFlags(ConfigSection):
         nargs="+",
     )
     output_prefix: str = flag(help="path of the outputs without _<key>_document.bin/.idx or _<key>_sentence.bin/.idx")
-    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
+    tokenizer_type: str = required_tokenizer_type()
     json_keys: tuple[str, ...] = flag(
         ("text",),
         "keys whose texts are encoded, each into files of its own; a.b is key b of the object under a",
         nargs="+",
         spelled=("--json-key",),
     )
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
     append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
     dataset_impl: str = flag(
         "mmap",
@@ -110,13 +102,13 @@ def main() -> int:
 
 def run(flags: PreprocessFlags) -> int:
     """Does what the flags say; `preprocess_data_many_cores.py` is another door to it."""
-    from megatron.corpus.inputs.files import Part, Shard, expand_inputs, read_separator
+    from megatron.corpus.inputs.files import InputPart, Shard, expand_inputs, read_separator
     from megatron.corpus.inputs.sources import total_bytes
     from megatron.corpus.preprocess.encode import EncodeOptions
     from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
     from megatron.corpus.preprocess.run import preprocess, warn_of_no_tokens
     from megatron.corpus.preprocess.sentences import SentenceSplitter
-    from megatron.corpus.workers.progress import Progress
+    from megatron.corpus.workers.progress import ProgressLine
     from megatron.tokenizers.tokenizer import TokenizerChoice
 
     log.interrupt_on_sigterm()
@@ -145,11 +137,11 @@ def run(flags: PreprocessFlags) -> int:
         SentenceSplitter(flags.lang, flags.keep_newlines) if flags.split_sentences else None,
         is_cached=flags.dataset_impl != "mmap",
     )
-    inputs: Sequence[str | Part] = files
+    inputs: Sequence[str | InputPart] = files
     if shard is not None or flags.partitions > 1:
         shares = divide(files, flags.partitions, shard, separator, flags.json_keys)
         inputs = [part for share in shares for part in share]
-    progress = Progress(total_bytes(inputs), flags.log_interval, log.info, log.terminal_writer())
+    progress = ProgressLine(total_bytes(inputs), flags.log_interval, log.info, log.terminal_writer())
     try:
         if flags.partitions > 1:
             result = preprocess_in_parts(shares, prefix, options, flags.workers, progress)

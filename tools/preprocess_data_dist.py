@@ -19,14 +19,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, ParallelConfig, flag, parse_flags
-from megatron.config.sections.data import TOKENIZERS, tokenizer_place_flag, vocab_file_flag
+from megatron.config import ParallelConfig, flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
 
 @dataclass(frozen=True)
-class DistributedPreprocessFlags(ConfigSection):
+class DistributedPreprocessFlags(TokenizerFileFlags):
     """Upstream's flags of this tool, and `--on-bad-line`."""
 
     input: tuple[str, ...] = flag(
@@ -38,16 +38,14 @@ class DistributedPreprocessFlags(ConfigSection):
     output_prefix: str = flag(
         help="path of the outputs without _<column>_document.bin/.idx or _<column>_sentence.bin/.idx"
     )
-    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
+    tokenizer_type: str = required_tokenizer_type()
     columns: tuple[str, ...] = flag(
         ("text",),
         "JSON keys whose texts are encoded, each into files of its own",
         nargs="+",
         spelled=("--json-keys", "--json-key"),
     )
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)")
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
+    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)")  # --merge says how the ranks' files are merged
     append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
     merge: str = flag(
         "parallel",
@@ -130,7 +128,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
     from megatron.corpus.preprocess.encode import EncodeOptions
     from megatron.corpus.preprocess.run import warn_of_no_tokens
     from megatron.corpus.preprocess.sentences import SentenceSplitter
-    from megatron.corpus.workers.progress import Progress
+    from megatron.corpus.workers.progress import ProgressLine
     from megatron.tokenizers.tokenizer import TokenizerChoice
 
     options = EncodeOptions(
@@ -143,7 +141,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
     )
     log.info(f"Opening {', '.join(flags.input)} on {ranks.size} ranks")
     draw = Draw(flags.split, flags.count, flags.shuffle, flags.seed)
-    encode = share_of_rank(flags.input, draw, options, ranks, Progress(None, 1, _line_writer(flags.log_interval)))
+    encode = share_of_rank(flags.input, draw, options, ranks, ProgressLine(None, 1, _line_writer(flags.log_interval)))
     result = preprocess_on_ranks(encode, flags.output_prefix, options, flags.merge, flags.scratch, ranks)
     log.info(
         f"Wrote {', '.join(result.prefixes)} (.bin, .idx): {result.documents} documents, {result.tokens} tokens; "

@@ -28,7 +28,7 @@ from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
 
 if TYPE_CHECKING:
-    from megatron.corpus.workers.progress import Progress
+    from megatron.corpus.workers.progress import ProgressLine
 
 
 @dataclass(frozen=True)
@@ -129,19 +129,19 @@ def _texts(flags: TrainTokenizerFlags) -> Iterable[str]:
     from megatron.corpus.inputs.files import expand_inputs, read_separator
     from megatron.corpus.inputs.sources import total_bytes
     from megatron.corpus.vocabulary.learning import drawn_texts, texts_of
-    from megatron.corpus.workers.progress import Progress
+    from megatron.corpus.workers.progress import ProgressLine
 
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
     inputs = expand_inputs(flags.input, separator)
     size = total_bytes(inputs)
     share = flags.sample if flags.megabytes is None or not size else min(1.0, flags.megabytes * 1e6 / size)
-    progress = Progress(size, 10_000, log.info, sys.stderr.write if sys.stderr.isatty() else None)
+    progress = ProgressLine(size, 10_000, log.info, sys.stderr.write if sys.stderr.isatty() else None)
     texts = texts_of(inputs, flags.json_keys, share, flags.on_bad_line == "skip", progress, separator)
     watched = _until_read(texts, progress, flags.model_type)
     return watched if flags.max_documents is None else drawn_texts(watched, flags.max_documents, flags.seed)
 
 
-def _until_read(texts: Iterable[str], progress: Progress, model_type: str) -> Iterator[str]:
+def _until_read(texts: Iterable[str], progress: ProgressLine, model_type: str) -> Iterator[str]:
     """Ends the progress with the last text, before the learning itself."""
     try:
         yield from texts

@@ -15,12 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
-from megatron.config.sections.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
+from megatron.config import flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 
 
 @dataclass(frozen=True)
-class BackFlags(ConfigSection):
+class BackFlags(TokenizerFileFlags):
     """Flags of this program."""
 
     windows: tuple[str, ...] = flag(
@@ -28,10 +28,7 @@ class BackFlags(ConfigSection):
     )
     output_prefix: str = flag(help="data prefix of the result, without .bin/.idx")
     append_eod: bool = flag(False, "end every document with the tokenizer's end-of-document id")
-    tokenizer_type: str | None = flag(None, "tokenizer that made files which do not say it", choices=TOKENIZERS)
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
+    tokenizer_type: str | None = optional_tokenizer_type("tokenizer that made files which do not say it")
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.checkpoint import Found, load_newest
 from megatron.errors import CheckpointError
-from megatron.model.network import LayerStack
+from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey, filling
 from megatron.parallel.shard_spec import shard_spec_of

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron.config import ControlConfig, DataConfig, OptimConfig
 from megatron.data.datasets.build import build_split_datasets
-from megatron.data.datasets.sample import Piece, SampleDataset
+from megatron.data.datasets.sample import DocumentSpan, SampleDataset
 from megatron.data.order.plan import DataPlan
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ class TrainedSample:
 
     number: int
     source: str
-    pieces: tuple[Piece, ...]
+    spans: tuple[DocumentSpan, ...]
     tokens: np.ndarray
 
 
@@ -132,7 +132,7 @@ def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer 
 def _samples(dataset: SampleDataset, prefixes: Sequence[str], start: int, end: int) -> Iterator[TrainedSample]:
     for number in range(start, end):
         source = prefixes[dataset.source_of(number)]
-        yield TrainedSample(number, source, tuple(dataset.pieces(number)), dataset[number])
+        yield TrainedSample(number, source, tuple(dataset.spans(number)), dataset[number])
 
 
 def samples_of_steps(

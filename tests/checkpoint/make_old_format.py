@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-
 from megatron.data.indexed import IndexedWriter
 from megatron.data.tokenizer import build_tokenizer
+
 from tests.helpers.tiny_run import TinyCorpus, steps, train
 from tests.helpers.vocabulary import write_vocabulary
 

@@ -11,7 +11,7 @@ from megatron.config.sections.data import DataConfig
 from megatron.corpus.featurize.run import WindowOptions, featurize_tokens
 from megatron.corpus.stores.operations import ImportOptions, audit, import_files
 from megatron.corpus.stores.writers import open_writer
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.windows import WindowFile
@@ -86,7 +86,7 @@ def write_store(undamaged: Path) -> None:
     """The undamaged lines as an SQLite store."""
     writer = open_writer(StoreAddress.of(f"sqlite:///{undamaged}/store.db"), "docs")
     try:
-        quiet = Progress(None, 1, lambda text: None)
+        quiet = ProgressLine(None, 1, lambda text: None)
         list(import_files([str(undamaged / "in.jsonl")], writer, "docs", ImportOptions(), quiet))
     finally:
         writer.close()

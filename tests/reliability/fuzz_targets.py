@@ -25,7 +25,7 @@ from megatron.corpus.preprocess.check import examine, report, sample_documents
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.merge import merge
 from megatron.corpus.preprocess.run import preprocess
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import check_tokenizer_fits, read_sidecar
@@ -201,7 +201,7 @@ def _read_text(folder: Path, undamaged: Path, draw: Random) -> None:
     keys = draw.choice((("text",), ("text",), ("text", "a.b")))
     skip, eod = draw.random() < 0.6, draw.random() < 0.5
     options = EncodeOptions(_choice(str(undamaged)), keys, eod, skip)
-    quiet = Progress(None, 1, lambda text: None)
+    quiet = ProgressLine(None, 1, lambda text: None)
     try:
         result = preprocess((str(path),), str(folder / "out"), options, 1, quiet, draw.choice((100, 5000, 1 << 20)))
     except MegatronError:

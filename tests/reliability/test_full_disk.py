@@ -26,7 +26,7 @@ from megatron.corpus.preprocess.merge import merge
 from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.vocabulary.learning import save_vocabulary
 from megatron.corpus.workers import pool as pool_module
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.corpus.workers.ranks import JobRanks
 from megatron.data.formats.indexed import IndexedWriter
 from megatron.data.formats.sidecar import write_sidecar
@@ -59,8 +59,8 @@ class Job:
     says_need: bool = True
 
 
-def _quiet() -> Progress:
-    return Progress(None, 1, lambda text: None)
+def _quiet() -> ProgressLine:
+    return ProgressLine(None, 1, lambda text: None)
 
 
 def _choice(inputs: Path) -> TokenizerChoice:

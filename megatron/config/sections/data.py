@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.config.fields import FROM_CHECKPOINT, RUN_MUST_MATCH, flag
 from megatron.config.section import ConfigSection
@@ -22,25 +21,6 @@ TOKENIZERS = (
 )
 _SHARD_NAME = re.compile(r"-\d{5,}-of-\d{5,}$")
 _INDEX_RULES = ("bigscience", "nvidia")
-
-
-def vocab_file_flag() -> Any:
-    """A tool's `--vocab-file`."""
-    return flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
-
-
-def merge_file_flag() -> Any:
-    """A tool's `--merge-file`."""
-    return flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
-
-
-def tokenizer_place_flag() -> Any:
-    """A tool's `--tokenizer-name-or-path`."""
-    return flag(
-        None,
-        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
-        spelled=("--tokenizer-model",),
-    )
 
 
 @dataclass(frozen=True)

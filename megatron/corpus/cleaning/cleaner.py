@@ -18,8 +18,7 @@ from megatron.corpus.cleaning.documents.repair import TextRepair, with_plain_spa
 from megatron.corpus.cleaning.documents.words import WordSplitter
 from megatron.corpus.cleaning.filters.language import LanguageFilter
 from megatron.corpus.cleaning.filters.quality import GopherQuality
-from megatron.corpus.cleaning.filters.repetition import GopherRepetition
-from megatron.corpus.cleaning.filters.verdicts import (
+from megatron.corpus.cleaning.filters.rejections import (
     BAD_LINE,
     CONTAMINATED,
     CUT,
@@ -28,11 +27,12 @@ from megatron.corpus.cleaning.filters.verdicts import (
     SPACES,
     CharacterCount,
     DocumentFilter,
-    LanguageJudge,
+    LanguageCheck,
+    Rejection,
     TokenCount,
-    Verdict,
     WordCount,
 )
+from megatron.corpus.cleaning.filters.repetition import GopherRepetition
 from megatron.corpus.cleaning.near_duplicates.signatures import Signer
 from megatron.corpus.inputs.sources import Block
 
@@ -145,9 +145,9 @@ class Cleaner:
                     return cleaned
             elif entry.text is not None:
                 texts[number] = self._repaired(number, entry.text, cleaned)
-        self._drop(texts, [Verdict(EMPTY) if not text.strip() else None for text in texts.values()], cleaned)
+        self._drop(texts, [Rejection(EMPTY) if not text.strip() else None for text in texts.values()], cleaned)
         for judge in self._filters:
-            self._drop(texts, judge.judge(list(texts.values())), cleaned)
+            self._drop(texts, judge.rejections(list(texts.values())), cleaned)
         pieces: dict[int, list[str]] = {}
         if self._splitter is not None:
             self._judge_words(self._splitter, texts, pieces, cleaned)
@@ -174,7 +174,7 @@ class Cleaner:
         place = {number: index for index, number in enumerate(texts)}
         words = splitter.split(list(texts.values()))
         if self._repetition is not None:
-            self._drop(texts, self._repetition.judge(list(texts.values()), words), cleaned)
+            self._drop(texts, self._repetition.rejections(list(texts.values()), words), cleaned)
         if self.evaluation is not None:
             matches = self.evaluation.matches(words)
             self._drop(
@@ -188,16 +188,16 @@ class Cleaner:
 
     def _cut(
         self, number: int, text: str, matches: Sequence[Match], pieces: dict[int, list[str]], cleaned: CleanedBlock
-    ) -> Verdict | None:
+    ) -> Rejection | None:
         choice = self.options.contamination
         if not matches or choice is None:
             return None
         shown = text[matches[0].start : matches[0].stop][: 4 * SHOWN_CHARACTERS]
         if choice.drops:
-            return Verdict(CONTAMINATED, shown)
+            return Rejection(CONTAMINATED, shown)
         found = pieces_around(text, matches, choice)
         if not found or len(found) > choice.most_pieces:
-            return Verdict(CONTAMINATED, f"{len(found)} pieces left: {shown}")
+            return Rejection(CONTAMINATED, f"{len(found)} pieces left: {shown}")
         pieces[number] = found
         cleaned.changed.append(Changed(number, CUT, shown[:SHOWN_CHARACTERS], f"{len(found)} pieces left"))
         return None
@@ -216,12 +216,12 @@ class Cleaner:
         return text
 
     @staticmethod
-    def _drop(texts: dict[int, str], verdicts: Sequence[Verdict | None], cleaned: CleanedBlock) -> None:
-        """Takes out of `texts` what has a verdict."""
-        for number, verdict in zip(list(texts), verdicts, strict=True):
-            if verdict is not None:
+    def _drop(texts: dict[int, str], rejections: Sequence[Rejection | None], cleaned: CleanedBlock) -> None:
+        """Takes out of `texts` what has a rejection."""
+        for number, rejection in zip(list(texts), rejections, strict=True):
+            if rejection is not None:
                 shown = texts.pop(number)[:SHOWN_CHARACTERS]
-                cleaned.dropped.append(Dropped(number, verdict.reason, verdict.detail, shown))
+                cleaned.dropped.append(Dropped(number, rejection.reason, rejection.detail, shown))
 
     def _pack(
         self,
@@ -277,7 +277,7 @@ def _filters(options: CleanOptions) -> list[DocumentFilter]:
     if options.language is not None:
         choice = options.language
         filters.append(
-            LanguageJudge(LanguageFilter(choice.languages, choice.threshold, choice.sample_characters)),
+            LanguageCheck(LanguageFilter(choice.languages, choice.threshold, choice.sample_characters)),
         )
     return filters
 

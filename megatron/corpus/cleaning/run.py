@@ -19,13 +19,13 @@ from megatron.corpus.cleaning.contamination import EvaluationSets
 from megatron.corpus.cleaning.documents.entries import document_of
 from megatron.corpus.cleaning.documents.options import CleanOptions
 from megatron.corpus.cleaning.duplicates import DuplicateFilter, ExactDuplicates
-from megatron.corpus.cleaning.filters.verdicts import BAD_LINE
+from megatron.corpus.cleaning.filters.rejections import BAD_LINE
 from megatron.corpus.cleaning.output import check_output, write_lines
 from megatron.corpus.cleaning.report import CleaningReport
 from megatron.corpus.inputs.files import STANDARD_INPUT
 from megatron.corpus.inputs.sources import Block, blocks, check_inputs
 from megatron.corpus.workers.pool import run_blocks, worth_workers
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import check_writable, remove_leftovers, write_atomically
 from megatron.errors import ConfigError, DataError
 
@@ -71,7 +71,7 @@ def clean_corpus(
     outputs: CleanOutputs,
     options: CleanOptions,
     workers: int,
-    progress: Progress,
+    progress: ProgressLine,
     block_bytes: int = BLOCK_BYTES,
 ) -> CleaningReport:
     """Cleans inputs into one jsonl file; the bytes do not depend on `workers` or `block_bytes`.
@@ -134,7 +134,7 @@ def _ignore_frequent_runs(evaluation: EvaluationSets, counter: Cleaner, source: 
         for _, result in counted:
             runs = result.runs
             if copies is not None:
-                is_first = np.array([verdict is None for verdict in copies.judge(result)], np.bool_)
+                is_first = np.array([rejection is None for rejection in copies.rejections(result)], np.bool_)
                 runs = runs[is_first[result.run_texts]]
             np.add.at(occurrences, runs, 1)
     frequent = evaluation.ignore(occurrences)
@@ -146,7 +146,7 @@ def _write(
     outputs: CleanOutputs,
     options: CleanOptions,
     report: CleaningReport,
-    progress: Progress,
+    progress: ProgressLine,
 ) -> None:
     """Writes what was kept, and, if wanted, what was dropped; both files appear at the end."""
 
@@ -165,7 +165,7 @@ class _Writer:
 
     options: CleanOptions
     report: CleaningReport
-    progress: Progress
+    progress: ProgressLine
     kept: Any
     dropped: Any | None
 
@@ -200,18 +200,18 @@ class _Writer:
 
     def _write_block(self, result: CleanedBlock, duplicates: DuplicateFilter, path: str, line: int) -> None:
         report = self.report
-        verdicts = duplicates.judge(result, path, line)
+        rejections = duplicates.rejections(result, path, line)
         ends = np.cumsum(result.sizes)
         dropped = list(result.dropped)
-        stays = np.array([verdict is None for verdict in verdicts], np.bool_)
+        stays = np.array([rejection is None for rejection in rejections], np.bool_)
         for index in np.flatnonzero(~stays).tolist():
-            verdict = verdicts[index]
-            if verdict is not None:
+            rejection = rejections[index]
+            if rejection is not None:
                 shown = ""
-                if report.wants_example(verdict.reason) or self.dropped is not None:
+                if report.wants_example(rejection.reason) or self.dropped is not None:
                     text = result.output[ends[index] - result.sizes[index] : ends[index]]
                     shown = document_of(text.split(b"\n", 1)[0], self.options.key)[:SHOWN_CHARACTERS]
-                dropped.append(Dropped(int(result.passed[index]), verdict.reason, verdict.detail, shown))
+                dropped.append(Dropped(int(result.passed[index]), rejection.reason, rejection.detail, shown))
         dropped.sort()
         for start, stop in _runs(stays):
             begin = int(ends[start] - result.sizes[start])

@@ -27,7 +27,7 @@ from megatron.corpus.featurize.run import FeaturizeResult, WindowOptions, cuttin
 from megatron.corpus.featurize.shards import prepare_folder, publish
 from megatron.corpus.featurize.windows import Cutting, Numbers, Tally, cut, documents_of, regrouped, tally
 from megatron.corpus.inputs.block import Block
-from megatron.corpus.inputs.files import STANDARD_INPUT, Part, Shard, share_of
+from megatron.corpus.inputs.files import STANDARD_INPUT, InputPart, Shard, share_of
 from megatron.corpus.inputs.sources import blocks, check_inputs
 from megatron.corpus.inputs.tables import is_table, open_table
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
@@ -155,7 +155,7 @@ def _blocks(described: dict[str, Any], options: EncodeOptions) -> Iterator[Block
     """The documents of an element."""
     for path, start, stop in described["parts"]:
         with tempfile.TemporaryDirectory() as folder:
-            local = Part(_fetched(path, folder), start, stop)
+            local = InputPart(_fetched(path, folder), start, stop)
             for block in blocks([local], BLOCK_BYTES, options.document_separator, options.keys):
                 yield replace(block, data=block.read(), source=path) if local.path != path else block
 
@@ -217,7 +217,7 @@ def _works(inputs: Sequence[str], encoding: EncodeOptions, shards: int | None) -
         shard = Shard(number, shards)
         if any(map(_is_address, inputs)):  # as a whole to the shard in whose range they begin
             first, last = shard.of_total(max(1, sum(sizes)))
-            parts = [Part(path) for path, begin in zip(inputs, begins, strict=True) if first <= begin < last]
+            parts = [InputPart(path) for path, begin in zip(inputs, begins, strict=True) if first <= begin < last]
         else:
             parts = list(share_of(inputs, shard, encoding.document_separator))
         yield {"parts": [astuple(part) for part in parts]}

@@ -19,7 +19,7 @@ from megatron.corpus.inputs.sources import Block, blocks, check_inputs
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.run import BLOCK_BYTES, PreprocessResult, preprocess_blocks
 from megatron.corpus.workers.processes import usable_cores
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import check_writable, storage_error, temporary_beside
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar
@@ -171,7 +171,7 @@ def featurize(
     encoding: EncodeOptions,
     options: WindowOptions,
     workers: int,
-    progress: Progress,
+    progress: ProgressLine,
     block_bytes: int = BLOCK_BYTES,
 ) -> FeaturizeResult:
     """Turns texts into windows; the shards do not depend on `workers` or `block_bytes`.
@@ -196,7 +196,7 @@ def featurize_blocks(
     encoding: EncodeOptions,
     options: WindowOptions,
     workers: int,
-    progress: Progress,
+    progress: ProgressLine,
 ) -> FeaturizeResult:
     """Turns blocks of documents into windows; see `featurize`."""
     cutting = cutting_for_text(encoding, options)
@@ -261,7 +261,7 @@ def cutting_for_text(encoding: EncodeOptions, options: WindowOptions) -> Cutting
 
 
 def _encode(
-    source: Iterator[Block], scratch: Path, encoding: EncodeOptions, workers: int, progress: Progress
+    source: Iterator[Block], scratch: Path, encoding: EncodeOptions, workers: int, progress: ProgressLine
 ) -> PreprocessResult:
     try:
         scratch.mkdir()

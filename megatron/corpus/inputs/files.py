@@ -25,7 +25,7 @@ _ESCAPES = (("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t"))
 
 
 @dataclass(frozen=True)
-class Part:
+class InputPart:
     """A stretch of an input: the lines that begin in [start, stop); of a table the rows of those numbers.
 
     Args:
@@ -123,7 +123,7 @@ def expand_inputs(inputs: Sequence[str], separator: str | None = None) -> tuple[
     return tuple(found)
 
 
-def share_of(paths: Sequence[str], shard: Shard, separator: str | None = None) -> tuple[Part, ...]:
+def share_of(paths: Sequence[str], shard: Shard, separator: str | None = None) -> tuple[InputPart, ...]:
     """The part of the inputs that is one shard's: all shards one after the other are the inputs, each line once.
 
     Plain jsonl files are divided by bytes, tables by rows; a compressed, Parquet or plain-text file goes as a whole to
@@ -157,13 +157,13 @@ def share_of(paths: Sequence[str], shard: Shard, separator: str | None = None) -
         if path in tables:
             start, stop = (-(-max(0, edge - begin) // _NOMINAL_ROW_BYTES) for edge in (first, min(last, end)))
             if start < stop:
-                parts.append(Part(path, start, stop))
+                parts.append(InputPart(path, start, stop))
         elif layout_of(path, separator) == "jsonl" and Path(path).suffix.lower() not in COMPRESSIONS:
             start, stop = max(first, begin) - begin, min(last, end) - begin
             if start < stop:
-                parts.append(Part(path, start, None if stop == size else stop))
+                parts.append(InputPart(path, start, None if stop == size else stop))
         elif first <= begin < last:
-            parts.append(Part(path))
+            parts.append(InputPart(path))
         begin = end
     return tuple(parts)
 

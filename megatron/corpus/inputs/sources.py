@@ -17,7 +17,7 @@ from typing import IO, Any
 from megatron import log
 from megatron.corpus.inputs.block import Block, as_block_data, shown_path, unreadable
 from megatron.corpus.inputs.compressed import check_decompressor, decompressing, is_compressed
-from megatron.corpus.inputs.files import STANDARD_INPUT, Part, layout_of
+from megatron.corpus.inputs.files import STANDARD_INPUT, InputPart, layout_of
 from megatron.corpus.inputs.parquet import check_parquet, parquet_rows
 from megatron.corpus.inputs.tables import is_table, open_table
 from megatron.data.formats.exact import read_exactly
@@ -71,14 +71,14 @@ def check_inputs(paths: Sequence[str], keys: Sequence[str] = ()) -> None:
         raise ConfigError(problems)
 
 
-def total_bytes(inputs: Sequence[str | Part]) -> int | None:
+def total_bytes(inputs: Sequence[str | InputPart]) -> int | None:
     """Size of all inputs, or of the parts of them, as they lie on disk, in bytes; None if one of them is a pipe."""
-    sizes = [_size(entry if isinstance(entry, Part) else Part(entry)) for entry in inputs]
+    sizes = [_size(entry if isinstance(entry, InputPart) else InputPart(entry)) for entry in inputs]
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 def blocks(
-    inputs: Sequence[str | Part], block_bytes: int, separator: str | None = None, keys: Sequence[str] = ("text",)
+    inputs: Sequence[str | InputPart], block_bytes: int, separator: str | None = None, keys: Sequence[str] = ("text",)
 ) -> Iterator[Block]:
     """Cuts the inputs, one after the other, into blocks of whole documents.
 
@@ -91,7 +91,7 @@ def blocks(
         DataError: an input cannot be read or decompressed; the text says where.
     """
     for entry in inputs:
-        part = entry if isinstance(entry, Part) else Part(entry)
+        part = entry if isinstance(entry, InputPart) else InputPart(entry)
         if is_table(part.path):
             yield from open_table(part.path).blocks(keys, part.start, part.stop, block_bytes)
             continue
@@ -114,7 +114,7 @@ def _rows(path: str, block_bytes: int, keys: Sequence[str]) -> Iterator[Block]:
         start += len(data)
 
 
-def _cut(part: Part, block_bytes: int) -> Iterator[Block]:
+def _cut(part: InputPart, block_bytes: int) -> Iterator[Block]:
     path = part.path
     try:
         with open(path, "rb", buffering=0) as file:
@@ -286,7 +286,7 @@ def _suffix(path: str) -> str:
     return Path(path).suffix.lower()
 
 
-def _size(part: Part) -> int | None:
+def _size(part: InputPart) -> int | None:
     if is_table(part.path):
         return open_table(part.path).size_bytes(part.start, part.stop)
     size = _regular_size(part.path)

@@ -16,7 +16,7 @@ from megatron.corpus.inputs.sources import check_inputs
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.merge import merge, remove_pair
 from megatron.corpus.preprocess.run import BLOCK_BYTES, PreprocessResult, preprocess, preprocess_blocks
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.corpus.workers.ranks import JobRanks
 from megatron.errors import ConfigError, StorageError
 
@@ -47,7 +47,7 @@ class Draw:
 
 
 def share_of_rank(
-    inputs: Sequence[str], draw: Draw, options: EncodeOptions, ranks: JobRanks, progress: Progress
+    inputs: Sequence[str], draw: Draw, options: EncodeOptions, ranks: JobRanks, progress: ProgressLine
 ) -> Encode:
     """What encodes this rank's share into pairs of a prefix: of files, or of the rows that were drawn.
 

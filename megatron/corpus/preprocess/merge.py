@@ -41,7 +41,7 @@ _PROBE_BYTES = 1 << 12
 
 
 @dataclass(frozen=True)
-class Part:
+class MergePart:
     """What is known of one pair before anything is copied.
 
     Args:
@@ -62,7 +62,7 @@ class MergePlan:
     """Which pairs become which, and where the parts of each lie in the result."""
 
     output_prefix: str
-    parts: tuple[Part, ...]
+    parts: tuple[MergePart, ...]
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
@@ -116,7 +116,7 @@ def merge(
     own = range(ranks.rank, len(prefixes), ranks.size)
     surveys = ranks.run_on_all(lambda: [[place, _survey(prefixes[place])] for place in own])
     found = sorted(entry for survey in surveys for entry in survey)
-    plan = MergePlan(output_prefix, tuple(Part(*values) for _, values in found))
+    plan = MergePlan(output_prefix, tuple(MergePart(*values) for _, values in found))
     sidecar = _checked(plan)
     if sidecar is not None and is_one_corpus:
         sidecar = replace(sidecar, sources=_joined_sources(sidecar.sources))
@@ -147,11 +147,11 @@ def _survey(prefix: str) -> list[Any]:
     return list(astuple(_facts(IndexedDataset(prefix))))
 
 
-def _facts(dataset: IndexedDataset) -> Part:
+def _facts(dataset: IndexedDataset) -> MergePart:
     if dataset.dtype.kind not in "iu":
         raise DataError(f"{dataset.prefix} holds {dataset.dtype.name}, not token ids; such data cannot be merged.")
     counts = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
-    return Part(dataset.prefix, dataset.dtype.str, *counts, dataset.modes is not None, dataset.is_cached)
+    return MergePart(dataset.prefix, dataset.dtype.str, *counts, dataset.modes is not None, dataset.is_cached)
 
 
 def _checked(plan: MergePlan) -> Sidecar | None:
@@ -226,7 +226,7 @@ class _Start:
     documents: int
     tokens: int
 
-    def after(self, part: Part) -> _Start:
+    def after(self, part: MergePart) -> _Start:
         return _Start(self.sequences + part.sequences, self.documents + part.documents, self.tokens + part.tokens)
 
 
@@ -276,7 +276,7 @@ def _refused(plan: MergePlan, failure: OSError) -> StorageError:
     return storage_error(Path(f"{plan.output_prefix}.bin"), failure, plan.bin_bytes + plan.index.size_bytes)
 
 
-def _copy_part(plan: MergePlan, part: Part, before: _Start, target: int, index: int) -> None:
+def _copy_part(plan: MergePlan, part: MergePart, before: _Start, target: int, index: int) -> None:
     dataset = IndexedDataset(part.prefix)
     if _facts(dataset) != part:
         raise DataError(

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron import log
-from megatron.corpus.inputs.files import Part, Shard, share_of
+from megatron.corpus.inputs.files import InputPart, Shard, share_of
 from megatron.corpus.inputs.sources import blocks, check_inputs, total_bytes
 from megatron.corpus.inputs.tables import file_beneath, is_table, open_table
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.merge import merge
 from megatron.corpus.preprocess.provenance import versions
 from megatron.corpus.preprocess.run import BLOCK_BYTES, PreprocessResult, preprocess_blocks
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import check_writable, storage_error, write_atomically
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import Sidecar, check_replaceable, read_sidecar
@@ -49,7 +49,7 @@ _NAMES = {
     "tokenizer": "the tokenizer",
 }
 
-Shares = tuple[tuple[Part, ...], ...]
+Shares = tuple[tuple[InputPart, ...], ...]
 
 
 def divide(
@@ -75,7 +75,7 @@ def preprocess_in_parts(
     output_prefix: str,
     options: EncodeOptions,
     workers: int,
-    progress: Progress,
+    progress: ProgressLine,
     block_bytes: int = BLOCK_BYTES,
 ) -> PreprocessResult:
     """Encodes shares of the inputs one by one into parts that outlive this process, and merges them; see `preprocess`.

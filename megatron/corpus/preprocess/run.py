@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from megatron import log
-from megatron.corpus.inputs.files import Part
+from megatron.corpus.inputs.files import InputPart
 from megatron.corpus.inputs.sources import Block, blocks, check_inputs
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions
 from megatron.corpus.preprocess.encode_work import EncodeWork
 from megatron.corpus.preprocess.provenance import SourceLog, versions
 from megatron.corpus.workers.pool import run_blocks, worth_workers
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.indexed import IndexedWriter, publish_pairs
 from megatron.data.formats.sidecar import Sidecar, check_replaceable
 from megatron.errors import DataError
@@ -55,11 +55,11 @@ class PreprocessResult:
 
 
 def preprocess(
-    inputs: Sequence[str | Part],
+    inputs: Sequence[str | InputPart],
     output_prefix: str,
     options: EncodeOptions,
     workers: int,
-    progress: Progress,
+    progress: ProgressLine,
     block_bytes: int = BLOCK_BYTES,
 ) -> PreprocessResult:
     """Encodes inputs into one `.bin/.idx` pair a key; the bytes do not depend on `workers` or `block_bytes`.
@@ -74,7 +74,7 @@ def preprocess(
         StorageError: the outputs cannot be written.
         WorkerError: a worker process died.
     """
-    check_inputs([entry.path if isinstance(entry, Part) else entry for entry in inputs], options.keys)
+    check_inputs([entry.path if isinstance(entry, InputPart) else entry for entry in inputs], options.keys)
     source = blocks(inputs, block_bytes, options.document_separator, options.keys)
     return preprocess_blocks(source, output_prefix, options, workers, progress)
 
@@ -97,7 +97,7 @@ def preprocess_blocks(
     output_prefix: str,
     options: EncodeOptions,
     workers: int,
-    progress: Progress,
+    progress: ProgressLine,
     encoder: BlockEncoder | None = None,
 ) -> PreprocessResult:
     """Encodes blocks of lines, in their order, into one `.bin/.idx` pair a key with its sidecar; see `preprocess`.
@@ -143,7 +143,7 @@ def _write(
     writers: list[IndexedWriter],
     prefixes: tuple[str, ...],
     options: EncodeOptions,
-    progress: Progress,
+    progress: ProgressLine,
 ) -> PreprocessResult:
     good = skipped = text_bytes = line = bytes_before = 0
     path = ""

@@ -22,7 +22,7 @@ from megatron import log
 from megatron.corpus.inputs.documents import parse_block
 from megatron.corpus.inputs.sources import blocks, check_inputs, total_bytes
 from megatron.corpus.stores.writers import StoreWriter
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import check_writable, write_atomically
 from megatron.data.stores.address import without_password
 from megatron.data.stores.backend import ImportRecord, StoreBackend
@@ -69,7 +69,7 @@ class ImportResult:
 
 
 def import_files(
-    paths: Sequence[str], writer: StoreWriter, collection: str, options: ImportOptions, progress: Progress
+    paths: Sequence[str], writer: StoreWriter, collection: str, options: ImportOptions, progress: ProgressLine
 ) -> Iterator[ImportResult]:
     """Adds files to a collection, each as a whole or not at all; what is there already is not added again.
 
@@ -104,7 +104,7 @@ def _import_one(
     writer: StoreWriter,
     collection: str,
     options: ImportOptions,
-    progress: Progress,
+    progress: ProgressLine,
 ) -> ImportResult:
     added = lines = skipped = 0
     running = hashlib.blake2b(digest_size=16)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from megatron.corpus.inputs.documents import parse_block
 from megatron.corpus.inputs.files import expand_inputs
 from megatron.corpus.inputs.sources import blocks, check_inputs
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import check_writable, discard, publish_together, storage_error, write_temporary
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.gpt2 import byte_level_bpe
@@ -40,7 +40,7 @@ def texts_of(
     keys: Sequence[str],
     share: float,
     skip_bad: bool,
-    progress: Progress | None = None,
+    progress: ProgressLine | None = None,
     separator: str | None = None,
 ) -> Iterator[str]:
     """Texts of the inputs that preprocessing reads, every n-th if only a share is wanted.

@@ -10,7 +10,7 @@ _BAR_SECONDS = 0.1
 _LINE_SECONDS = 1.0
 
 
-class Progress:
+class ProgressLine:
     """Counts documents and bytes and shows them now and then.
 
     Args:

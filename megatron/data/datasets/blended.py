@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.data.datasets.sample import Piece, Sample, SourceDataset
+from megatron.data.datasets.sample import DocumentSpan, Sample, SourceDataset
 from megatron.data.order.blend import blend_counts
 from megatron.errors import DataError
 
@@ -65,10 +65,10 @@ class BlendedDataset:
         chosen, number = self._place(sample)
         return self.datasets[chosen].locate(number, position)
 
-    def pieces(self, sample: int) -> list[Piece]:
+    def spans(self, sample: int) -> list[DocumentSpan]:
         """What a sample is put together from, in the order of its tokens."""
         chosen, number = self._place(sample)
-        return self.datasets[chosen].pieces(number)
+        return self.datasets[chosen].spans(number)
 
     def _place(self, sample: int) -> tuple[int, int]:
         """The data set of a sample, and its number there."""
@@ -117,10 +117,10 @@ class PhasedDataset:
         phase, number = self._place(sample)
         return phase.locate(number, position)
 
-    def pieces(self, sample: int) -> list[Piece]:
+    def spans(self, sample: int) -> list[DocumentSpan]:
         """What a sample is put together from, in the order of its tokens."""
         phase, number = self._place(sample)
-        return phase.pieces(number)
+        return phase.spans(number)
 
     def _place(self, sample: int) -> tuple[SourceDataset | BlendedDataset, int]:
         if not 0 <= sample < len(self):

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from megatron.data.datasets.sample import Piece, Sample
+from megatron.data.datasets.sample import DocumentSpan, Sample
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.order.index_map import Indices
 from megatron.errors import DataError
@@ -49,14 +49,14 @@ class GPTDataset:
             DataError: the index names tokens that the file does not have.
         """
         try:
-            pieces = [self.indexed.get(*piece) for piece in self.pieces(sample)]
+            spans = [self.indexed.get(*piece) for piece in self.spans(sample)]
         except IndexError as failure:
             if not 0 <= sample < len(self):
                 raise
             raise DataError(
                 f"The sample index of {self.prefix} is damaged: {failure} Delete the index cache."
             ) from failure
-        tokens = np.concatenate([np.empty(0, np.int64), *pieces], dtype=np.int64, casting="unsafe")
+        tokens = np.concatenate([np.empty(0, np.int64), *spans], dtype=np.int64, casting="unsafe")
         if len(tokens) != self.sequence_length + 1:
             raise DataError(
                 f"The sample index of {self.prefix} is damaged: sample {sample} has {len(tokens)} tokens, not "
@@ -74,7 +74,7 @@ class GPTDataset:
 
     def locate(self, sample: int, position: int) -> str:
         """Where a token of a sample is stored, in words: file, sequence, token, byte offset."""
-        for sequence, offset, length in self.pieces(sample):
+        for sequence, offset, length in self.spans(sample):
             if position < length:
                 token = offset + position
                 at = int(self.indexed.pointers[sequence]) + token * self.indexed.dtype.itemsize
@@ -82,11 +82,11 @@ class GPTDataset:
             position -= length
         raise IndexError(f"A sample has {self.sequence_length + 1} tokens; it has no token {position} beyond its end.")
 
-    def pieces(self, sample: int) -> list[Piece]:
+    def spans(self, sample: int) -> list[DocumentSpan]:
         """What a sample is put together from, in the order of its tokens."""
-        return list(self._pieces(sample))
+        return list(self._spans(sample))
 
-    def _pieces(self, sample: int) -> Iterator[Piece]:
+    def _spans(self, sample: int) -> Iterator[DocumentSpan]:
         if not 0 <= sample < len(self):
             raise IndexError(f"{self.prefix} has {len(self)} planned samples; there is no sample {sample}.")
         number = bisect_right(self._starts, sample) - 1
@@ -97,5 +97,5 @@ class GPTDataset:
         for place in range(first, last + 1):
             sequence = int(segment.document[place])
             stop = end + 1 if place == last else int(self.indexed.lengths[sequence])
-            yield Piece(sequence, offset, stop - offset)
+            yield DocumentSpan(sequence, offset, stop - offset)
             offset = 0

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron.data.datasets.sample import Piece, Sample
+from megatron.data.datasets.sample import DocumentSpan, Sample
 from megatron.data.order.index_map import check_seed
 from megatron.data.order.plan import Segment
 from megatron.data.order.row_order import RowOrder
@@ -136,10 +136,10 @@ class RowDataset:
         chunk, place = self._place(sample)
         return self.source.locate(int(chunk.rows[place]), position)
 
-    def pieces(self, sample: int) -> list[Piece]:
+    def spans(self, sample: int) -> list[DocumentSpan]:
         """The one row that is the sample."""
         chunk, place = self._place(sample)
-        return [Piece(int(chunk.rows[place]), 0, len(self.read(sample).tokens))]
+        return [DocumentSpan(int(chunk.rows[place]), 0, len(self.read(sample).tokens))]
 
     def _place(self, sample: int) -> tuple[_Chunk, int]:
         """The chunk that a sample lies in, and its place there."""

@@ -19,7 +19,7 @@ class Sample(NamedTuple):
     loss_mask: np.ndarray | None = None
 
 
-class Piece(NamedTuple):
+class DocumentSpan(NamedTuple):
     """A stretch of tokens of one document that lies in a sample.
 
     Args:
@@ -50,7 +50,7 @@ class SampleDataset(Protocol):
     def locate(self, sample: int, position: int) -> str:
         """Where a token of a sample is stored, in words."""
 
-    def pieces(self, sample: int) -> list[Piece]:
+    def spans(self, sample: int) -> list[DocumentSpan]:
         """What a sample is put together from, in the order of its tokens."""
 
 

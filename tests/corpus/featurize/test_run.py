@@ -30,7 +30,7 @@ from megatron.corpus.featurize.windows import Cutting, Documents, cut, tally, wi
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.workers.processes import WorkerError
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import temporary_beside
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
 from megatron.data.formats.sidecar import read_sidecar
@@ -161,8 +161,8 @@ def write_jsonl(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
-def quiet() -> Progress:
-    return Progress(None, 1, lambda text: None)
+def quiet() -> ProgressLine:
+    return ProgressLine(None, 1, lambda text: None)
 
 
 def small(**changed: Any) -> WindowOptions:

@@ -13,12 +13,12 @@ import pytest
 from megatron.corpus.inputs import documents as documents_module
 from megatron.corpus.inputs import sources as sources_module
 from megatron.corpus.inputs.documents import parse_block
-from megatron.corpus.inputs.files import Part, Shard, expand_inputs, layout_of, read_separator, share_of
+from megatron.corpus.inputs.files import InputPart, Shard, expand_inputs, layout_of, read_separator, share_of
 from megatron.corpus.inputs.lines import parse_lines
 from megatron.corpus.inputs.sources import Block, blocks, check_inputs, total_bytes
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.run import preprocess
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.long_text import LongText
@@ -31,8 +31,8 @@ def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
     return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
-def quiet() -> Progress:
-    return Progress(None, 1, lambda text: None)
+def quiet() -> ProgressLine:
+    return ProgressLine(None, 1, lambda text: None)
 
 
 def texts_in(prefix: Path, choice: TokenizerChoice) -> list[str]:
@@ -235,7 +235,7 @@ def test_pyarrow_missing_is_said_before_the_work(tmp_path: Path, monkeypatch: py
 
 
 def test_a_part_knows_whether_it_is_whole() -> None:
-    assert Part("a").is_whole and not Part("a", 1).is_whole and not Part("a", 0, 1).is_whole
+    assert InputPart("a").is_whole and not InputPart("a", 1).is_whole and not InputPart("a", 0, 1).is_whole
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "|"])

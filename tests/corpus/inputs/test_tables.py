@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.corpus.inputs import tables
-from megatron.corpus.inputs.files import Part, Shard, expand_inputs, share_of
+from megatron.corpus.inputs.files import InputPart, Shard, expand_inputs, share_of
 from megatron.corpus.inputs.lines import parse_lines
 from megatron.corpus.inputs.long_lines import LONG_LINE_BYTES
 from megatron.corpus.inputs.sources import blocks, check_inputs, total_bytes
@@ -22,7 +22,7 @@ from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
 from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.vocabulary.learning import texts_of
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.data.stores import sqlite as sqlite_store
 from megatron.data.stores.document_store import open_store
@@ -39,14 +39,14 @@ def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
     return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
-def quiet() -> Progress:
-    return Progress(None, 1, lambda text: None)
+def quiet() -> ProgressLine:
+    return ProgressLine(None, 1, lambda text: None)
 
 
-def read(*inputs: str | Part, keys: tuple[str, ...] = ("text",), block_bytes: int = 1000) -> list[Any]:
+def read(*inputs: str | InputPart, keys: tuple[str, ...] = ("text",), block_bytes: int = 1000) -> list[Any]:
     """The texts of inputs, a list a key; one list for one key."""
     found: list[list[Any]] = [[] for _ in keys]
-    paths = [one for entry in inputs for one in ([entry] if isinstance(entry, Part) else expand_inputs([entry]))]
+    paths = [one for entry in inputs for one in ([entry] if isinstance(entry, InputPart) else expand_inputs([entry]))]
     for block in blocks(paths, block_bytes, None, keys):
         parsed = parse_lines(block.read(), keys, block.start == 0, False)
         assert not parsed.bad and block.size == len(block.read())
@@ -130,7 +130,7 @@ def test_progress_reaches_the_whole(sqlite_database: Database) -> None:
     path = sqlite_database.address("web")
     size = sqlite_database.path.stat().st_size
     assert total_bytes([path]) == size == sum(block.input_bytes for block in blocks([path], 500))
-    parts = [Part(path, 0, 20), Part(path, 20, None)]
+    parts = [InputPart(path, 0, 20), InputPart(path, 20, None)]
     sizes = [sum(block.input_bytes for block in blocks([part], 500)) for part in parts]
     assert sum(sizes) == size and sizes == [total_bytes([part]) for part in parts] and sizes[0] < sizes[1]
 
@@ -166,7 +166,7 @@ def test_bad_rows_are_named_by_their_number(
     options = EncodeOptions(choice)
     with pytest.raises(DataError, match=r"store\.db\?table=web:31: .*'text' holds a JSON null, not a string.*--on-bad"):
         preprocess([path], f"{tmp_path}/out", options, 1, quiet(), 500)
-    share = [Part(path, 20, 40)]
+    share = [InputPart(path, 20, 40)]
     skipping = replace(options, skip_bad_lines=True)
     result = preprocess(share, f"{tmp_path}/out", skipping, 1, quiet(), 500)
     assert (result.skipped, result.documents + result.empty) == (3, 17)
@@ -282,7 +282,7 @@ def test_data_sets_of_the_hub(tmp_path: Path, choice: TokenizerChoice) -> None:
     with pytest.raises(DataError, match="number"):
         check_inputs([path], ["body"])
     with pytest.raises(DataError, match=r":31: .*column 'number' holds a int, not a text"):
-        preprocess([Part(path, 30, 40)], f"{tmp_path}/out", replace(options, keys=("number",)), 1, quiet())
+        preprocess([InputPart(path, 30, 40)], f"{tmp_path}/out", replace(options, keys=("number",)), 1, quiet())
 
 
 def test_what_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from megatron.corpus.preprocess.distributed import Draw, preprocess_on_ranks, sh
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.run import PreprocessResult, preprocess
 from megatron.corpus.preprocess.sentences import SentenceSplitter
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.corpus.workers.ranks import JobRanks
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
@@ -52,8 +52,8 @@ def on_ranks(size: int, work: Callable[[JobRanks], Any]) -> list[Any]:
         return list(pool.map(lambda rank: work(JobRanks(rank, size, gather(rank))), range(size)))
 
 
-def quiet() -> Progress:
-    return Progress(None, 1, lambda text: None)
+def quiet() -> ProgressLine:
+    return ProgressLine(None, 1, lambda text: None)
 
 
 def write_lines(path: Path, texts: list[str]) -> str:

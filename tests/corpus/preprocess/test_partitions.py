@@ -21,7 +21,7 @@ from megatron.corpus.preprocess import run as preprocess_module
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
 from megatron.corpus.preprocess.run import PreprocessResult, preprocess
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.errors import ConfigError, DataError, StorageError
@@ -61,8 +61,8 @@ def options(choice: TokenizerChoice, tmp_path: Path) -> EncodeOptions:
     return EncodeOptions(choice, keys=("a", "b"), append_eod=True)
 
 
-def quiet() -> Progress:
-    return Progress(None, 1, lambda text: None)
+def quiet() -> ProgressLine:
+    return ProgressLine(None, 1, lambda text: None)
 
 
 def in_parts(folder: Path, options: EncodeOptions, count: int = 3, workers: int = 1) -> PreprocessResult:

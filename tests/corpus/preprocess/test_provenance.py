@@ -13,7 +13,7 @@ from megatron.corpus.preprocess import provenance
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.provenance import SourceLog
 from megatron.corpus.preprocess.run import preprocess
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
 from megatron.data.formats.sidecar import SourceRecord, read_sidecar
 from megatron.errors import DataError
@@ -29,8 +29,8 @@ def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
     return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
-def quiet() -> Progress:
-    return Progress(None, 1, lambda text: None)
+def quiet() -> ProgressLine:
+    return ProgressLine(None, 1, lambda text: None)
 
 
 def test_counts_tokenizer_and_hashes_of_every_key(tmp_path: Path, choice: TokenizerChoice) -> None:

@@ -22,7 +22,7 @@ from megatron.corpus.workers import pool as pool_module
 from megatron.corpus.workers import processes
 from megatron.corpus.workers.pool import WorkerPool
 from megatron.corpus.workers.processes import WorkerError
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
@@ -41,8 +41,8 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def quiet() -> Progress:
-    return Progress(None, 1, lambda text: None)
+def quiet() -> ProgressLine:
+    return ProgressLine(None, 1, lambda text: None)
 
 
 def run(
@@ -146,7 +146,7 @@ def test_a_killed_worker_is_named_at_once(tmp_path: Path, choice: TokenizerChoic
     path = write_jsonl(tmp_path / "in.jsonl", ["some text " * 200] * 20_000)
     killed: list[tuple[int, float]] = []
 
-    class Killer(Progress):
+    class Killer(ProgressLine):
         """Kills the second worker once the work is under way."""
 
         def advance(self, documents: int, text_bytes: int, input_bytes: int) -> None:
@@ -294,14 +294,14 @@ def test_progress_on_a_terminal_and_elsewhere(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     lines: list[str] = []
     bars: list[str] = []
-    plain, bar = Progress(100, 10, lines.append), Progress(100, 10, lines.append, bars.append)
+    plain, bar = ProgressLine(100, 10, lines.append), ProgressLine(100, 10, lines.append, bars.append)
     for _ in range(5):
         now[0] += 2.0
         plain.advance(10, 2_000_000, 10)
         bar.advance(10, 2_000_000, 10)
     assert lines[-1] == "Processed 50 documents (5.0 docs/s, 1.00 MB/s)." and len(lines) == 5
     assert "50%" in bars[-1] and "ETA 0:10" in bars[-1] and "1.0 MB/s" in bars[-1]
-    unknown = Progress(None, 10, lines.append, bars.append)
+    unknown = ProgressLine(None, 10, lines.append, bars.append)
     now[0] += 2.0
     unknown.advance(5, 10_000_000, 0)
     assert "ETA" not in bars[-1] and "10 MB" in bars[-1]

@@ -16,7 +16,7 @@ from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.merge import merge
 from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.preprocess.sentences import SentenceSplitter
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.errors import ConfigError
@@ -146,7 +146,7 @@ def write_lines(path: Path, texts: list[str]) -> str:
 
 
 def run(path: str, prefix: Path, options: EncodeOptions, workers: int = 1, block_bytes: int = 4096) -> list[bytes]:
-    result = preprocess((path,), str(prefix), options, workers, Progress(None, 1, lambda text: None), block_bytes)
+    result = preprocess((path,), str(prefix), options, workers, ProgressLine(None, 1, lambda text: None), block_bytes)
     assert result.prefixes == (f"{prefix}_text_sentence",)
     return [Path(f"{prefix}_text_sentence.{suffix}").read_bytes() for suffix in ("bin", "idx")]
 

@@ -28,7 +28,7 @@ from megatron.corpus.stores.operations import (
     time_fetches,
 )
 from megatron.corpus.stores.writers import open_writer
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_backend, open_store
 from megatron.data.stores.mongodb import explained
@@ -45,7 +45,7 @@ def jsonl(path: Path, texts: list[Any], key: str = "text", **others: str) -> str
 
 def put(database: Database, collection: str, *paths: str, **options: Any) -> list[ImportResult]:
     writer = open_writer(StoreAddress.of(database.base), collection, options.pop("takes_over", False))
-    progress = Progress(None, 1, lambda text: None)
+    progress = ProgressLine(None, 1, lambda text: None)
     try:
         return list(import_files(paths, writer, collection, ImportOptions(**options), progress))
     finally:
@@ -217,7 +217,7 @@ import os, signal, sys
 sys.path.insert(0, {root!r})
 from megatron.corpus.stores import operations as store
 from megatron.corpus.stores import writers as store_writers
-from megatron.corpus.workers.progress import Progress
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.stores.address import StoreAddress
 writer = store_writers.open_writer(StoreAddress.of({address!r}), "web")
 add = writer.append
@@ -230,7 +230,7 @@ def append(texts, originals):
 writer.append = append
 store._BLOCK_BYTES = 1 << 16
 writer._connection.execute("PRAGMA cache_size = 10")
-list(store.import_files([{path!r}], writer, "web", store.ImportOptions(), Progress(None, 1, lambda text: None)))
+list(store.import_files([{path!r}], writer, "web", store.ImportOptions(), ProgressLine(None, 1, lambda text: None)))
 """
 
 
@@ -363,7 +363,7 @@ def test_a_folder_that_is_not_there_and_a_disk_that_is_full(tmp_path: Path, sqli
     writer._connection.execute("PRAGMA max_page_count = 20")
     path = jsonl(tmp_path / "b.jsonl", ["x" * 1_000_000])
     with pytest.raises(StorageError, match=r"store\.db: database or disk is full.*free space"):
-        list(import_files([path], writer, "web", ImportOptions(), Progress(None, 1, lambda text: None)))
+        list(import_files([path], writer, "web", ImportOptions(), ProgressLine(None, 1, lambda text: None)))
     writer.close()
     assert texts_of(sqlite_database, "web") == ["a"]
 

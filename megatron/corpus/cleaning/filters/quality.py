@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megatron.corpus.cleaning.filters.verdicts import Verdict
+from megatron.corpus.cleaning.filters.rejections import Rejection
 
 _WORDS = (50, 100_000)
 _MEAN_WORD_CHARACTERS = (3.0, 10.0)
@@ -33,33 +33,33 @@ class GopherQuality:
     def __init__(self, least_stop_words: int) -> None:
         self._least_stop_words = least_stop_words
 
-    def judge(self, texts: Sequence[str]) -> list[Verdict | None]:
-        """A verdict for each text, None where it stays."""
+    def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
+        """A rejection for each text, None where it stays."""
         return [self._fault(text) for text in texts]
 
-    def _fault(self, text: str) -> Verdict | None:
+    def _fault(self, text: str) -> Rejection | None:
         words = text.split()
         count = len(words)
         if not _WORDS[0] <= count <= _WORDS[1]:
-            return Verdict("quality: number of words", str(count))
+            return Rejection("quality: number of words", str(count))
         mean = sum(map(len, words)) / count
         if not _MEAN_WORD_CHARACTERS[0] <= mean <= _MEAN_WORD_CHARACTERS[1]:
-            return Verdict("quality: mean word length", f"{mean:.2f}")
+            return Rejection("quality: mean word length", f"{mean:.2f}")
         for name, symbols in (("hashes", text.count("#")), ("ellipses", sum(map(text.count, _ELLIPSES)))):
             if symbols > _MOST_SYMBOLS_A_WORD * count:
-                return Verdict(f"quality: {name} a word", f"{symbols / count:.2f}")
+                return Rejection(f"quality: {name} a word", f"{symbols / count:.2f}")
         lines = [line.strip() for line in text.split("\n") if line.strip()]
         bullets = sum(line.startswith(_BULLETS) for line in lines) / len(lines)
         if bullets > _MOST_BULLET_LINES:
-            return Verdict("quality: lines with a bullet", f"{bullets:.2f}")
+            return Rejection("quality: lines with a bullet", f"{bullets:.2f}")
         ellipses = sum(line.endswith(_ELLIPSES) for line in lines) / len(lines)
         if ellipses > _MOST_ELLIPSIS_LINES:
-            return Verdict("quality: lines with an ellipsis", f"{ellipses:.2f}")
+            return Rejection("quality: lines with an ellipsis", f"{ellipses:.2f}")
         with_letter = sum(word.isalpha() or _LETTER.search(word) is not None for word in words) / count
         if with_letter < _LEAST_WORDS_WITH_LETTER:
-            return Verdict("quality: words with a letter", f"{with_letter:.2f}")
+            return Rejection("quality: words with a letter", f"{with_letter:.2f}")
         if self._least_stop_words:
             found = len(_STOP_WORDS.intersection(map(str.lower, words)))
             if found < self._least_stop_words:
-                return Verdict("quality: stop words", str(found))
+                return Rejection("quality: stop words", str(found))
         return None

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.corpus.cleaning.documents.words import Hashes, Words, mixed
-from megatron.corpus.cleaning.filters.verdicts import Verdict
+from megatron.corpus.cleaning.filters.rejections import Rejection
 
 _MOST_REPEATED_PARTS = 0.30
 _MOST_REPEATED_PART_CHARACTERS = 0.20
@@ -24,23 +24,23 @@ _MOST_IN_REPEATED_RUNS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
 class GopherRepetition:
     """Drops texts of which too much is repetition."""
 
-    def judge(self, texts: Sequence[str], words: Words) -> list[Verdict | None]:
-        """A verdict for each text, None where it stays.
+    def rejections(self, texts: Sequence[str], words: Words) -> list[Rejection | None]:
+        """A rejection for each text, None where it stays.
 
         Args:
             words: of the texts.
         """
-        verdicts = [_repeated_parts(text) for text in texts]
+        rejections = [_repeated_parts(text) for text in texts]
         for length, most, shares in _shares_of_runs(words):
             kind = "in the most frequent" if length in _MOST_IN_TOP_RUN else "in repeated"
             for number in np.flatnonzero(shares > most).tolist():
-                verdicts[number] = verdicts[number] or Verdict(
+                rejections[number] = rejections[number] or Rejection(
                     f"repetition: {kind} {length}-grams", f"{shares[number]:.2f}"
                 )
-        return verdicts
+        return rejections
 
 
-def _repeated_parts(text: str) -> Verdict | None:
+def _repeated_parts(text: str) -> Rejection | None:
     for name, separator in (("lines", "\n"), ("paragraphs", "\n\n")):
         parts = [part.strip() for part in text.split(separator)]
         parts = [part for part in parts if part]
@@ -49,11 +49,11 @@ def _repeated_parts(text: str) -> Verdict | None:
             continue
         share = 1 - len(different) / len(parts)
         if share > _MOST_REPEATED_PARTS:
-            return Verdict(f"repetition: {name}", f"{share:.2f}")
+            return Rejection(f"repetition: {name}", f"{share:.2f}")
         characters = sum(map(len, parts))
         share = 1 - sum(map(len, different)) / characters
         if share > _MOST_REPEATED_PART_CHARACTERS:
-            return Verdict(f"repetition: characters in repeated {name}", f"{share:.2f}")
+            return Rejection(f"repetition: characters in repeated {name}", f"{share:.2f}")
     return None
 
 

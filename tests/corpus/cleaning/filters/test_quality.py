@@ -38,13 +38,13 @@ PROSE = random_text(random.Random(1), vocabulary(2000, seed=2), 120) + " and tha
     ],
 )
 def test_quality(text: str, reason: str | None) -> None:
-    verdict = GopherQuality(2).judge([text])[0]
-    assert (verdict.reason if verdict else None) == reason
+    rejection = GopherQuality(2).rejections([text])[0]
+    assert (rejection.reason if rejection else None) == reason
 
 
 def test_other_languages_have_other_stop_words() -> None:
     text = PROSE[: PROSE.index(" and that is")]
-    assert GopherQuality(0).judge([text]) == [None]
+    assert GopherQuality(0).rejections([text]) == [None]
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_other_languages_have_other_stop_words() -> None:
     ],
 )
 def test_repetition(text: str, reason: str | None) -> None:
-    verdict = GopherRepetition().judge([text], SPLITTER.split([text]))[0]
-    assert (verdict.reason if verdict else None) == reason
+    rejection = GopherRepetition().rejections([text], SPLITTER.split([text]))[0]
+    assert (rejection.reason if rejection else None) == reason
 
 
 @settings(max_examples=100, deadline=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.errors import DataError
-from megatron.train.metrics_file import FILE_NAME
+from megatron.observe.metrics_file import FILE_NAME
 
 _SHOWN_RUNS = 5
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError, StorageError
-from megatron.train.metrics_file import FILE_NAME
+from megatron.observe.metrics_file import FILE_NAME
 
 _PER_START = ("config.json", "git.txt", "git.diff")
 _GIT_SECONDS = 20.0

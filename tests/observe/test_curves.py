@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.train.curves import Curve, read_curves, text_plot, write_picture
-from megatron.train.metrics_file import MetricsFile
+from megatron.observe.curves import Curve, read_curves, text_plot, write_picture
+from megatron.observe.metrics_file import MetricsFile
 from megatron.train.progress import Progress
 from tests.train.samples import metrics
 

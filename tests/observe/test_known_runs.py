@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
-from megatron.train.comparison import read_pair
-from megatron.train.curves import read_curves
-from megatron.train.known_runs import check_run, newest_runs
+from megatron.observe.comparison import read_pair
+from megatron.observe.curves import read_curves
+from megatron.observe.known_runs import check_run, newest_runs
 
 
 def _runs(folder: Path, count: int) -> None:

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from megatron.train.console import argument_lines, evaluation_lines, iteration_line, perplexity, size_line
-from megatron.train.metrics import SourceLoss
+from megatron.observe.console import argument_lines, evaluation_lines, iteration_line, perplexity, size_line
+from megatron.observe.metrics import SourceLoss
 from tests.train.samples import metrics
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron.config import ControlConfig
 from megatron.errors import ConfigError, StorageError
-from megatron.train.console import perplexity
-from megatron.train.metrics import Metrics, Workload
+from megatron.observe.console import perplexity
+from megatron.observe.metrics import Metrics, Workload
 from megatron.train.progress import Progress
 
 

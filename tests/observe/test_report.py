@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.train.metrics import Metrics
-from megatron.train.metrics_file import read_records, read_steps
+from megatron.observe.metrics import Metrics
+from megatron.observe.metrics_file import read_records, read_steps
+from megatron.observe.report import Report, open_destinations
+from megatron.observe.run_directory import RunDirectory
 from megatron.train.progress import Progress
-from megatron.train.report import Report, open_destinations
-from megatron.train.run_directory import RunDirectory
 from tests.train.samples import WORKLOAD, Outcome, control_config, optim_config
 
 

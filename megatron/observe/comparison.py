@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import DataError
-from megatron.train.known_runs import check_run
-from megatron.train.metrics_file import read_records, read_steps
+from megatron.observe.known_runs import check_run
+from megatron.observe.metrics_file import read_records, read_steps
 
 Steps = Mapping[int, Mapping[str, Any]]
 

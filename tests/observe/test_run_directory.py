@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, StorageError
-from megatron.train.run_directory import open_run_directory, write_arguments
+from megatron.observe.run_directory import open_run_directory, write_arguments
 
 
 def git(folder: Path, *words: str) -> str:

@@ -19,8 +19,8 @@ from typing import Any
 
 from megatron import log
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.train.console import perplexity
-from megatron.train.metrics import Metrics
+from megatron.observe.console import perplexity
+from megatron.observe.metrics import Metrics
 from megatron.train.progress import Progress
 
 FILE_NAME = "metrics.jsonl"

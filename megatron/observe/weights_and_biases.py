@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.train.console import perplexity
-from megatron.train.metrics import Metrics
+from megatron.observe.console import perplexity
+from megatron.observe.metrics import Metrics
 from megatron.train.progress import Progress
 
 

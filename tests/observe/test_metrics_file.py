@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.train.metrics import SourceLoss
-from megatron.train.metrics_file import FILE_NAME, MetricsFile, read_records, read_steps
+from megatron.observe.metrics import SourceLoss
+from megatron.observe.metrics_file import FILE_NAME, MetricsFile, read_records, read_steps
 from megatron.train.progress import Progress
 from tests.train.samples import metrics
 
@@ -142,7 +142,7 @@ def test_a_full_disk_is_named() -> None:
 
 KILLED = """
 import os, signal, sys
-from megatron.train.metrics_file import MetricsFile
+from megatron.observe.metrics_file import MetricsFile
 from tests.train.samples import metrics
 file = MetricsFile(sys.argv[1])
 for step in range(1, 6):

@@ -22,7 +22,7 @@ CUT = "contamination cut out"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Rejection:
     """Why a document is dropped: a reason out of few, which is counted, and what was found in this document."""
 
     reason: str
@@ -32,19 +32,19 @@ class Verdict:
 class DocumentFilter(Protocol):
     """Judges documents one by one, of which it gets many at a time."""
 
-    def judge(self, texts: Sequence[str]) -> list[Verdict | None]: ...
+    def rejections(self, texts: Sequence[str]) -> list[Rejection | None]: ...
 
 
-class LanguageJudge:
+class LanguageCheck:
     """Drops texts in other languages; see `LanguageFilter`."""
 
     def __init__(self, languages: LanguageFilter) -> None:
         self._languages = languages
 
-    def judge(self, texts: Sequence[str]) -> list[Verdict | None]:
-        """A verdict for each text, None where it stays."""
+    def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
+        """A rejection for each text, None where it stays."""
         faults = (self._languages.fault(text) for text in texts)
-        return [None if fault is None else Verdict(LANGUAGE, fault) for fault in faults]
+        return [None if fault is None else Rejection(LANGUAGE, fault) for fault in faults]
 
 
 class CharacterCount:
@@ -53,8 +53,8 @@ class CharacterCount:
     def __init__(self, limits: LengthLimits) -> None:
         self._least, self._most = limits.least_characters, limits.most_characters
 
-    def judge(self, texts: Sequence[str]) -> list[Verdict | None]:
-        """A verdict for each text, None where it stays."""
+    def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
+        """A rejection for each text, None where it stays."""
         return [_out_of_range(len(text), self._least, self._most, "characters") for text in texts]
 
 
@@ -64,8 +64,8 @@ class WordCount:
     def __init__(self, limits: LengthLimits) -> None:
         self._least, self._most = limits.least_words, limits.most_words
 
-    def judge(self, texts: Sequence[str]) -> list[Verdict | None]:
-        """A verdict for each text, None where it stays."""
+    def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
+        """A rejection for each text, None where it stays."""
         return [_out_of_range(len(text.split()), self._least, self._most, "words") for text in texts]
 
 
@@ -81,15 +81,15 @@ class TokenCount:
         self._least, self._most = limits.least_tokens, limits.most_tokens
         self._tokenizer: Tokenizer = build_tokenizer(limits.tokenizer)  # type: ignore[arg-type]
 
-    def judge(self, texts: Sequence[str]) -> list[Verdict | None]:
-        """A verdict for each text, None where it stays."""
+    def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
+        """A rejection for each text, None where it stays."""
         _, lengths = self._tokenizer.encode_flat(list(texts))
         return [_out_of_range(int(length), self._least, self._most, "tokens") for length in lengths]
 
 
-def _out_of_range(value: int, least: int | None, most: int | None, unit: str) -> Verdict | None:
+def _out_of_range(value: int, least: int | None, most: int | None, unit: str) -> Rejection | None:
     if least is not None and value < least:
-        return Verdict(f"too few {unit}", str(value))
+        return Rejection(f"too few {unit}", str(value))
     if most is not None and value > most:
-        return Verdict(f"too many {unit}", str(value))
+        return Rejection(f"too many {unit}", str(value))
     return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.train.metrics import SourceLoss
+from megatron.observe.metrics import SourceLoss
+from megatron.observe.tensorboard import TensorBoard, evaluation_scalars, step_scalars
 from megatron.train.progress import Progress
-from megatron.train.tensorboard import TensorBoard, evaluation_scalars, step_scalars
 from tests.train.samples import WORKLOAD, control_config, metrics
 
 AXES = ("", " vs samples", " vs tokens")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron.model.key_value_cache import KeyValueCache
-from megatron.model.step_context import MaskKind, StepSettings, document_bias, restarted_positions
+from megatron.model.interface.key_value_cache import KeyValueCache
+from megatron.model.interface.step_context import MaskKind, StepSettings, document_bias, restarted_positions
 
 SEGMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 5, 5]])
 IDS = torch.tensor([7, 9])

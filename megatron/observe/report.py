@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 from megatron import log
 from megatron.config import ControlConfig, OptimConfig
-from megatron.train.console import evaluation_lines, iteration_line
-from megatron.train.metrics import Interval, Metrics, StepOutcome, Workload, measure
-from megatron.train.metrics_file import MetricsFile
+from megatron.observe.console import evaluation_lines, iteration_line
+from megatron.observe.metrics import Interval, Metrics, StepOutcome, Workload, measure
+from megatron.observe.metrics_file import MetricsFile
+from megatron.observe.run_directory import RunDirectory
+from megatron.observe.tensorboard import TensorBoard
+from megatron.observe.weights_and_biases import WeightsAndBiases
 from megatron.train.progress import Progress, planned_iterations
-from megatron.train.run_directory import RunDirectory
-from megatron.train.tensorboard import TensorBoard
-from megatron.train.weights_and_biases import WeightsAndBiases
 
 
 class Destination(Protocol):

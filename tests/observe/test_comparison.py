@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron.errors import DataError
-from megatron.train.comparison import pair_up, read_pair, relative_difference, table, verdict
-from megatron.train.metrics_file import MetricsFile
+from megatron.observe.comparison import pair_up, read_pair, relative_difference, table, verdict
+from megatron.observe.metrics_file import MetricsFile
 from tests.train.samples import metrics
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.model.auxiliary import AuxiliaryLosses
+from megatron.model.interface.auxiliary import AuxiliaryLosses
 
 
 @pytest.mark.parametrize("scale", [1.0, 4096.0])

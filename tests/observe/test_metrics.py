@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.train.metrics import Interval, SourceLoss, Workload, flops_per_sample, mean_of, measure
+from megatron.observe.metrics import Interval, SourceLoss, Workload, flops_per_sample, mean_of, measure
 from megatron.train.progress import Progress
 from tests.train.samples import WORKLOAD, Outcome, metrics, model_config
 

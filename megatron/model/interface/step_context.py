@@ -12,8 +12,8 @@ from enum import Enum
 
 import torch
 
-from megatron.model.auxiliary import AuxiliaryLosses
-from megatron.model.key_value_cache import KeyValueCache
+from megatron.model.interface.auxiliary import AuxiliaryLosses
+from megatron.model.interface.key_value_cache import KeyValueCache
 
 
 class Recompute(Enum):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron.data.formats.atomic_files import check_writable
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.train.known_runs import check_run
-from megatron.train.metrics_file import read_records, read_steps
+from megatron.observe.known_runs import check_run
+from megatron.observe.metrics_file import read_records, read_steps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.train.metrics import Metrics
+from megatron.observe.metrics import Metrics
 
 
 def iteration_line(metrics: Metrics) -> str:

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.model.key_value_cache import KeyValueCache
-from megatron.model.step_context import StepContext
+from megatron.model.interface.key_value_cache import KeyValueCache
+from megatron.model.interface.step_context import StepContext
 from megatron.parallel.rng import normal_
 from megatron.parallel.shard_spec import shard_spec_of
 
