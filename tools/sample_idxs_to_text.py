@@ -31,9 +31,9 @@ from megatron.config.request import read_group_files
 from megatron.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.record import Progress
     from megatron.tokenizers.record import TokenizerRecord
     from megatron.tokenizers.tokenizer import Tokenizer
-    from megatron.train.progress import Progress
     from megatron.train.sample_order import SampleOrder, TrainedSample
 
 _SHOWN_TOKENS = 6  # at each end, without --all-tokens
@@ -117,19 +117,16 @@ def _origin(flags: SampleFlags, given: Mapping[str, Any]) -> Origin:
 
 def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
     from megatron.checkpoint import find, read_record
-    from megatron.data.order.plan import DataPlan
-    from megatron.tokenizers.record import TokenizerRecord
-    from megatron.train.progress import Progress
+    from megatron.checkpoint.record import Record
     from megatron.train.sample_order import SampleOrder
 
     found = find(folder)
     if not found:
         raise CheckpointError(f"there is no checkpoint in {folder}. Give the folder that a run saved to.")
-    record = read_record(found[0].path)
-    config = laid_over(RunConfig.from_json(record["config"]), given)
-    order = SampleOrder.of_plan(DataPlan.from_json(record["data_plan"]), config.data)
-    progress = Progress.from_json(record["progress"])
-    return Origin(order, config.optim, config.control, progress, TokenizerRecord.from_json(record["tokenizer"]))
+    record = Record.from_json(read_record(found[0].path), found[0].path)
+    config = laid_over(RunConfig.from_json(record.config), given)
+    order = SampleOrder.of_plan(record.data_plan, config.data)
+    return Origin(order, config.optim, config.control, record.progress, record.tokenizer)
 
 
 def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:

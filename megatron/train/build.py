@@ -43,7 +43,7 @@ from megatron.parallel.messages import all_reduce_sum, is_lost_peer
 from megatron.parallel.pending import PendingMaximum
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.progress import Progress, global_batch_size, is_done, planned_samples, schedule
-from megatron.train.resume import check_tokenizer, find_record, load_tensors
+from megatron.train.restore import check_tokenizer, find_saved_run, load_tensors
 from megatron.train.skip import SkipRanges
 from megatron.train.stop import StopRules, StopSignals, Verdict, kill_switch_is_on, kill_switch_message
 
@@ -192,22 +192,22 @@ def _build(
     signals: StopSignals,
     started_at: float,
 ) -> Run:
-    record = find_record(config.control, mesh)
-    if record is not None:
-        check_tokenizer(config.control, record, tokenizer)
+    saved = find_saved_run(config.control, mesh)
+    if saved is not None:
+        check_tokenizer(config.control, saved.record, tokenizer)
         known = len(config.notices)
-        config = check_resume(record["config"], config)
+        config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
     schedule(config.optim)  # refuses a warm-up that outlasts the decay before anything is built
     engine = build_engine(config, mesh)
     check_layers(engine, config.model.num_layers)
     sizes = parameter_counts(engine)
     log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes))
-    record, progress = load_tensors(config.control, engine, record)
+    record, progress = load_tensors(config.control, engine, saved)
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
         say_if_done(config.optim, progress)
-    stored_plan = DataPlan.from_json(record["data_plan"]) if record is not None and is_resume else None
+    stored_plan = record.data_plan if record is not None and is_resume else None
     skips = SkipRanges.parse(config.control.skip_train_iteration_range, progress)
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, skips)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
