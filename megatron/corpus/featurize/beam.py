@@ -89,7 +89,7 @@ def featurize_with_beam(
         )
         result = pipeline.run()
         result.wait_until_finish()
-        counts = {one.key.metric.name: int(one.result) for one in result.metrics().query()["counters"]}
+        counts = {counter.key.metric.name: int(counter.result) for counter in result.metrics().query()["counters"]}
         _publish(output_path, temporaries, finals)
     except Exception as failure:
         raise _understood(failure) from failure
@@ -327,7 +327,7 @@ def _publish(output_path: str, temporaries: Sequence[str], finals: Sequence[str]
         publish(output_path, [(Path(old), Path(new)) for old, new in zip(temporaries, finals, strict=True)])
         return
     systems = _file_systems()
-    there = [one.path for one in systems.match([f"{output_path}-*"])[0].metadata_list]
+    there = [metadata.path for metadata in systems.match([f"{output_path}-*"])[0].metadata_list]
     older = [path for path in there if is_shard_of(output_path, path)]
     if older:
         systems.delete(older)

@@ -29,11 +29,11 @@ def row_blocks(rows: Any, source: str, block_bytes: int) -> Iterator[Block]:
             raise DataError(
                 f"{source}: rows from {done} on cannot be read: {failure}. Load the data set again."
             ) from failure
-        if held and (table is None or sum(one.nbytes for one in held) >= block_bytes):
+        if held and (table is None or sum(part.nbytes for part in held) >= block_bytes):
             sink = arrow.BufferOutputStream()
             with arrow.ipc.new_stream(sink, held[0].schema) as writer:
-                for one in held:
-                    writer.write_table(one)
+                for part in held:
+                    writer.write_table(part)
             data = bytes(sink.getvalue())
             yield Block(source, start, len(data), data, 0, "parquet")
             start += len(data)

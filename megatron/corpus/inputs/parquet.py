@@ -43,9 +43,9 @@ def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[t
         try:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, use_threads=False):
                 held.append(batch)
-                if sum(one.nbytes for one in held) >= block_bytes:
-                    yield _packed(arrow, held), sum(one.num_rows for one in held)
-                    rows += sum(one.num_rows for one in held)
+                if sum(batch.nbytes for batch in held) >= block_bytes:
+                    yield _packed(arrow, held), sum(batch.num_rows for batch in held)
+                    rows += sum(batch.num_rows for batch in held)
                     held = []
         except (OSError, arrow.ArrowException) as failure:
             raise DataError(
@@ -53,8 +53,8 @@ def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[t
                 "out."
             ) from failure
         if held:
-            yield _packed(arrow, held), sum(one.num_rows for one in held)
-            rows += sum(one.num_rows for one in held)
+            yield _packed(arrow, held), sum(batch.num_rows for batch in held)
+            rows += sum(batch.num_rows for batch in held)
         if rows != file.metadata.num_rows:
             raise DataError(
                 f"{path}: its footer tells of {file.metadata.num_rows} rows, but row {rows} is the last that could be "

@@ -18,7 +18,7 @@ from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.data.formats.windows import COLUMNS, WindowFile
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
-from tests.corpus.featurize.test_run import quiet, write_jsonl
+from tests.corpus.featurize.texts import quiet, write_jsonl
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
 pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
