@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,8 @@ def row_blocks(rows: Any, source: str, block_bytes: int) -> Iterator[Block]:
     Raises:
         DataError: rows cannot be read.
     """
-    arrow = importlib.import_module("pyarrow")
+    import pyarrow as arrow
+
     held: list[Any] = []
     start = done = 0
     batches = rows.with_format("arrow").iter(batch_size=_BATCH_ROWS)
@@ -54,8 +54,9 @@ def datasets_library(why: str) -> Any:
         ConfigError: it is not installed.
     """
     try:
-        return importlib.import_module("datasets")
+        import datasets
     except ImportError as failure:
         raise ConfigError(
             f"{why} needs the datasets package: pip install datasets, or give files with --input."
         ) from failure
+    return datasets

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +144,7 @@ def test_what_beam_cannot_do_is_one_sentence(
     with pytest.raises(StorageError, match=r"Cannot write .*w-0000.-of-00003.*No space left on device"):
         run([source], f"{tmp_path}/w", choice)
 
-    def absent(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", absent)
+    monkeypatch.setitem(sys.modules, "apache_beam", None)
     with pytest.raises(ConfigError, match=r"\(--direct_running_mode\) need the apache-beam package"):
         run([source], f"{tmp_path}/w", choice)
 
