@@ -183,7 +183,7 @@ def train_and_kill(demo: Demo) -> None:
     Raises:
         DemoError: training ended by itself, or a rank outlived its launcher.
     """
-    from megatron.train.metrics_file import read_steps
+    from megatron.observe.metrics_file import read_steps
 
     metrics = demo.run / "killed" / "metrics.jsonl"
     saved = demo.checkpoints / f"iter_{demo.save_step:07d}"

@@ -1,4 +1,4 @@
-"""Everything a user can meet: the typed errors and the exit codes they end the program with.
+"""The errors a user may see, and the exit code each of them ends a program with.
 
 An error text says what is wrong with its values and flags, what must hold, and what to do about it.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class ExitCode(IntEnum):
-    """How a program ended; schedulers act on these (75 means: queue the job again)."""
+    """How a program ended; schedulers act on it (75: requeue the job)."""
 
     DONE = 0
     USAGE = 64
@@ -24,16 +24,16 @@ class ExitCode(IntEnum):
 
 
 class MegatronError(Exception):
-    """Base of all errors that are shown as one text without a traceback."""
+    """Base class of the errors that are shown as text, without a traceback."""
 
     exit_code = ExitCode.HUMAN
 
 
 class ConfigError(MegatronError):
-    """One or more flags, config-file entries or combinations of them that cannot be honoured.
+    """Flags, entries of a config file or combinations of them that cannot be used.
 
     Args:
-        problems: one sentence each; they are shown together.
+        problems: one sentence each, all of them shown.
     """
 
     exit_code = ExitCode.USAGE
@@ -44,13 +44,13 @@ class ConfigError(MegatronError):
 
 
 class LaunchError(MegatronError):
-    """The ranks that were started do not form the layout that was asked for."""
+    """The processes that were started cannot form the run: launcher, machine, layout or another job prevents it."""
 
     exit_code = ExitCode.USAGE
 
 
 class PeerLostError(MegatronError):
-    """Another rank of the run is gone; what was saved is intact, so the job may simply be started again."""
+    """Another rank of the run ended; saved checkpoints are intact, so the job can be started again as it is."""
 
     exit_code = ExitCode.REQUEUE
 
@@ -62,7 +62,7 @@ class DataError(MegatronError):
 
 
 class StorageError(MegatronError):
-    """A write or read that the file system refused: path, need and reason are in the text."""
+    """A read or write that the file system refused; the text names the path and the reason."""
 
     exit_code = ExitCode.STORAGE
 
@@ -73,16 +73,14 @@ class CheckpointError(MegatronError):
     exit_code = ExitCode.STORAGE
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose bytes are not those that were written; an older one may still be good."""
+
+
 class NumericsError(MegatronError):
-    """Training produced values it cannot go on with."""
+    """Training produced values that it cannot continue from."""
 
     exit_code = ExitCode.NUMERICS
-
-
-class HangError(MegatronError):
-    """A rank stopped making progress."""
-
-    exit_code = ExitCode.HANG
 
 
 class FailureReport(NamedTuple):

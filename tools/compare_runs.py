@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words.insert(0, "--runs")
     flags = parse_flags(CompareFlags, words, description="Compares what two runs logged, step by step.")
 
-    from megatron.train.comparison import pair_up, read_pair, table, verdict
+    from megatron.observe.comparison import pair_up, read_pair, table, verdict
 
     pairs = pair_up(*read_pair(flags.runs), after=flags.after)
     agree, sentence = verdict(pairs, flags.tolerance, flags.norm_tolerance)

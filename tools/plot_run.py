@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words.insert(0, "--runs")
     flags = parse_flags(PlotFlags, words, description="Draws the curves of one or several runs.")
 
-    from megatron.train.curves import check_picture, read_curves, text_plot, write_picture
+    from megatron.observe.curves import check_picture, read_curves, text_plot, write_picture
 
     if flags.output is not None:
         check_picture(flags.output)

@@ -135,7 +135,7 @@ def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
 def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
     """The order of the run's checkpoint; without one, of its configuration, if it was started only once."""
     from megatron.checkpoint import find
-    from megatron.train.metrics_file import read_records
+    from megatron.observe.metrics_file import read_records
     from megatron.train.sample_order import SampleOrder
 
     path = folder / "config.json"
@@ -179,7 +179,7 @@ def _of_flags(given: Mapping[str, Any]) -> Origin:
 
 def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
     """The samples [start, end) that the flags name."""
-    from megatron.train.metrics_file import read_steps
+    from megatron.observe.metrics_file import read_steps
     from megatron.train.sample_order import samples_of_logged_steps, samples_of_steps
 
     if flags.sample_id_range is not None:

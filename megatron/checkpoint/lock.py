@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import final
 
 from megatron import log
-from megatron.checkpoint.together import on_first
 from megatron.errors import CheckpointError, LaunchError, StorageError
+from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
 
 LOCK_NAME = ".run.lock"
@@ -103,7 +103,7 @@ class CheckpointLock:
             LaunchError: another living job holds it; names that job.
             StorageError: the lock file cannot be made or written.
         """
-        refusal, trouble = on_first(self._mesh, self._try_acquire)
+        refusal, trouble = run_on_first(self._mesh, self._try_acquire)
         if refusal:
             raise LaunchError(refusal)
         if trouble:

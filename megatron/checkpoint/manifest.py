@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from megatron.checkpoint.layout import KINDS, StoredPiece, as_kind, key_problem
 from megatron.checkpoint.storage import Storage, opened, read_exactly
-from megatron.errors import CheckpointError, StorageError
+from megatron.errors import CheckpointError, DamagedError, StorageError
 from megatron.parallel.pieces import PieceKey
 
 FORMAT = "megatron-pieces"
@@ -56,10 +56,6 @@ _FOLDER_NAME = re.compile(r"(?:iter_([0-9]{7,18})|\.old-iter_([0-9]{7,18})-[0-9a
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 # Errors of the operating system that are about this process, not about the file: an older checkpoint would not help.
 _NOT_THE_FILE = ("EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM")
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint whose bytes are not those that were written; an older one may still be good."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +134,11 @@ def record_text(record: Mapping[str, Any]) -> str:
     return text
 
 
-def read_manifest(folder: Path, storage: Storage | None = None) -> Manifest:
+def read_manifest(folder: Path, storage: Storage | None = None, known: Manifest | None = None) -> Manifest:
     """Reads and checks the manifest of one checkpoint folder; tensor files are not opened.
+
+    Args:
+        known: a manifest parsed before; returned instead of parsing the text again if it has the text's digest.
 
     Raises:
         DamagedError: it is missing, changed, or says impossible things.
@@ -159,15 +158,7 @@ def read_manifest(folder: Path, storage: Storage | None = None) -> Manifest:
     digest = seal.group(1).decode()
     if hashlib.sha256(text[:-_SEAL_BYTES]).hexdigest() != digest:
         raise DamagedError(f"{path} is damaged: its content does not have the digest {digest}. Use another checkpoint.")
-    values = _parse(path, text)
-    if values.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {values.get('format')!r}, not {FORMAT!r}: another program wrote it.")
-    if values.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path} has format_version {values.get('format_version')!r}; this program reads {FORMAT_VERSION}. "
-            "Read it with the program version that wrote it."
-        )
-    manifest = _Parser(path, values).manifest(digest)
+    manifest = known if known is not None and known.digest == digest else _checked(path, text, digest)
     number = folder_step(folder.name)
     if number is not None and number != manifest.step:
         raise DamagedError(
@@ -219,6 +210,23 @@ def _read_whole(storage: Storage, path: Path) -> bytes:
             return bytes(content)
     except OSError as failure:
         raise unreadable(path, failure) from failure
+
+
+def _checked(path: Path, text: bytes, digest: str) -> Manifest:
+    """Parses a manifest whose digest is right.
+
+    Raises:
+        DamagedError, CheckpointError: as `read_manifest`.
+    """
+    values = _parse(path, text)
+    if values.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {values.get('format')!r}, not {FORMAT!r}: another program wrote it.")
+    if values.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {values.get('format_version')!r}; this program reads {FORMAT_VERSION}. "
+            "Read it with the program version that wrote it."
+        )
+    return _Parser(path, values).manifest(digest)
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:

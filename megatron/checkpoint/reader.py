@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.layout import Catalogue, Integers, Runs, StoredPiece, plan_piece
-from megatron.checkpoint.manifest import DamagedError, Manifest, StoredFile, unreadable
+from megatron.checkpoint.manifest import Manifest, StoredFile, unreadable
+from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.checkpoint.storage import Storage, read_exactly
-from megatron.checkpoint.writer import TORCH_TYPES
+from megatron.errors import DamagedError
 from megatron.parallel.pieces import PieceKey
 
 Accept = Callable[[torch.Tensor], None]

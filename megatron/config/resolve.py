@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.layout import layout_problems
 from megatron.config.run import RunConfig
 from megatron.config.sections.optim import OptimConfig
 from megatron.config.sections.parallel import ParallelConfig
@@ -41,13 +42,13 @@ def resolve(config: RunConfig, machine: Machine, tokenizer: TokenizerFacts) -> R
     problems: list[str] = []
     notices: list[str] = list(config.notices)
     problems.extend(_dtype_problems(config, machine))
-    layout_problems = list(_layout_problems(config, machine))
-    problems.extend(layout_problems)
+    misfits = list(_layout_problems(config, machine))
+    problems.extend(misfits)
     padded, found = padded_vocab_size(config.parallel, tokenizer.vocab_size)
     problems.extend(found)
     copies = max(1, machine.world_size // config.parallel.model_parallel_size)
     batch, found = _global_batch(config, copies)
-    problems.extend([] if layout_problems else found)
+    problems.extend([] if misfits else found)
     steps, found = _train_steps(config, batch)
     problems.extend(found)
     backend, backend_notices = _backend(config, machine)
@@ -114,21 +115,14 @@ def _dtype_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
 
 
 def _layout_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
-    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    world = machine.world_size
-    if world % (tp * pp):
-        legal = [
-            f"{t} x {p}"
-            for t in range(1, world + 1)
-            for p in range(1, world + 1)
-            if world % (t * p) == 0 and config.model.num_attention_heads % t == 0 and p <= config.model.num_layers
-        ]
-        shown = ", ".join(legal[:12]) + (", ..." if len(legal) > 12 else "")
-        yield (
-            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} needs a multiple of {tp * pp} "
-            f"processes, and {world} {'was' if world == 1 else 'were'} started. Start "
-            f"{-(-world // (tp * pp)) * tp * pp}, or use a tensor x pipeline layout that fits {world}: {shown}."
-        )
+    model, parallel = config.model, config.parallel
+    yield from layout_problems(
+        machine.world_size,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        split_sizes=(model.num_attention_heads, model.ffn_hidden_size),
+        most_stages=1 if parallel.zero_stage >= 2 else model.num_layers,
+    )
 
 
 def _global_batch(config: RunConfig, copies: int) -> tuple[int, list[str]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.config.layout import heads_problems, stages_problems
 from megatron.config.section import ConfigSection
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
@@ -133,14 +134,8 @@ def cross_problems(model: ModelConfig, parallel: ParallelConfig, data: DataConfi
             f"Every position needs a row; use --max-position-embeddings {data.seq_length} or shorter samples."
         )
     ranks, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    heads = model.num_attention_heads
-    if heads > 0 and ranks > 0 and heads % ranks:
-        legal = [size for size in range(1, heads + 1) if heads % size == 0]
-        yield (
-            f"{heads} attention heads cannot be split over {ranks} ranks (--num-attention-heads {heads}, "
-            f"--tensor-model-parallel-size {ranks}). Heads must be a multiple of the ranks; use one of "
-            f"{', '.join(map(str, legal))} ranks, or {-(-heads // ranks) * ranks} heads."
-        )
+    if model.num_attention_heads > 0 and ranks > 0:
+        yield from heads_problems(model.num_attention_heads, ranks)
     if ranks > 0 and model.ffn_hidden_size and model.ffn_hidden_size % ranks:
         yield (
             f"--ffn-hidden-size {model.ffn_hidden_size} cannot be split over --tensor-model-parallel-size {ranks} "
@@ -152,12 +147,8 @@ def cross_problems(model: ModelConfig, parallel: ParallelConfig, data: DataConfi
             f"--pad-vocab-size-to: {size} is not divisible by {ranks} (--tensor-model-parallel-size), so the word "
             f"embedding cannot be split evenly. Use --pad-vocab-size-to {-(-size // ranks) * ranks}."
         )
-    if 0 < model.num_layers < stages:
-        yield (
-            f"{model.num_layers} layers cannot fill {stages} pipeline stages (--num-layers {model.num_layers}, "
-            f"--pipeline-model-parallel-size {stages}). A stage without a layer has fewer optimizer parameter groups "
-            f"than the others, and DeepSpeed waits for them forever; use at most {model.num_layers} stages."
-        )
+    if model.num_layers > 0:
+        yield from stages_problems(model.num_layers, stages)
 
 
 def plain(value: Any) -> Any:

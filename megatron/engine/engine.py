@@ -18,9 +18,9 @@ from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.pipeline import StageHooks
 from megatron.engine.stage_build import build_module
 from megatron.engine.totals import StepResult, StepTotals
-from megatron.model.auxiliary import AuxiliaryLosses
-from megatron.model.network import LayerSpec, LayerStack
-from megatron.model.step_context import StepSettings
+from megatron.model.interface.auxiliary import AuxiliaryLosses
+from megatron.model.interface.network import LayerSpec, LayerStack
+from megatron.model.interface.step_context import StepSettings
 from megatron.objective.base import Objective
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum

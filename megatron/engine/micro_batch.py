@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron import device
-from megatron.model.step_context import StepContext, StepSettings
+from megatron.model.interface.step_context import StepContext, StepSettings
 from megatron.objective.base import Objective
 
 

@@ -14,9 +14,9 @@ from deepspeed.pipe import PipelineModule
 from torch import nn
 
 from megatron.engine.grid import PipelineGrid
-from megatron.model.auxiliary import AuxiliaryLosses
-from megatron.model.network import LayerStack
-from megatron.model.step_context import StepSettings
+from megatron.model.interface.auxiliary import AuxiliaryLosses
+from megatron.model.interface.network import LayerStack
+from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.mesh import Axis, ParallelMesh
 
 

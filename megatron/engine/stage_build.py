@@ -13,8 +13,8 @@ from megatron.engine.deepspeed_setup import quiet
 from megatron.engine.grid import ModelParallelUnit
 from megatron.engine.pipeline import StageHooks, StageModule
 from megatron.engine.stages import stage_bounds
-from megatron.model.network import LayerSpec, LayerStack, build_layer
-from megatron.model.step_context import StepSettings
+from megatron.model.interface.network import LayerSpec, LayerStack, build_layer
+from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.rng import normal_

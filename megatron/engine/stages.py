@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.config.layout import stages_problems
 from megatron.errors import ConfigError
-from megatron.model.network import LayerKind, LayerSpec
+from megatron.model.interface.network import LayerKind, LayerSpec
 
 
 def stage_bounds(specs: Sequence[LayerSpec], stages: int) -> list[int]:
@@ -37,11 +38,8 @@ def blocks_per_stage(costs: Sequence[int], stages: int) -> list[int]:
         ConfigError: there are fewer blocks than stages; such a stage would lack an optimizer parameter group, and
             DeepSpeed's collectives would wait for it until they time out.
     """
-    if len(costs) < stages:
-        raise ConfigError(
-            f"{len(costs)} layers cannot fill {stages} pipeline stages (--num-layers {len(costs)}, "
-            f"--pipeline-model-parallel-size {stages}). Every stage needs a layer; use at most {len(costs)} stages."
-        )
+    for problem in stages_problems(len(costs), stages):
+        raise ConfigError(problem)
     if len(set(costs)) > 1:
         return _balanced_counts(costs, stages)
     counts = [len(costs) // stages] * stages

@@ -10,8 +10,8 @@ import torch
 from megatron.errors import ConfigError
 from megatron.inference.sampling import Sampling, choose, sample_generator
 from megatron.model.gpt import whole_logits
-from megatron.model.network import LayerStack
-from megatron.model.step_context import StepSettings
+from megatron.model.interface.network import LayerStack
+from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import broadcast
 

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from megatron.checkpoint import load_newest
+from megatron.checkpoint import Found, load_newest
 from megatron.errors import CheckpointError
-from megatron.model.network import LayerStack
+from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey, filling
 from megatron.parallel.shard_spec import shard_spec_of
 
 
-def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh) -> tuple[dict[str, Any], Path]:
+def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: Found | None = None) -> Found:
     """Fills the network from the newest checkpoint that verifies, whatever layout wrote it; collective over the mesh.
 
-    Returns:
-        the checkpoint's record and its folder.
+    Args:
+        known: what `newest_record` found in the directory.
 
     Raises:
         CheckpointError: there is no checkpoint, or it does not fit the network.
     """
-    loaded = load_newest(directory, lambda: wanted_weights(model), mesh)
+    loaded = load_newest(directory, lambda: wanted_weights(model), mesh, known=known)
     if loaded is None:
         raise CheckpointError(
             f"there is no checkpoint in {directory} (--load {directory}). Give the folder a run saved to."

@@ -10,7 +10,7 @@ import torch
 from megatron.config import ModelConfig
 from megatron.model.blocks.embedding import FinalLayerNorm, OutputHead, PositionEmbedding, WordEmbedding
 from megatron.model.blocks.transformer import TransformerBlock
-from megatron.model.network import LayerCost, LayerKind, LayerSpec
+from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.tensor.collectives import gather_from
 

@@ -1,4 +1,4 @@
-"""Joining and leaving a run: from the launcher's variables to an open mesh, and ranks that end with their launcher."""
+"""Joining and leaving a run: from the launcher's variables to an open mesh; ranks do not outlive a launcher."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from megatron.parallel.launchers import Ranks, discover_ranks
 from megatron.parallel.mesh import ParallelMesh, build_mesh, standard_axes
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# Words in a launcher's command line: they tell one that is process 1 of a container from an init that adopted us.
+# Words in a launcher's command line. They distinguish a launcher that is process 1 of a container from an init process
+# that adopted the rank.
 _LAUNCHER_WORDS = ("torch", "deepspeed", "mpi", "orte", "prte", "hydra", "pmi_proxy", "slurm", "srun")
-_NAME_TRIES = 3  # one second apart
+_LOOKUP_TRIES = 3  # one second apart
 
 
 def open_mesh(parallel: ParallelConfig) -> ParallelMesh:
     """Joins the other ranks and returns this one's place among them.
 
-    Works under torchrun, the deepspeed launcher, srun, mpirun, hand-set variables, or none of them (one process; no
-    network is used then). Afterwards torchrun's variables are set in the environment whoever started the process,
-    because DeepSpeed reads them. A rank started by a launcher is killed when the launcher dies.
+    Works under torchrun, the deepspeed launcher, srun and mpirun, with variables set by hand, and without any of them
+    (one process, which uses no network). Sets torchrun's variables in the environment however the process was started,
+    because DeepSpeed reads them. A rank started by a launcher is killed when the launcher ends.
 
     Raises:
         LaunchError: the launcher's variables contradict each other, tp x pp does not fit the world, or there are not
@@ -58,7 +59,7 @@ def open_mesh(parallel: ParallelConfig) -> ParallelMesh:
 
 
 def count_ranks(parallel: ParallelConfig) -> int:
-    """How many processes the launcher started, before any of them is joined.
+    """How many processes the launcher started; needs no contact with them.
 
     Raises:
         LaunchError: the launcher's variables contradict each other.
@@ -77,10 +78,10 @@ def close_mesh(mesh: ParallelMesh) -> None:
 def die_with_launcher() -> None:
     """Asks Linux to kill this process when the one that started it ends; elsewhere does nothing.
 
-    Without it ranks outlive a launcher that was killed by SIGKILL, and go on writing.
+    Without it the ranks of a launcher that was killed by SIGKILL keep running and writing.
 
     Raises:
-        LaunchError: the launcher is gone already.
+        LaunchError: the launcher has ended already.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -94,9 +95,9 @@ def die_with_launcher() -> None:
 
 
 def die_with_deepspeed_runner() -> None:
-    """Does the same for the `deepspeed` command, which is the parent of the process that starts the ranks of a node.
+    """Does the same for the `deepspeed` command, whose child process starts the ranks of this node.
 
-    A thread waits for its end; on another node, where ssh stands between, there is nothing to wait for.
+    A thread waits for the command to end. On nodes reached through ssh there is no process to wait for.
     """
     if not hasattr(os, "pidfd_open"):
         return
@@ -119,7 +120,7 @@ def _is_launcher(command_line: Path) -> bool:
     try:
         text = command_line.read_bytes().decode(errors="replace").lower()
     except OSError:
-        return True  # not ours to read: give it the benefit of the doubt
+        return True  # not readable by this user: assume a launcher
     return any(word in text for word in _LAUNCHER_WORDS)
 
 
@@ -132,7 +133,7 @@ def _export(ranks: Ranks) -> None:
         MASTER_PORT=str(ranks.master_port),
     )
     if ranks.is_one_node and sys.platform.startswith("linux"):
-        # gloo otherwise resolves the host's own name, which fails or is slow on many laptops and in containers
+        # Otherwise gloo resolves the host's own name, which fails or is slow on many laptops and in containers.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -146,19 +147,19 @@ def _join(ranks: Ranks, backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as failure:
         raise LaunchError(
-            f"Rank {ranks.rank} of {ranks.world_size} could not meet the others at {ranks.master_address}:"
+            f"Rank {ranks.rank} of {ranks.world_size} could not join the others at {ranks.master_address}:"
             f"{ranks.master_port} (started by {ranks.launcher}, backend {backend}, --distributed-timeout-minutes "
-            f"{timeout.total_seconds() / 60:g}): {str(failure).splitlines()[0].rstrip('.')}. Every rank must run and "
-            f"reach that address; another MASTER_PORT helps if the port is taken."
+            f"{timeout.total_seconds() / 60:g}): {str(failure).splitlines()[0].rstrip('.')}. Check that every rank is "
+            f"running and can reach that address; if the port is taken, set another MASTER_PORT."
         ) from failure
 
 
 def _check_address(ranks: Ranks) -> None:
-    """Refuses a host name that nobody knows, which torch would retry until its timeout, once on every rank.
+    """Refuses a host name that does not resolve; every rank would retry it until its timeout.
 
-    Only where the name comes from a list of nodes: that of a pod or container may become known later.
+    Only for names from a node list: the name of a pod or container may start to resolve later.
     """
-    for left in reversed(range(_NAME_TRIES)):
+    for left in reversed(range(_LOOKUP_TRIES)):
         try:
             socket.getaddrinfo(ranks.master_address, ranks.master_port)
             return
@@ -167,6 +168,6 @@ def _check_address(ranks: Ranks) -> None:
                 raise LaunchError(
                     f"Rank {ranks.rank} of {ranks.world_size} cannot look up {ranks.master_address!r}, the host of "
                     f"rank 0 (started by {ranks.launcher}): {failure.strerror}. Set MASTER_ADDR to a name or IP "
-                    f"address of that host that all nodes know."
+                    f"address of that host that all nodes can resolve."
                 ) from failure
             time.sleep(1)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from megatron.config.layout import layout_problem
+from megatron.config.layout import layout_problems
 from megatron.errors import LaunchError
 
 Role = Literal["stage", "batch", "sequence", "tensor"]
@@ -219,8 +219,7 @@ def check_layout(world_size: int, tp_size: int, pp_size: int) -> None:
     Raises:
         LaunchError: tp x pp does not divide the number of processes.
     """
-    problem = layout_problem(world_size, tp_size, pp_size)
-    if problem is not None:
+    for problem in layout_problems(world_size, tp_size, pp_size):
         raise LaunchError(problem)
 
 
@@ -234,7 +233,7 @@ def build_mesh(
     takes None for everybody.
 
     Args:
-        timeout: how long a collective of a new group waits; the open group keeps its own.
+        timeout: how long a collective of any of the groups waits for the other ranks, in the open group too.
 
     Raises:
         LaunchError: the product of the sizes is not the number of ranks.
@@ -246,6 +245,7 @@ def build_mesh(
             f"The axes {shown} make {math.prod(size.size for size in sizes)} ranks, and {world_size} take part. Use "
             f"sizes whose product is {world_size}."
         )
+    set_timeout(timeout)
     mesh = ParallelMesh.at(sizes, dist.get_rank(), device, local_rank)
     groups = _Groups(mesh.world, timeout)
     # Every rank goes through the same list in the same order, and at each entry all ranks of a group create it or all
@@ -254,6 +254,16 @@ def build_mesh(
     found: dict[str, Any] = {name: groups.give(getattr(mesh, name)) for name, _, _ in _derived_groups()}
     found["embedding"] = groups.give(mesh.embedding)
     return dataclasses.replace(mesh, world=groups.give(mesh.world), control=groups.control, axes=axes, **found)
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Sets how long a collective waits for the other ranks, in every process group of this rank.
+
+    For the groups that DeepSpeed creates too: it gives them none, and torch's own is 10 minutes on nccl and 30 on gloo.
+    """
+    for group in tuple(distributed_c10d._world.pg_map):
+        if dist.get_backend(group) in ("gloo", "nccl"):
+            distributed_c10d._set_pg_timeout(timeout, group)
 
 
 class _Groups:

@@ -14,7 +14,6 @@ import torch
 
 from megatron import __version__, device, log
 from megatron.checkpoint import CheckpointLock
-from megatron.checkpoint.together import on_first, together
 from megatron.config import Machine, OptimConfig, RunConfig, TokenizerFacts, check_resume, resolve
 from megatron.data.datasets.build import (
     SplitDatasets,
@@ -30,20 +29,21 @@ from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.errors import LaunchError, PeerLostError
 from megatron.model.gpt import gpt_layers
-from megatron.model.network import LayerKind
-from megatron.model.step_context import MaskKind, Recompute, StepSettings
+from megatron.model.interface.network import LayerKind
+from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
 from megatron.objective.language_model import LanguageModelObjective
+from megatron.observe.console import argument_lines, size_line
+from megatron.observe.metrics import Workload
+from megatron.observe.report import Destination, Report, open_destinations
+from megatron.observe.run_directory import open_run_directory, write_arguments
+from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum, is_lost_peer
 from megatron.parallel.pending import PendingMaximum
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron.train.console import argument_lines, size_line
-from megatron.train.metrics import Workload
 from megatron.train.progress import Progress, global_batch_size, is_done, planned_samples, schedule
-from megatron.train.report import Destination, Report, open_destinations
 from megatron.train.resume import check_tokenizer, find_record, load_tensors
-from megatron.train.run_directory import open_run_directory, write_arguments
 from megatron.train.skip import SkipRanges
 from megatron.train.stop import StopRules, StopSignals, Verdict, kill_switch_is_on, kill_switch_message
 
@@ -303,7 +303,7 @@ def _open_data(
         if mesh.local_rank == 0:
             built.append(build(True))
 
-    together(mesh, go_first)
+    run_on_all(mesh, go_first)
     datasets, plan = built[0] if built else build(False)
     for text in describe(datasets, plan):
         log.info(text)
@@ -339,7 +339,7 @@ def _open_report(
         destinations.extend(open_destinations(config.control, workload, opened))
         return str(opened.path)
 
-    log.info(f"run directory: {on_first(mesh, open_files)}")
+    log.info(f"run directory: {run_on_first(mesh, open_files)}")
     return Report(
         config.control,
         config.optim,

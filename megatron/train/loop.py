@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from megatron import log
 from megatron.errors import ExitCode, NumericsError
+from megatron.observe.metrics import StepOutcome
 from megatron.train.build import Run
 from megatron.train.checkpoints import save_run
 from megatron.train.evaluation import evaluate
-from megatron.train.metrics import StepOutcome
 from megatron.train.progress import Progress, learning_rate
 from megatron.train.stop import Verdict
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint import find, load_newest, newest_record
-from megatron.checkpoint.together import on_first
 from megatron.config import ControlConfig
 from megatron.engine.engine import Engine
 from megatron.engine.state import refresh_weights, wanted_pieces
 from megatron.errors import CheckpointError
+from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ def find_record(control: ControlConfig, mesh: ParallelMesh) -> Record | None:
         return None
     if control.load is None:
         if control.save is not None:
-            on_first(mesh, lambda: _refuse_foreign_save(str(control.save)))
+            run_on_first(mesh, lambda: _refuse_foreign_save(str(control.save)))
         return None
     found = newest_record(Path(control.load), mesh)
     if found is not None:

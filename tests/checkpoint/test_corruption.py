@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import DamagedError, load, load_newest, read_record, read_tensors, save, verify
+from megatron.checkpoint import DamagedError, Found, load, load_newest, read_record, read_tensors, save, verify
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError
@@ -140,7 +140,9 @@ def test_every_mutation_is_found_before_a_tensor_is_touched(
         assert not touched
         if trial % 10 == 0:
             sink = whole_sink(STATE)
-            assert load_newest(tmp_path, sink.wanted, MESH) == ({"progress": {"step": 1}}, tmp_path / "iter_0000001")
+            assert load_newest(tmp_path, sink.wanted, MESH) == Found(
+                {"progress": {"step": 1}}, tmp_path / "iter_0000001"
+            )
             sink.check()
 
 

@@ -10,9 +10,8 @@ import torch
 
 from megatron.checkpoint import CheckpointLock, load, load_newest, newest_record, save, verify
 from megatron.checkpoint.storage import Storage
-from megatron.checkpoint.together import together
 from megatron.config import ParallelConfig
-from megatron.errors import CheckpointError, ConfigError, DataError, LaunchError, MegatronError
+from megatron.errors import CheckpointError, LaunchError, MegatronError
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey
@@ -36,7 +35,7 @@ def load_part(rank: int, directory: str, step: int, ranks: int) -> tuple[dict, s
     assert found is not None
     sink.check()
     assert newest_record(Path(directory), mesh) is not None
-    return found[0], str(found[1])
+    return found.record, str(found.path)
 
 
 def test_four_save_two_load_one_loads(tmp_path: Path) -> None:
@@ -107,7 +106,7 @@ def two_checkpoints_one_damaged(rank: int, directory: str) -> tuple[str, list[in
     values: list[torch.Tensor] = []
     found = load_newest(Path(directory), lambda: [(key, values.append)], mesh)
     assert found is not None
-    return found[1].name, [int(tensor[0]) for tensor in values]
+    return found.path.name, [int(tensor[0]) for tensor in values]
 
 
 def test_damage_seen_by_one_rank_sends_all_back_before_any_tensor_changes(tmp_path: Path) -> None:
@@ -143,29 +142,3 @@ def test_ranks_that_see_different_directories_are_refused(tmp_path: Path) -> Non
     for rank in range(2):
         run_ranks(save_part, 1, str(tmp_path / str(rank)), 5, 1)
     assert all("the ranks see different checkpoints" in text for text in run_ranks(load_own, 2, str(tmp_path)))
-
-
-def fail_for_a_reason(rank: int) -> list[tuple[str, str]]:
-    mesh = open_mesh(ParallelConfig())
-    reasons: list[Exception] = [DataError("a torn file"), ConfigError("a wrong flag"), ValueError("a bug")]
-    met = []
-    for reason in reasons:
-
-        def work(reason: Exception = reason) -> None:
-            if rank == 1:
-                raise reason
-
-        with pytest.raises(Exception, match=str(reason)) as caught:
-            together(mesh, work)
-        met.append((type(caught.value).__name__, str(caught.value)))
-    return met
-
-
-def test_the_reason_of_one_rank_is_the_reason_of_all() -> None:
-    first, second = run_ranks(fail_for_a_reason, 2)
-    assert first == [
-        ("DataError", "rank 1: a torn file"),
-        ("ConfigError", "rank 1: a wrong flag"),
-        ("CheckpointError", "rank 1: ValueError: a bug"),
-    ]
-    assert second == [("DataError", "a torn file"), ("ConfigError", "a wrong flag"), ("ValueError", "a bug")]

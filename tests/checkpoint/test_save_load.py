@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint import (
     DamagedError,
+    Found,
     find,
     load,
     load_newest,
@@ -289,7 +290,7 @@ def test_the_newest_good_one_is_taken_whatever_the_hint_says(
     assert [candidate.step for candidate in find(tmp_path)] == [10_000_001, 2, 1]
     sink = whole_sink(make_state(seed=10_000_001))
     found = load_newest(tmp_path, sink.wanted, MESH)
-    assert found == (RECORD, tmp_path / "iter_10000001")
+    assert found == Found(RECORD, tmp_path / "iter_10000001")
     sink.check()
     output = capsys.readouterr()
     assert "says '2'; ignoring it" in output.err
@@ -303,7 +304,7 @@ def test_a_damaged_one_is_skipped_and_it_is_said(tmp_path: Path, capsys: pytest.
     content[-5] ^= 1
     (path / "pieces_00000.safetensors").write_bytes(content)
     sink = whole_sink(make_state(seed=1))
-    assert load_newest(tmp_path, sink.wanted, MESH) == (RECORD, tmp_path / "iter_0000001")
+    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000001")
     sink.check()
     text = capsys.readouterr().err
     assert f"skipping checkpoint {path}" in text
@@ -311,7 +312,7 @@ def test_a_damaged_one_is_skipped_and_it_is_said(tmp_path: Path, capsys: pytest.
     assert "older than 1 damaged" in text
     with pytest.raises(DamagedError, match=r"pieces_00000.safetensors is damaged between bytes \d+ and \d+"):
         verify(path)
-    assert newest_record(tmp_path, MESH) == (RECORD, path)  # sizes are right: only a load can tell
+    assert newest_record(tmp_path, MESH) == Found(RECORD, path)  # sizes are right: only a load can tell
 
 
 def test_all_damaged_is_an_error_that_names_each(tmp_path: Path) -> None:
@@ -336,7 +337,7 @@ def test_a_folder_may_be_named_itself(tmp_path: Path) -> None:
     save_state(tmp_path, 5)
     found = newest_record(path, MESH)
     assert found is not None
-    assert found[1] == path
+    assert found.path == path
 
 
 def test_tensors_that_nobody_wants_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,7 +359,7 @@ def test_a_folder_moved_aside_is_found_and_put_back(tmp_path: Path, capsys: pyte
     path = save_state(tmp_path, 3, seed=1)
     aside = path.rename(tmp_path / ".old-iter_0000003-0123456789abcdef")
     (tmp_path / ".tmp-iter_0000003-0123456789abcdef").mkdir()
-    assert load_newest(tmp_path, whole_sink(make_state(seed=1)).wanted, MESH) == (RECORD, aside)
+    assert load_newest(tmp_path, whole_sink(make_state(seed=1)).wanted, MESH) == Found(RECORD, aside)
     save_state(tmp_path, 4)
     assert [candidate.path.name for candidate in find(tmp_path)] == ["iter_0000004", "iter_0000003"]
     assert "moving" in capsys.readouterr().err
@@ -403,7 +404,13 @@ def test_a_wrong_save_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("change", "text"), [("name", "then b|weight"), ("more", "nothing was announced"), ("less", "nothing came")]
+    ("change", "text"),
+    [
+        ("name", r"then b\|weight"),
+        ("more", "nothing was announced"),
+        ("less", "nothing came"),
+        ("type", r"b\|weight\|.* was announced, then b\|weight"),
+    ],
 )
 def test_pieces_that_change_between_passes_are_refused(tmp_path: Path, change: str, text: str) -> None:
     class Changing:
@@ -411,12 +418,10 @@ def test_pieces_that_change_between_passes_are_refused(tmp_path: Path, change: s
 
         def __iter__(self):
             Changing.passes += 1
-            late = Changing.passes > 3
-            names = ["a", "b"]
-            if late:
-                names = {"name": ["b", "a"], "more": ["a", "b", "c"], "less": ["a"]}[change]
-            for name in names:
-                yield PieceKey(name, "weight", (4,), (0,), (4,), 0, 4), torch.zeros(4)
+            late = {"name": ["b", "a"], "more": ["a", "b", "c"], "less": ["a"], "type": ["a", "b"]}[change]
+            for name in late if Changing.passes > 1 else ["a", "b"]:
+                dtype = torch.float64 if Changing.passes > 1 and change == "type" and name == "b" else torch.float32
+                yield PieceKey(name, "weight", (4,), (0,), (4,), 0, 4), torch.zeros(4, dtype=dtype)
 
     with pytest.raises(CheckpointError, match=f"pieces changed while they were saved: .*{text}"):
         save(tmp_path, 1, Changing(), {}, MESH)

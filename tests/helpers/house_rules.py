@@ -39,17 +39,21 @@ ROOM_PLACES = {
     "corpus": 7,
     "parallel": 8,
     "model": 9,
-    "engine": 10,
-    "checkpoint": 11,
-    "train": 12,
-    "inference": 12,
+    "objective": 10,
+    "engine": 11,
+    "checkpoint": 12,
+    "observe": 13,
+    "train": 14,
+    "inference": 14,
 }
-PROGRAM_PLACE = 13
+PROGRAM_PLACE = 15
 
 # The packages inside a package, left to right in the same way; "." stands for the package's own files.
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.data": ("formats", "stores", "order", "datasets", "."),
     "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
+    "megatron.parallel": (".", "tensor"),
+    "megatron.model": ("interface", "blocks", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
 }
 NEVER_BY_TRAINING = "corpus"  # imported by tools only
@@ -113,10 +117,10 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
         "megatron/corpus/inputs/parquet.py",
     ),
     "apache_beam": ("megatron/corpus/featurize/beam.py",),
-    "matplotlib": ("megatron/train/curves.py",),
-    "wandb": ("megatron/train/weights_and_biases.py",),
-    "tensorboard": ("megatron/train/tensorboard.py",),
-    "torch.utils.tensorboard": ("megatron/train/tensorboard.py",),
+    "matplotlib": ("megatron/observe/curves.py",),
+    "wandb": ("megatron/observe/weights_and_biases.py",),
+    "tensorboard": ("megatron/observe/tensorboard.py",),
+    "torch.utils.tensorboard": ("megatron/observe/tensorboard.py",),
     "megatron.data.order._index_builder": ("megatron/data/order/index_map.py",),
 }
 

@@ -10,9 +10,9 @@ import torch
 
 from megatron.config import ModelConfig
 from megatron.model.gpt import gpt_layers
-from megatron.model.key_value_cache import KeyValueCache
-from megatron.model.network import LayerStack
-from megatron.model.step_context import StepSettings
+from megatron.model.interface.key_value_cache import KeyValueCache
+from megatron.model.interface.network import LayerStack
+from megatron.model.interface.step_context import StepSettings
 from megatron.objective.language_model import LanguageModelObjective
 from megatron.parallel.mesh import Axis, ParallelMesh
 

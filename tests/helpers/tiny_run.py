@@ -13,8 +13,8 @@ import numpy as np
 import pretrain_gpt
 from megatron.data.formats.indexed import IndexedWriter
 from megatron.errors import MegatronError
+from megatron.observe.metrics_file import read_steps
 from megatron.tokenizers.tokenizer import build_tokenizer
-from megatron.train.metrics_file import read_steps
 from tests.helpers.ranks import run_ranks
 from tests.helpers.vocabulary import write_vocabulary
 

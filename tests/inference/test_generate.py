@@ -11,7 +11,7 @@ import torch
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
 from megatron.inference.generate import Continuation, Limits, generate
 from megatron.inference.sampling import Sampling
-from megatron.model.network import LayerStack
+from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.networks import build_gpt, forward, tiny_config
 from tests.helpers.ranks import RankFailure, run_ranks

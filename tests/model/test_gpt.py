@@ -18,8 +18,8 @@ from megatron.model.gpt import (
     residual_init_std,
     whole_logits,
 )
-from megatron.model.network import LayerCost, LayerKind, LayerSpec, LayerStack
-from megatron.model.step_context import MaskKind, Recompute, StepSettings
+from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec, LayerStack
+from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.parallel.shard_spec import shard_spec_of

@@ -32,7 +32,6 @@ def _describe(rank: int, tp: int, pp: int) -> dict[str, Any]:
         "dp_sum": total.item(),
         "tp_ranks": [word["rank"] for word in words],
         "told": told,
-        "any": messages.any_true(rank == 1, mesh.world),
         "largest": largest.item(),
         "copied": copied.item(),
         "timeouts": timeouts,
@@ -47,7 +46,6 @@ def test_four_ranks_in_deepspeed_order() -> None:
         assert rank == (pp * 1 + dp) * 2 + tp
         assert result["tp_ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert result["told"] == {"from": 3}
-        assert result["any"] is True
         assert result["largest"] == 3
         assert result["copied"] == 2 + rank % 2
         assert result["dp_sum"] == rank

@@ -142,7 +142,7 @@ def test_ranks_that_never_meet_are_told_where(program: Path) -> None:
     )
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 64, output
-    assert f"Rank 1 of 2 could not meet the others at 127.0.0.1:{busy}" in output
+    assert f"Rank 1 of 2 could not join the others at 127.0.0.1:{busy}" in output
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only: PR_SET_PDEATHSIG")

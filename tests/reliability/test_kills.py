@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ExitCode
-from megatron.train.metrics_file import read_steps
+from megatron.observe.metrics_file import read_steps
 from tests.helpers.ranks import free_port
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import index
+from benchmarks import index, mesh
 from benchmarks.figures import print_figure
 from benchmarks.plain_gpt import PlainGPT
-from megatron.model.network import LayerStack
+from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.networks import build_gpt, tiny_config
 
@@ -68,3 +68,13 @@ def test_the_index_benchmark_measures_a_corpus_that_opens(tmp_path: Path, capsys
     assert all(record["value"] > 0 for record in figures.values())
     assert figures["cache_on_disk"]["documents"] == 3000
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_mesh_benchmark_counts_the_groups_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--world-size", "96", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"]
+    assert mesh.main(words) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    calls = {record["stage"]: record["value"] for record in records if record["figure"] == "new_group_calls"}
+    # This rank alone, pp, dp, tp and model; the ends of a pipeline also embedding.
+    assert calls == {"first": 6, "middle": 5}
+    assert records[-1]["figure"] == "seconds_to_refuse_a_layout" and records[-1]["refused"] == 1

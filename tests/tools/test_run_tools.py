@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.train.metrics_file import MetricsFile
+from megatron.observe.metrics_file import MetricsFile
 from megatron.train.progress import Progress
 from tests.train.samples import metrics
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import ControlConfig, ModelConfig, OptimConfig
-from megatron.train.metrics import Metrics, Workload
+from megatron.observe.metrics import Metrics, Workload
 
 
 def optim_config(**changes: Any) -> OptimConfig:

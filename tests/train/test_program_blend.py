@@ -24,7 +24,7 @@ def stored_plan(folder: Path) -> GroupPlan:
     """The training plan of the newest checkpoint."""
     found = newest_record(folder / "checkpoints", ParallelMesh.single())
     assert found is not None
-    plan = DataPlan.from_json(found[0]["data_plan"]).train
+    plan = DataPlan.from_json(found.record["data_plan"]).train
     assert plan is not None
     return plan
 

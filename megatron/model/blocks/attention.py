@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron import kernels
 from megatron.config import ModelConfig
 from megatron.errors import ConfigError
-from megatron.model.step_context import Recompute, StepContext
+from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import attention_dropout, attention_seed, seeded
 from megatron.parallel.shard_spec import Dimension, check_divisible

@@ -9,7 +9,7 @@ from torch import nn
 from megatron.config import ModelConfig
 from megatron.errors import DataError
 from megatron.model.blocks.transformer import EMBEDDING_DROPOUT
-from megatron.model.step_context import StepContext
+from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import hidden_dropout
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron import kernels
 from megatron.config import ModelConfig
 from megatron.model.blocks.attention import SelfAttention
-from megatron.model.step_context import Recompute, StepContext
+from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import hidden_dropout
 from megatron.parallel.shard_spec import Dimension

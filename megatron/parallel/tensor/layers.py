@@ -1,7 +1,7 @@
 """The layers that may be split over the tensor axis.
 
 On an axis of size 1 each is the plain layer and communicates nothing. Parameters start at zero (norms at one) and carry
-a `shard_spec`; their values are drawn by `megatron.model.network`, which knows their global names.
+a `shard_spec`; their values are drawn by `megatron.model.interface.network`, which knows their global names.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.parallel import cross_entropy
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 
@@ -34,12 +34,14 @@ def _reference(vocabulary: int, padded: int, scale: float) -> tuple[torch.Tensor
     return loss.detach().float(), logits.grad
 
 
-def _ours(axis: Axis, vocabulary: int, padded: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _ours(
+    axis: Axis, vocabulary: int, padded: int, scale: float, block_values: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     logits, labels, weights = _inputs(vocabulary, padded, scale)
     width = padded // axis.size
     own = logits[..., axis.rank * width : (axis.rank + 1) * width].clone().requires_grad_()
     before = own.detach().clone()
-    loss = vocab_parallel_cross_entropy(own, labels, axis, vocabulary)
+    loss = vocab_parallel_cross_entropy(own, labels, axis, vocabulary, block_values=block_values)
     (loss * weights).sum().backward()
     assert torch.equal(own.detach(), before)
     assert loss.dtype == torch.float32
@@ -64,10 +66,9 @@ def test_split_over_two_ranks() -> None:
 
 
 @pytest.mark.parametrize("block_values", [1, 20, 1 << 18])
-def test_whole_in_blocks(block_values: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "_BLOCK_VALUES", block_values)
+def test_whole_in_blocks(block_values: int) -> None:
     for case in CASES:
-        loss, gradient = _ours(Axis.single("tp"), *case)
+        loss, gradient = _ours(Axis.single("tp"), *case, block_values=block_values)
         expected, expected_gradient = _reference(*case)
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
@@ -81,6 +82,30 @@ def test_bfloat16_logits_give_a_float32_loss() -> None:
     expected = F.cross_entropy(logits.detach()[..., :10].float().flatten(0, 1), labels.flatten(), reduction="none")
     torch.testing.assert_close(loss.detach().flatten(), expected)
     assert logits.grad.dtype == torch.bfloat16
+
+
+class _LargestFloat32(TorchDispatchMode):
+    """Notes the largest float32 tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_the_blocks_bound_what_is_held_in_float32() -> None:
+    logits = torch.randn(1, 64, 1000).bfloat16().requires_grad_()
+    with _LargestFloat32() as noted:
+        loss = vocab_parallel_cross_entropy(
+            logits, torch.zeros(1, 64, dtype=torch.int64), Axis.single("tp"), 1000, block_values=4000
+        )
+        loss.sum().backward()
+    assert noted.numel == 4000
 
 
 def test_nan_logits_give_a_nan_loss() -> None:

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.parallel.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding
-from megatron.parallel.placement import Placement, placement_of
 from torch import nn
 
 from megatron.errors import ConfigError, DataError
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
+from megatron.parallel.shard_spec import Dimension, ShardSpec, shard_spec_of
+from megatron.parallel.tensor.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 
 INNER, WIDTH, VOCABULARY, PADDED = 12, 6, 11, 16
 
 
+def _column(input_size: int, output_size: int, axis: Axis, **changes: Any) -> ColumnParallelLinear:
+    outputs = (Dimension("outputs", output_size, axis),)
+    return ColumnParallelLinear(input_size, outputs, axis, **{"init_std": 0.02, **changes})
+
+
+def _box(spec: ShardSpec) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in zip(spec.start, spec.stop, strict=True))
+
+
 def _fill(module: nn.Module, prefix: str) -> None:
     """Gives a split module its part of seeded global weights."""
     for name, parameter in module.named_parameters():
-        placement = placement_of(parameter)
+        spec = shard_spec_of(parameter)
         generator = torch.Generator().manual_seed(len(prefix + name))
-        whole = torch.randn(placement.shape, generator=generator)
-        box = tuple(slice(start, stop) for start, stop in zip(placement.start, placement.stop, strict=True))
-        part = whole[box]
+        part = torch.randn(spec.shape, generator=generator)[_box(spec)]
         with torch.no_grad():
-            parameter[tuple(slice(0, side) for side in part.shape)] = part
+            parameter.view(-1)[: part.numel()] = part.flatten()
 
 
 def _network(axis: Axis) -> dict:
-    column = ColumnParallelLinear(WIDTH, INNER, axis)
-    row = RowParallelLinear(INNER, WIDTH, axis)
-    table = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, axis)
+    column = _column(WIDTH, INNER, axis)
+    row = RowParallelLinear(INNER, WIDTH, axis, init_std=0.02)
+    table = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, axis, init_std=0.02)
     norm = LayerNorm(WIDTH, 1e-5)
     modules = {"column": column, "row": row, "table": table, "norm": norm}
     for name, module in modules.items():
@@ -47,15 +56,15 @@ def _network(axis: Axis) -> dict:
         "y": y.detach(),
         "x.grad": x.grad,
         "gradients": {
-            f"{name}.{inner}": (placement_of(parameter), parameter.grad)
+            f"{name}.{inner}": (_box(shard_spec_of(parameter)), parameter.grad)
             for name, module in modules.items()
             for inner, parameter in module.named_parameters()
         },
-        "marked": sorted(
+        "split": sorted(
             f"{name}.{inner}"
             for name, module in modules.items()
             for inner, parameter in module.named_parameters()
-            if getattr(parameter, "tensor_model_parallel", False)
+            if shard_spec_of(parameter).split_axes == ("tp",)
         ),
     }
 
@@ -67,36 +76,44 @@ def _on_rank(rank: int) -> dict:
 def test_split_equals_dense() -> None:
     dense = _network(Axis.single("tp"))
     parts = run_ranks(_on_rank, 2)
-    assert dense["marked"] == []
+    split = ["column.bias", "column.weight", "row.weight", "table.weight"]
     for part in parts:
-        assert part["marked"] == ["column.bias", "column.weight", "row.weight", "table.weight"]
+        assert part["split"] == split
         torch.testing.assert_close(part["y"], dense["y"])
         torch.testing.assert_close(part["x.grad"], dense["x.grad"])
-        for name, (placement, gradient) in part["gradients"].items():
+        for name, (box, gradient) in part["gradients"].items():
             whole = dense["gradients"][name][1]
-            box = tuple(slice(start, stop) for start, stop in zip(placement.start, placement.stop, strict=True))
             expected = whole[box]
-            assert placement.split == (tuple(gradient.shape) != tuple(whole.shape))
+            assert (name in split) == (tuple(gradient.shape) != tuple(whole.shape))
             torch.testing.assert_close(gradient[: expected.shape[0]], expected)
             assert not gradient[expected.shape[0] :].any()  # padded rows get no gradient
-    for name, (placement, gradient) in parts[0]["gradients"].items():
-        if not placement.split:
+    for name, (_, gradient) in parts[0]["gradients"].items():
+        if name not in split:
             assert torch.equal(gradient, parts[1]["gradients"][name][1]), name
 
 
-def test_placements_cover_the_table_without_its_padding() -> None:
+def test_specs_cover_the_table_without_its_padding() -> None:
     axes = [Axis("tp", rank, 4, (0, 1, 2, 3)) for rank in range(4)]
-    tables = [VocabParallelEmbedding(VOCABULARY, 32, WIDTH, axis) for axis in axes]
-    boxes = [(placement_of(table.weight).start[0], placement_of(table.weight).stop[0]) for table in tables]
-    assert boxes == [(0, 8), (8, 11), (11, 11), (11, 11)]
+    tables = [VocabParallelEmbedding(VOCABULARY, 32, WIDTH, axis, init_std=0.02) for axis in axes]
+    specs = [shard_spec_of(table.weight) for table in tables]
+    assert [(spec.start[0], spec.stop[0]) for spec in specs] == [(0, 8), (8, 11), (11, 11), (11, 11)]
     assert all(table.weight.shape == (8, WIDTH) for table in tables)
-    assert Placement.part((4, 8), 1, 1, 2) == Placement((4, 8), (0, 4), (4, 8), True)
-    assert Placement.part((4, 8), 1, 1, 2).box_shape == (4, 4)
-    assert placement_of(torch.zeros(3)) == Placement.whole((3,))
+    assert [spec.box_numel for spec in specs] == [8 * WIDTH, 3 * WIDTH, 0, 0]
+
+
+def test_a_fused_product_keeps_its_blocks() -> None:
+    """Both halves of a gated unit are split, so a rank's rows are no consecutive rows of the whole matrix."""
+    axis = Axis("tp", 1, 2, (0, 1))
+    layer = ColumnParallelLinear(WIDTH, (Dimension("halves", 2), Dimension("inner", 6, axis)), axis, init_std=0.02)
+    spec = shard_spec_of(layer.weight)
+    assert (spec.shape, spec.start, spec.stop) == ((2, 6, WIDTH), (0, 3, 0), (2, 6, WIDTH))
+    assert layer.weight.shape == (6, WIDTH)
+    assert shard_spec_of(layer.bias).shape == (2, 6)
+    assert layer.bias.shape == (6,)
 
 
 def _bad_ids(rank: int) -> list[str]:
-    table = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, open_mesh(Layout(2)).tp)
+    table = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, open_mesh(Layout(2)).tp, init_std=0.02)
     return _refusals(table)
 
 
@@ -112,7 +129,7 @@ def _refusals(table: VocabParallelEmbedding) -> list[str]:
 
 def test_id_outside_the_vocabulary_is_refused_whole_and_split() -> None:
     sentence = "There is an input id in the input that is greater than the highest possible input id"
-    whole = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, Axis.single("tp"))
+    whole = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, Axis.single("tp"), init_std=0.02)
     for texts in (_refusals(whole), *run_ranks(_bad_ids, 2)):
         assert len(texts) == 3
         assert sentence in texts[0] and "11, and the vocabulary has 11" in texts[0]
@@ -128,9 +145,9 @@ def test_id_outside_the_vocabulary_is_refused_whole_and_split() -> None:
 @pytest.mark.parametrize(
     ("build", "number"),
     [
-        (lambda axis: ColumnParallelLinear(4, 7, axis), "7 outputs"),
-        (lambda axis: RowParallelLinear(5, 4, axis), "5 inputs"),
-        (lambda axis: VocabParallelEmbedding(3, 9, 4, axis), "9 rows of the padded vocabulary"),
+        (lambda axis: _column(4, 7, axis), "7 outputs"),
+        (lambda axis: RowParallelLinear(5, 4, axis, init_std=0.02), "5 inputs"),
+        (lambda axis: VocabParallelEmbedding(3, 9, 4, axis, init_std=0.02), "9 rows of the padded vocabulary"),
     ],
 )
 def test_unequal_parts_are_refused(build, number: str) -> None:
@@ -140,6 +157,6 @@ def test_unequal_parts_are_refused(build, number: str) -> None:
 
 def test_bfloat16_layers_run() -> None:
     axis = Axis.single("tp")
-    layers = nn.Sequential(LayerNorm(WIDTH, 1e-5), ColumnParallelLinear(WIDTH, INNER, axis, bias=False)).bfloat16()
+    layers = nn.Sequential(LayerNorm(WIDTH, 1e-5), _column(WIDTH, INNER, axis, bias=False)).bfloat16()
     assert layers(torch.ones(2, WIDTH, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    assert placement_of(layers[1].weight) == Placement.whole((INNER, WIDTH))
+    assert layers[1].bias is None
