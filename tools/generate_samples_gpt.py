@@ -40,7 +40,7 @@ class GenerateFlags(ConfigSection):
     """Upstream's flags of this tool; the trainer's come on top."""
 
     load: str = flag(help="folder of checkpoints (the newest good one is used), or one checkpoint")
-    temperature: float = flag(1.0, "scores are divided by it", above=0, way_out="Use --greedy for the best token.")
+    temperature: float = flag(1.0, "scores are divided by it", above=0, remedy="Use --greedy for the best token.")
     greedy: bool = flag(False, "always take the best token")
     top_k: int = flag(0, "sample among the k best tokens; 0 among all", at_least=0, spelled=("--top_k",))
     top_p: float = flag(
