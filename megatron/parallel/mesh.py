@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import device, log
-from megatron.config import ParallelConfig
+from megatron.config import ParallelRequest
 from megatron.errors import LaunchError
 from megatron.parallel.launchers import Ranks, discover_ranks
 
@@ -79,7 +79,7 @@ class ParallelMesh:
         return cls(tp, pp, dp, world, torch.device(device))
 
 
-def open_mesh(parallel: ParallelConfig) -> ParallelMesh:
+def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
     """Joins the other ranks and returns this one's place among them.
 
     Works under torchrun, the deepspeed launcher, srun, mpirun, hand-set variables, or none of them (one process; no
@@ -110,7 +110,7 @@ def open_mesh(parallel: ParallelConfig) -> ParallelMesh:
     return ParallelMesh(tp, pp, dp, world, own_device, ranks.local_rank)
 
 
-def count_ranks(parallel: ParallelConfig) -> int:
+def count_ranks(parallel: ParallelRequest) -> int:
     """How many processes the launcher started, before any of them is joined.
 
     Raises:

@@ -6,11 +6,11 @@ import math
 import time
 
 from megatron import log
+from megatron.config.schedule import learning_rate
 from megatron.errors import ExitCode, NumericsError
 from megatron.train.build import Run
 from megatron.train.checkpoints import save_run
 from megatron.train.evaluation import evaluate
-from megatron.train.progress import learning_rate
 from megatron.train.stop import Verdict
 
 

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 from megatron import log
 from megatron.config import ControlConfig, OptimConfig
+from megatron.config.schedule import planned_iterations
 from megatron.train.console import evaluation_lines, iteration_line
 from megatron.train.metrics import Interval, Metrics, StepOutcome, Workload, measure
 from megatron.train.metrics_file import MetricsFile
-from megatron.train.progress import Progress, planned_iterations
+from megatron.train.progress import Progress
 from megatron.train.run_directory import RunDirectory
 from megatron.train.tensorboard import TensorBoard
 from megatron.train.weights_and_biases import WeightsAndBiases
@@ -76,7 +77,7 @@ class Report:
 
     def started(self, progress: Progress) -> None:
         """Training starts here, or resumes."""
-        self._train_iterations = planned_iterations(self.optim, progress)
+        self._train_iterations = planned_iterations(self.optim, progress.step, progress.consumed_samples)
         for destination in self.destinations:
             destination.start(progress, self.arguments)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from megatron.config.sections.model import ModelConfig
+from megatron.config import ModelConfig
 
 
 def tiny_config(padded_vocab_size: int = 128, **changes: Any) -> ModelConfig:
@@ -14,4 +13,4 @@ def tiny_config(padded_vocab_size: int = 128, **changes: Any) -> ModelConfig:
         "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16,
         "init_method_std": 0.1, **changes,
     }  # fmt: skip
-    return dataclasses.replace(ModelConfig(**settings), vocab_size=101, padded_vocab_size=padded_vocab_size)
+    return ModelConfig(**settings, vocab_size=101, padded_vocab_size=padded_vocab_size)
