@@ -87,9 +87,6 @@ class Report:
         outcome: StepOutcome,
         learning_rate: float,
         seconds: float,
-        *,
-        zero_count: float | None = None,
-        parameter_norm: float | None = None,
     ) -> Metrics:
         """Reports one step; prints a line when --log-interval says so.
 
@@ -98,8 +95,6 @@ class Report:
             outcome: what the engine returned.
             learning_rate: the rate that was applied.
             seconds: wall time of the step.
-            zero_count: zeros in the gradient, with --log-num-zeros-in-grad.
-            parameter_norm: norm of all parameters, with --log-params-norm.
         """
         metrics = measure(
             progress,
@@ -109,8 +104,6 @@ class Report:
             learning_rate=learning_rate,
             seconds=seconds,
             loss_scale=outcome.loss_scale if self.shows_loss_scale else None,
-            zero_count=zero_count,
-            parameter_norm=parameter_norm,
             source_names=self.source_names,
         )
         for destination in self.destinations:

@@ -94,8 +94,6 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
         "lm-loss-training/lm loss": metrics.lm_loss,
         "loss-scale/loss-scale": metrics.loss_scale if control.log_loss_scale_to_tensorboard else None,
         "grad-norm/grad-norm": metrics.gradient_norm,
-        "num-zeros/num-zeros": metrics.zero_count,
-        "params-norm/params-norm": metrics.parameter_norm,
         "iteration-time/iteration-time": metrics.seconds_per_iteration if control.log_timers_to_tensorboard else None,
     }
     for tag, value in families.items():

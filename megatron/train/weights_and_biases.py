@@ -65,8 +65,6 @@ def interval_values(metrics: Metrics) -> dict[str, float]:
         "batch-size": metrics.global_batch_size,
         "loss-scale": metrics.loss_scale,
         "grad-norm": metrics.gradient_norm,
-        "num-zeros": metrics.zero_count,
-        "params-norm": metrics.parameter_norm,
         "consumed-samples": metrics.consumed_samples,
         "consumed-tokens": metrics.consumed_tokens,
         "iteration-time": metrics.seconds_per_iteration,

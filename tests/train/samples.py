@@ -64,8 +64,6 @@ def metrics(**changes: Any) -> Metrics:
         "lm_loss": 9.87654321,
         "loss_scale": None,
         "gradient_norm": 1.23456,
-        "zero_count": None,
-        "parameter_norm": None,
         "skipped_iterations": 0,
         "nan_iterations": 0,
         "samples_per_second": 16.0,

@@ -86,12 +86,6 @@ def test_the_loss_scale_is_shown_in_fp16_only(capsys: pytest.CaptureFixture[str]
     assert "loss scale: 2.0 | grad norm" in with_scale
 
 
-def test_norms_and_zeros_are_shown_when_given(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD)
-    report.step(progress_at(1), Outcome(), 0.1, 0.5, zero_count=3.0, parameter_norm=4.0)
-    assert "num zeros: 3.0 | params norm: 4.000" in capsys.readouterr().out
-
-
 def test_evaluation_is_printed_and_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
     report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, destinations=[recorder])
