@@ -28,7 +28,7 @@ from megatron.errors import CheckpointError, ConfigError, DataError, StorageErro
 
 if TYPE_CHECKING:
     from megatron.inference.generate import Continuation
-    from megatron.model.gpt import DenseGPT
+    from megatron.model.interface.network import LayerStack
     from megatron.parallel.mesh import ParallelMesh
     from megatron.tokenizers.tokenizer import Tokenizer
 
@@ -84,7 +84,7 @@ class Generator:
     config: RunConfig
     mesh: ParallelMesh
     tokenizer: Tokenizer
-    model: DenseGPT
+    model: LayerStack
 
     def records(self, prompts: Sequence[str], first_sample: int) -> Iterator[dict[str, Any]]:
         """Continues prompts that have equally many tokens; the empty prompt is end-of-document."""
@@ -183,7 +183,8 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) ->
     from megatron.checkpoint import newest_record
     from megatron.checkpoint.record import Record
     from megatron.inference.weights import load_weights
-    from megatron.model.gpt import build_dense
+    from megatron.model.gpt import gpt_layers
+    from megatron.model.interface.network import LayerStack
     from megatron.tokenizers.record import check_same_tokenizer
 
     if mesh.dp.size > 1:
@@ -205,9 +206,7 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) ->
     check_same_tokenizer(f"the checkpoint {found.path} was trained", record.tokenizer, tokenizer, CheckpointError)
     padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)
     config = replace(config, model=replace(config.model, padded_vocab_size=padded))
-    model = build_dense(
-        config.model, mesh, seed=config.random.seed, reset_position_ids=config.documents.reset_position_ids
-    )
+    model = LayerStack(gpt_layers(config.model, mesh))
     load_weights(model, Path(flags.load), mesh, known=found)
     new_tokens = _new_tokens(flags.out_seq_length, config.model.max_position_embeddings, mesh)
     return Generator(flags, new_tokens, config, mesh, tokenizer, model.eval().to(_dtype(config.precision, mesh)))

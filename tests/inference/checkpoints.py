@@ -32,8 +32,7 @@ def make_checkpoint(folder: Path, *extra_flags: str) -> Path:
     weights = dict(model.named_parameters())
     pieces = []
     for key, _ in wanted_weights(model):
-        box = weights[key.name].detach()[tuple(slice(0, side) for side in key.box_shape)]
-        pieces.append((key, box.reshape(-1)))
+        pieces.append((key, weights[key.name].detach().view(-1)[: key.numel]))
     record = {
         "config": config.to_json(),
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "name": tokenizer.name},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import ControlConfig, ModelConfig, OptimConfig
@@ -48,7 +49,7 @@ class Outcome:
     sample_count: int = 8
     skipped: bool = False
     loss_scale: float = 1.0
-    source_losses: tuple[tuple[float, int], ...] = ()
+    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def metrics(**changes: Any) -> Metrics:

@@ -16,6 +16,7 @@ from megatron.config.run import sections_of
 from megatron.data.datasets.build import SplitDatasets
 from megatron.data.datasets.sample import Sample
 from megatron.data.loader import BatchOptions
+from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.build import Run, open_run, parameter_counts
 from megatron.train.stop import Verdict
@@ -90,10 +91,30 @@ def test_skipping_moves_the_progress() -> None:
 
 
 def test_the_verdict_of_one_rank_is_the_verdict() -> None:
-    run = run_of(rules=SimpleNamespace(verdict=lambda step: Verdict.SIGNAL if step == 4 else Verdict.GO_ON))
+    run = run_of(rules=rules({4: Verdict.SIGNAL}))
     assert run.should_stop() is Verdict.GO_ON
     run.progress = Progress(4)
     assert run.should_stop() is Verdict.SIGNAL
+
+
+def rules(verdicts: dict[int, Verdict]) -> Any:
+    """Stop rules with a verdict for some steps."""
+    return SimpleNamespace(
+        verdict=lambda step: verdicts.get(step, Verdict.GO_ON),
+        is_interval_over=lambda step: verdicts.get(step) is Verdict.INTERVAL,
+    )
+
+
+def test_a_verdict_on_its_way_holds_one_step_later_and_an_interval_at_once() -> None:
+    """On a GPU the host does not wait for the other ranks' verdicts."""
+    run = run_of(rules=rules({2: Verdict.DURATION, 6: Verdict.INTERVAL, 7: Verdict.SIGNAL}))
+    run.steps_in_flight = 1
+    seen = {}
+    for step in range(1, 9):
+        run.progress = Progress(step)
+        seen[step] = run.should_stop()
+    expected = {3: Verdict.DURATION, 6: Verdict.INTERVAL, 8: Verdict.SIGNAL}
+    assert seen == {step: expected.get(step, Verdict.GO_ON) for step in range(1, 9)}
 
 
 def test_the_groups_of_a_split() -> None:
@@ -114,11 +135,8 @@ def test_every_argument_is_logged_under_its_own_name() -> None:
 
 
 def test_parameters_are_counted_with_and_without_embeddings() -> None:
-    counted = [
-        ("embedding.word_embeddings.weight", 100),
-        ("embedding.position_embeddings.weight", 20),
-        ("decoder.layers.0.mlp.linear_fc1.weight", 7),
-    ]
+    kinds = [(LayerKind.EMBEDDING, 100), (LayerKind.EMBEDDING, 20), (LayerKind.BLOCK, 7)]
+    counted = [(LayerSpec("any", kind, LayerCost(0), object), count) for kind, count in kinds]
     engine: Any = SimpleNamespace(mesh=ParallelMesh.single(), counted_parameters=lambda: iter(counted))
     assert parameter_counts(engine) == (127, 7)
 
