@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, ControlConfig, DataConfig, OptimConfig, RandomConfig, RunConfig, flag
+from megatron.config import ConfigSection, ControlConfig, DataConfig, OptimRequest, RandomConfig, RunConfig, flag
 from megatron.config.overlay import laid_over, parse_over
 from megatron.config.request import read_group_files
 from megatron.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.record import Progress
     from megatron.tokenizers.record import TokenizerRecord
     from megatron.tokenizers.tokenizer import Tokenizer
-    from megatron.train.progress import Progress
     from megatron.train.sample_order import SampleOrder, TrainedSample
 
 _SHOWN_TOKENS = 6  # at each end, without --all-tokens
@@ -80,7 +80,7 @@ class Origin:
     """
 
     order: SampleOrder
-    optim: OptimConfig
+    optim: OptimRequest
     control: ControlConfig
     stood_at: Progress | None = None
     tokenizer: TokenizerRecord | None = None
@@ -117,19 +117,16 @@ def _origin(flags: SampleFlags, given: Mapping[str, Any]) -> Origin:
 
 def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
     from megatron.checkpoint import find, read_record
-    from megatron.data.order.plan import DataPlan
-    from megatron.tokenizers.record import TokenizerRecord
-    from megatron.train.progress import Progress
+    from megatron.checkpoint.record import Record
     from megatron.train.sample_order import SampleOrder
 
     found = find(folder)
     if not found:
         raise CheckpointError(f"there is no checkpoint in {folder}. Give the folder that a run saved to.")
-    record = read_record(found[0].path)
-    config = laid_over(RunConfig.from_json(record["config"]), given)
-    order = SampleOrder.of_plan(DataPlan.from_json(record["data_plan"]), config.data)
-    progress = Progress.from_json(record["progress"])
-    return Origin(order, config.optim, config.control, progress, TokenizerRecord.from_json(record["tokenizer"]))
+    record = Record.from_json(read_record(found[0].path), found[0].path)
+    config = laid_over(RunConfig.from_json(record.config), given)
+    order = SampleOrder.of_plan(record.data_plan, config.data)
+    return Origin(order, config.optim, config.control, record.progress, record.tokenizer)
 
 
 def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
@@ -170,7 +167,7 @@ def _of_flags(given: Mapping[str, Any]) -> Origin:
         raise ConfigError(
             "--seq-length is needed to cut the data into samples as training did; or give --load or --run-dir."
         )
-    data, optim = DataConfig(**sections["data"]), OptimConfig(**sections["optim"])
+    data, optim = DataConfig(**sections["data"]), OptimRequest(**sections["optim"])
     skipped = sections["control"].get("skip_train_iteration_range", ())
     control = ControlConfig(skip_train_iteration_range=skipped)
     seed = RandomConfig(**sections["random"]).seed
@@ -189,8 +186,7 @@ def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
     last = flags.end_step or flags.start_step
     if flags.run_dir is not None:
         return samples_of_logged_steps(flags.start_step, last, read_steps(flags.run_dir))
-    skipped = origin.control.skip_train_iteration_range
-    return samples_of_steps(flags.start_step, last, origin.optim, skipped, origin.stood_at)
+    return samples_of_steps(flags.start_step, last, origin.optim, origin.control.skip_ranges, origin.stood_at)
 
 
 def _tokenizer(origin: Origin) -> Tokenizer:

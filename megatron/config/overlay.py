@@ -16,7 +16,7 @@ from megatron.config.fields import MUST_MATCH, flags_of, resume_rule
 from megatron.config.flags import read_command_line
 from megatron.config.legacy import REFUSED, legacy_flags
 from megatron.config.parse import field_flags
-from megatron.config.run import SECTIONS, RunConfig
+from megatron.config.run import RunConfig, fields_of
 from megatron.config.section import Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.errors import ConfigError
 
@@ -27,14 +27,14 @@ _VOCABULARY_PADDING = frozenset({"make_vocab_size_divisible_by", "pad_vocab_size
 
 
 @dataclass(frozen=True)
-class Request(Generic[Instance]):
+class ToolRequest(Generic[Instance]):
     """The tool's own flags, and the trainer's flags that were given, by "section.field"."""
 
     own: Instance
     given: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description: str = "") -> Request[Instance]:
+def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description: str = "") -> ToolRequest[Instance]:
     """Reads a command line of a tool's own flags (a dataclass of `flag()` fields) and any of the trainer's.
 
     Raises:
@@ -73,7 +73,7 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
     problems += relevant_problems([instance], values, reading.broken | missing)
     if problems:
         raise ConfigError(problems)
-    return Request(instance, {name: value for name, value in reading.values.items() if name in trainer})
+    return ToolRequest(instance, {name: value for name, value in reading.values.items() if name in trainer})
 
 
 def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
@@ -85,6 +85,7 @@ def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         ConfigError: a given flag contradicts the network in the checkpoint, or a value is illegal.
     """
     problems = []
+    architecture = {field.name for field in fields_of(type(saved.model)) if resume_rule(field) == MUST_MATCH}
     changes: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         section, _, field_name = name.partition(".")
@@ -92,8 +93,7 @@ def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
             continue
         changes.setdefault(section, {})[field_name] = value
         before = getattr(getattr(saved, section), field_name)
-        rule = resume_rule(SECTIONS[section].__dataclass_fields__[field_name])  # type: ignore[attr-defined]
-        if section == "model" and rule == MUST_MATCH and value != before:
+        if section == "model" and field_name in architecture and value != before:
             option = f"--{field_name.replace('_', '-')}"
             problems.append(
                 f"{option} {value} is given, but the checkpoint holds a network with {before}. Drop {option}."

@@ -14,16 +14,15 @@ from megatron.config.sections.data import (
     DataConfig,
     shown_split,
 )
-from megatron.config.sections.optim import OptimConfig
+from megatron.config.sections.optim import OptimRequest
 from megatron.errors import ConfigError
 
 
 def request_problems(
-    optim: OptimConfig, data: DataConfig, control: ControlConfig, provenance: Mapping[str, str]
+    optim: OptimRequest, data: DataConfig, control: ControlConfig, provenance: Mapping[str, str]
 ) -> Iterator[str]:
     """One sentence for every broken rule between flags that were given."""
     yield from _length_problems(optim, control)
-    yield from _schedule_problems(optim)
     yield from _data_problems(data, provenance)
     yield from _tokenizer_problems(data)
     if control.load is None:
@@ -68,7 +67,7 @@ def _read_group_file(path: str, name: str) -> tuple[str, ...]:
     return tuple(line[1:-1].split('" "'))
 
 
-def _length_problems(optim: OptimConfig, control: ControlConfig) -> Iterator[str]:
+def _length_problems(optim: OptimRequest, control: ControlConfig) -> Iterator[str]:
     if control.eval_only:
         return
     if optim.train_iters is None and optim.train_samples is None:
@@ -79,40 +78,6 @@ def _length_problems(optim: OptimConfig, control: ControlConfig) -> Iterator[str
         yield (
             f"--train-iters {optim.train_iters} and --train-samples {optim.train_samples} are both given. A run is as "
             "long as one of them says; drop the other."
-        )
-
-
-def _schedule_problems(optim: OptimConfig) -> Iterator[str]:
-    by_samples = optim.train_samples is not None
-    unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
-    length = optim.train_samples if by_samples else optim.train_iters
-    if length is None or length < 1:
-        return
-    foreign_decay = optim.lr_decay_iters if by_samples else optim.lr_decay_samples
-    foreign_warmup = optim.lr_warmup_iters if by_samples else optim.lr_warmup_samples
-    if foreign_decay is not None:
-        yield f"--lr-decay-{other} {foreign_decay} does not go with --train-{unit}. Use --lr-decay-{unit}."
-    if foreign_warmup:
-        yield f"--lr-warmup-{other} {foreign_warmup} does not go with --train-{unit}. Use --lr-warmup-{unit}."
-    if optim.rampup_batch_size is not None and not by_samples:
-        shown = " ".join(map(str, optim.rampup_batch_size))
-        yield f"--rampup-batch-size {shown} does not go with --train-iters. Use --train-samples."
-    warmup = optim.lr_warmup_samples if by_samples else optim.lr_warmup_iters
-    if optim.lr_warmup_fraction is not None and warmup:
-        yield (
-            f"--lr-warmup-fraction {optim.lr_warmup_fraction} and --lr-warmup-{unit} {warmup} are both given. The "
-            "warm-up has one length; drop one of them."
-        )
-    decay = (optim.lr_decay_samples if by_samples else optim.lr_decay_iters) or length
-    if warmup >= decay:
-        source = (
-            f"--lr-decay-{unit}"
-            if (optim.lr_decay_samples if by_samples else optim.lr_decay_iters)
-            else f"--train-{unit}"
-        )
-        yield (
-            f"--lr-warmup-{unit} {warmup} is not less than {source} {decay}, the length of the decay that contains it. "
-            f"Use a shorter warm-up or a longer --lr-decay-{unit}."
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, resume_rule
-from megatron.config.run import CHECKPOINT, SECTIONS, RunConfig, frozen, plain, saved_sections
+from megatron.config.run import CHECKPOINT, RunConfig, fields_of, frozen, plain, saved_fields, sections_of
 from megatron.config.sections.data import read_split, shown_split
 from megatron.config.sections.optim import OptimConfig
 from megatron.errors import ConfigError
@@ -42,7 +42,7 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     problems: list[str] = []
     notices: list[str] = []
     taken: dict[str, dict[str, Any]] = {}
-    values = {name: value for _, entries in saved_sections(saved) for name, value in entries.items()}
+    values = {name: value for _, name, value in saved_fields(saved)}
     for section, field, then, now in _differences(values, current):
         rule = _rule(section, field, current)
         name = f"--{field.name.replace('_', '-')}"
@@ -60,7 +60,7 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
         elif rule == FROM_CHECKPOINT:
             taken.setdefault(section, {})[field.name] = then
             notices.append(f"{name} {_shown(then)} is taken from the checkpoint; {_shown(now)} is not used.")
-        elif field.name in _WORTH_SAYING and not current.control.finetune:
+        elif field.name in _WORTH_SAYING and not (current.control.finetune or current.control.eval_only):
             notices.append(f"{name} is {_shown(now)} now; the checkpoint was saved with {_shown(then)}.")
     if current.optim.use_checkpoint_lr_scheduler:
         problems.extend(_schedule_problems(values, current.optim))
@@ -81,8 +81,8 @@ def _differences(
     saved: Mapping[str, Any], current: RunConfig
 ) -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
     """Yields (section, field, saved value, current value) wherever both are known and differ."""
-    for section, cls in SECTIONS.items():
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for section, cls in sections_of(RunConfig).items():
+        for field in fields_of(cls):
             now = plain(getattr(getattr(current, section), field.name))
             if field.name in saved and not _is_same(field.name, saved[field.name], now):
                 yield section, field, frozen(saved[field.name]), frozen(now)

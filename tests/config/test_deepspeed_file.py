@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from megatron.config import RunConfig
+from megatron.config import RunRequest
 from megatron.config.files.deepspeed_file import GOVERNED
 from megatron.config.files.deepspeed_keys import SECTION_KEYS, TOP_LEVEL_KEYS
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
 
-def with_file(folder: Path, tree: Any, text: str = "", drop: str = "") -> RunConfig:
+def with_file(folder: Path, tree: Any, text: str = "", drop: str = "") -> RunRequest:
     """The small command line with a DeepSpeed file."""
     file = folder / "ds.json"
     file.write_text(tree if isinstance(tree, str) else json.dumps(tree))

@@ -1,4 +1,4 @@
-"""From a command line to a `RunConfig`: values, provenance, and every refusal of a combination."""
+"""From a command line to a `RunRequest`: values, provenance, and every refusal of a combination."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import ModelConfig, RunConfig, parse
+from megatron.config import ModelRequest, RunRequest, parse
 from megatron.config.parse import field_flags
 from megatron.config.sections.data import read_blend, read_weighted_group
 from megatron.errors import ConfigError
@@ -279,14 +279,14 @@ def test_whatever_is_typed_gives_a_config_or_a_config_error(data: st.DataObject)
     except ConfigError as failure:
         assert failure.problems and all(text.strip() for text in failure.problems)
     else:
-        assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))).to_json() == config.to_json()
+        assert RunRequest.from_json(json.loads(json.dumps(config.to_json()))).to_json() == config.to_json()
 
 
 def test_json_round_trip() -> None:
     config = small(
         "--data-path 1 a 2 b --rampup-batch-size 2 2 20 --train-samples 99 --no-exit-on-signal", drop="--train-iters"
     )
-    again = RunConfig.from_json(json.loads(json.dumps(config.to_json())))
+    again = RunRequest.from_json(json.loads(json.dumps(config.to_json())))
     assert again == config
     assert again.optim.rampup_batch_size == (2, 2, 20) and again.data.data_path == ("1", "a", "2", "b")
 
@@ -294,15 +294,15 @@ def test_json_round_trip() -> None:
 def test_an_older_file_gets_defaults_and_a_newer_one_is_refused() -> None:
     saved = small().to_json()
     del saved["optim"]["clip_grad"], saved["provenance"]
-    assert RunConfig.from_json(saved).optim.clip_grad == 1.0
+    assert RunRequest.from_json(saved).optim.clip_grad == 1.0
     saved["model"]["rope_theta"] = 1e4
     with pytest.raises(ConfigError, match=r"model\.rope_theta = 10000\.0, which this version does not know"):
-        RunConfig.from_json(saved)
+        RunRequest.from_json(saved)
 
 
 def test_rules_between_areas_hold_for_every_run_config() -> None:
     config = small("--tensor-model-parallel-size 4")
-    model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=2, max_position_embeddings=32)
+    model = ModelRequest(num_layers=4, hidden_size=64, num_attention_heads=2, max_position_embeddings=32)
     with pytest.raises(ConfigError, match="2 attention heads cannot be split over 4 ranks"):
         dataclasses.replace(config, model=model)
 

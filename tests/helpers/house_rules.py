@@ -111,6 +111,11 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "bson": ("megatron/data/stores/mongodb.py",),  # comes with it
     "xxhash": ("megatron/corpus/preprocess/provenance.py",),
     "datasets": ("megatron/corpus/inputs/hub.py",),
+    "pyarrow": (
+        "megatron/data/formats/windows.py",
+        "megatron/corpus/inputs/hub.py",
+        "megatron/corpus/inputs/parquet.py",
+    ),
     "apache_beam": ("megatron/corpus/featurize/beam.py",),
     "matplotlib": ("megatron/observe/curves.py",),
     "wandb": ("megatron/observe/weights_and_biases.py",),

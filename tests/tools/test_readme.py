@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigSection, RunConfig, parse, parse_flags
+from megatron.config import ConfigSection, RunRequest, parse, parse_flags
 from megatron.config.overlay import parse_over
 from tests.helpers.recording_shell import recorded
 from tests.reliability.fuzz import FuzzFlags
@@ -147,7 +147,7 @@ def test_launch_scripts_start_what_the_trainer_understands(script: str, tmp_path
     assert config.control.load == config.control.save, "a second start goes on"
 
 
-def launched(script: str, folder: Path, *flags: str, **variables: str) -> RunConfig:
+def launched(script: str, folder: Path, *flags: str, **variables: str) -> RunRequest:
     """The configuration that a script starts the trainer with."""
     text = (ROOT / script).read_text().replace("${BASH_SOURCE[0]}", str(ROOT / script))
     (command,) = [

@@ -11,7 +11,7 @@ from megatron.observe.metrics import Metrics, Workload
 
 def optim_config(**changes: Any) -> OptimConfig:
     """An optimizer section with micro batch 2 and, unless changed, a global batch of 8."""
-    return OptimConfig(**{"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, **changes})
+    return OptimConfig(**{"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, "train_iters": 0, **changes})
 
 
 def control_config(**changes: Any) -> ControlConfig:
@@ -64,8 +64,6 @@ def metrics(**changes: Any) -> Metrics:
         "lm_loss": 9.87654321,
         "loss_scale": None,
         "gradient_norm": 1.23456,
-        "zero_count": None,
-        "parameter_norm": None,
         "skipped_iterations": 0,
         "nan_iterations": 0,
         "samples_per_second": 16.0,

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config import Machine, TokenizerFacts, resolve
-from megatron.config.run import SECTIONS
+from megatron.checkpoint.record import Progress
+from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
+from megatron.config.run import sections_of
 from megatron.data.datasets.build import SplitDatasets
 from megatron.data.datasets.sample import Sample
 from megatron.data.loader import BatchOptions
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.build import Run, open_run, parameter_counts
-from megatron.train.progress import Progress
-from megatron.train.skip import SkipRanges
 from megatron.train.stop import Verdict
 from tests.config.command_lines import small
 
@@ -51,7 +50,6 @@ def run_of(text: str = "", *, train: Any = None, progress: Progress | None = Non
         report=nothing,
         rules=parts.get("rules", nothing),
         lock=None,
-        skips=parts.get("skips", SkipRanges()),
         progress=progress or Progress(),
     )
 
@@ -86,7 +84,7 @@ def test_batches_follow_the_consumed_samples(workers: int) -> None:
 
 
 def test_skipping_moves_the_progress() -> None:
-    run = run_of(skips=SkipRanges(((1, 2),)))
+    run = run_of("--skip-train-iteration-range 1-2")
     run.skip_unwanted_data()
     assert run.progress == Progress(0, 16, 16 * 32)
 
@@ -108,7 +106,7 @@ def test_closing_a_run_that_read_nothing() -> None:
 
 
 def test_every_argument_is_logged_under_its_own_name() -> None:
-    fields = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
+    fields = [field.name for section in sections_of(RunConfig).values() for field in dataclasses.fields(section)]
     assert len(fields) == len(set(fields)), "two sections use one name, and one of them would be lost"
     arguments = run_of().config.flat()
     assert set(arguments) == set(fields)

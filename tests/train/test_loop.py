@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.record import Progress
 from megatron.errors import ExitCode, NumericsError
 from megatron.train import loop
 from megatron.train.loop import check_numbers, run_to_end
-from megatron.train.progress import Progress
 from megatron.train.stop import Verdict
 from tests.train.samples import Outcome, control_config, optim_config
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import newest_record
-from megatron.data.order.plan import DataPlan, GroupPlan
+from megatron.checkpoint.record import Record
+from megatron.data.order.plan import GroupPlan
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.tiny_run import TinyCorpus, steps, train, write_tiny_corpus
 
@@ -24,7 +25,7 @@ def stored_plan(folder: Path) -> GroupPlan:
     """The training plan of the newest checkpoint."""
     found = newest_record(folder / "checkpoints", ParallelMesh.single())
     assert found is not None
-    plan = DataPlan.from_json(found.record["data_plan"]).train
+    plan = Record.from_json(found.record, found.path).data_plan.train
     assert plan is not None
     return plan
 

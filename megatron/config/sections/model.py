@@ -9,7 +9,7 @@ from megatron.config.section import ConfigSection
 from megatron.errors import ConfigError
 
 
-def _head_width(model: ModelConfig) -> int:
+def _head_width(model: ModelRequest) -> int:
     """The width of a head that is not given."""
     heads = model.num_attention_heads
     if heads < 1 or model.hidden_size % heads:
@@ -22,8 +22,8 @@ def _head_width(model: ModelConfig) -> int:
 
 
 @dataclass(frozen=True)
-class ModelConfig(ConfigSection):
-    """The network, as every layer sees it."""
+class ModelRequest(ConfigSection):
+    """The architecture that was asked for."""
 
     num_layers: int = flag(help="transformer blocks in the whole model", at_least=1, resume=MUST_MATCH)
     hidden_size: int = flag(help="width of the model", at_least=1, resume=MUST_MATCH)
@@ -57,5 +57,11 @@ class ModelConfig(ConfigSection):
         "tanh form of GELU, which upstream's fused kernel computes; off: the exact form, unless --openai-gelu",
         resume=MUST_MATCH,
     )
-    vocab_size: int = derived(0, "tokens the tokenizer knows", resume=MUST_MATCH)
-    padded_vocab_size: int = derived(0, "rows of the word embedding over all tensor-parallel ranks")
+
+
+@dataclass(frozen=True)
+class ModelConfig(ModelRequest):
+    """The architecture with the size of its vocabulary, as every layer sees it."""
+
+    vocab_size: int = derived("tokens the tokenizer knows", resume=MUST_MATCH)
+    padded_vocab_size: int = derived("rows of the word embedding over all tensor-parallel ranks")

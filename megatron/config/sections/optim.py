@@ -10,19 +10,19 @@ from megatron.config.section import ConfigSection
 
 
 @dataclass(frozen=True)
-class OptimConfig(ConfigSection):
-    """Optimizer, schedule, batch sizes and the length of training."""
+class OptimRequest(ConfigSection):
+    """Optimizer, schedule, batch sizes and the length of training, as they were asked for."""
 
     micro_batch_size: int = flag(help="samples per forward pass of one copy of the model", at_least=1)
-    global_batch_size: int = flag(
-        None, "samples per step over all copies; micro batch x copies if unset (set by resolve)", at_least=1
+    global_batch_size: int | None = flag(
+        None, "samples per step over all copies of the model; micro batch x copies if unset", at_least=1
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(
         None, "start, increment, samples: let the global batch grow to its size over so many samples"
     )
-    train_iters: int = flag(
+    train_iters: int | None = flag(
         None,
-        "steps to train (computed by resolve when --train-samples is given)",
+        "steps to train",
         at_least=1,
         remedy="--eval-only evaluates without training.",
     )
@@ -74,6 +74,7 @@ class OptimConfig(ConfigSection):
                 f"Use {f'{lower} or ' if lower else ''}{lower + micro}."
             )
         yield from self._rampup_problems()
+        yield from self._schedule_problems()
 
     def _rampup_problems(self) -> Iterator[str]:
         if self.rampup_batch_size is None:
@@ -98,3 +99,42 @@ class OptimConfig(ConfigSection):
                 f"{given}: start and increment must be multiples of --micro-batch-size {self.micro_batch_size}, or "
                 "some step could not be cut into micro-batches."
             )
+
+    def _schedule_problems(self) -> Iterator[str]:
+        """Rules of a run whose length is known; the schedule is counted in the unit of the length."""
+        by_samples = self.train_samples is not None
+        unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
+        length = self.train_samples if by_samples else self.train_iters
+        if length is None or length < 1:
+            return
+        foreign_decay = self.lr_decay_iters if by_samples else self.lr_decay_samples
+        foreign_warmup = self.lr_warmup_iters if by_samples else self.lr_warmup_samples
+        if foreign_decay is not None:
+            yield f"--lr-decay-{other} {foreign_decay} does not go with --train-{unit}. Use --lr-decay-{unit}."
+        if foreign_warmup:
+            yield f"--lr-warmup-{other} {foreign_warmup} does not go with --train-{unit}. Use --lr-warmup-{unit}."
+        if self.rampup_batch_size is not None and not by_samples:
+            shown = " ".join(map(str, self.rampup_batch_size))
+            yield f"--rampup-batch-size {shown} does not go with --train-iters. Use --train-samples."
+        warmup = self.lr_warmup_samples if by_samples else self.lr_warmup_iters
+        if self.lr_warmup_fraction is not None and warmup:
+            yield (
+                f"--lr-warmup-fraction {self.lr_warmup_fraction} and --lr-warmup-{unit} {warmup} are both given. The "
+                "warm-up has one length; drop one of them."
+            )
+        given_decay = self.lr_decay_samples if by_samples else self.lr_decay_iters
+        decay, source = (given_decay, f"--lr-decay-{unit}") if given_decay else (length, f"--train-{unit}")
+        if warmup >= decay:
+            yield (
+                f"--lr-warmup-{unit} {warmup} is not less than {source} {decay}, the length of the decay that contains "
+                f"it. Use a shorter warm-up or a longer --lr-decay-{unit}."
+            )
+
+
+@dataclass(frozen=True)
+class OptimConfig(OptimRequest):
+    """The same with every number that training needs; a run that only evaluates plans no step."""
+
+    global_batch_size: int = flag(help="samples per step over all copies of the model", at_least=1)
+    train_iters: int = flag(help="steps to train", at_least=0)
+    lr: float = flag(help="peak learning rate", at_least=0)

@@ -12,8 +12,8 @@ _EVEN_PARTITIONS = ("type:transformer", "type:transformer|embedding")
 
 
 @dataclass(frozen=True)
-class ParallelConfig(ConfigSection):
-    """Tensor, pipeline and data parallelism, ZeRO, and the launcher's flags."""
+class ParallelRequest(ConfigSection):
+    """Tensor, pipeline and data parallelism, ZeRO, and the launcher's flags, as they were asked for."""
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer's matrices", at_least=1)
     pipeline_model_parallel_size: int = flag(1, "stages the layers are spread over", at_least=1)
@@ -40,9 +40,6 @@ class ParallelConfig(ConfigSection):
         128, "the vocabulary is padded up to a multiple of this times the tensor-parallel size", at_least=1
     )
     pad_vocab_size_to: int | None = flag(None, "pad the vocabulary to exactly this size instead", at_least=1)
-    world_size: int = derived(0, "processes of the run")
-    data_parallel_size: int = derived(0, "copies of the model")
-    effective_zero_stage: int = derived(1, "the ZeRO stage DeepSpeed is given")
 
     @property
     def model_parallel_size(self) -> int:
@@ -71,3 +68,13 @@ class ParallelConfig(ConfigSection):
                 f"--pad-vocab-size-to: {size} is not divisible by {divisor} (--make-vocab-size-divisible-by). Use "
                 f"--pad-vocab-size-to {-(-size // divisor) * divisor} or another divisor."
             )
+
+
+@dataclass(frozen=True)
+class ParallelConfig(ParallelRequest):
+    """The layout of a run on the machine that was found."""
+
+    distributed_backend: str = flag(help="communication library", choices=("nccl", "gloo"))
+    world_size: int = derived("processes of the run")
+    data_parallel_size: int = derived("copies of the model")
+    effective_zero_stage: int = derived("the ZeRO stage DeepSpeed is given")

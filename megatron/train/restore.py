@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron import log
-from megatron.checkpoint import find, load_newest, newest_record
+from megatron.checkpoint import Found, find, load_newest, newest_record
+from megatron.checkpoint.record import Progress, Record
 from megatron.config import ControlConfig
 from megatron.engine.engine import Engine
 from megatron.engine.state import refresh_weights, wanted_pieces
 from megatron.errors import CheckpointError
 from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
-from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
+from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.progress import Progress
-
-Record = Mapping[str, Any]
 
 
-def find_record(control: ControlConfig, mesh: ParallelMesh) -> Record | None:
-    """The record of the checkpoint this run goes on from, None for a fresh start; collective over the mesh.
+@dataclass(frozen=True)
+class SavedRun:
+    """The checkpoint that a run continues from: its record, and where it was found. Its tensors are not verified."""
+
+    record: Record
+    found: Found
+
+
+def find_saved_run(control: ControlConfig, mesh: ParallelMesh) -> SavedRun | None:
+    """The checkpoint this run continues from, None for a fresh start; collective over the mesh.
 
     Raises:
         CheckpointError: `--load` holds nothing usable where something must be, or `--save` holds another run's
@@ -36,7 +41,7 @@ def find_record(control: ControlConfig, mesh: ParallelMesh) -> Record | None:
         return None
     found = newest_record(Path(control.load), mesh)
     if found is not None:
-        return found[0]
+        return SavedRun(Record.from_json(found.record, found.path), found)
     for flag, is_set in (("--eval-only", control.eval_only), ("--finetune", control.finetune)):
         if is_set:
             raise CheckpointError(
@@ -59,38 +64,48 @@ def check_tokenizer(control: ControlConfig, record: Record, tokenizer: Tokenizer
     Raises:
         CheckpointError: they do not.
     """
-    trained_with = TokenizerRecord.from_json(record["tokenizer"])
-    check_same_tokenizer(f"the checkpoint in {control.load} was trained", trained_with, tokenizer, CheckpointError)
+    check_same_tokenizer(f"the checkpoint in {control.load} was trained", record.tokenizer, tokenizer, CheckpointError)
 
 
-def load_tensors(control: ControlConfig, engine: Engine, record: Record | None) -> tuple[Record | None, Progress]:
-    """Loads weights and optimizer state of the newest good checkpoint; returns its record and where training stands."""
-    if record is None:
+def load_tensors(control: ControlConfig, engine: Engine, saved: SavedRun | None) -> tuple[Record | None, Progress]:
+    """Loads weights and optimizer state of the newest checkpoint that verifies; collective over the mesh.
+
+    Returns:
+        the record of the loaded checkpoint, which is an older one if `saved` turned out to be damaged, and the progress
+        at which training starts; None and the beginning without a checkpoint.
+
+    Raises:
+        CheckpointError: it holds no optimizer state although that is wanted, does not fit, or is gone.
+    """
+    if saved is None:
         return None, Progress()
     with_optimizer = not (control.finetune or control.no_load_optim)
-    if with_optimizer and record["config"]["control"]["no_save_optim"]:
+    if with_optimizer and not saved.record.has_optimizer_state:
         raise CheckpointError(
             f"the checkpoint in {control.load} was saved with --no-save-optim and holds no optimizer state. Resume "
             "with --no-load-optim (the moments start from zero) or with --finetune."
         )
     loaded = load_newest(
-        Path(str(control.load)), lambda: wanted_pieces(engine, with_optimizer=with_optimizer), engine.mesh
+        Path(str(control.load)),
+        lambda: wanted_pieces(engine, with_optimizer=with_optimizer),
+        engine.mesh,
+        known=saved.found,
     )
     if loaded is None:
         raise CheckpointError(f"the checkpoint in {control.load} disappeared while it was being loaded. Start again.")
-    found, path = loaded
-    refresh_weights(engine, found["optimizer_updates"] if with_optimizer else None)
+    record = Record.from_json(loaded.record, loaded.path)
+    refresh_weights(engine, record.optimizer_updates if with_optimizer else None)
     if with_optimizer:
-        engine.restore_loss_scale(found["loss_scale"])
+        engine.restore_loss_scale(record.loss_scale)
     if control.finetune:
-        log.info(f"finetuning the weights of {path} from iteration 0")
-        return found, Progress()
-    progress = Progress.from_json(found["progress"])
+        log.info(f"finetuning the weights of {loaded.path} from iteration 0")
+        return record, Progress()
+    progress = record.progress
     log.info(
-        f"resumed {path}: iteration {progress.step}, {progress.consumed_samples} samples, "
+        f"resumed {loaded.path}: iteration {progress.step}, {progress.consumed_samples} samples, "
         f"{progress.consumed_tokens} tokens consumed"
     )
-    return found, progress
+    return record, progress
 
 
 def _refuse_foreign_save(directory: str) -> None:
