@@ -28,8 +28,7 @@ import numpy as np
 
 from benchmarks.figures import print_figure
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
-from megatron.config.sections.data import DataConfig
+from megatron.config import ConfigSection, DataConfig, flag, parse_flags
 from megatron.data.index_map import build_indices
 from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import BatchLoader

@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
-from megatron.config.sections.data import DataConfig
+from megatron.config import ConfigSection, DataConfig, flag, parse_flags
 from megatron.data.fast_encoder import resident_bytes
 from megatron.data.indexed import IndexedDataset, IndexedWriter
 from megatron.data.split_datasets import build_split_datasets

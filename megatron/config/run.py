@@ -179,7 +179,7 @@ def cross_problems(model: ModelRequest, parallel: ParallelRequest, data: DataCon
         yield (
             f"{model.num_layers} layers cannot fill {stages} pipeline stages (--num-layers {model.num_layers}, "
             f"--pipeline-model-parallel-size {stages}). A stage without a layer has fewer optimizer parameter groups "
-            f"than the others, and DeepSpeed waits for them forever; use at most {model.num_layers} stages."
+            f"than the others, and DeepSpeed would wait for them forever; use at most {model.num_layers} stages."
         )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatron import log
-from megatron.config.sections.data import DataConfig, WeightedGroup, read_blend, shown_split
+from megatron.config import DataConfig, WeightedGroup
+from megatron.config.blends import read_blend, shown_split
 from megatron.data.blend import BlendedDataset, PhasedDataset, blend_order
 from megatron.data.data_sources import DataSources, check_source, source_facts, source_folder
 from megatron.data.gpt_dataset import GPTDataset

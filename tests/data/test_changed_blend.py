@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data.plan import DataPlan, GroupPlan, Member, Phase
 from megatron.data.split_datasets import build_split_datasets, describe
 from megatron.errors import DataError

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data.blend import BlendedDataset
 from megatron.data.loader import BatchLoader, BatchOptions, MicroBatches, segment_ids
 from megatron.data.sample import Sample

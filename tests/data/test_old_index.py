@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data import split_datasets
 from megatron.data.index_map import build_indices
 from megatron.data.indexed import IndexedDataset

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.plan import DataPlan
 from megatron.data.sample import SampleDataset

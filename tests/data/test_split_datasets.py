@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data import split_datasets
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_map import Indices

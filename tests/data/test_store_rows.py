@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data.library_tokenizer import LibraryTokenizer
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.plan import DataPlan

@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.corpus.featurize import WindowOptions, featurize_tokens
 from megatron.corpus.progress import Progress
 from megatron.corpus.store import ImportOptions, audit, import_files

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import MicroBatches
 from megatron.data.split_datasets import build_split_datasets
