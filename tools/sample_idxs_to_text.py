@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ConfigSection, ControlConfig, DataConfig, OptimRequest, RandomConfig, RunConfig, flag
+from megatron.config.files.group_files import read_group_files
 from megatron.config.overlay import laid_over, parse_over
-from megatron.config.request import read_group_files
 from megatron.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 Imports neither torch nor numpy, reads no environment variable and opens no socket; `parse` sees flags and files only.
 """
 
+from megatron.config.blends import WeightedGroup, WeightedPath
 from megatron.config.fields import flag
 from megatron.config.flags import parse_flags
 from megatron.config.parse import parse
@@ -11,7 +12,7 @@ from megatron.config.resume import check_resume
 from megatron.config.run import RunConfig, RunRequest
 from megatron.config.section import ConfigSection
 from megatron.config.sections.control import ControlConfig
-from megatron.config.sections.data import DataConfig, WeightedGroup, WeightedPath
+from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
 from megatron.config.sections.kernels import KernelConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest

@@ -1,8 +1,7 @@
-"""A tool's command line that may also carry the trainer's flags, laid over the configuration of a checkpoint.
+"""A tool's command line, which may also contain the trainer's flags, over the configuration of a checkpoint.
 
-Upstream's tools take all of the trainer's flags. Here what they would say is in the checkpoint already; a flag that is
-given all the same must agree with the network, or it changes what may be changed (tokenizer files that moved, seed,
-dtype, layout).
+Upstream's tools take all of the trainer's flags. Here the checkpoint already holds their values; a flag that is given
+anyway must agree with the network, or it changes what may be changed (tokenizer files that moved, seed, dtype, layout).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
     """Reads a command line of a tool's own flags (a dataclass of `flag()` fields) and any of the trainer's.
 
     Raises:
-        ConfigError: with all problems of the command line together.
+        ConfigError: with all problems of the command line at once.
     """
     own = {_OWN + flag.field: flag for flag in flags_of(cls)}
     trainer, legacy = field_flags(), legacy_flags()
@@ -50,7 +49,7 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
     }
     groups = [
         ("flags", list(own)),
-        ("of the trainer, taken from the checkpoint unless given", [name for name in trainer if name in flags]),
+        ("of the trainer; taken from the checkpoint unless given", [name for name in trainer if name in flags]),
     ]
     reading = read_command_line(
         {**own, **flags},

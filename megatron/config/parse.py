@@ -9,9 +9,10 @@ from typing import Any
 from megatron.config.fields import Flag, flags_of
 from megatron.config.files.config_file import FileReading, read_config_file
 from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_values
+from megatron.config.files.group_files import read_group_files
 from megatron.config.flags import read_command_line
 from megatron.config.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
-from megatron.config.request import read_group_files, request_problems
+from megatron.config.request_rules import request_problems
 from megatron.config.run import DEFAULT, FILE, GIVEN, RunRequest, cross_problems, sections_of
 from megatron.config.section import build_unchecked, missing_problems, relevant_problems
 from megatron.errors import ConfigError
@@ -44,10 +45,10 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunRequest:
     """Reads the trainer's command line, and the file of `--config` if one is given.
 
     Looks at nothing but the words and the files they name: no torch, no environment, no network. Prints the help and
-    leaves the process for `--help`.
+    exits for `--help`.
 
     Raises:
-        ConfigError: with all problems together.
+        ConfigError: with all problems at once.
     """
     own, legacy = field_flags(), legacy_flags()
     flags = {**own, **{name: entry.flag for name, entry in legacy.items()}}
@@ -119,7 +120,7 @@ def _ignored_notices(own: Mapping[str, Flag], values: Mapping[str, Any]) -> Iter
             yield f"{flag.name} is accepted and ignored: {flag.facts.ignored}."
     method = values.get("parallel.pp_partition_method")
     if method is not None and "embedding" in method:
-        yield f"--pp-partition-method {method}: embeddings are not counted; blocks are spread evenly."
+        yield f"--pp-partition-method {method}: embeddings are not counted; the blocks are spread evenly."
 
 
 def _deprecated_notices(spellings: Any) -> Iterator[str]:
@@ -132,4 +133,6 @@ def _epilog(legacy: Mapping[str, Legacy]) -> str:
     def names(status: str) -> str:
         return " ".join(sorted(entry.flag.positive_name for entry in legacy.values() if entry.status == status))
 
-    return f"Accepted with a warning and ignored: {names(IGNORED)}. Refused, each with the way out: {names(REFUSED)}."
+    return (
+        f"Accepted with a warning and ignored: {names(IGNORED)}. Refused, with what to use instead: {names(REFUSED)}."
+    )

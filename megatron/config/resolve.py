@@ -1,4 +1,4 @@
-"""What only a machine and a tokenizer can tell: world size, dtype, padded vocabulary, steps from samples."""
+"""From a request to a run: what depends on the machine and the tokenizer is checked and filled in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Resolved = TypeVar("Resolved", bound=ConfigSection)
 
 @dataclass(frozen=True)
 class Machine:
-    """What the machine offers."""
+    """What the configuration must know of the machine."""
 
     device_type: str  # cpu or cuda
     world_size: int
@@ -49,8 +49,8 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     problems.extend(misfits)
     padded, found = padded_vocab_size(request.parallel, tokenizer.vocab_size)
     problems.extend(found)
-    copies = max(1, machine.world_size // request.parallel.model_parallel_size)
-    batch, found = _global_batch(request.optim, copies)
+    replicas = max(1, machine.world_size // request.parallel.model_parallel_size)
+    batch, found = _global_batch(request.optim, replicas)
     problems.extend([] if misfits else found)
     optim = resolve_optim(request.optim, batch)
     problems.extend(_length_problems(request.optim, optim))
@@ -61,7 +61,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     same: dict[str, Any] = {field.name: getattr(request, field.name) for field in dataclasses.fields(RunRequest)}
     parallel = {
         "world_size": machine.world_size,
-        "data_parallel_size": copies,
+        "data_parallel_size": replicas,
         "effective_zero_stage": stage,
         "distributed_backend": backend,
     }
@@ -125,24 +125,24 @@ def _layout_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
     )
 
 
-def _global_batch(optim: OptimRequest, copies: int) -> tuple[int, list[str]]:
+def _global_batch(optim: OptimRequest, replicas: int) -> tuple[int, list[str]]:
     micro, batch = optim.micro_batch_size, optim.global_batch_size
     if batch is None:
-        return micro * copies, []
+        return micro * replicas, []
     problems = []
-    unit = micro * copies
+    unit = micro * replicas
     if batch % unit:
         lower = batch // unit * unit
         problems.append(
-            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {copies} data-parallel "
-            f"copies = {unit}. Use {f'{lower} or ' if lower else ''}{lower + unit}."
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {replicas} data-parallel "
+            f"replicas = {unit}. Use {f'{lower} or ' if lower else ''}{lower + unit}."
         )
     ramp = optim.rampup_batch_size
     if ramp is not None and (ramp[0] % unit or ramp[1] % unit):
         problems.append(
             f"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: start and increment must be multiples of "
-            f"--micro-batch-size {micro} x {copies} data-parallel copies = {unit}. Use multiples of {unit} or fewer "
-            "processes."
+            f"--micro-batch-size {micro} x {replicas} data-parallel replicas = {unit}. Use multiples of {unit} or "
+            "fewer processes."
         )
     return batch, problems
 
@@ -167,7 +167,7 @@ def _zero_stage(request: RunRequest) -> tuple[int, list[str]]:
     if request.parallel.zero_stage == 0 and request.precision.dtype_name != "float32":
         notice = (
             f"--zero-stage 0 in {request.precision.dtype_name} runs as stage 1 with float32 accumulation: DeepSpeed's "
-            "half-precision optimizer without ZeRO takes a wrong first step."
+            "half-precision optimizer without ZeRO gets the first step wrong."
         )
         return 1, [notice]
     return request.parallel.zero_stage, []

@@ -91,8 +91,8 @@ def test_the_last_of_two_wins() -> None:
         ("--input x --rate nan", r'--rate takes a number, not "nan"'),
         ("--input x --rate inf", r'--rate takes a number, not "inf"'),
         ("--input x --rate -1e-3", r"--rate -0\.001 is out of range"),
-        ("--input x --vocab-file=", r"--vocab-file takes a text, and its value is empty\. Is a variable"),
-        ("stray --input x", r'"stray" belongs to no flag'),
+        ("--input x --vocab-file=", r"--vocab-file takes a string, but its value is empty\. Is a variable"),
+        ("stray --input x", r'"stray" does not belong to a flag'),
         ("--input x --help=3", r"ignored explicit argument '3'"),
     ],
 )

@@ -52,7 +52,7 @@ def test_every_sentence_is_one() -> None:
         assert entry.status in (IGNORED, REFUSED)
         assert entry.reason.endswith("."), name
         if entry.status == REFUSED:
-            assert entry.reason.count(". ") >= 1, f"{name}: {entry.reason} names no way out"
+            assert entry.reason.count(". ") >= 1, f"{name}: {entry.reason} names no remedy"
 
 
 @pytest.mark.parametrize("name", [name for name, entry in legacy_flags().items() if entry.status == REFUSED])

@@ -103,7 +103,7 @@ def test_the_schedule_of_the_checkpoint_on_request() -> None:
     going_on = check_resume(then, run("--use-checkpoint-lr-scheduler --lr 1"))
     assert (going_on.optim.lr, going_on.optim.lr_decay_style, going_on.optim.lr_warmup_iters) == (3e-4, "cosine", 3)
     assert going_on.provenance["optim.lr"] == "checkpoint"
-    assert "--lr 0.0003 is taken from the checkpoint; 1.0 is not used." in going_on.notices
+    assert "--lr 0.0003 is taken from the checkpoint in place of 1.0." in going_on.notices
 
 
 def test_the_schedule_of_the_checkpoint_keeps_its_length() -> None:

@@ -411,8 +411,8 @@ def few_see_the_whole(source: Source) -> Iterator[Finding]:
     if not source.is_library or source.is_in(SEES_THE_WHOLE):
         return
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "RunConfig" for alias in node.names):
-            yield node.lineno, "imports RunConfig; take the smallest section of it"
+        if isinstance(node, ast.ImportFrom) and any(alias.name in ("RunConfig", "RunRequest") for alias in node.names):
+            yield node.lineno, "imports the whole configuration (RunConfig); take the smallest section of it"
 
 
 def the_model_knows_little(source: Source) -> Iterator[Finding]:

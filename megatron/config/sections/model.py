@@ -43,18 +43,18 @@ class ModelRequest(ConfigSection):
         resume=MUST_MATCH,
     )
     max_position_embeddings: int = flag(
-        help="rows of the learned position table, at least the sequence length", at_least=1, resume=MUST_MATCH
+        help="rows of the learned position embedding; at least the sequence length", at_least=1, resume=MUST_MATCH
     )
     layernorm_epsilon: float = flag(1e-5, "epsilon of every layer norm", above=0, resume=MUST_MATCH)
-    openai_gelu: bool = flag(False, "tanh form of GELU, as OpenAI's code has it", resume=MUST_MATCH)
+    openai_gelu: bool = flag(False, "tanh approximation of GELU, as in OpenAI's code", resume=MUST_MATCH)
     hidden_dropout: float = flag(0.1, "dropout on block outputs and on the embedding", at_least=0, below=1)
     attention_dropout: float = flag(0.1, "dropout on attention probabilities", at_least=0, below=1)
     init_method_std: float = flag(
-        0.02, "standard deviation of the normal distribution weights are drawn from", at_least=0
+        0.02, "standard deviation of the normal distribution that weights are drawn from", at_least=0
     )
     bias_gelu_fusion: bool = flag(
         True,
-        "tanh form of GELU, which upstream's fused kernel computes; off: the exact form, unless --openai-gelu",
+        "tanh approximation of GELU, as in upstream's fused kernel; off: exact GELU unless --openai-gelu",
         resume=MUST_MATCH,
     )
 

@@ -13,12 +13,12 @@ from megatron.config.section import ConfigSection
 class OptimRequest(ConfigSection):
     """Optimizer, schedule, batch sizes and the length of training, as they were asked for."""
 
-    micro_batch_size: int = flag(help="samples per forward pass of one copy of the model", at_least=1)
+    micro_batch_size: int = flag(help="samples per forward pass of one model replica", at_least=1)
     global_batch_size: int | None = flag(
-        None, "samples per step over all copies of the model; micro batch x copies if unset", at_least=1
+        None, "samples per step over all replicas; micro batch x replicas if unset", at_least=1
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(
-        None, "start, increment, samples: let the global batch grow to its size over so many samples"
+        None, "start, increment, samples: the global batch grows from start to its full size over so many samples"
     )
     train_iters: int | None = flag(
         None,
@@ -40,12 +40,12 @@ class OptimRequest(ConfigSection):
     lr_warmup_samples: int = flag(0, "warm-up in samples", at_least=0)
     override_lr_scheduler: bool = flag(
         False,
-        "on resume the command line's schedule wins (the default)",
+        "on resume, use the schedule of the command line (the default)",
         spelled=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
     )
     use_checkpoint_lr_scheduler: bool = flag(
         False,
-        "on resume the checkpoint's schedule wins",
+        "on resume, use the schedule of the checkpoint",
         spelled=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
     )
     weight_decay: float = flag(0.01, "decoupled weight decay of matrices; biases and norms have none", at_least=0)
@@ -58,13 +58,13 @@ class OptimRequest(ConfigSection):
     def problems(self) -> Iterator[str]:
         if self.lr is not None and self.min_lr > self.lr:
             yield (
-                f"--min-lr {self.min_lr} is more than --lr {self.lr}. The schedule falls from --lr to --min-lr; swap "
-                "them."
+                f"--min-lr {self.min_lr} is more than --lr {self.lr}. The schedule falls from --lr to --min-lr; lower "
+                "--min-lr."
             )
         if self.override_lr_scheduler and self.use_checkpoint_lr_scheduler:
             yield (
-                "--override-lr-scheduler and --use-checkpoint-lr-scheduler contradict each other. Drop one: the first "
-                "takes the schedule from the command line, the second from the checkpoint."
+                "--override-lr-scheduler and --use-checkpoint-lr-scheduler contradict each other. Drop one of them: "
+                "the first takes the schedule from the command line, the second from the checkpoint."
             )
         micro, batch = self.micro_batch_size, self.global_batch_size
         if batch is not None and micro > 0 and batch % micro:
@@ -91,13 +91,13 @@ class OptimRequest(ConfigSection):
         elif (self.global_batch_size - start) % increment:
             yield (
                 f"{given}: from {start} to --global-batch-size {self.global_batch_size} is "
-                f"{self.global_batch_size - start}, no multiple of the increment {increment}. Use an increment that "
-                "divides it."
+                f"{self.global_batch_size - start}, which is not a multiple of the increment {increment}. Use an "
+                "increment that divides it."
             )
         if self.micro_batch_size > 0 and (start % self.micro_batch_size or increment % self.micro_batch_size):
             yield (
                 f"{given}: start and increment must be multiples of --micro-batch-size {self.micro_batch_size}, or "
-                "some step could not be cut into micro-batches."
+                "some step could not be split into micro-batches."
             )
 
     def _schedule_problems(self) -> Iterator[str]:
@@ -135,6 +135,6 @@ class OptimRequest(ConfigSection):
 class OptimConfig(OptimRequest):
     """The same with every number that training needs; a run that only evaluates plans no step."""
 
-    global_batch_size: int = flag(help="samples per step over all copies of the model", at_least=1)
+    global_batch_size: int = flag(help="samples per step over all replicas", at_least=1)
     train_iters: int = flag(help="steps to train", at_least=0)
     lr: float = flag(help="peak learning rate", at_least=0)

@@ -1,21 +1,18 @@
-"""Rules about what was asked, as opposed to what a run is: exclusive modes, and flags that need each other."""
+"""Rules for a request only, not for a resolved run: modes that exclude each other, flags that need each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
+from megatron.config.blends import shown_split
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import (
     SENTENCEPIECE_TOKENIZERS,
     TOKENIZERS,
     WORDPIECE_TOKENIZERS,
     DataConfig,
-    shown_split,
 )
 from megatron.config.sections.optim import OptimRequest
-from megatron.errors import ConfigError
 
 
 def request_problems(
@@ -31,42 +28,6 @@ def request_problems(
                 yield f"{name} needs --load, the folder of the checkpoint to take the weights from."
 
 
-def read_group_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Replaces each `--*-weighted-split-paths-path FILE` by the groups the file holds.
-
-    Source: the file format is bigscience Megatron-DeepSpeed's: one line, each group in double quotes, a blank between
-    groups.
-    """
-    found, problems = dict(values), []
-    for split in ("train", "valid", "test"):
-        place, file_place = f"data.{split}_weighted_split_paths", f"data.{split}_weighted_split_paths_path"
-        path = values.get(file_place)
-        if path is None:
-            continue
-        name = f"--{split}-weighted-split-paths"
-        if place in values:
-            problems.append(f"{name} and {name}-path are both given. Drop one of them.")
-            continue
-        try:
-            found[place] = _read_group_file(path, f"{name}-path")
-        except ConfigError as failure:
-            problems.extend(failure.problems)
-    return found, problems
-
-
-def _read_group_file(path: str, name: str) -> tuple[str, ...]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
-        raise ConfigError(f"{name} {path} cannot be read: {failure}. Give a readable text file.") from None
-    line = text.strip()
-    if len(line.splitlines()) != 1 or len(line) < 2 or line[0] != '"' or line[-1] != '"':
-        raise ConfigError(
-            f'{name} {path} must hold one line of groups in double quotes: "NAME: W S:E PREFIX" "NAME: ...".'
-        )
-    return tuple(line[1:-1].split('" "'))
-
-
 def _length_problems(optim: OptimRequest, control: ControlConfig) -> Iterator[str]:
     if control.eval_only:
         return
@@ -76,8 +37,8 @@ def _length_problems(optim: OptimRequest, control: ControlConfig) -> Iterator[st
         yield "--lr is required: the peak learning rate, for example 1.5e-4."
     if optim.train_iters is not None and optim.train_samples is not None:
         yield (
-            f"--train-iters {optim.train_iters} and --train-samples {optim.train_samples} are both given. A run is as "
-            "long as one of them says; drop the other."
+            f"--train-iters {optim.train_iters} and --train-samples {optim.train_samples} are both given. Only "
+            "one of them can set the length of a run; drop the other."
         )
 
 
@@ -91,12 +52,12 @@ def _data_problems(data: DataConfig, provenance: Mapping[str, str]) -> Iterator[
     if len(modes) > 1:
         yield (
             f"{' and '.join(names[0] for names in modes)} are both given. They name the data in different ways; keep "
-            "one."
+            "one of them."
         )
     if len(modes) == 1 and not data.data_path:
         if provenance.get("data.split", "default") != "default":
             yield (
-                f"--split {shown_split(data.split)} does not go with {modes[0][0]}, which says itself what is trained "
+                f"--split {shown_split(data.split)} does not go with {modes[0][0]}, which already says what to train "
                 "on. Drop --split."
             )
         training = ("--train-weighted-split-paths", "--train-data-path")
