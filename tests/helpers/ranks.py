@@ -17,21 +17,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# Loaded once by the fork server, so that a rank starts in a fraction of a second. torch's compiler is among them
-# because torch.optim and DeepSpeed import it when the first optimizer is made, which takes longer than a tiny run.
-_PRELOADED = [
-    "numpy",
-    "pytest",
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "pretrain_gpt",
-    "megatron.train.loop",
-]
-
 
 class RankFailure(AssertionError):
     """A rank raised, died or did not finish; the text is the first failing rank's traceback."""
@@ -52,7 +37,7 @@ def run_ranks(
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if backend == "gloo" else "cuda")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no threads in the server: it is forked
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(["tests.helpers.preloaded"])
     with tempfile.TemporaryDirectory() as stack_folder:
         started = []
         shared = _environment(world_size, backend)
