@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import multiprocessing
 
 # Besides the program, what PyTorch and DeepSpeed import on first use, which takes longer than a tiny run trains.
 # Another version of them need not have all of it.
@@ -31,6 +32,8 @@ _MODULES = (
 for _name in _MODULES:
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
+
+MAIN_PROCESS = multiprocessing.current_process()
 
 # DeepSpeed looks for a compiler on first use and tries it several times. The answer is the same for every rank.
 COMPATIBLE_OPERATIONS = importlib.import_module("deepspeed.ops").__compatible_ops__

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,7 @@ def run_ranks(
     Raises:
         RankFailure: a rank failed; shows the traceback of the one that failed first.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu" if backend == "gloo" else "cuda")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no threads in the server: it is forked
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.preloaded"])
+    context = fork_server_context(backend)
     with tempfile.TemporaryDirectory() as stack_folder:
         started = []
         shared = _environment(world_size, backend)
@@ -63,6 +61,15 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def fork_server_context(backend: str = "gloo") -> ForkServerContext:
+    """How to start processes that have everything imported."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if backend == "gloo" else "cuda")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no threads in the server: it is forked
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.preloaded"])
+    return context
 
 
 def free_port() -> int:
