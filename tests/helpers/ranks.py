@@ -103,14 +103,26 @@ def _collect(pipes: list[Connection], stack_folder: str, timeout_seconds: float)
         if not ready:
             stacks = "\n".join(_stack(stack_folder, rank) for rank in range(len(pipes)) if rank not in results)
             raise RankFailure(f"not finished after {timeout_seconds} s:\n{stacks}")
-        time.sleep(0.05 if len(results) + len(ready) < len(pipes) else 0)  # two failures close together: both arrive
-        for rank, pipe in enumerate(pipes):
-            if rank not in results and pipe.poll():
-                _receive(rank, pipe, results, failures, stack_folder)
+        _receive_all(pipes, results, failures, stack_folder)
+        if failures:
+            time.sleep(0.05)  # two failures close together: both arrive, and the earlier one is shown
+            _receive_all(pipes, results, failures, stack_folder)
     if failures:
         _, rank, text = min(failures)
         raise RankFailure(f"rank {rank} failed first:\n{text}")
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _receive_all(
+    pipes: list[Connection],
+    results: dict[int, Any],
+    failures: list[tuple[float, int, str]],
+    stack_folder: str,
+) -> None:
+    heard = {*results, *(rank for _, rank, _ in failures)}
+    for rank, pipe in enumerate(pipes):
+        if rank not in heard and pipe.poll():
+            _receive(rank, pipe, results, failures, stack_folder)
 
 
 def _receive(
