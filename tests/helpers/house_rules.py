@@ -52,6 +52,7 @@ PROGRAM_PLACE = 15
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.data": ("formats", "stores", "order", "datasets", "."),
     "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
+    "megatron.config": ("flags", "sections", "files", "."),
     "megatron.parallel": (".", "tensor"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
@@ -60,7 +61,7 @@ NEVER_BY_TRAINING = "corpus"  # imported by tools only
 
 # What is foreign, and the files that may touch it. A name covers its attributes.
 HOMES = {
-    "argparse": ("megatron/config/flags.py",),
+    "argparse": ("megatron/config/flags/command_line.py",),
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels.py"),
     "torch.distributed": ("megatron/parallel/",),
