@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.fields import Flag, FlagFacts
+from megatron.config.flags.fields import Flag, FlagFacts
 
 SUPPORTED = "supported"
 IGNORED = "ignored"

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from megatron.config.fields import MUST_MATCH, flags_of, resume_rule
-from megatron.config.flags import read_command_line
+from megatron.config.flags.command_line import read_command_line
+from megatron.config.flags.fields import MUST_MATCH, flags_of, resume_rule
+from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.config.legacy import REFUSED, legacy_flags
 from megatron.config.parse import field_flags
 from megatron.config.run import RunConfig, fields_of
-from megatron.config.section import Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.errors import ConfigError
 
 _OWN = "own."

@@ -6,15 +6,15 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron.config.fields import Flag, flags_of
 from megatron.config.files.config_file import FileReading, read_config_file
 from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_values
 from megatron.config.files.group_files import read_group_files
-from megatron.config.flags import read_command_line
+from megatron.config.flags.command_line import read_command_line
+from megatron.config.flags.fields import Flag, flags_of
+from megatron.config.flags.section import build_unchecked, missing_problems, relevant_problems
 from megatron.config.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
 from megatron.config.request_rules import request_problems
 from megatron.config.run import DEFAULT, FILE, GIVEN, RunRequest, cross_problems, sections_of
-from megatron.config.section import build_unchecked, missing_problems, relevant_problems
 from megatron.errors import ConfigError
 
 _TITLES: Mapping[str, str] = types.MappingProxyType(

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megatron.config.flags.section import ConfigSection
 from megatron.config.layout import layout_problems
 from megatron.config.run import RunConfig, RunRequest, fields_of
 from megatron.config.schedule import planned_iterations
-from megatron.config.section import ConfigSection
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron.config.fields import flags_of
-from megatron.config.layout import heads_problems
-from megatron.config.section import ConfigSection
+from megatron.config.flags.fields import flags_of
+from megatron.config.flags.section import ConfigSection
+from megatron.config.layout import heads_problems, stages_problems
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig

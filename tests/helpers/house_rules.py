@@ -50,6 +50,7 @@ PROGRAM_PLACE = 15
 
 # The packages inside a package, left to right in the same way; "." stands for the package's own files.
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
+    "megatron.config": ("flags", "sections", "files", "."),
     "megatron.data": ("formats", "stores", "order", "datasets", "."),
     "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
     "megatron.parallel": (".", "tensor"),
@@ -60,7 +61,7 @@ NEVER_BY_TRAINING = "corpus"  # imported by tools only
 
 # What is foreign, and the files that may touch it. A name covers its attributes.
 HOMES = {
-    "argparse": ("megatron/config/flags.py",),
+    "argparse": ("megatron/config/flags/command_line.py",),
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels.py"),
     "torch.distributed": ("megatron/parallel/",),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config.fields import Flag
-from megatron.config.flags import nearest, value_from_file
+from megatron.config.flags.command_line import nearest, value_from_file
+from megatron.config.flags.fields import Flag
 from megatron.errors import ConfigError
 
 _OWN_ENTRIES = ("provenance", "notices")

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config.fields import Flag
 from megatron.config.files.deepspeed_keys import unknown_keys
-from megatron.config.flags import value_from_file
+from megatron.config.flags.command_line import value_from_file
+from megatron.config.flags.fields import Flag
 from megatron.errors import ConfigError
 
 # The settings of a DeepSpeed file that flags govern: path in the file -> "section.field".

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.blends import WeightedGroup, WeightedPath, read_blend, read_split, read_weighted_group
-from megatron.config.fields import FROM_CHECKPOINT, RUN_MUST_MATCH, flag
-from megatron.config.section import ConfigSection
+from megatron.config.flags.fields import FROM_CHECKPOINT, RUN_MUST_MATCH, flag
+from megatron.config.flags.section import ConfigSection
+from megatron.config.sections.blends import WeightedGroup, WeightedPath, read_blend, read_split, read_weighted_group
 from megatron.errors import ConfigError
 
 SENTENCEPIECE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import MUST_MATCH, derived, flag
-from megatron.config.section import ConfigSection
+from megatron.config.flags.fields import MUST_MATCH, derived, flag
+from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from megatron.config import DocumentConfig
-from megatron.config.fields import RUN_MUST_MATCH, resume_rule
+from megatron.config.flags.fields import RUN_MUST_MATCH, resume_rule
 
 
 @pytest.mark.parametrize(

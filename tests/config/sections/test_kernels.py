@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config import KernelConfig
-from megatron.config.fields import flags_of
+from megatron.config.flags.fields import flags_of
 from tests.config.command_lines import small
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron.config.fields import flag
-from megatron.config.section import ConfigSection, bound_problems, build_unchecked, relevant_problems
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection, bound_problems, build_unchecked, relevant_problems
 from megatron.errors import ConfigError
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.fields import Flag, flags_of
-from megatron.config.section import Instance, build_unchecked, missing_problems, relevant_problems
+from megatron.config.flags.fields import Flag, flags_of
+from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.errors import ConfigError
 
 _TRUE_WORDS = frozenset({"true", "yes", "on", "1"})

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.fields import flag, flags_of
-from megatron.config.flags import parse_flags
-from megatron.config.section import ConfigSection, bound_problems
+from megatron.config.flags.command_line import parse_flags
+from megatron.config.flags.fields import flag, flags_of
+from megatron.config.flags.section import ConfigSection, bound_problems
 from megatron.errors import ConfigError, ExitCode
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron.config.fields import MAY_CHANGE, MUST_MATCH, derived, flag, flags_of, resume_rule
+from megatron.config.flags.fields import MAY_CHANGE, MUST_MATCH, derived, flag, flags_of, resume_rule
 
 
 @dataclass(frozen=True)
