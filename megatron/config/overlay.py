@@ -13,8 +13,8 @@ from typing import Any, Generic
 
 from megatron.config.flags.command_line import read_command_line
 from megatron.config.flags.fields import MUST_MATCH, flags_of, resume_rule
+from megatron.config.flags.legacy import REFUSED, legacy_flags
 from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
-from megatron.config.legacy import REFUSED, legacy_flags
 from megatron.config.parse import field_flags
 from megatron.config.run import RunConfig, fields_of
 from megatron.errors import ConfigError

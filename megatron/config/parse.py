@@ -11,8 +11,8 @@ from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_valu
 from megatron.config.files.group_files import read_group_files
 from megatron.config.flags.command_line import read_command_line
 from megatron.config.flags.fields import Flag, flags_of
+from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
 from megatron.config.flags.section import build_unchecked, missing_problems, relevant_problems
-from megatron.config.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
 from megatron.config.request_rules import request_problems
 from megatron.config.run import DEFAULT, FILE, GIVEN, RunRequest, cross_problems, sections_of
 from megatron.errors import ConfigError

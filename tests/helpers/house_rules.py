@@ -50,9 +50,9 @@ PROGRAM_PLACE = 15
 
 # The packages inside a package, left to right in the same way; "." stands for the package's own files.
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
-    "megatron.config": ("flags", "sections", "files", "."),
     "megatron.data": ("formats", "stores", "order", "datasets", "."),
     "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
+    "megatron.config": ("flags", "sections", "files", "."),
     "megatron.parallel": (".", "tensor"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),

@@ -1,1 +1,4 @@
-"""Flags made from typed fields: their declaration, the sections they form, and the command line they are read from."""
+"""From typed dataclass fields to command-line flags: fields, sections, the command line, and upstream's other flags.
+
+The only package that knows argparse. It knows no section of the configuration.
+"""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.legacy import DEPRECATED, IGNORED, REFUSED, legacy_flags
+from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, legacy_flags
 from megatron.config.parse import field_flags, flag_table
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 GOLDEN = HERE / "flags.txt"
 HEADER = "# name | type | default | status. Made by: python -m tests.config.write_flags\n"
 
