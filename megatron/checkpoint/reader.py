@@ -18,7 +18,8 @@ from typing import final
 import numpy as np
 import torch
 
-from megatron.checkpoint.layout import Catalogue, Integers, Runs, StoredPiece, plan_piece
+from megatron.checkpoint.copies import Copies, Integers
+from megatron.checkpoint.layout import Catalogue, StoredPiece, plan_piece
 from megatron.checkpoint.manifest import Manifest, StoredFile, unreadable
 from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.checkpoint.storage import Storage, read_exactly
@@ -153,8 +154,8 @@ class CheckpointReader:
             return _WantedPiece(key, accept, torch.float32)
         parts = plan_piece(key, catalogue)
         piece = _WantedPiece(key, accept, TORCH_TYPES[parts[0][0].dtype])
-        for stored, runs in parts:
-            piece.spans.extend(_spans(stored, runs, self._manifest.chunk_bytes))
+        for stored, copies in parts:
+            piece.spans.extend(_spans(stored, copies, self._manifest.chunk_bytes))
         piece.spans.sort(key=lambda span: (span.file, span.low))
         return piece
 
@@ -162,11 +163,11 @@ class CheckpointReader:
         return self._manifest.files[number]
 
 
-def _spans(stored: StoredPiece, runs: Runs, chunk_bytes: int) -> Iterator[_Span]:
+def _spans(stored: StoredPiece, copies: Copies, chunk_bytes: int) -> Iterator[_Span]:
     """Cuts copies at the borders of chunks; copies come in file order, so each chunk takes a stretch of them."""
-    low = stored.begin_bytes + runs.source * stored.item_bytes
-    high = low + runs.length * stored.item_bytes
-    destination = runs.destination * stored.item_bytes
+    low = stored.begin_bytes + copies.source * stored.item_bytes
+    high = low + copies.length * stored.item_bytes
+    destination = copies.destination * stored.item_bytes
     chunk = int(low[0]) // chunk_bytes
     while True:
         border = (chunk + 1) * chunk_bytes

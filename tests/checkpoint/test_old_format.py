@@ -25,6 +25,9 @@ KNOWN: dict[str, Any] = json.loads((FOLDER / "expected.json").read_text())
 CASES: dict[str, dict[str, Any]] = KNOWN["cases"]
 # How far a loss may be off in another layout, or on another machine, relative to the loss.
 FP32_RATIO, BF16_RATIO = 1e-6, 1e-3
+# How far it may be off in the same layout on the machine of the fixture: the program that made it rounded the mean over
+# micro-batches to float32. Gradient norms, which show the training itself, must be equal to the last bit.
+LAST_BIT_RATIO = 2.0**-24
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +90,8 @@ def check_losses(folder: Path, case: str, *, exactly: bool) -> None:
     is_bf16 = "--bf16" in CASES[case]["flags"]
     for step, (loss, norm) in enumerate(CASES[case]["losses"], start=first):
         if exactly:
-            assert logged[step] == (loss, norm), (case, step)
+            assert logged[step][0] == pytest.approx(loss, rel=LAST_BIT_RATIO), (case, step)
+            assert logged[step][1] == norm, (case, step)
             continue
         assert logged[step][0] == pytest.approx(loss, rel=BF16_RATIO if is_bf16 else FP32_RATIO), (case, step)
         assert logged[step][1] == pytest.approx(norm, rel=2e-2 if is_bf16 else 1e-4), (case, step)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data.datasets import build as split_datasets
 from megatron.data.datasets.build import build_split_datasets, describe
 from megatron.data.order.plan import DataPlan, segment_seed

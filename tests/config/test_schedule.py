@@ -1,4 +1,4 @@
-"""Progress and everything that follows from it."""
+"""Learning rate, batch sizes, and the number of steps and samples of a run."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import ConfigError
-from megatron.train.progress import (
-    Progress,
+from megatron.config.schedule import (
     global_batch_size,
     is_done,
     learning_rate,
-    micro_batches,
     planned_iterations,
     planned_samples,
+    ramp_up_batches,
+    range_to_skip,
+    samples_after,
+    samples_before_step,
     schedule,
+    skipped_steps,
 )
+from megatron.errors import ConfigError
 from tests.train.samples import control_config, optim_config
 
 # 10 steps of 8 samples; warm-up 2 steps = 16 samples, decay over 80. Computed by hand.
@@ -55,8 +58,8 @@ def test_schedule_is_counted_in_samples(flags: dict[str, float], warmup: float, 
 
 
 def test_warmup_must_end_before_the_decay() -> None:
-    with pytest.raises(ConfigError, match="warm up over 80 samples but decay over only 80 .*lr-warmup-iters"):
-        learning_rate(optim_config(train_iters=10, lr_warmup_iters=10), 0)
+    with pytest.raises(ConfigError, match=r"--lr-warmup-iters 10 is not less than --train-iters 10"):
+        optim_config(train_iters=10, lr_warmup_iters=10)
 
 
 @given(
@@ -97,17 +100,6 @@ def test_ramp_up_over_no_samples_is_no_ramp_up() -> None:
     assert global_batch_size(optim_config(rampup_batch_size=(2, 2, 0), train_samples=300), 0) == 8
 
 
-def test_micro_batches_follow_the_ramp_up() -> None:
-    optim = optim_config(rampup_batch_size=(4, 4, 60), train_samples=300)
-    assert [micro_batches(optim, consumed, 2) for consumed in (0, 59, 60, 61)] == [1, 1, 2, 2]
-    assert micro_batches(optim_config(train_iters=1), 0, 1) == 4
-
-
-def test_a_batch_that_does_not_split_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"global batch of 6 samples \(after 40 consumed.*multiple of 4"):
-        micro_batches(optim_config(rampup_batch_size=(2, 2, 60), train_samples=300), 40, 2)
-
-
 def upstream_iterations(start: int, increment: int, ramp: int, full: int, samples: int) -> int:
     """Upstream's count: the ramp-up walked to its end, then the rest divided."""
     consumed = count = 0
@@ -132,33 +124,33 @@ def test_iterations_agree_with_upstream_and_with_the_loop(
     optim = optim_config(
         micro_batch_size=1, global_batch_size=full, rampup_batch_size=(start, increment, ramp), train_samples=samples
     )
-    progress, seen = Progress(), []
-    while not is_done(optim, progress):
-        seen.append(planned_iterations(optim, progress))
-        size = global_batch_size(optim, progress.consumed_samples)
-        progress = progress.after(size, size)
-    assert progress.step == upstream_iterations(start, increment, ramp, full, samples)
-    assert progress.consumed_samples <= samples
-    assert set(seen) <= {progress.step}
+    step, consumed, seen = 0, 0, []
+    while not is_done(optim, step, consumed):
+        assert consumed == samples_after(optim, step)
+        seen.append(planned_iterations(optim, step, consumed))
+        step, consumed = step + 1, consumed + global_batch_size(optim, consumed)
+    assert step == upstream_iterations(start, increment, ramp, full, samples)
+    assert consumed <= samples
+    assert set(seen) <= {step}
 
 
 def test_a_run_shorter_than_its_ramp_up_stops_in_time() -> None:
     optim = optim_config(rampup_batch_size=(2, 2, 600), train_samples=9)
     assert planned_iterations(optim) == 4
-    assert not is_done(optim, Progress(3, 6))
-    assert is_done(optim, Progress(4, 8))
+    assert not is_done(optim, 3, 6)
+    assert is_done(optim, 4, 8)
 
 
 def test_iterations_end_a_run_in_iteration_mode() -> None:
     optim = optim_config(train_iters=3)
-    assert [is_done(optim, Progress(step, step * 8)) for step in range(5)] == [False, False, False, True, True]
-    assert planned_iterations(optim, Progress(2, 4)) == 3
+    assert [is_done(optim, step, step * 8) for step in range(5)] == [False, False, False, True, True]
+    assert planned_iterations(optim, 2, 4) == 3
 
 
 def test_samples_end_a_run_in_sample_mode() -> None:
     optim = optim_config(train_samples=20)
     assert planned_iterations(optim) == 2
-    assert [is_done(optim, Progress(step, step * 8)) for step in range(4)] == [False, False, True, True]
+    assert [is_done(optim, step, step * 8) for step in range(4)] == [False, False, True, True]
 
 
 def test_planned_samples() -> None:
@@ -169,5 +161,49 @@ def test_planned_samples() -> None:
 
 
 def test_planned_samples_after_a_change_of_batch_size() -> None:
-    train, _, _ = planned_samples(optim_config(train_iters=10), control_config(), Progress(4, 16))
+    train, _, _ = planned_samples(optim_config(train_iters=10), control_config(), 4, 16)
     assert train == 16 + 6 * 8
+
+
+def test_the_ramp_up_is_walked_once() -> None:
+    optim = optim_config(rampup_batch_size=(2, 2, 12), train_samples=100)
+    assert list(ramp_up_batches(optim, 0)) == [2, 2, 4, 6] and list(ramp_up_batches(optim, 9)) == [6]
+    assert list(ramp_up_batches(optim, 15)) == [] == list(ramp_up_batches(optim_config(train_iters=1), 0))
+    assert [samples_after(optim, steps) for steps in range(7)] == [0, 2, 4, 8, 14, 22, 30]
+    assert samples_after(optim, 2, 8) == 22
+
+
+def test_ranges_that_lie_behind_are_not_counted() -> None:
+    ranges = ((3, 5), (10, 11))
+    assert [skipped_steps(ranges, after=step) for step in (0, 2, 3, 9, 10)] == [5, 5, 2, 2, 0]
+    assert skipped_steps((), after=0) == 0
+
+
+def test_a_range_is_skipped_before_its_first_step() -> None:
+    ranges = ((1, 1), (3, 5), (6, 8))
+    assert [range_to_skip(ranges, step) for step in range(6)] == [(1, 1), None, (3, 5), None, None, (6, 8)]
+
+
+def test_data_that_is_passed_over_is_planned() -> None:
+    control = control_config(skip_train_iteration_range=("3-5", "8-8"), eval_iters=0)
+    assert planned_samples(optim_config(train_iters=10), control)[0] == 14 * 8
+    assert planned_samples(optim_config(train_samples=80), control)[0] == 14 * 8
+    assert planned_samples(optim_config(train_iters=10), control, 3, 48)[0] == 48 + 7 * 8 + 8
+
+
+@given(
+    ranges=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 3)), max_size=3),
+    ramp=st.integers(0, 60),
+    last=st.integers(1, 14),
+)
+def test_samples_before_a_step_agree_with_a_walk(ranges: list[tuple[int, int]], ramp: int, last: int) -> None:
+    texts = tuple(f"{first}-{first + more}" for first, more in ranges)
+    skipped = control_config(skip_train_iteration_range=texts).skip_ranges
+    optim = optim_config(rampup_batch_size=(2, 2, ramp), train_samples=1000)
+    consumed = 0
+    for step in range(1, last + 1):
+        found = range_to_skip(skipped, step - 1)
+        for _ in range(found[1] - found[0] + 1 if found else 0):
+            consumed += global_batch_size(optim, consumed)
+        assert samples_before_step(optim, skipped, step) == consumed
+        consumed += global_batch_size(optim, consumed)

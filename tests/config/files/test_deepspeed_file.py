@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.config import RunConfig
-from megatron.config.files.deepspeed_file import GOVERNED
-from megatron.config.files.deepspeed_keys import SECTION_KEYS, TOP_LEVEL_KEYS
+from megatron.config import RunRequest
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
 
-def with_file(folder: Path, tree: Any, text: str = "", drop: str = "") -> RunConfig:
+def with_file(folder: Path, tree: Any, text: str = "", drop: str = "") -> RunRequest:
     """The small command line with a DeepSpeed file."""
     file = folder / "ds.json"
     file.write_text(tree if isinstance(tree, str) else json.dumps(tree))
@@ -115,31 +111,4 @@ def test_a_key_like_no_other_is_a_notice(tmp_path: Path) -> None:
     tree = {"warp_drive": 9, "zero_optimization": {"stage": 1, "zero_quantized_activations": True}, "_comment": "ours"}
     notices = [text for text in with_file(tmp_path, tree).notices if "deepspeed_config" in text]
     assert [text.split('"')[1] for text in notices] == ["warp_drive", "zero_optimization.zero_quantized_activations"]
-    assert notices[0].endswith("is not a key known here; it is handed to DeepSpeed as it is.")
-
-
-def test_every_key_deepspeed_reads_is_known(tmp_path: Path) -> None:
-    spec = importlib.util.find_spec("deepspeed")
-    if spec is None or spec.origin is None:
-        pytest.skip("deepspeed is not installed")
-    folder = Path(spec.origin).parent
-    zero = (folder / "runtime/zero/config.py").read_text()
-    fields = zero.partition("class DeepSpeedZeroConfig")[2]
-    keys = set(re.findall(r"^    ([a-z]\w*): ", fields, re.MULTILINE)) | set(re.findall(r'alias="(\w+)"', fields))
-    assert keys and keys <= SECTION_KEYS["zero_optimization"]
-    precision = (folder / "runtime/precision_config.py").read_text()
-    bf16, fp16 = precision.partition("class DeepSpeedFP16Config")[::2]
-    for section, text in (("bf16", bf16.partition("class DeepSpeedBF16Config")[2]), ("fp16", fp16)):
-        keys = set(re.findall(r"^    ([a-z]\w*): ", text, re.MULTILINE))
-        assert keys and keys <= SECTION_KEYS[section]
-    constants = (folder / "runtime/constants.py").read_text()
-    names = set(re.findall(r"get_scalar_param\(\s*param_dict,\s*([A-Z_]+)", (folder / "runtime/config.py").read_text()))
-    keys = {
-        found[1] for found in re.findall(r"^([A-Z_]+) = ['\"](\w+)['\"]", constants, re.MULTILINE) if found[0] in names
-    }
-    assert len(keys) > 10 and keys <= TOP_LEVEL_KEYS
-
-
-def test_our_own_keys_are_known() -> None:
-    assert {place[0] for place in GOVERNED} <= TOP_LEVEL_KEYS
-    assert all(place[1] in SECTION_KEYS[place[0]] for place in GOVERNED if len(place) == 2)
+    assert notices[0].endswith("is not a known key; it is passed on to DeepSpeed unchanged.")

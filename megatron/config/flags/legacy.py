@@ -1,8 +1,8 @@
-"""Flags of published launch scripts that are not fields here: accepted and ignored, or refused with the way out.
+"""Flags of published launch scripts that set no field here: accepted and ignored, or refused with what to use instead.
 
 A row is a reason and the flags it holds for, each written `name:type=harmless` (type: `int`, `float`, `str`, `word`; a
-trailing `*` takes several values; no type: an on/off flag). A harmless value asks for what is done anyway, so nothing
-is said about it.
+trailing `*` takes several values; no type: an on/off flag). A harmless value asks for what is done anyway, so no
+message is shown for it.
 
 Source: the flags, types and defaults of bigscience-workshop/Megatron-DeepSpeed `megatron/arguments.py` and
 deepspeedai's fork.
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.fields import Flag, FlagFacts
+from megatron.config.flags.fields import Flag, FlagFacts
 
 SUPPORTED = "supported"
 IGNORED = "ignored"
@@ -26,7 +26,7 @@ _TYPES: Mapping[str, type] = types.MappingProxyType({"": bool, "int": int, "floa
 
 @dataclass(frozen=True)
 class Legacy:
-    """A flag that is known but is no field."""
+    """A flag that is known but sets no field."""
 
     flag: Flag
     status: str
@@ -34,7 +34,7 @@ class Legacy:
     harmless: tuple[Any, ...]
 
     def sentence(self, option: str, value: Any) -> str | None:
-        """What to tell the user who gave it, or None if the value asks for what is done anyway."""
+        """The sentence for a user who gave it; None if the value asks for what is done anyway."""
         words = value if self.flag.is_tuple else (value,)
         if value is False or (self.harmless and all(word in self.harmless for word in words)):
             return None
@@ -50,7 +50,7 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("it was renamed. Use --tensor-model-parallel-size.", ("model_parallel_size:int",)),
     # the network
     (
-        "the only positions built are learned absolute ones. Drop the flag and give --max-position-embeddings.",
+        "only learned absolute positions are supported. Drop the flag and give --max-position-embeddings.",
         (
             "position_embedding_type:str=absolute,PositionEmbeddingType.absolute,learned_absolute",
             "use_rotary_position_embeddings",
@@ -60,9 +60,9 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "no_position_embedding",
         ),
     ),
-    ("the only activation built is GELU. Drop the flag.", ("glu_activation:str", "swiglu", "squared_relu")),
+    ("GELU is the only activation supported. Drop the flag.", ("glu_activation:str", "swiglu", "squared_relu")),
     (
-        "the only norm built is LayerNorm. Drop the flag.",
+        "LayerNorm is the only norm supported. Drop the flag.",
         ("normalization:str=layernorm,LayerNorm", "apply_layernorm_1p"),
     ),
     (
@@ -71,7 +71,8 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("the residual is taken before the norm (pre-LN). Drop the flag.", ("apply_residual_connection_post_layernorm",)),
     (
-        "no norm follows the embedding. Drop the flag; --clip-grad and a longer warm-up also steady a start.",
+        "a norm after the embedding is not supported. Drop the flag; --clip-grad and a longer warm-up also stabilise "
+        "the start of training.",
         ("embed_layernorm",),
     ),
     (
@@ -84,7 +85,7 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("weights are drawn from a normal distribution. Use --init-method-std.", ("init_method_xavier_uniform",)),
     (
-        "only decoder-only GPT is built. Drop the flag.",
+        "only decoder-only GPT models are supported. Drop the flag.",
         (
             "bert_no_binary_head",
             "bert_load:str",
@@ -130,7 +131,7 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("loss_on_targets_only", "reweight_loss_based_on_position_frequency"),
     ),
     (
-        "mixture of experts is not built. Train a dense model: drop the flag.",
+        "mixture of experts is not supported. Train a dense model: drop the flag.",
         (
             "num_experts:int*=1",
             "num_experts_switch:int",
@@ -150,7 +151,7 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        "distillation is not built. Train without a teacher: drop the flag.",
+        "distillation is not supported. Train without a teacher: drop the flag.",
         (
             "kd",
             "mos",
@@ -160,11 +161,11 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "num_attention_heads_teacher:int",
         ),
     ),
-    ("fp8 is not built. Use --bf16.", ("fp8_e4m3", "fp8_hybrid", "fp8_format:str", "transformer_impl:str=local")),
+    ("fp8 is not supported. Use --bf16.", ("fp8_e4m3", "fp8_hybrid", "fp8_format:str", "transformer_impl:str=local")),
     # layout
     (
-        "stages run one forward, one backward in turn, without virtual stages. Drop the flag; more micro-batches "
-        "shrink the bubble.",
+        "pipelines alternate one forward and one backward pass, without virtual stages. Drop the flag; more "
+        "micro-batches shrink the bubble.",
         (
             "num_layers_per_virtual_pipeline_stage:int",
             "enable_zbh1_pipeline",
@@ -188,7 +189,10 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "models that do not fit.",
         ("remote_device:str=none", "cpu_optimizer"),
     ),
-    ("8-bit optimizer state is not built. Use --optimizer adam with --zero-stage 1 or more.", ("use_bnb_optimizer",)),
+    (
+        "8-bit optimizer state is not supported. Use --optimizer adam with --zero-stage 1 or more.",
+        ("use_bnb_optimizer",),
+    ),
     # schedule and data
     (
         "the sequence length is fixed, so tokens are samples x --seq-length. Divide by it and use --lr-decay-samples "
@@ -200,22 +204,22 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("start_weight_decay:float", "end_weight_decay:float", "weight_decay_incr_style:str=constant"),
     ),
     (
-        "each epoch of the plan is shuffled already; there is one loader. Drop the flag.",
+        "every epoch is shuffled already, and there is only one loader. Drop the flag.",
         ("dataloader_type:str=single",),
     ),
     (
-        "curricula, dropped tokens and compression are not built. Drop the flag.",
+        "curricula, dropped tokens and compression are not supported. Drop the flag.",
         ("random_ltd", "data_efficiency_curriculum_learning", "train_desc_path:str"),
     ),
     (
-        "indices are found by their content. Use --data-cache-path.",
+        "index files are found by their content. Use --data-cache-path.",
         ("train_idx_path:str", "train_doc_idx_path:str", "train_sample_idx_path:str", "train_shuffle_idx_path:str"),
     ),
     (
         "the run's length is a number of steps. Use --train-iters or --train-samples.",
         ("train_data_exact_num_epochs:int",),
     ),
-    ("data is read from local folders. Give full prefixes in --data-path.", ("aml_data_download_path:str",)),
+    ("data is read from local folders only. Give full prefixes in --data-path.", ("aml_data_download_path:str",)),
     ("the vocabulary's size is the tokenizer's. Drop the flag, or use --pad-vocab-size-to.", ("vocab_size:int",)),
     (
         "no code of a tokenizer's author is run. Save the tokenizer as tokenizer.json and use "
@@ -224,26 +228,29 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     # checkpoints and modes
     (
-        "settings are not read from a checkpoint. Repeat the command, or give --config RUN_DIR/config.json of the run "
+        "flags are not read from a checkpoint. Repeat the command, or give --config RUN_DIR/config.json of the run "
         "that saved it.",
         ("use_checkpoint_args", "use_mp_args_from_checkpoint_args"),
     ),
     (
-        "the newest checkpoint that verifies is taken. Give --load a folder that holds only the one you want.",
+        "the newest intact checkpoint is loaded. Give --load a folder that contains only the checkpoint you want.",
         ("load_tag:str", "ckpt_step:int"),
     ),
     (
-        "a step count restarts with the data. Use --finetune, which takes the weights and starts at step 0.",
+        "the step count cannot restart without the data. Use --finetune, which takes the weights and starts at step 0.",
         ("reset_iteration",),
     ),
-    ("the trainer trains. Use tools/generate_samples_gpt.py to generate text.", ("inference", "ds_inference")),
+    (
+        "the trainer does not generate text. Use tools/generate_samples_gpt.py to generate text.",
+        ("inference", "ds_inference"),
+    ),
     ("there is no exporter to ONNX. Drop the flag.", ("onnx_safe",)),
     (
-        "blocks of layers are recomputed uniformly. Drop the flag; --checkpoint-activations recomputes every block.",
+        "every block is recomputed alike. Drop the flag; --checkpoint-activations recomputes every block.",
         ("recompute_method:str=uniform",),
     ),
     (
-        "the profiler is not wired to a flag. Run the command under a profiler, or drop the flag.",
+        "no flag starts the profiler. Run the command under a profiler, or drop the flag.",
         ("profile:str", "profile_steps:str=2,3", "profile_ranks:int*"),
     ),
 )
@@ -251,7 +258,7 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
 _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # kernels
     (
-        "attention picks the fastest kernel there is by itself.",
+        "attention selects the fastest available kernel by itself.",
         (
             "use_flash_attn",
             "use_flash_attn_v1",
@@ -262,7 +269,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        "the attention kernel already keeps its sums in float32 and scales safely.",
+        "the attention kernel already accumulates in float32 and scales safely.",
         ("no_query_key_layer_scaling", "attention_softmax_in_fp32"),
     ),
     ("the loss is always computed in float32, which is more exact.", ("fp16_lm_cross_entropy",)),
@@ -275,7 +282,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("abort_on_unmet_fused_kernel_constraints",),
     ),
     (
-        "it chooses among fused kernels that are not used here.",
+        "it selects fused kernels that are not used here.",
         (
             "no_persist_layer_norm",
             "disable_mem_efficient_ln",
@@ -299,7 +306,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("ZeRO stage 1, the default, shards the optimizer already.", ("use_distributed_optimizer",)),
     (
-        "it tunes when data is sent, not what is computed.",
+        "it changes when data is sent, not what is computed.",
         (
             "no_scatter_gather_tensors_in_pipeline",
             "no_async_tensor_model_parallel_allreduce",
@@ -322,7 +329,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("upstream reads it nowhere.", ("scattered_embeddings", "memory_centric_tiled_linear", "tile_factor:int=1")),
-    ("launchers, mpirun among them, are recognised by themselves.", ("deepspeed_mpi",)),
+    ("launchers, mpirun included, are detected automatically.", ("deepspeed_mpi",)),
     (
         "it trades memory for traffic during recompute; results are the same without it.",
         (
@@ -339,10 +346,10 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("torch's fused AdamW is the default.", ("cpu_torch_adam", "ds_fused_adam")),
     # data
-    ("token files are mapped and read on demand.", ("mmap_warmup",)),
+    ("token files are memory-mapped and read on demand.", ("mmap_warmup",)),
     ("validation reads with --num-workers too.", ("valid_num_workers:int=2",)),
     (
-        "the data order has no such switch; samples are never repeated within an epoch.",
+        "the data order has no such option; samples are never repeated within an epoch.",
         ("repeated_dataloader", "return_data_index"),
     ),
     # length and checkpoints
@@ -363,7 +370,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("adlr_autoresume", "adlr_autoresume_interval:int=1000"),
     ),
     (
-        "timers are always cheap and reported alike.",
+        "timers are always on and cost nothing noticeable.",
         ("timing_log_level:int=0", "timing_log_option:str=minmax", "no_barrier_with_level_1_timing"),
     ),
     (
@@ -371,7 +378,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("log_optimizer_states_to_tensorboard", "log_memory_to_tensorboard", "log_world_size_to_tensorboard"),
     ),
     (
-        "it changes nothing without a feature that is not built.",
+        "it has no effect without a feature that is not supported.",
         (
             "embedding_weights_in_fp32",
             "no_fp8_wgrad",
@@ -432,18 +439,18 @@ _SPELLED: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     }
 )
 
-# Accepted spellings of real flags that upstream has given up.
+# Spellings of supported flags that upstream has dropped.
 DEPRECATED: Mapping[str, str] = types.MappingProxyType(
     {
-        "--deepscale": "it is an old name of --deepspeed.",
-        "--deepscale_config": "it is an old name of --deepspeed_config.",
-        "--deepscale-config": "it is an old name of --deepspeed_config.",
+        "--deepscale": "it is an old name for --deepspeed.",
+        "--deepscale_config": "it is an old name for --deepspeed_config.",
+        "--deepscale-config": "it is an old name for --deepspeed_config.",
     }
 )
 
 
 def legacy_flags() -> dict[str, Legacy]:
-    """Every flag that is known but is no field, by its destination `legacy.name`."""
+    """Every flag that is known but sets no field, by its destination `legacy.name`."""
     found: dict[str, Legacy] = {}
     for status, rows in ((REFUSED, _REFUSED_ROWS), (IGNORED, _IGNORED_ROWS)):
         for reason, specs in rows:

@@ -61,9 +61,9 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
     return dataclasses.field(default=default, metadata={"flag": FlagFacts(help=help, **facts)}, kw_only=True)
 
 
-def derived(default: Any, help: str, *, resume: str = MAY_CHANGE) -> Any:
+def derived(help: str, *, resume: str = MAY_CHANGE) -> Any:
     """Declares a dataclass field that no flag sets: `resolve` computes it."""
-    return dataclasses.field(default=default, metadata={"derived": help, "resume": resume}, kw_only=True)
+    return dataclasses.field(metadata={"derived": help, "resume": resume}, kw_only=True)
 
 
 @dataclass(frozen=True)

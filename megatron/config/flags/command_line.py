@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.fields import Flag, flags_of
-from megatron.config.section import Instance, build_unchecked, missing_problems, relevant_problems
+from megatron.config.flags.fields import Flag, flags_of
+from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.errors import ConfigError
 
 _TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
@@ -45,10 +45,10 @@ def read_command_line(
     epilog: str = "",
     hidden: Sequence[str] = (),
 ) -> Reading:
-    """Reads `argv` against a set of flags; prints the help and leaves if asked to.
+    """Reads `argv` against a set of flags; prints the help and exits if asked to.
 
     Args:
-        flags: destination -> flag. A destination is free text, unique over all flags.
+        flags: destination -> flag. A destination is any text, unique over all flags.
         argv: the words after the program's name.
         prog: the program's name, None for the one the process was started with.
         description: what the program does, for the help.
@@ -76,7 +76,7 @@ def parse_flags(cls: type[Instance], argv: Sequence[str], prog: str | None = Non
     """Reads the command line of a tool into an instance of `cls`, a dataclass of `flag()` fields.
 
     Raises:
-        ConfigError: with all problems of the command line together.
+        ConfigError: with all problems of the command line at once.
     """
     flags = {flag.field: flag for flag in flags_of(cls)}
     reading = read_command_line(flags, argv, prog=prog, description=description, groups=[("flags", list(flags))])
@@ -113,7 +113,7 @@ def value_from_file(flag: Flag, value: Any) -> Any:
     """Converts an entry of a configuration file.
 
     Raises:
-        ConfigError: the entry is not of the flag's type; the text begins with what must hold.
+        ConfigError: the entry is not of the flag's type; the message starts with what the entry must be.
     """
     if flag.is_tuple:
         items = value if isinstance(value, list) else [value]
@@ -143,7 +143,7 @@ def _convert(flag: Flag, option: str, word: str) -> Any:
         raise ConfigError(f'{option} takes no value, or true or false, not "{word}".')
     if flag.element is str:
         if not word and flag.default != "":
-            raise ConfigError(f"{option} takes a text, and its value is empty. Is a variable of the script unset?")
+            raise ConfigError(f"{option} takes a string, but its value is empty. Is a variable in the script unset?")
         return word
     try:
         value = flag.element(word)
@@ -156,8 +156,8 @@ def _convert(flag: Flag, option: str, word: str) -> Any:
 
 
 def _from_file(flag: Flag, value: Any) -> Any:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    if flag.element is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 as a text
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    if flag.element is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
         with contextlib.suppress(ValueError):
             value = float(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
@@ -171,14 +171,14 @@ def _from_file(flag: Flag, value: Any) -> Any:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are ours."""
+    """A parser that raises our errors."""
 
     def error(self, message: str) -> typing.NoReturn:
         raise ConfigError(f"{message}.")
 
 
 class _Collect(argparse.Action):
-    """Notes an option and its words; conversion comes later, so that every problem is seen."""
+    """Records an option and its words; they are converted later, so that every problem is found."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         namespace.occurrences.append((self.dest, option_string, values))
@@ -239,16 +239,16 @@ def _help_text(flag: Flag) -> str:
 
 
 def _unknown_problems(extra: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Sentences about the words argparse could not place: unknown flags, and words that belong to none."""
+    """Sentences about the words argparse could not assign: unknown flags, and values without a flag."""
     found: list[str] = []
     after_unknown = False
     for word in extra:
         if word.startswith("-"):
             name = word.split("=", 1)[0]
             guess = nearest(name, known)
-            hint = f"Did you mean {guess}?" if guess else "See --help for the flags there are."
+            hint = f"Did you mean {guess}?" if guess else "See --help for all flags."
             found.append(f"{name} is not a flag of this program. {hint}")
             after_unknown = True
         elif not after_unknown:
-            found.append(f'"{word}" belongs to no flag. Put it after the flag it is a value of.')
+            found.append(f'"{word}" does not belong to a flag. Put each value right after its flag.')
     return found

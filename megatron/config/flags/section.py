@@ -11,7 +11,7 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from megatron.config.fields import Flag, Unset, flags_of
+from megatron.config.flags.fields import Flag, Unset, flags_of
 from megatron.errors import ConfigError
 
 Instance = TypeVar("Instance")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.fields import flag, flags_of
-from megatron.config.flags import parse_flags
-from megatron.config.section import ConfigSection, bound_problems
+from megatron.config.flags.command_line import parse_flags
+from megatron.config.flags.fields import flag, flags_of
+from megatron.config.flags.section import ConfigSection, bound_problems
 from megatron.errors import ConfigError, ExitCode
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def test_the_last_of_two_wins() -> None:
         ("--input x --rate nan", r'--rate takes a number, not "nan"'),
         ("--input x --rate inf", r'--rate takes a number, not "inf"'),
         ("--input x --rate -1e-3", r"--rate -0\.001 is out of range"),
-        ("--input x --vocab-file=", r"--vocab-file takes a text, and its value is empty\. Is a variable"),
-        ("stray --input x", r'"stray" belongs to no flag'),
+        ("--input x --vocab-file=", r"--vocab-file takes a string, but its value is empty\. Is a variable"),
+        ("stray --input x", r'"stray" does not belong to a flag'),
         ("--input x --help=3", r"ignored explicit argument '3'"),
     ],
 )
