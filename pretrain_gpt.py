@@ -14,18 +14,18 @@ from megatron.config import parse
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the flags, builds the run, trains it, and returns the exit code of `megatron.errors.ExitCode`."""
-    config = parse(sys.argv[1:] if argv is None else argv)
+    request = parse(sys.argv[1:] if argv is None else argv)
 
     from megatron.data.datasets.build import check_sources
 
-    check_sources(config.data, config.data.seq_length)
+    check_sources(request.data, request.data.seq_length)
     from megatron import device
 
     device.choose_accelerator()
     from megatron.train.build import open_run
     from megatron.train.loop import run_to_end
 
-    with open_run(config) as run:
+    with open_run(request) as run:
         return run_to_end(run)
 
 

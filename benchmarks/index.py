@@ -28,8 +28,7 @@ import numpy as np
 
 from benchmarks.figures import print_figure
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
-from megatron.config.sections.data import DataConfig
+from megatron.config import ConfigSection, DataConfig, flag, parse_flags
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.token_index import MMAP_HEADER, MMAP_MAGIC

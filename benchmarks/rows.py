@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
-from megatron.config import ConfigSection, flag, parse_flags
-from megatron.config.sections.data import DataConfig
+from megatron.config import ConfigSection, DataConfig, flag, parse_flags
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
 from megatron.data.formats.windows import WindowFacts, Windows, WindowWriter

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
-from megatron.config import ConfigSection, RunConfig, flag, parse, parse_flags
+from megatron.config import ConfigSection, RunRequest, flag, parse, parse_flags
 
 if TYPE_CHECKING:
     from benchmarks.plain_gpt import PlainTraining
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def training_config(folder: Path, flags: TrainFlags) -> RunConfig:
+def training_config(folder: Path, flags: TrainFlags) -> RunRequest:
     """The model and data of quickstart, without dropout and without saving."""
     demo = quickstart_data(folder)
     words = [str(word) for word in demo.training_flags("run")]
@@ -87,7 +87,7 @@ def training_config(folder: Path, flags: TrainFlags) -> RunConfig:
 
 def in_turns(flags: TrainFlags, run: Run, plain: PlainTraining) -> dict[str, list[float]]:
     """Tokens per second of every turn; the first turn of each warms up and is left out."""
-    from megatron.train.progress import learning_rate
+    from megatron.config.schedule import learning_rate
 
     def ours() -> None:
         rate = learning_rate(run.config.optim, run.progress.consumed_samples)

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import flag, parse_flags
-from megatron.config.fields import flags_of
+from megatron.config.flags.fields import flags_of
 from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 
 if TYPE_CHECKING:

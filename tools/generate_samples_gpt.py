@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, ParallelConfig, PrecisionConfig, RunConfig, flag
+from megatron.config import ConfigSection, ParallelRequest, PrecisionConfig, RunConfig, flag
 from megatron.config.overlay import laid_over, parse_over
 from megatron.config.resolve import padded_vocab_size
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
     from megatron.inference.generate import Continuation
-    from megatron.model.gpt import DenseGPT
+    from megatron.model.interface.network import LayerStack
     from megatron.parallel.mesh import ParallelMesh
     from megatron.tokenizers.tokenizer import Tokenizer
 
@@ -84,7 +84,7 @@ class Generator:
     config: RunConfig
     mesh: ParallelMesh
     tokenizer: Tokenizer
-    model: DenseGPT
+    model: LayerStack
 
     def records(self, prompts: Sequence[str], first_sample: int) -> Iterator[dict[str, Any]]:
         """Continues prompts that have equally many tokens; the empty prompt is end-of-document."""
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     mesh = open_mesh(layout)
     try:
-        generator = _open(request.own, request.given, layout, mesh)
+        generator = _open(request.own, request.given, mesh)
         if request.own.num_samples:
             _unconditional(generator, request.given.get("optim.micro_batch_size", 4))
         elif prompts is not None:
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _layout(given: Mapping[str, Any]) -> ParallelConfig:
+def _layout(given: Mapping[str, Any]) -> ParallelRequest:
     """One stage, one copy, as many tensor-parallel ranks as asked for.
 
     Raises:
@@ -170,10 +170,10 @@ def _layout(given: Mapping[str, Any]) -> ParallelConfig:
             "Drop the flag; a checkpoint of any layout loads at pipeline size 1, and --tensor-model-parallel-size "
             "splits it over several processes."
         )
-    return ParallelConfig(**own)
+    return ParallelRequest(**own)
 
 
-def _open(flags: GenerateFlags, given: Mapping[str, Any], layout: ParallelConfig, mesh: ParallelMesh) -> Generator:
+def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) -> Generator:
     """Builds the network that the checkpoint describes and fills it.
 
     Raises:
@@ -183,7 +183,8 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], layout: ParallelConfig
     from megatron.checkpoint import newest_record
     from megatron.checkpoint.record import Record
     from megatron.inference.weights import load_weights
-    from megatron.model.gpt import build_dense
+    from megatron.model.gpt import gpt_layers
+    from megatron.model.interface.network import LayerStack
     from megatron.tokenizers.record import check_same_tokenizer
 
     if mesh.dp.size > 1:
@@ -199,15 +200,13 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], layout: ParallelConfig
         )
     record = Record.from_json(found.record, found.path)
     config = laid_over(RunConfig.from_json(record.config), given)
-    padding = {name: getattr(config.parallel, name) for name in ("make_vocab_size_divisible_by", "pad_vocab_size_to")}
-    config = replace(config, parallel=replace(layout, **padding))
+    layout = replace(config.parallel, tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=1)
+    config = replace(config, parallel=layout)
     tokenizer = _tokenizer(config, given, found.path)
     check_same_tokenizer(f"the checkpoint {found.path} was trained", record.tokenizer, tokenizer, CheckpointError)
     padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)
     config = replace(config, model=replace(config.model, padded_vocab_size=padded))
-    model = build_dense(
-        config.model, mesh, seed=config.random.seed, reset_position_ids=config.documents.reset_position_ids
-    )
+    model = LayerStack(gpt_layers(config.model, mesh))
     load_weights(model, Path(flags.load), mesh, known=found)
     new_tokens = _new_tokens(flags.out_seq_length, config.model.max_position_embeddings, mesh)
     return Generator(flags, new_tokens, config, mesh, tokenizer, model.eval().to(_dtype(config.precision, mesh)))

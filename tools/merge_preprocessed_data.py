@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, ParallelConfig, flag, parse_flags
+from megatron.config import ConfigSection, ParallelRequest, flag, parse_flags
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
@@ -62,7 +62,7 @@ def _merge_together(flags: MergeFlags) -> int:
     from megatron.parallel.messages import gather_json
 
     mesh = open_mesh(
-        ParallelConfig(
+        ParallelRequest(
             distributed_backend="gloo",
             distributed_timeout_minutes=_LONGEST_WAIT_MINUTES,
             local_rank=flags.local_rank,

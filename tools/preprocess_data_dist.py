@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ParallelConfig, flag, parse_flags
+from megatron.config import ParallelRequest, flag, parse_flags
 from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
@@ -111,7 +111,7 @@ def main() -> int:
 
     log.interrupt_on_sigterm()
     mesh = open_mesh(
-        ParallelConfig(
+        ParallelRequest(
             distributed_backend="gloo",
             distributed_timeout_minutes=_LONGEST_WAIT_MINUTES,
             local_rank=flags.local_rank,

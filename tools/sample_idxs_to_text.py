@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, ControlConfig, DataConfig, OptimConfig, RandomConfig, RunConfig, flag
+from megatron.config import ConfigSection, ControlConfig, DataConfig, OptimRequest, RandomConfig, RunConfig, flag
+from megatron.config.files.group_files import read_group_files
 from megatron.config.overlay import laid_over, parse_over
-from megatron.config.request import read_group_files
 from megatron.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Origin:
     """
 
     order: SampleOrder
-    optim: OptimConfig
+    optim: OptimRequest
     control: ControlConfig
     stood_at: Progress | None = None
     tokenizer: TokenizerRecord | None = None
@@ -167,7 +167,7 @@ def _of_flags(given: Mapping[str, Any]) -> Origin:
         raise ConfigError(
             "--seq-length is needed to cut the data into samples as training did; or give --load or --run-dir."
         )
-    data, optim = DataConfig(**sections["data"]), OptimConfig(**sections["optim"])
+    data, optim = DataConfig(**sections["data"]), OptimRequest(**sections["optim"])
     skipped = sections["control"].get("skip_train_iteration_range", ())
     control = ControlConfig(skip_train_iteration_range=skipped)
     seed = RandomConfig(**sections["random"]).seed
@@ -186,8 +186,7 @@ def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
     last = flags.end_step or flags.start_step
     if flags.run_dir is not None:
         return samples_of_logged_steps(flags.start_step, last, read_steps(flags.run_dir))
-    skipped = origin.control.skip_train_iteration_range
-    return samples_of_steps(flags.start_step, last, origin.optim, skipped, origin.stood_at)
+    return samples_of_steps(flags.start_step, last, origin.optim, origin.control.skip_ranges, origin.stood_at)
 
 
 def _tokenizer(origin: Origin) -> Tokenizer:

@@ -1,8 +1,7 @@
-"""A tool's command line that may also carry the trainer's flags, laid over the configuration of a checkpoint.
+"""A tool's command line, which may also contain the trainer's flags, over the configuration of a checkpoint.
 
-Upstream's tools take all of the trainer's flags. Here what they would say is in the checkpoint already; a flag that is
-given all the same must agree with the network, or it changes what may be changed (tokenizer files that moved, seed,
-dtype, layout).
+Upstream's tools take all of the trainer's flags. Here the checkpoint already holds their values; a flag that is given
+anyway must agree with the network, or it changes what may be changed (tokenizer files that moved, seed, dtype, layout).
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from megatron.config.fields import MUST_MATCH, flags_of, resume_rule
-from megatron.config.flags import read_command_line
-from megatron.config.legacy import REFUSED, legacy_flags
+from megatron.config.flags.command_line import read_command_line
+from megatron.config.flags.fields import MUST_MATCH, flags_of, resume_rule
+from megatron.config.flags.legacy import REFUSED, legacy_flags
+from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.config.parse import field_flags
-from megatron.config.run import SECTIONS, RunConfig
-from megatron.config.section import Instance, build_unchecked, missing_problems, relevant_problems
+from megatron.config.run import RunConfig, fields_of
 from megatron.errors import ConfigError
 
 _OWN = "own."
@@ -27,18 +26,18 @@ _VOCABULARY_PADDING = frozenset({"make_vocab_size_divisible_by", "pad_vocab_size
 
 
 @dataclass(frozen=True)
-class Request(Generic[Instance]):
+class ToolRequest(Generic[Instance]):
     """The tool's own flags, and the trainer's flags that were given, by "section.field"."""
 
     own: Instance
     given: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description: str = "") -> Request[Instance]:
+def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description: str = "") -> ToolRequest[Instance]:
     """Reads a command line of a tool's own flags (a dataclass of `flag()` fields) and any of the trainer's.
 
     Raises:
-        ConfigError: with all problems of the command line together.
+        ConfigError: with all problems of the command line at once.
     """
     own = {_OWN + flag.field: flag for flag in flags_of(cls)}
     trainer, legacy = field_flags(), legacy_flags()
@@ -50,7 +49,7 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
     }
     groups = [
         ("flags", list(own)),
-        ("of the trainer, taken from the checkpoint unless given", [name for name in trainer if name in flags]),
+        ("of the trainer; taken from the checkpoint unless given", [name for name in trainer if name in flags]),
     ]
     reading = read_command_line(
         {**own, **flags},
@@ -73,7 +72,7 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
     problems += relevant_problems([instance], values, reading.broken | missing)
     if problems:
         raise ConfigError(problems)
-    return Request(instance, {name: value for name, value in reading.values.items() if name in trainer})
+    return ToolRequest(instance, {name: value for name, value in reading.values.items() if name in trainer})
 
 
 def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
@@ -85,6 +84,7 @@ def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         ConfigError: a given flag contradicts the network in the checkpoint, or a value is illegal.
     """
     problems = []
+    architecture = {field.name for field in fields_of(type(saved.model)) if resume_rule(field) == MUST_MATCH}
     changes: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         section, _, field_name = name.partition(".")
@@ -92,8 +92,7 @@ def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
             continue
         changes.setdefault(section, {})[field_name] = value
         before = getattr(getattr(saved, section), field_name)
-        rule = resume_rule(SECTIONS[section].__dataclass_fields__[field_name])  # type: ignore[attr-defined]
-        if section == "model" and rule == MUST_MATCH and value != before:
+        if section == "model" and field_name in architecture and value != before:
             option = f"--{field_name.replace('_', '-')}"
             problems.append(
                 f"{option} {value} is given, but the checkpoint holds a network with {before}. Drop {option}."

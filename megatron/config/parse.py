@@ -1,4 +1,4 @@
-"""Command line and file -> `RunConfig`: what was asked for, with all that is wrong with it shown together."""
+"""Command line and file -> `RunRequest`: what was asked for; all that is wrong with it is shown at once."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron.config.fields import Flag, flags_of
 from megatron.config.files.config_file import FileReading, read_config_file
 from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_values
-from megatron.config.flags import read_command_line
-from megatron.config.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
-from megatron.config.request import read_group_files, request_problems
-from megatron.config.run import DEFAULT, FILE, GIVEN, SECTIONS, RunConfig, cross_problems
-from megatron.config.section import build_unchecked, missing_problems, relevant_problems
+from megatron.config.files.group_files import read_group_files
+from megatron.config.flags.command_line import read_command_line
+from megatron.config.flags.fields import Flag, flags_of
+from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
+from megatron.config.flags.section import build_unchecked, missing_problems, relevant_problems
+from megatron.config.request_rules import request_problems
+from megatron.config.run import DEFAULT, FILE, GIVEN, RunRequest, cross_problems, sections_of
 from megatron.errors import ConfigError
 
 _TITLES: Mapping[str, str] = types.MappingProxyType(
@@ -35,17 +36,19 @@ _DESCRIPTION = "Pretrains a GPT language model with tensor, pipeline and data pa
 
 def field_flags() -> dict[str, Flag]:
     """Every flag that sets a field, by its destination "section.field"."""
-    return {f"{section}.{flag.field}": flag for section, cls in SECTIONS.items() for flag in flags_of(cls)}
+    return {
+        f"{section}.{flag.field}": flag for section, cls in sections_of(RunRequest).items() for flag in flags_of(cls)
+    }
 
 
-def parse(argv: Sequence[str], prog: str | None = None) -> RunConfig:
+def parse(argv: Sequence[str], prog: str | None = None) -> RunRequest:
     """Reads the trainer's command line, and the file of `--config` if one is given.
 
     Looks at nothing but the words and the files they name: no torch, no environment, no network. Prints the help and
-    leaves the process for `--help`.
+    exits for `--help`.
 
     Raises:
-        ConfigError: with all problems together.
+        ConfigError: with all problems at once.
     """
     own, legacy = field_flags(), legacy_flags()
     flags = {**own, **{name: entry.flag for name, entry in legacy.items()}}
@@ -55,7 +58,7 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunConfig:
     )
     file = FileReading()
     if "control.config" in reading.values:
-        file = read_config_file(reading.values["control.config"], flags, SECTIONS)
+        file = read_config_file(reading.values["control.config"], flags, sections_of(RunRequest))
     values = {**file.values, **reading.values}
     problems, broken = [*reading.problems, *file.problems], reading.broken | file.broken
     governed = DeepSpeedReading()
@@ -75,7 +78,7 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunConfig:
     if problems:
         raise ConfigError(problems)
     notices += _ignored_notices(own, values)
-    return RunConfig(**sections, provenance=provenance, notices=tuple(notices))
+    return RunRequest(**sections, provenance=provenance, notices=tuple(notices))
 
 
 def flag_table() -> list[tuple[str, str, str, str]]:
@@ -98,7 +101,7 @@ def _build_sections(
     missing = [flag for name, flag in own.items() if flag.required and name not in values]
     problems = missing_problems(missing, {}, broken)
     sections: dict[str, Any] = {}
-    for section, cls in SECTIONS.items():
+    for section, cls in sections_of(RunRequest).items():
         names = (flag.field for flag in flags_of(cls))
         fields = {name: values[f"{section}.{name}"] for name in names if f"{section}.{name}" in values}
         sections[section] = build_unchecked(cls, fields)
@@ -117,7 +120,7 @@ def _ignored_notices(own: Mapping[str, Flag], values: Mapping[str, Any]) -> Iter
             yield f"{flag.name} is accepted and ignored: {flag.facts.ignored}."
     method = values.get("parallel.pp_partition_method")
     if method is not None and "embedding" in method:
-        yield f"--pp-partition-method {method}: embeddings are not counted; blocks are spread evenly."
+        yield f"--pp-partition-method {method}: embeddings are not counted; the blocks are spread evenly."
 
 
 def _deprecated_notices(spellings: Any) -> Iterator[str]:
@@ -130,4 +133,6 @@ def _epilog(legacy: Mapping[str, Legacy]) -> str:
     def names(status: str) -> str:
         return " ".join(sorted(entry.flag.positive_name for entry in legacy.values() if entry.status == status))
 
-    return f"Accepted with a warning and ignored: {names(IGNORED)}. Refused, each with the way out: {names(REFUSED)}."
+    return (
+        f"Accepted with a warning and ignored: {names(IGNORED)}. Refused, with what to use instead: {names(REFUSED)}."
+    )

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.config.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, resume_rule
-from megatron.config.run import CHECKPOINT, SECTIONS, RunConfig, frozen, plain, saved_sections
-from megatron.config.sections.data import read_split, shown_split
+from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, resume_rule
+from megatron.config.run import CHECKPOINT, RunConfig, fields_of, frozen, plain, saved_fields, sections_of
+from megatron.config.sections.blends import read_split, shown_split
 from megatron.config.sections.optim import OptimConfig
 from megatron.errors import ConfigError
 
-# The fields that make the learning-rate schedule: the checkpoint's under --use-checkpoint-lr-scheduler.
+# The learning-rate schedule; taken from the checkpoint with --use-checkpoint-lr-scheduler.
 SCHEDULE_FIELDS = (
     "lr",
     "min_lr",
@@ -23,8 +23,8 @@ SCHEDULE_FIELDS = (
     "lr_warmup_iters",
     "lr_warmup_samples",
 )
-# Changing these is legal, and a user who did not mean to will want to know.
-_WORTH_SAYING = frozenset(
+# These may change, and a user who did not intend it will want to know.
+_NOTABLE = frozenset(
     {*SCHEDULE_FIELDS, "global_batch_size", "rampup_batch_size", "weight_decay", "clip_grad", "fp16", "bf16"}
     | {"hidden_dropout", "attention_dropout", "train_iters", "train_samples"}
 )
@@ -33,8 +33,8 @@ _WORTH_SAYING = frozenset(
 def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     """Compares the configuration a checkpoint was saved with (`RunConfig.to_json`) with the current one.
 
-    Both should be resolved. Returns the configuration to go on with: the current one, with the fields that are taken
-    from the checkpoint, and a notice for every change that affects training.
+    Both should be resolved. Returns the configuration to continue with: the current one, with the fields that are
+    taken from the checkpoint, and a notice for every change that affects training.
 
     Raises:
         ConfigError: fields that must match differ; one sentence for each, with both values.
@@ -42,7 +42,7 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     problems: list[str] = []
     notices: list[str] = []
     taken: dict[str, dict[str, Any]] = {}
-    values = {name: value for _, entries in saved_sections(saved) for name, value in entries.items()}
+    values = {name: value for _, name, value in saved_fields(saved)}
     for section, field, then, now in _differences(values, current):
         rule = _rule(section, field, current)
         name = f"--{field.name.replace('_', '-')}"
@@ -54,13 +54,13 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
             and current.was_given(f"{section}.{field.name}")
         ):
             problems.append(
-                f"{name} {_shown(now)} is given, and the checkpoint was saved with {_shown(then)}, which it must keep. "
+                f"{name} {_shown(now)} is given, and the checkpoint was saved with {_shown(then)}, which must stay. "
                 f"Drop {name} or give {_shown(then)}."
             )
         elif rule == FROM_CHECKPOINT:
             taken.setdefault(section, {})[field.name] = then
-            notices.append(f"{name} {_shown(then)} is taken from the checkpoint; {_shown(now)} is not used.")
-        elif field.name in _WORTH_SAYING and not current.control.finetune:
+            notices.append(f"{name} {_shown(then)} is taken from the checkpoint in place of {_shown(now)}.")
+        elif field.name in _NOTABLE and not (current.control.finetune or current.control.eval_only):
             notices.append(f"{name} is {_shown(now)} now; the checkpoint was saved with {_shown(then)}.")
     if current.optim.use_checkpoint_lr_scheduler:
         problems.extend(_schedule_problems(values, current.optim))
@@ -81,8 +81,8 @@ def _differences(
     saved: Mapping[str, Any], current: RunConfig
 ) -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
     """Yields (section, field, saved value, current value) wherever both are known and differ."""
-    for section, cls in SECTIONS.items():
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for section, cls in sections_of(RunConfig).items():
+        for field in fields_of(cls):
             now = plain(getattr(getattr(current, section), field.name))
             if field.name in saved and not _is_same(field.name, saved[field.name], now):
                 yield section, field, frozen(saved[field.name]), frozen(now)
@@ -103,7 +103,7 @@ def _rule(section: str, field: dataclasses.Field[Any], current: RunConfig) -> st
 
 
 def _schedule_problems(saved: Mapping[str, Any], optim: OptimConfig) -> Iterator[str]:
-    """Why the checkpoint's schedule would not be the same course of the learning rate in the current run."""
+    """Why the checkpoint's schedule would give other learning rates in the current run."""
     by_samples = saved.get("train_samples") is not None
     if by_samples != (optim.train_samples is not None):
         then, now = ("samples", "iters") if by_samples else ("iters", "samples")
@@ -120,7 +120,7 @@ def _schedule_problems(saved: Mapping[str, Any], optim: OptimConfig) -> Iterator
 
 
 def _fix_decay(saved: Mapping[str, Any], optim: OptimConfig, taken: dict[str, dict[str, Any]]) -> None:
-    """Writes out a decay that was as long as the saved run, so that a longer run does not stretch it."""
+    """Fixes the length of a decay that was as long as the saved run, so that a longer run does not stretch it."""
     unit = "samples" if optim.train_samples is not None else "iters"
     length = saved.get(f"lr_decay_{unit}") or saved.get(f"train_{unit}")
     if length is not None and length != getattr(optim, f"train_{unit}"):
@@ -136,12 +136,11 @@ def _must_match_sentence(section: str, field: dataclasses.Field[Any], then: Any,
         )
     if field.name == "split":
         then, now = shown_split(then), shown_split(now)
-    way_out = " To train its weights in a new way, use --finetune." if rule == RUN_MUST_MATCH else ""
+    hint = " To start a new run from its weights, use --finetune." if rule == RUN_MUST_MATCH else ""
     switch = isinstance(then, bool)
     fix = (name if then else f"--no-{field.name.replace('_', '-')}") if switch else f"{name} {_shown(then)}"
     return (
-        f"{name} is {_shown(now)} and the checkpoint was saved with {_shown(then)}. "
-        f"They must match; give {fix}.{way_out}"
+        f"{name} is {_shown(now)} and the checkpoint was saved with {_shown(then)}. They must match; give {fix}.{hint}"
     )
 
 

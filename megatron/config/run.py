@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import types
+import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from megatron.config.flags.fields import flags_of
+from megatron.config.flags.section import ConfigSection
 from megatron.config.layout import heads_problems, stages_problems
-from megatron.config.section import ConfigSection
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
 from megatron.config.sections.kernels import KernelConfig
-from megatron.config.sections.model import ModelConfig
-from megatron.config.sections.optim import OptimConfig
-from megatron.config.sections.parallel import ParallelConfig
+from megatron.config.sections.model import ModelConfig, ModelRequest
+from megatron.config.sections.optim import OptimConfig, OptimRequest
+from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
@@ -27,26 +28,12 @@ FILE = "file"
 DEFAULT = "default"
 CHECKPOINT = "checkpoint"
 
-# Every section by its name in `RunConfig`, in the order of `--help`.
-SECTIONS: Mapping[str, type[ConfigSection]] = types.MappingProxyType(
-    {
-        "model": ModelConfig,
-        "precision": PrecisionConfig,
-        "recompute": RecomputeConfig,
-        "documents": DocumentConfig,
-        "random": RandomConfig,
-        "kernels": KernelConfig,
-        "parallel": ParallelConfig,
-        "optim": OptimConfig,
-        "data": DataConfig,
-        "control": ControlConfig,
-    }
-)
+Run = TypeVar("Run", bound="RunRequest")
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """What was asked for; frozen, and the only configuration there is.
+class RunRequest:
+    """What was asked for: the flags and files of a run, before the machine and the tokenizer are known.
 
     `provenance` maps "section.field" to given, file, default or checkpoint. `notices` are sentences the user should see
     once, such as flags that were accepted and ignored.
@@ -55,14 +42,14 @@ class RunConfig:
         ConfigError: a rule between two sections is broken.
     """
 
-    model: ModelConfig
+    model: ModelRequest
     precision: PrecisionConfig
     recompute: RecomputeConfig
     documents: DocumentConfig
     random: RandomConfig
     kernels: KernelConfig
-    parallel: ParallelConfig
-    optim: OptimConfig
+    parallel: ParallelRequest
+    optim: OptimRequest
     data: DataConfig
     control: ControlConfig
     provenance: Mapping[str, str] = field(default_factory=dict)
@@ -73,60 +60,96 @@ class RunConfig:
         if found:
             raise ConfigError(found)
 
-    def was_given(self, area_field: str) -> bool:
+    def was_given(self, section_field: str) -> bool:
         """Whether "section.field" was set by the user, on the command line or in a file."""
-        return self.provenance.get(area_field, DEFAULT) != DEFAULT
+        return self.provenance.get(section_field, DEFAULT) != DEFAULT
 
     def flat(self) -> dict[str, Any]:
         """Every value by the name of its field, for logs."""
-        return {key: value for name in SECTIONS for key, value in dataclasses.asdict(getattr(self, name)).items()}
+        sections = (getattr(self, name) for name in sections_of(type(self)))
+        return {name: value for section in sections for name, value in dataclasses.asdict(section).items()}
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON values; `from_json` reads it back."""
-        found: dict[str, Any] = {name: plain(dataclasses.asdict(getattr(self, name))) for name in SECTIONS}
+        found: dict[str, Any] = {
+            name: plain(dataclasses.asdict(getattr(self, name))) for name in sections_of(type(self))
+        }
         return {**found, "provenance": dict(self.provenance)}
 
-    @staticmethod
-    def from_json(saved: Mapping[str, Any]) -> RunConfig:
+    @classmethod
+    def from_json(cls: type[Run], saved: Mapping[str, Any]) -> Run:
         """Reads what `to_json` wrote; entries that an older version did not have get their defaults.
 
         A field is found by its name, in whichever section it was saved: older versions had fewer sections.
 
         Raises:
-            ConfigError: an entry is unknown, so the text was written by a newer version, or a value breaks a rule.
+            ConfigError: an entry is unknown, so the text was written by a newer version, or is missing and has no
+                default, or a value breaks a rule.
         """
-        places = field_sections()
-        values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-        for section, entries in saved_sections(saved):
-            for name, value in entries.items():
-                if name not in places:
-                    raise ConfigError(
-                        f"the saved configuration has {section}.{name} = {value!r}, which this version does not know. "
-                        "It was written by a newer version; use that one."
-                    )
-                values[places[name]][name] = frozen(value)
-        sections: dict[str, Any] = {name: cls(**values[name]) for name, cls in SECTIONS.items()}
+        sections = sections_of(cls)
+        places = {field.name: name for name, section in sections.items() for field in fields_of(section)}
+        values: dict[str, dict[str, Any]] = {name: {} for name in sections}
+        for section, name, value in saved_fields(saved):
+            if name not in places:
+                raise ConfigError(
+                    f"the saved configuration has {section}.{name} = {value!r}, which this version does not know. It "
+                    "was written by a newer version; use that one."
+                )
+            values[places[name]][name] = frozen(value)
         provenance = {
             f"{places[name]}.{name}": source
             for name, source in ((key.partition(".")[2], source) for key, source in saved.get("provenance", {}).items())
             if name in places
         }
-        return RunConfig(**sections, provenance=provenance)
+        built: dict[str, Any] = {name: _read_section(section, values[name]) for name, section in sections.items()}
+        return cls(**built, provenance=provenance)
 
 
-def field_sections() -> dict[str, str]:
-    """The section of every field, by the field's name; a name occurs in one section only."""
-    return {field.name: name for name, cls in SECTIONS.items() for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class RunConfig(RunRequest):
+    """The resolved configuration of a run: what was asked for, with all that the machine and the tokenizer decide."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    optim: OptimConfig
 
 
-def saved_sections(saved: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The sections of a saved configuration, in whatever way its version divided the fields."""
-    for name, entries in saved.items():
-        if name != "provenance":
-            yield name, entries
+def sections_of(cls: type[RunRequest]) -> dict[str, type[ConfigSection]]:
+    """The sections of a request or of a resolved configuration by name, in the order of `--help`."""
+    hints = typing.get_type_hints(cls)
+    found = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {name: hint for name, hint in found.items() if isinstance(hint, type) and issubclass(hint, ConfigSection)}
 
 
-def cross_problems(model: ModelConfig, parallel: ParallelConfig, data: DataConfig) -> Iterator[str]:
+def fields_of(section: type[ConfigSection]) -> tuple[dataclasses.Field[Any], ...]:
+    """All fields of a section, those that no flag sets included."""
+    return dataclasses.fields(section)  # type: ignore[arg-type]
+
+
+def saved_fields(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(section, field, value) of a saved configuration, in whatever way its version divided the fields."""
+    for section, entries in saved.items():
+        if section != "provenance":
+            for name, value in entries.items():
+                yield section, name, value
+
+
+def _read_section(section: type[ConfigSection], values: dict[str, Any]) -> ConfigSection:
+    """Builds a section from saved values; older versions wrote null for a number that a run did not have."""
+    required = {flag.field: flag for flag in flags_of(section) if flag.required}
+    values = {
+        name: required[name].empty_value if value is None and name in required else value
+        for name, value in values.items()
+    }
+    missing = [
+        field.name for field in fields_of(section) if field.default is dataclasses.MISSING and field.name not in values
+    ]
+    if missing:
+        raise ConfigError(f"the saved configuration lacks {', '.join(missing)}. It is damaged; use another copy of it.")
+    return section(**values)
+
+
+def cross_problems(model: ModelRequest, parallel: ParallelRequest, data: DataConfig) -> Iterator[str]:
     """One sentence for every broken rule between sections."""
     if model.max_position_embeddings < data.seq_length:
         yield (

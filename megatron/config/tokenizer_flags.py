@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.fields import flag
-from megatron.config.section import ConfigSection
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection
 from megatron.config.sections.data import TOKENIZERS
 
 

@@ -63,9 +63,10 @@ class Engine:
         self.zero_stage = int(settings["zero_optimization"]["stage"])
         self._totals = StepTotals({}, mesh.device)
         self._target_names: tuple[str, ...] = ()
+        self._micro_batch_count = 1
         self._last_norm: torch.Tensor | float = 0.0
         join_deepspeed()
-        hooks = StageHooks(self._pipeline_loss, self._loss_scale, self._take_auxiliary)
+        hooks = StageHooks(self._pipeline_loss, self._backward_scale, self._take_auxiliary)
         self.module = build_module(network, mesh, settings, steps, seed, hooks)
         self.deepspeed = initialize(settings, optim, mesh, self.module)
         if self.zero_stage == 0:
@@ -163,6 +164,7 @@ class Engine:
     def _prepare(self, micro_batches: Sequence[MicroBatch | None]) -> list[DeviceBatch]:
         """Starts new totals and moves what this stage uses of the micro-batches to the device; waits for nothing."""
         mesh = self.mesh
+        self._micro_batch_count = len(micro_batches)
         self._totals = StepTotals(self.objective.metric_sizes, mesh.device)
         read = [batch for batch in micro_batches if batch is not None]
         scale = torch.ones((), device=mesh.device)
@@ -192,7 +194,7 @@ class Engine:
             self.deepspeed.step()
 
     def _plain_loss(self, batch: DeviceBatch) -> torch.Tensor:
-        context = batch.context(self.steps, self._loss_scale())
+        context = batch.context(self.steps, self._backward_scale())
         outputs = self.deepspeed(batch.network_input, context)
         return self._loss(outputs, batch.targets, context.auxiliary.sums())
 
@@ -218,6 +220,10 @@ class Engine:
 
     def _loss_scale(self) -> float:
         return float(self.deepspeed.optimizer.cur_scale) if self.precision.fp16 else 1.0
+
+    def _backward_scale(self) -> float:
+        """What DeepSpeed multiplies the loss of a micro-batch by before backward."""
+        return self._loss_scale() / self._micro_batch_count
 
     def _clip_gradients(self) -> None:
         """Clips by the true global norm, in place of DeepSpeed's stage-0 clipping; waits for nothing.

@@ -32,10 +32,6 @@ def iteration_line(metrics: Metrics) -> str:
         fields.append(f"loss scale: {metrics.loss_scale:.1f}")
     if metrics.gradient_norm is not None:
         fields.append(f"grad norm: {metrics.gradient_norm:.3f}")
-    if metrics.zero_count is not None:
-        fields.append(f"num zeros: {metrics.zero_count:.1f}")
-    if metrics.parameter_norm is not None:
-        fields.append(f"params norm: {metrics.parameter_norm:.3f}")
     fields += [
         f"number of skipped iterations: {metrics.skipped_iterations:3d}",
         f"number of nan iterations: {metrics.nan_iterations:3d}",

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
 from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
-from megatron.train.progress import Progress
 
 
 class StepOutcome(Protocol):
@@ -111,8 +111,6 @@ class Metrics:
         lm_loss: mean loss per token in nats over the steps that were not skipped; NaN if there was none.
         loss_scale: factor on the loss in fp16; None otherwise.
         gradient_norm: global gradient norm of the last step before clipping; None if unknown.
-        zero_count: zeros in the last gradient; None unless asked for.
-        parameter_norm: norm of all parameters; None unless asked for.
         skipped_iterations: steps in here whose update was dropped.
         nan_iterations: steps in here whose loss was NaN or infinite.
         samples_per_second: over all replicas.
@@ -132,8 +130,6 @@ class Metrics:
     lm_loss: float
     loss_scale: float | None
     gradient_norm: float | None
-    zero_count: float | None
-    parameter_norm: float | None
     skipped_iterations: int
     nan_iterations: int
     samples_per_second: float
@@ -152,8 +148,6 @@ def measure(
     learning_rate: float,
     seconds: float,
     loss_scale: float | None = None,
-    zero_count: float | None = None,
-    parameter_norm: float | None = None,
     source_names: Sequence[str] = (),
 ) -> Metrics:
     """The record of one step.
@@ -166,8 +160,6 @@ def measure(
         learning_rate: the rate that was applied.
         seconds: wall time of the step.
         loss_scale: the scale, in fp16 only.
-        zero_count: zeros in the gradient, if counted.
-        parameter_norm: norm of all parameters, if computed.
         source_names: names of the sources that the outcome has losses of.
     """
     samples_per_second = outcome.sample_count / seconds if seconds > 0.0 else 0.0
@@ -182,8 +174,6 @@ def measure(
         lm_loss=outcome.loss,
         loss_scale=loss_scale,
         gradient_norm=outcome.gradient_norm,
-        zero_count=zero_count,
-        parameter_norm=parameter_norm,
         skipped_iterations=int(outcome.skipped),
         nan_iterations=int(not math.isfinite(outcome.loss)),
         samples_per_second=samples_per_second,

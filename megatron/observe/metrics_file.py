@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
+from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.observe.console import perplexity
 from megatron.observe.metrics import Metrics
-from megatron.train.progress import Progress
 
 FILE_NAME = "metrics.jsonl"
 

@@ -11,14 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron import log
+from megatron.checkpoint.record import Progress
 from megatron.config import ControlConfig, OptimConfig
+from megatron.config.schedule import planned_iterations
 from megatron.observe.console import evaluation_lines, iteration_line
 from megatron.observe.metrics import Interval, Metrics, StepOutcome, Workload, measure
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.run_directory import RunDirectory
 from megatron.observe.tensorboard import TensorBoard
 from megatron.observe.weights_and_biases import WeightsAndBiases
-from megatron.train.progress import Progress, planned_iterations
 
 
 class Destination(Protocol):
@@ -76,7 +77,7 @@ class Report:
 
     def started(self, progress: Progress) -> None:
         """Training starts here, or resumes."""
-        self._train_iterations = planned_iterations(self.optim, progress)
+        self._train_iterations = planned_iterations(self.optim, progress.step, progress.consumed_samples)
         for destination in self.destinations:
             destination.start(progress, self.arguments)
 
@@ -86,9 +87,6 @@ class Report:
         outcome: StepOutcome,
         learning_rate: float,
         seconds: float,
-        *,
-        zero_count: float | None = None,
-        parameter_norm: float | None = None,
     ) -> Metrics:
         """Reports one step; prints a line when --log-interval says so.
 
@@ -97,8 +95,6 @@ class Report:
             outcome: what the engine returned.
             learning_rate: the rate that was applied.
             seconds: wall time of the step.
-            zero_count: zeros in the gradient, with --log-num-zeros-in-grad.
-            parameter_norm: norm of all parameters, with --log-params-norm.
         """
         metrics = measure(
             progress,
@@ -108,8 +104,6 @@ class Report:
             learning_rate=learning_rate,
             seconds=seconds,
             loss_scale=outcome.loss_scale if self.shows_loss_scale else None,
-            zero_count=zero_count,
-            parameter_norm=parameter_norm,
             source_names=self.source_names,
         )
         for destination in self.destinations:

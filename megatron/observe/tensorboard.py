@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.checkpoint.record import Progress
 from megatron.config import ControlConfig
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.console import perplexity
 from megatron.observe.metrics import Metrics, Workload
-from megatron.train.progress import Progress
 
 
 class TensorBoard:
@@ -94,8 +94,6 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
         "lm-loss-training/lm loss": metrics.lm_loss,
         "loss-scale/loss-scale": metrics.loss_scale if control.log_loss_scale_to_tensorboard else None,
         "grad-norm/grad-norm": metrics.gradient_norm,
-        "num-zeros/num-zeros": metrics.zero_count,
-        "params-norm/params-norm": metrics.parameter_norm,
         "iteration-time/iteration-time": metrics.seconds_per_iteration if control.log_timers_to_tensorboard else None,
     }
     for tag, value in families.items():

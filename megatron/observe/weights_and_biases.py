@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError
 from megatron.observe.console import perplexity
 from megatron.observe.metrics import Metrics
-from megatron.train.progress import Progress
 
 
 class WeightsAndBiases:
@@ -65,8 +65,6 @@ def interval_values(metrics: Metrics) -> dict[str, float]:
         "batch-size": metrics.global_batch_size,
         "loss-scale": metrics.loss_scale,
         "grad-norm": metrics.gradient_norm,
-        "num-zeros": metrics.zero_count,
-        "params-norm": metrics.parameter_norm,
         "consumed-samples": metrics.consumed_samples,
         "consumed-tokens": metrics.consumed_tokens,
         "iteration-time": metrics.seconds_per_iteration,

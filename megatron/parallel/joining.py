@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron import device, log
-from megatron.config import ParallelConfig
+from megatron.config import ParallelRequest
 from megatron.errors import LaunchError
 from megatron.parallel.launchers import Ranks, discover_ranks
 from megatron.parallel.mesh import ParallelMesh, build_mesh, standard_axes
@@ -28,7 +28,7 @@ _LAUNCHER_WORDS = ("torch", "deepspeed", "mpi", "orte", "prte", "hydra", "pmi_pr
 _LOOKUP_TRIES = 3  # one second apart
 
 
-def open_mesh(parallel: ParallelConfig) -> ParallelMesh:
+def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
     """Joins the other ranks and returns this one's place among them.
 
     Works under torchrun, the deepspeed launcher, srun and mpirun, with variables set by hand, and without any of them
@@ -58,7 +58,7 @@ def open_mesh(parallel: ParallelConfig) -> ParallelMesh:
     return build_mesh(sizes, own_device, ranks.local_rank, timeout)
 
 
-def count_ranks(parallel: ParallelConfig) -> int:
+def count_ranks(parallel: ParallelRequest) -> int:
     """How many processes the launcher started; needs no contact with them.
 
     Raises:

@@ -245,7 +245,8 @@ def build_mesh(
             f"The axes {shown} make {math.prod(size.size for size in sizes)} ranks, and {world_size} take part. Use "
             f"sizes whose product is {world_size}."
         )
-    set_timeout(timeout)
+    if dist.get_backend() in ("gloo", "nccl"):
+        distributed_c10d._set_pg_timeout(timeout)
     mesh = ParallelMesh.at(sizes, dist.get_rank(), device, local_rank)
     groups = _Groups(mesh.world, timeout)
     # Every rank goes through the same list in the same order, and at each entry all ranks of a group create it or all
@@ -254,16 +255,6 @@ def build_mesh(
     found: dict[str, Any] = {name: groups.give(getattr(mesh, name)) for name, _, _ in _derived_groups()}
     found["embedding"] = groups.give(mesh.embedding)
     return dataclasses.replace(mesh, world=groups.give(mesh.world), control=groups.control, axes=axes, **found)
-
-
-def set_timeout(timeout: timedelta) -> None:
-    """Sets how long a collective waits for the other ranks, in every process group of this rank.
-
-    For the groups that DeepSpeed creates too: it gives them none, and torch's own is 10 minutes on nccl and 30 on gloo.
-    """
-    for group in tuple(distributed_c10d._world.pg_map):
-        if dist.get_backend(group) in ("gloo", "nccl"):
-            distributed_c10d._set_pg_timeout(timeout, group)
 
 
 class _Groups:
@@ -291,7 +282,7 @@ class _Groups:
     def _even_out(self) -> None:
         """Gives every rank the same number of groups, because torch makes that number part of a new group's name.
 
-        Ranks with different numbers, as DeepSpeed's pipelines leave them, would wait for each other under two names.
+        Ranks with different numbers, as an earlier mesh with a pipeline leaves them, would wait under different names.
         """
         most = torch.tensor([_group_count()])
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.control.group)

@@ -14,7 +14,18 @@ import torch
 
 from megatron import __version__, device, log
 from megatron.checkpoint import CheckpointLock
-from megatron.config import Machine, OptimConfig, RunConfig, TokenizerFacts, check_resume, resolve
+from megatron.checkpoint.record import Progress
+from megatron.config import (
+    ControlConfig,
+    Machine,
+    OptimConfig,
+    RunConfig,
+    RunRequest,
+    TokenizerFacts,
+    check_resume,
+    resolve,
+)
+from megatron.config.schedule import global_batch_size, is_done, planned_samples
 from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,
@@ -42,9 +53,8 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum, is_lost_peer
 from megatron.parallel.pending import PendingMaximum
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron.train.progress import Progress, global_batch_size, is_done, planned_samples, schedule
 from megatron.train.restore import check_tokenizer, find_saved_run, load_tensors
-from megatron.train.skip import SkipRanges
+from megatron.train.skip import skip_data
 from megatron.train.stop import StopRules, StopSignals, Verdict, kill_switch_is_on, kill_switch_message
 
 
@@ -67,7 +77,6 @@ class Run:
     report: Report
     rules: StopRules
     lock: CheckpointLock | None
-    skips: SkipRanges
     progress: Progress
     steps_in_flight: int = 0
     saved_step: int | None = None
@@ -78,7 +87,7 @@ class Run:
     @property
     def is_done(self) -> bool:
         """Whether the planned training is finished."""
-        return is_done(self.config.optim, self.progress)
+        return is_done(self.config.optim, self.progress.step, self.progress.consumed_samples)
 
     def train_batches(self) -> Sequence[Batch | None]:
         """This rank's micro-batches of the next global batch; None for each on a stage that does not read them."""
@@ -104,7 +113,8 @@ class Run:
 
     def skip_unwanted_data(self) -> None:
         """Passes over the data of `--skip-train-iteration-range` without training on it."""
-        self.progress = self.skips.passed(self.progress, self.config.optim, self.config.data.seq_length)
+        ranges, length = self.config.control.skip_ranges, self.config.data.seq_length
+        self.progress = skip_data(self.progress, self.config.optim, ranges, length)
 
     def is_due(self, interval: int | None) -> bool:
         """Whether something that happens every `interval` steps happens after this one."""
@@ -135,7 +145,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(config: RunConfig) -> Iterator[Run | None]:
+def open_run(request: RunRequest) -> Iterator[Run | None]:
     """Builds a run, from the processes it consists of to its progress, and takes it down again.
 
     Yields None when the kill switch is on before anything started.
@@ -144,15 +154,15 @@ def open_run(config: RunConfig) -> Iterator[Run | None]:
         MegatronError: anything that is wrong with the flags, the machine, the data or the checkpoint.
     """
     started_at = time.monotonic()
-    if kill_switch_is_on(config.control.kill_switch_path):
-        log.line(kill_switch_message(config.control.kill_switch_path))
+    if kill_switch_is_on(request.control.kill_switch_path):
+        log.line(kill_switch_message(request.control.kill_switch_path))
         yield None
         return
-    _set_log_level(config)
-    tokenizer = build_tokenizer(config.data)
-    world_size = count_ranks(config.parallel)
+    _set_log_level(request.control)
+    tokenizer = build_tokenizer(request.data)
+    world_size = count_ranks(request.parallel)
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
-    config = resolve(config, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
+    config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(data_prefixes(config.data), tokenizer)
     with contextlib.ExitStack() as closing, _lost_peers_named():
         signals = StopSignals()
@@ -198,7 +208,6 @@ def _build(
         known = len(config.notices)
         config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
-    schedule(config.optim)  # refuses a warm-up that outlasts the decay before anything is built
     engine = build_engine(config, mesh)
     check_layers(engine, config.model.num_layers)
     sizes = parameter_counts(engine)
@@ -208,8 +217,7 @@ def _build(
     if is_resume and not config.control.eval_only:
         say_if_done(config.optim, progress)
     stored_plan = record.data_plan if record is not None and is_resume else None
-    skips = SkipRanges.parse(config.control.skip_train_iteration_range, progress)
-    datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, skips)
+    datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
     engine.objective = LanguageModelObjective(mesh.tp, config.model.vocab_size, source_count=len(names))
     return Run(
@@ -228,7 +236,6 @@ def _build(
         report=_open_report(config, mesh, sizes[1], names, is_resume=record is not None),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
-        skips=skips,
         progress=progress,
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=progress.step if is_resume else None,
@@ -237,7 +244,7 @@ def _build(
 
 def say_if_done(optim: OptimConfig, progress: Progress) -> None:
     """A resume that has nothing to do should not look like one that did something."""
-    if is_done(optim, progress):
+    if is_done(optim, progress.step, progress.consumed_samples):
         log.info(
             f"warning: the checkpoint is at iteration {progress.step} ({progress.consumed_samples} samples) and the "
             f"run ends at iteration {optim.train_iters}: nothing is left to train. Raise --train-iters or "
@@ -286,11 +293,9 @@ def _open_data(
     tokenizer: Tokenizer,
     progress: Progress,
     stored: DataPlan | None,
-    skips: SkipRanges,
 ) -> tuple[SplitDatasets, DataPlan]:
     """Opens the data sets; one process per node writes missing index files first, the others wait and read them."""
-    train, valid, test = planned_samples(config.optim, config.control, progress)
-    train += skips.iteration_count * config.optim.global_batch_size
+    train, valid, test = planned_samples(config.optim, config.control, progress.step, progress.consumed_samples)
     samples = (0 if config.control.eval_only else train, valid, test)
 
     def build(build_indices: bool) -> tuple[SplitDatasets, DataPlan]:
@@ -377,7 +382,7 @@ def check_layers(engine: Engine, num_layers: int) -> None:
         )
 
 
-def _set_log_level(config: RunConfig) -> None:
-    if config.control.log_level:
-        log.set_level(config.control.log_level)
+def _set_log_level(control: ControlConfig) -> None:
+    if control.log_level:
+        log.set_level(control.log_level)
     log.debug(f"megatron {__version__}")

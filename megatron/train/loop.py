@@ -8,12 +8,13 @@ from collections import deque
 from dataclasses import dataclass
 
 from megatron import log
+from megatron.checkpoint.record import Progress
+from megatron.config.schedule import learning_rate
 from megatron.errors import ExitCode, NumericsError
 from megatron.observe.metrics import StepOutcome
 from megatron.train.build import Run
 from megatron.train.checkpoints import save_run
 from megatron.train.evaluation import evaluate
-from megatron.train.progress import Progress, learning_rate
 from megatron.train.stop import Verdict
 
 

@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config import ControlConfig, DataConfig, OptimConfig
+from megatron.checkpoint.record import Progress
+from megatron.config import ControlConfig, DataConfig, OptimConfig, OptimRequest
+from megatron.config.resolve import resolve_optim
+from megatron.config.schedule import StepRange, planned_samples, samples_after, samples_before_step
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.datasets.sample import DocumentSpan, SampleDataset
 from megatron.data.order.plan import DataPlan
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.progress import Progress, global_batch_size, planned_samples
-from megatron.train.skip import SkipRanges
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class SampleOrder:
 
     @staticmethod
     def of_flags(
-        data: DataConfig, sequence_length: int, seed: int, optim: OptimConfig, control: ControlConfig
+        data: DataConfig, sequence_length: int, seed: int, optim: OptimRequest, control: ControlConfig
     ) -> SampleOrder:
-        """The order that a new run with these flags has, its global batch size being known.
+        """The order that a new run with these flags has.
 
         Raises:
             ConfigError: the flags do not say how many samples are planned.
@@ -58,10 +59,12 @@ class SampleOrder:
                 "The order of samples depends on how many are planned. Give --train-samples (or --train-iters and "
                 "--global-batch-size) as training had it, or a checkpoint with --load."
             )
-        check_batch_is_known(optim, "--train-iters" if optim.train_samples is None else None)
-        skips = SkipRanges.parse(control.skip_train_iteration_range, Progress())
-        more = skips.iteration_count * (optim.global_batch_size or 0)
-        return SampleOrder(data, sequence_length, seed, planned_samples(optim, control)[0] + more)
+        if optim.train_samples is None or control.skip_ranges:
+            counted = "--train-iters" if optim.train_samples is None else "--skip-train-iteration-range"
+            samples = planned_samples(with_known_batch(optim, counted), control)[0]
+        else:
+            samples = optim.train_samples
+        return SampleOrder(data, sequence_length, seed, samples)
 
 
 @dataclass(frozen=True)
@@ -83,17 +86,21 @@ class TrainedSample:
     tokens: np.ndarray
 
 
-def check_batch_is_known(optim: OptimConfig, flag: str | None) -> None:
-    """Checks that steps can be counted in samples, if `flag` counts in steps.
+def with_known_batch(optim: OptimRequest, flag: str) -> OptimConfig:
+    """The optimizer section with a known global batch size, so that steps can be counted in samples.
+
+    Args:
+        flag: the flag that counts in steps, for the error.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the size depends on the number of processes.
     """
-    if flag is not None and optim.global_batch_size is None:
+    if optim.global_batch_size is None:
         raise ConfigError(
             f"{flag} counts steps, and how many samples a step had depends on the number of processes. Give "
             "--global-batch-size as training had it."
         )
+    return resolve_optim(optim, optim.global_batch_size)
 
 
 def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer | None) -> Iterator[TrainedSample]:
@@ -136,11 +143,9 @@ def _samples(dataset: SampleDataset, prefixes: Sequence[str], start: int, end: i
 
 
 def samples_of_steps(
-    first: int, last: int, optim: OptimConfig, skipped: Sequence[str], end: Progress | None = None
+    first: int, last: int, optim: OptimRequest, skipped: Sequence[StepRange], end: Progress | None = None
 ) -> tuple[int, int]:
     """The samples [start, end) of the steps `first` to `last`, both included; steps are counted from 1.
-
-    The batch-size ramp-up and ranges of data that were passed over are walked through step by step.
 
     Args:
         optim: with its global batch size.
@@ -150,23 +155,18 @@ def samples_of_steps(
     Raises:
         ConfigError: the batch size is unknown, or the settings do not lead to `end`.
     """
-    check_batch_is_known(optim, "--start-step")
-    skips = SkipRanges.parse(skipped, Progress())
-    progress = Progress()
-    start = stop = 0
-    while progress.step < max(last, end.step if end else 0):
-        progress = skips.passed(progress, optim, sequence_length=1)
-        start = progress.consumed_samples if progress.step + 1 == first else start
-        size = global_batch_size(optim, progress.consumed_samples)
-        progress = progress.after(size, size)
-        stop = progress.consumed_samples if progress.step == last else stop
-        if end is not None and progress.step == end.step and progress.consumed_samples != end.consumed_samples:
+    known = with_known_batch(optim, "--start-step")
+    if end is not None and end.step > 0:
+        before = samples_before_step(known, skipped, end.step)
+        consumed = samples_after(known, 1, before)
+        if consumed != end.consumed_samples:
             raise ConfigError(
                 f"The checkpoint had consumed {end.consumed_samples} samples at step {end.step}; with the batch sizes "
-                f"it was saved with, that would be {progress.consumed_samples}: they changed during the run. Give the "
-                "run's folder (--run-dir), which has the count of every step, or --start-sample and --end-sample."
+                f"it was saved with, that would be {consumed}: they changed during the run. Give the run's folder "
+                "(--run-dir), which has the count of every step, or --start-sample and --end-sample."
             )
-    return start, stop
+    start, last_start = (samples_before_step(known, skipped, step) for step in (first, last))
+    return start, samples_after(known, 1, last_start)
 
 
 def samples_of_logged_steps(first: int, last: int, steps: Mapping[int, Mapping[str, Any]]) -> tuple[int, int]:

@@ -89,12 +89,21 @@ def test_the_command_of_upstreams_training_tests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--embed-layernorm", "--embed-layernorm is refused: no norm follows the embedding"),
-        ("--position-embedding-type alibi", "--position-embedding-type alibi is refused: the only positions built"),
-        ("--position-embedding-type rotary", "--position-embedding-type rotary is refused: the only positions built"),
-        ("--glu-activation geglu", "--glu-activation geglu is refused: the only activation built is GELU"),
-        ("--use-bnb-optimizer", "--use-bnb-optimizer is refused: 8-bit optimizer state is not built"),
-        ("--inference", "--inference is refused: the trainer trains. Use tools/generate_samples_gpt.py"),
+        ("--embed-layernorm", "--embed-layernorm is refused: a norm after the embedding is not supported"),
+        (
+            "--position-embedding-type alibi",
+            "--position-embedding-type alibi is refused: only learned absolute positions",
+        ),
+        (
+            "--position-embedding-type rotary",
+            "--position-embedding-type rotary is refused: only learned absolute positions",
+        ),
+        ("--glu-activation geglu", "--glu-activation geglu is refused: GELU is the only activation"),
+        ("--use-bnb-optimizer", "--use-bnb-optimizer is refused: 8-bit optimizer state is not supported"),
+        (
+            "--inference",
+            "--inference is refused: the trainer does not generate text. Use tools/generate_samples_gpt.py",
+        ),
     ],
 )
 def test_what_upstreams_tests_also_pass_is_refused_with_a_reason(flags: str, sentence: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, resolve
-from megatron.config.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, flags_of, resume_rule
-from megatron.config.run import SECTIONS
+from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, flags_of, resume_rule
+from megatron.config.run import fields_of, sections_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -82,7 +82,7 @@ def test_what_may_change(text: str, notices: int) -> None:
     now = run(text)
     going_on = check_resume(saved(), now)
     assert len(going_on.notices) == len(now.notices) + notices
-    for section in SECTIONS:
+    for section in sections_of(RunConfig):
         assert getattr(going_on, section) == getattr(now, section)
 
 
@@ -103,7 +103,7 @@ def test_the_schedule_of_the_checkpoint_on_request() -> None:
     going_on = check_resume(then, run("--use-checkpoint-lr-scheduler --lr 1"))
     assert (going_on.optim.lr, going_on.optim.lr_decay_style, going_on.optim.lr_warmup_iters) == (3e-4, "cosine", 3)
     assert going_on.provenance["optim.lr"] == "checkpoint"
-    assert "--lr 0.0003 is taken from the checkpoint; 1.0 is not used." in going_on.notices
+    assert "--lr 0.0003 is taken from the checkpoint in place of 1.0." in going_on.notices
 
 
 def test_the_schedule_of_the_checkpoint_keeps_its_length() -> None:
@@ -156,7 +156,7 @@ OLDER = Path(__file__).with_name("older_config.json")  # written when there were
 
 
 def test_a_field_name_occurs_in_one_section_only() -> None:
-    names = [name for cls in SECTIONS.values() for name in cls.__dataclass_fields__]  # type: ignore[attr-defined]
+    names = [field.name for cls in sections_of(RunConfig).values() for field in fields_of(cls)]
     assert len(names) == len(set(names))
 
 
@@ -198,6 +198,6 @@ def test_an_older_checkpoint_resumes(changes: dict[str, dict[str, Any]], sentenc
 
 def test_every_field_has_a_rule() -> None:
     rules = {MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, FROM_CHECKPOINT}
-    for cls in SECTIONS.values():
-        assert {one.facts.resume for one in flags_of(cls)} <= rules
-        assert {resume_rule(field) for field in cls.__dataclass_fields__.values()} <= rules  # type: ignore[attr-defined]
+    for cls in sections_of(RunConfig).values():
+        assert {flag.facts.resume for flag in flags_of(cls)} <= rules
+        assert {resume_rule(field) for field in fields_of(cls)} <= rules

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data.datasets.blended import BlendedDataset
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.datasets.sample import Sample

@@ -52,6 +52,7 @@ PROGRAM_PLACE = 15
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.data": ("formats", "stores", "order", "datasets", "."),
     "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
+    "megatron.config": ("flags", "sections", "files", "."),
     "megatron.parallel": (".", "tensor"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
@@ -60,7 +61,7 @@ NEVER_BY_TRAINING = "corpus"  # imported by tools only
 
 # What is foreign, and the files that may touch it. A name covers its attributes.
 HOMES = {
-    "argparse": ("megatron/config/flags.py",),
+    "argparse": ("megatron/config/flags/command_line.py",),
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels.py"),
     "torch.distributed": ("megatron/parallel/",),
@@ -111,6 +112,11 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "bson": ("megatron/data/stores/mongodb.py",),  # comes with it
     "xxhash": ("megatron/corpus/preprocess/provenance.py",),
     "datasets": ("megatron/corpus/inputs/hub.py",),
+    "pyarrow": (
+        "megatron/data/formats/windows.py",
+        "megatron/corpus/inputs/hub.py",
+        "megatron/corpus/inputs/parquet.py",
+    ),
     "apache_beam": ("megatron/corpus/featurize/beam.py",),
     "matplotlib": ("megatron/observe/curves.py",),
     "wandb": ("megatron/observe/weights_and_biases.py",),
@@ -406,8 +412,8 @@ def few_see_the_whole(source: Source) -> Iterator[Finding]:
     if not source.is_library or source.is_in(SEES_THE_WHOLE):
         return
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "RunConfig" for alias in node.names):
-            yield node.lineno, "imports RunConfig; take the smallest section of it"
+        if isinstance(node, ast.ImportFrom) and any(alias.name in ("RunConfig", "RunRequest") for alias in node.names):
+            yield node.lineno, "imports the whole configuration (RunConfig); take the smallest section of it"
 
 
 def the_model_knows_little(source: Source) -> Iterator[Finding]:

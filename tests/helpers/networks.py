@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +22,9 @@ def tiny_config(padded_vocab_size: int = 128, **changes: Any) -> ModelConfig:
     """A two-block network of width 32 with 101 words; dropout as by default unless changed."""
     settings: dict[str, Any] = {
         "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16,
-        "init_method_std": 0.1, **changes,
+        "init_method_std": 0.1, "vocab_size": 101, "padded_vocab_size": padded_vocab_size, **changes,
     }  # fmt: skip
-    return dataclasses.replace(ModelConfig(**settings), vocab_size=101, padded_vocab_size=padded_vocab_size)
+    return ModelConfig(**settings)
 
 
 def build_gpt(config: ModelConfig, mesh: ParallelMesh | None = None) -> LayerStack:

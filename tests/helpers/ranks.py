@@ -14,23 +14,9 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
-
-# Loaded once by the fork server, so that a rank starts in a fraction of a second. torch's compiler is among them
-# because torch.optim and DeepSpeed import it when the first optimizer is made, which takes longer than a tiny run.
-_PRELOADED = [
-    "numpy",
-    "pytest",
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",
-    "pretrain_gpt",
-    "megatron.train.loop",
-]
 
 
 class RankFailure(AssertionError):
@@ -49,10 +35,7 @@ def run_ranks(
     Raises:
         RankFailure: a rank failed; shows the traceback of the one that failed first.
     """
-    os.environ.setdefault("DS_ACCELERATOR", "cpu" if backend == "gloo" else "cuda")
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no threads in the server: it is forked
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context = fork_server_context(backend)
     with tempfile.TemporaryDirectory() as stack_folder:
         started = []
         shared = _environment(world_size, backend)
@@ -78,6 +61,15 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def fork_server_context(backend: str = "gloo") -> ForkServerContext:
+    """How to start processes that have everything imported."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu" if backend == "gloo" else "cuda")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no threads in the server: it is forked
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.preloaded"])
+    return context
 
 
 def free_port() -> int:
@@ -111,14 +103,26 @@ def _collect(pipes: list[Connection], stack_folder: str, timeout_seconds: float)
         if not ready:
             stacks = "\n".join(_stack(stack_folder, rank) for rank in range(len(pipes)) if rank not in results)
             raise RankFailure(f"not finished after {timeout_seconds} s:\n{stacks}")
-        time.sleep(0.05 if len(results) + len(ready) < len(pipes) else 0)  # two failures close together: both arrive
-        for rank, pipe in enumerate(pipes):
-            if rank not in results and pipe.poll():
-                _receive(rank, pipe, results, failures, stack_folder)
+        _receive_all(pipes, results, failures, stack_folder)
+        if failures:
+            time.sleep(0.05)  # two failures close together: both arrive, and the earlier one is shown
+            _receive_all(pipes, results, failures, stack_folder)
     if failures:
         _, rank, text = min(failures)
         raise RankFailure(f"rank {rank} failed first:\n{text}")
     return [results[rank] for rank in range(len(pipes))]
+
+
+def _receive_all(
+    pipes: list[Connection],
+    results: dict[int, Any],
+    failures: list[tuple[float, int, str]],
+    stack_folder: str,
+) -> None:
+    heard = {*results, *(rank for _, rank, _ in failures)}
+    for rank, pipe in enumerate(pipes):
+        if rank not in heard and pipe.poll():
+            _receive(rank, pipe, results, failures, stack_folder)
 
 
 def _receive(

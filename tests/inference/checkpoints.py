@@ -8,7 +8,9 @@ from megatron.checkpoint import save
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.inference.weights import wanted_weights
 from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import build_tokenizer
+from tests.checkpoint.records import make_record
 from tests.helpers.networks import build_gpt
 from tests.helpers.vocabulary import write_vocabulary
 
@@ -32,12 +34,9 @@ def make_checkpoint(folder: Path, *extra_flags: str) -> Path:
     weights = dict(model.named_parameters())
     pieces = []
     for key, _ in wanted_weights(model):
-        box = weights[key.name].detach()[tuple(slice(0, side) for side in key.box_shape)]
-        pieces.append((key, box.reshape(-1)))
-    record = {
-        "config": config.to_json(),
-        "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "name": tokenizer.name},
-    }
+        pieces.append((key, weights[key.name].detach().view(-1)[: key.numel]))
+    made_with = TokenizerRecord(tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
+    record = make_record(3, config=config.to_json(), tokenizer=made_with).to_json()
     checkpoints = folder / "checkpoints"
     save(checkpoints, 3, pieces, record, mesh)
     return checkpoints

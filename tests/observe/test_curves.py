@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.observe.curves import Curve, read_curves, text_plot, write_picture
 from megatron.observe.metrics_file import MetricsFile
-from megatron.train.progress import Progress
 from tests.train.samples import metrics
 
 FALLING = Curve("run", tuple((step, 10.0 - step) for step in range(10)))

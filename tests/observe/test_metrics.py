@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from megatron.checkpoint.record import Progress
 from megatron.observe.metrics import Interval, SourceLoss, Workload, flops_per_sample, mean_of, measure
-from megatron.train.progress import Progress
 from tests.train.samples import WORKLOAD, Outcome, metrics, model_config
 
 

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.observe.metrics import SourceLoss
 from megatron.observe.metrics_file import FILE_NAME, MetricsFile, read_records, read_steps
-from megatron.train.progress import Progress
 from tests.train.samples import metrics
 
 

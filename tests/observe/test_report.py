@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError
 from megatron.observe.metrics import Metrics
 from megatron.observe.metrics_file import read_records, read_steps
 from megatron.observe.report import Report, open_destinations
 from megatron.observe.run_directory import RunDirectory
-from megatron.train.progress import Progress
 from tests.train.samples import WORKLOAD, Outcome, control_config, optim_config
 
 
@@ -84,12 +84,6 @@ def test_the_loss_scale_is_shown_in_fp16_only(capsys: pytest.CaptureFixture[str]
     without, with_scale = capsys.readouterr().out.splitlines()
     assert "loss scale" not in without
     assert "loss scale: 2.0 | grad norm" in with_scale
-
-
-def test_norms_and_zeros_are_shown_when_given(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD)
-    report.step(progress_at(1), Outcome(), 0.1, 0.5, zero_count=3.0, parameter_norm=4.0)
-    assert "num zeros: 3.0 | params norm: 4.000" in capsys.readouterr().out
 
 
 def test_evaluation_is_printed_and_passed_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.checkpoint.record import Progress
 from megatron.observe.metrics import SourceLoss
 from megatron.observe.tensorboard import TensorBoard, evaluation_scalars, step_scalars
-from megatron.train.progress import Progress
 from tests.train.samples import WORKLOAD, control_config, metrics
 
 AXES = ("", " vs samples", " vs tokens")
@@ -27,8 +27,6 @@ ALWAYS = (
 OPTIONAL = (
     on("batch-size/batch-size", "", " vs samples")
     | on("loss-scale/loss-scale", *AXES)
-    | on("num-zeros/num-zeros", *AXES)
-    | on("params-norm/params-norm", *AXES)
     | on("iteration-time/iteration-time", *AXES)
     | on("iteration-time/", "samples per second", "samples per second per replica", "tokens per second")
     | on("iteration-time/", "tokens per second per replica", "TFLOPs per gpu (estimated)")
@@ -41,7 +39,7 @@ def test_tags_of_a_plain_run() -> None:
 
 def test_tags_of_a_run_with_everything() -> None:
     control = control_config(log_timers_to_tensorboard=True, log_batch_size_to_tensorboard=True)
-    full = metrics(loss_scale=2.0, zero_count=1.0, parameter_norm=1.0)
+    full = metrics(loss_scale=2.0)
     assert set(step_scalars(full, control, WORKLOAD)) == ALWAYS | OPTIONAL
 
 

@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.corpus.featurize.run import WindowOptions, featurize_tokens
 from megatron.corpus.stores.operations import ImportOptions, audit, import_files
 from megatron.corpus.stores.writers import open_writer

@@ -17,6 +17,7 @@ import pytest
 
 from megatron.errors import ExitCode
 from megatron.observe.metrics_file import read_steps
+from tests.helpers.programs import forking_python
 from tests.helpers.ranks import free_port
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus
 
@@ -120,7 +121,7 @@ def test_signal_saves_and_asks_to_be_queued_again(corpus: TinyCorpus, tmp_path: 
     flags = corpus.flags(
         folder=tmp_path, train_iters=4000, save_interval=4000, lr_decay_iters=100, lr_warmup_fraction=None
     )
-    process = start([sys.executable, "pretrain_gpt.py", *flags])
+    process = start([forking_python(), "pretrain_gpt.py", *flags])
     wait_for_step(tmp_path, 2, process)
     process.send_signal(number)
     text, _ = process.communicate(timeout=PATIENCE_SECONDS)
@@ -203,7 +204,7 @@ def test_a_dead_rank_is_one_sentence_on_the_others(corpus: TinyCorpus, tmp_path:
         variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": port}
         processes.append(
             subprocess.Popen(
-                [sys.executable, "pretrain_gpt.py", *flags],
+                [forking_python(), "pretrain_gpt.py", *flags],
                 cwd=ROOT,
                 env={**environment(), **variables, "MASTER_ADDR": "127.0.0.1"},
                 stdout=subprocess.PIPE,

@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron.corpus.inputs.demo import corpus_documents
 from megatron.data.formats.indexed import IndexedDataset
+from tests.helpers.programs import forking_python
 
 ROOT = Path(__file__).resolve().parents[2]
 _CORPUS_BYTES = 600_000
-# What the commands run in: this interpreter, and a corpus that is there instead of collected.
-_SHELL = f"""
+
+
+def shell() -> str:
+    """What the commands run in: this interpreter, and a corpus that is there instead of collected."""
+    python = forking_python()
+    return f"""
 set -euo pipefail
 python() {{
-    if [ "$1" = tools/build_demo_corpus.py ]; then cp corpus.jsonl data/demo.jsonl; else "{sys.executable}" "$@"; fi
+    if [ "$1" = tools/build_demo_corpus.py ]; then cp corpus.jsonl data/demo.jsonl; else "{python}" "$@"; fi
 }}
-torchrun() {{ "{sys.executable}" -m torch.distributed.run --master-addr 127.0.0.1 "$@"; }}
+torchrun() {{ "{python}" -m torch.distributed.run --master-addr 127.0.0.1 "$@"; }}
 """
 
 
@@ -38,7 +42,9 @@ def test_every_data_command_of_the_documents_works(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus.jsonl")
     readme = (ROOT / "README.md").read_text()
     section = readme[readme.index("\n## Data\n") : readme.index("\n## Train\n")]
-    program = _SHELL + shell_blocks(section) + shell_blocks((ROOT / "docs" / "data.md").read_text())
+    guide = shell_blocks((ROOT / "docs" / "data.md").read_text())
+    assert "--train-iters 4 " in guide
+    program = shell() + shell_blocks(section) + guide.replace("--train-iters 4 ", "--train-iters 4 --eval-iters 1 ")
     finished = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.flags import parse_flags
+from megatron.config.flags.command_line import parse_flags
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.windows import WindowFile
 from megatron.errors import ConfigError

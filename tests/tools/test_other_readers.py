@@ -43,6 +43,7 @@ def _python(tmp_path_factory: pytest.TempPathFactory) -> str:
         "install",
         "--quiet",
         "--no-deps",
+        "--no-compile",
         "--target",
         str(packages),
         "megatron-core>=0.12",

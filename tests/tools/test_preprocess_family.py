@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from megatron.data.formats.sidecar import read_sidecar
+from tests.helpers.programs import forking_python
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tool(folder: Path, name: str, *words: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     tokenizer = "--vocab-file demo-vocab.json --merge-file demo-merges.txt --tokenizer-type GPT2BPETokenizer"
-    command = [*(launcher or (sys.executable,)), str(TOOLS / name), *tokenizer.split(), "--append-eod", *words]
+    command = [forking_python(), *launcher, str(TOOLS / name), *tokenizer.split(), "--append-eod", *words]
     environment = {**os.environ, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
@@ -48,7 +49,7 @@ def pair(folder: Path, name: str, level: str = "document") -> list[bytes]:
 def test_two_ranks_give_the_same_bytes_and_one_description(folder: Path) -> None:
     before = {path.name for path in folder.iterdir()}
     words = ["--input", "in.json?", "--output-prefix", "dist", "--scratch", "scratch"]
-    done = tool(folder, "preprocess_data_dist.py", *words, launcher=tuple(TORCHRUN))
+    done = tool(folder, "preprocess_data_dist.py", *words, launcher=TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Opening in.json? on 2 ranks") == 1
     assert pair(folder, "dist") == pair(folder, "whole")
@@ -67,7 +68,7 @@ def test_upstreams_flags_of_the_ranks_tool(folder: Path) -> None:
     words = "--input in.jsonl --split train[:200] --columns text --count 50 --shuffle --seed 3 --merge both --scratch s"
     words += " --torch-backend mpi --log-interval 1 --dataset-impl mmap --make-vocab-size-divisible-by 128"
     words += " --pad-vocab-size-to 640 --output-prefix drawn"
-    done = tool(folder, "preprocess_data_dist.py", *words.split(), launcher=tuple(TORCHRUN))
+    done = tool(folder, "preprocess_data_dist.py", *words.split(), launcher=TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert "merged in parallel and serially, with the same bytes" in done.stderr
     order = np.arange(200)

@@ -7,13 +7,13 @@ import importlib
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from megatron.config import ConfigSection, RunConfig, parse, parse_flags
+from megatron.config import ConfigSection, RunRequest, parse, parse_flags
 from megatron.config.overlay import parse_over
+from tests.helpers.programs import forking_python
 from tests.helpers.recording_shell import recorded
 from tests.reliability.fuzz import FuzzFlags
 
@@ -147,7 +147,7 @@ def test_launch_scripts_start_what_the_trainer_understands(script: str, tmp_path
     assert config.control.load == config.control.save, "a second start goes on"
 
 
-def launched(script: str, folder: Path, *flags: str, **variables: str) -> RunConfig:
+def launched(script: str, folder: Path, *flags: str, **variables: str) -> RunRequest:
     """The configuration that a script starts the trainer with."""
     text = (ROOT / script).read_text().replace("${BASH_SOURCE[0]}", str(ROOT / script))
     (command,) = [
@@ -194,8 +194,8 @@ def test_the_walk_through_of_readme_works(tmp_path: Path) -> None:
     program = "\n".join(
         [
             "set -euo pipefail",
-            f'python() {{ "{sys.executable}" "$@"; }}',
-            f'torchrun() {{ "{sys.executable}" -m torch.distributed.run --master-addr 127.0.0.1 "$@"; }}',
+            f'python() {{ "{forking_python()}" "$@"; }}',
+            f'torchrun() {{ "{forking_python()}" -m torch.distributed.run --master-addr 127.0.0.1 "$@"; }}',
             data,
             train.rstrip() + f" {small} --train-iters 2",
             resume.rstrip() + f" {small} --train-iters 3",

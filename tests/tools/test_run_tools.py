@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.record import Progress
 from megatron.observe.metrics_file import MetricsFile
-from megatron.train.progress import Progress
 from tests.train.samples import metrics
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.checkpoint.record import Progress
 from megatron.config import DataConfig, parse
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.order.plan import DataPlan
@@ -19,7 +20,6 @@ from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import open_run
 from megatron.train.checkpoints import save_run
-from megatron.train.progress import Progress
 from megatron.train.sample_order import SampleOrder, read_samples, samples_of_logged_steps, samples_of_steps
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
@@ -215,7 +215,7 @@ def test_steps_to_samples() -> None:
     optim = optim_config(rampup_batch_size=(2, 2, 12), train_samples=100)  # 2 2 4 6 8 8 ...
     assert samples_of_steps(1, 1, optim, ()) == (0, 2)
     assert samples_of_steps(2, 5, optim, ()) == (2, 22)
-    assert samples_of_steps(3, 4, optim, ("2-2",)) == (8, 22)
+    assert samples_of_steps(3, 4, optim, ((2, 2),)) == (8, 22)
     assert samples_of_steps(1, 2, optim, (), Progress(step=5, consumed_samples=22)) == (0, 4)
     with pytest.raises(ConfigError, match="had consumed 20 samples at step 5; .* that would be 22"):
         samples_of_steps(1, 2, optim, (), Progress(step=5, consumed_samples=20))

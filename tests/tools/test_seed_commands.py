@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from tests.helpers.programs import forking_python
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def guide(folder: Path, command: str, **changes: str) -> None:
     for old, new in changes.items():
         assert old in command
         command = command.replace(old, new)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = f"{Path(forking_python()).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "HOME": str(folder)}
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import ControlConfig, ModelConfig, OptimConfig
@@ -11,7 +12,7 @@ from megatron.observe.metrics import Metrics, Workload
 
 def optim_config(**changes: Any) -> OptimConfig:
     """An optimizer section with micro batch 2 and, unless changed, a global batch of 8."""
-    return OptimConfig(**{"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, **changes})
+    return OptimConfig(**{"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, "train_iters": 0, **changes})
 
 
 def control_config(**changes: Any) -> ControlConfig:
@@ -48,7 +49,7 @@ class Outcome:
     sample_count: int = 8
     skipped: bool = False
     loss_scale: float = 1.0
-    source_losses: tuple[tuple[float, int], ...] = ()
+    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def metrics(**changes: Any) -> Metrics:
@@ -64,8 +65,6 @@ def metrics(**changes: Any) -> Metrics:
         "lm_loss": 9.87654321,
         "loss_scale": None,
         "gradient_norm": 1.23456,
-        "zero_count": None,
-        "parameter_norm": None,
         "skipped_iterations": 0,
         "nan_iterations": 0,
         "samples_per_second": 16.0,

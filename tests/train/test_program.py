@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.record import Progress
 from megatron.errors import ExitCode
 from megatron.train.build import say_if_done
-from megatron.train.progress import Progress
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus
 from tests.train.samples import optim_config
 

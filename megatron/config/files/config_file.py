@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config.fields import Flag
-from megatron.config.flags import nearest, value_from_file
+from megatron.config.flags.command_line import nearest, value_from_file
+from megatron.config.flags.fields import Flag
 from megatron.errors import ConfigError
 
 _OWN_ENTRIES = ("provenance", "notices")
@@ -33,7 +33,7 @@ def read_config_file(path: str, flags: Mapping[str, Flag], sections: Collection[
     Args:
         path: JSON if it ends in .json, otherwise YAML (of which JSON is a part).
         flags: destination ("section.field") -> flag.
-        sections: names that may hold entries of their own.
+        sections: names under which entries may be grouped.
     """
     reading = FileReading()
     try:
@@ -41,7 +41,7 @@ def read_config_file(path: str, flags: Mapping[str, Flag], sections: Collection[
     except ConfigError as failure:
         reading.problems.extend(failure.problems)
         return reading
-    by_key = {name.lstrip("-").replace("-", "_"): place for place, one in flags.items() for name in one.spellings}
+    by_key = {name.lstrip("-").replace("-", "_"): place for place, flag in flags.items() for name in flag.spellings}
     for key, value in _entries(tree, sections):
         place = by_key.get(key.replace("-", "_"))
         if place is None:
@@ -53,22 +53,22 @@ def read_config_file(path: str, flags: Mapping[str, Flag], sections: Collection[
     return reading
 
 
-def _read_entry(path: str, key: str, place: str, one: Flag, value: Any, reading: FileReading) -> None:
+def _read_entry(path: str, key: str, place: str, flag: Flag, value: Any, reading: FileReading) -> None:
     if value is None:
         return
-    if place in reading.values or one.field in reading.broken:
-        reading.problems.append(f'{path}: "{key}" sets what another key has set already. Keep one.')
+    if place in reading.values or flag.field in reading.broken:
+        reading.problems.append(f'{path}: "{key}" sets the same flag as another key. Keep one of them.')
         return
     try:
-        found: Any = value_from_file(one, value)
-        turned = one.element is bool and not one.spellings.get("--" + key.replace("_", "-"), True)
+        found: Any = value_from_file(flag, value)
+        turned = flag.element is bool and not flag.spellings.get("--" + key.replace("_", "-"), True)
         found = (not found) if turned else found
-        for item in found if one.is_tuple else [found]:
-            if one.facts.choices and item not in one.facts.choices:
-                raise ConfigError(f"must be one of {', '.join(map(str, one.facts.choices))}, not {item!r}")
+        for item in found if flag.is_tuple else [found]:
+            if flag.facts.choices and item not in flag.facts.choices:
+                raise ConfigError(f"must be one of {', '.join(map(str, flag.facts.choices))}, not {item!r}")
         reading.values[place] = found
     except ConfigError as failure:
-        reading.broken.add(one.field)
+        reading.broken.add(flag.field)
         reading.problems.append(f'{path}: "{key}" {failure}.')
 
 
@@ -96,7 +96,9 @@ def _load(path: str) -> Mapping[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"--config {path} holds a {type(tree).__name__}. It must hold flag names and their values.")
+        raise ConfigError(
+            f"--config {path} holds a {type(tree).__name__}. It must hold a mapping of flag names to values."
+        )
     return tree
 
 
@@ -105,14 +107,14 @@ def _load_json(path: str, text: str) -> Any:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise ConfigError(f'--config {path} has the key "{key}" twice. Keep one.')
+                raise ConfigError(f'--config {path} has the key "{key}" twice. Keep one of them.')
             found[key] = value
         return found
 
     try:
         return json.loads(text, object_pairs_hook=refuse_repeats)
     except (ValueError, RecursionError) as failure:
-        raise ConfigError(f"--config {path} is not JSON: {failure}. Mend the file.") from None
+        raise ConfigError(f"--config {path} is not JSON: {failure}. Fix the file.") from None
 
 
 def _load_yaml(path: str, text: str) -> Any:
@@ -125,4 +127,4 @@ def _load_yaml(path: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as failure:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(failure).split())}. Mend the file.") from None
+        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(failure).split())}. Fix the file.") from None

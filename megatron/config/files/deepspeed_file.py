@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config.fields import Flag
 from megatron.config.files.deepspeed_keys import unknown_keys
-from megatron.config.flags import value_from_file
+from megatron.config.flags.command_line import value_from_file
+from megatron.config.flags.fields import Flag
 from megatron.errors import ConfigError
 
-# Where DeepSpeed's file names what a flag governs: path in the file -> "section.field".
+# The settings of a DeepSpeed file that flags govern: path in the file -> "section.field".
 GOVERNED: Mapping[tuple[str, ...], str] = types.MappingProxyType(
     {
         ("train_micro_batch_size_per_gpu",): "optim.micro_batch_size",
@@ -45,7 +45,7 @@ def read_deepspeed_file(path: str) -> dict[str, Any]:
         reason = failure.strerror
         raise ConfigError(f"--deepspeed_config {path} cannot be read: {reason}. Give a readable JSON file.") from None
     except (ValueError, RecursionError) as failure:
-        raise ConfigError(f"--deepspeed_config {path} is not JSON: {failure}. Mend the file.") from None
+        raise ConfigError(f"--deepspeed_config {path} is not JSON: {failure}. Fix the file.") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"--deepspeed_config {path} holds a {type(tree).__name__}. It must hold one JSON object.")
     return tree
@@ -71,7 +71,7 @@ def governed_values(path: str, flags: Mapping[str, Flag], given: Mapping[str, An
 
     Returns:
         The values by destination, with one sentence for each entry that disagrees with a given value, is of the wrong
-        type or has a misspelt key, and a notice for each key that nobody here knows.
+        type or has a misspelt key, and a notice for each unknown key.
     """
     try:
         tree = read_deepspeed_file(path)
@@ -83,22 +83,22 @@ def governed_values(path: str, flags: Mapping[str, Flag], given: Mapping[str, An
             reading.problems.append(f'--deepspeed_config {path}: "{key}" is not known. Did you mean "{meant}"?')
         else:
             reading.notices.append(
-                f'--deepspeed_config {path}: "{key}" is not a key known here; it is handed to DeepSpeed as it is.'
+                f'--deepspeed_config {path}: "{key}" is not a known key; it is passed on to DeepSpeed unchanged.'
             )
     for place, destination in GOVERNED.items():
         entry = _lookup(tree, place)
         if entry is None or entry == "auto":
             continue
-        one, key = flags[destination], ".".join(place)
+        flag, key = flags[destination], ".".join(place)
         try:
-            value = _as_flag_value(one, place, entry)
+            value = _as_flag_value(flag, place, entry)
         except ConfigError as failure:
             reading.problems.append(f'--deepspeed_config {path}: "{key}" {failure}.')
-            reading.broken.add(one.field)
+            reading.broken.add(flag.field)
             continue
         if destination in given and given[destination] != value:
             reading.problems.append(
-                f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there, and {one.positive_name} is '
+                f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there, and {flag.positive_name} is '
                 f"{given[destination]}. Make them equal or drop one of them."
             )
         elif destination not in given and value is not None:
@@ -106,12 +106,12 @@ def governed_values(path: str, flags: Mapping[str, Flag], given: Mapping[str, An
     return reading
 
 
-def _as_flag_value(one: Flag, place: tuple[str, ...], entry: Any) -> Any:
-    value = value_from_file(one, entry)
+def _as_flag_value(flag: Flag, place: tuple[str, ...], entry: Any) -> Any:
+    value = value_from_file(flag, entry)
     if place[-1] == "initial_scale_power":
         return 2.0**value
     if place[-1] == "loss_scale" and value == 0:
-        return None  # DeepSpeed's way to say dynamic
+        return None  # DeepSpeed's notation for dynamic
     return value
 
 

@@ -1,4 +1,4 @@
-"""The keys DeepSpeed reads from its settings file: a misspelt one would be ignored by it without a word.
+"""The keys DeepSpeed reads from its settings file; DeepSpeed itself ignores a misspelt key silently.
 
 Source: DeepSpeed 0.19.8 (`runtime/config.py`, `runtime/constants.py`, `runtime/precision_config.py`, `zero/config.py`
 and the constants of its other parts), with the keys that older releases had.
@@ -63,16 +63,16 @@ SECTION_KEYS: Mapping[str, frozenset[str]] = types.MappingProxyType(
         "bfloat16": frozenset(_BF16.split()),
     }
 )
-# One slip of the keyboard is forgiven for every so many letters, and always one.
-_LETTERS_PER_SLIP = 6
+# A key may contain one typing error for this many letters, and always at least one.
+_LETTERS_PER_ERROR = 6
 _SHORTEST_BEGINNING = 4
 
 
 def unknown_keys(tree: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """The keys of a DeepSpeed file that DeepSpeed does not read, each with the known key it seems to stand for.
+    """The keys of a DeepSpeed file that DeepSpeed does not read, each with the known key it probably stands for.
 
-    Looks at the top level and at the sections whose keys are listed here. A name that starts like a remark
-    (`_comment`, `//`, `#`) is left alone.
+    Looks at the top level and at the sections whose keys are listed here. A name that looks like a
+    comment (`_comment`, `//`, `#`) is left alone.
 
     Returns:
         (dotted key, dotted known key) pairs; the second is None where nothing known resembles the first, as with a key
@@ -90,20 +90,20 @@ def _unknown(section: Mapping[str, Any], known: frozenset[str], prefix: str) -> 
     found: list[tuple[str, str | None]] = []
     for key in section:
         if key not in known and not key.startswith(("_", "/", "#")):
-            meant = _meant(key, known)
+            meant = _closest_key(key, known)
             found.append((prefix + key, None if meant is None else prefix + meant))
     return found
 
 
-def _meant(key: str, known: Iterable[str]) -> str | None:
-    """The known key that `key` is with a few slips, in another style (zeroOptimization) or cut short, if there is one.
+def _closest_key(key: str, known: Iterable[str]) -> str | None:
+    """The known key that `key` probably stands for: misspelt, in another style (zeroOptimization) or cut short.
 
-    Sharing words is not enough: a key of a newer DeepSpeed may share all but one with an old one.
+    Sharing words is not enough: a key of a newer DeepSpeed may share all but one of its words with an old key.
     """
     letters = _letters(key)
-    distances = {name: _slips(letters, _letters(name)) for name in sorted(known)}
+    distances = {name: _edit_distance(letters, _letters(name)) for name in sorted(known)}
     best = min(distances, key=lambda name: (distances[name], sorted(letters) != sorted(_letters(name))))
-    if distances[best] <= max(1, len(letters) // _LETTERS_PER_SLIP):
+    if distances[best] <= max(1, len(letters) // _LETTERS_PER_ERROR):
         return best
     longer = [name for name in distances if _letters(name).startswith(letters)]
     return min(longer, key=lambda name: len(name)) if longer and len(letters) >= _SHORTEST_BEGINNING else None
@@ -113,8 +113,8 @@ def _letters(key: str) -> str:
     return re.sub(r"[^a-z0-9]", "", key.lower())
 
 
-def _slips(left: str, right: str) -> int:
-    """How many letters must be put in, left out, replaced or swapped with their neighbour to get from one to the other.
+def _edit_distance(left: str, right: str) -> int:
+    """How many letters must be inserted, deleted, replaced or swapped with a neighbour to turn one text into the other.
 
     Source: the restricted Damerau-Levenshtein distance (optimal string alignment).
     """

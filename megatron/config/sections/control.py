@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.fields import flag
-from megatron.config.section import ConfigSection
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -28,27 +28,27 @@ class ControlConfig(ConfigSection):
     log_interval: int = flag(100, "steps between log lines", at_least=1)
     eval_interval: int = flag(1000, "steps between evaluations", at_least=1)
     eval_iters: int = flag(100, "global batches per evaluation; 0 evaluates nothing", at_least=0)
-    eval_only: bool = flag(False, "evaluate the loaded checkpoint and leave", spelled=("--skip-train",))
-    exit_interval: int | None = flag(None, "save and leave when the step is a multiple of this", at_least=1)
-    exit_duration_in_mins: int | None = flag(None, "save and leave after so many minutes", at_least=0)
+    eval_only: bool = flag(False, "evaluate the loaded checkpoint and exit", spelled=("--skip-train",))
+    exit_interval: int | None = flag(None, "save and exit when the step is a multiple of this", at_least=1)
+    exit_duration_in_mins: int | None = flag(None, "save and exit after this many minutes", at_least=0)
     exit_on_signal: bool = flag(
-        True, "on SIGTERM or SIGUSR1 save and leave with code 75", spelled=("--exit-signal-handler",)
+        True, "on SIGTERM or SIGUSR1 save and exit with code 75", spelled=("--exit-signal-handler",)
     )
     kill_switch_path: str | None = flag(
-        None, "save and leave as soon as this file exists", spelled=("--kill-switch-file",)
+        None, "save and exit as soon as this file exists", spelled=("--kill-switch-file",)
     )
     skip_train_iteration_range: tuple[str, ...] = flag(
         (), "ranges A-B of steps whose data is consumed without training on it", nargs="+"
     )
     run_dir: str | None = flag(None, "folder of this run's config.json, logs and metrics")
     metrics_file: str | None = flag(None, "JSON-lines file of metrics; metrics.jsonl in the run folder if unset")
-    log_path: str | None = flag(None, "folder that also receives the printed flags")
+    log_path: str | None = flag(None, "folder that also gets the printed flags")
     log_level: str | None = flag(None, "least severe message rank 0 shows", choices=_LEVELS)
     log_level_replica: str | None = flag(
         None,
         "the same for the other ranks",
         choices=_LEVELS,
-        ignored="the other ranks show warnings and errors, and nothing else",
+        ignored="the other ranks show only warnings and errors",
     )
     tensorboard_dir: str | None = flag(None, "folder for TensorBoard scalars; none are written if unset")
     tensorboard_log_interval: int = flag(1, "steps between TensorBoard scalars", at_least=1)
@@ -59,7 +59,7 @@ class ControlConfig(ConfigSection):
     log_num_zeros_in_grad: bool = flag(
         False, "log the number of zeros in the gradient", ignored="zeros in the gradient are not counted yet"
     )
-    log_per_source_loss: bool = flag(False, "log the loss of each source of the training blend beside the whole")
+    log_per_source_loss: bool = flag(False, "log the loss of each source of the training blend as well")
     log_timers_to_tensorboard: bool = flag(False, "write timers to TensorBoard")
     log_batch_size_to_tensorboard: bool = flag(False, "write the batch size to TensorBoard")
     log_learning_rate_to_tensorboard: bool = flag(
@@ -73,7 +73,7 @@ class ControlConfig(ConfigSection):
 
     @property
     def skip_ranges(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of steps to skip, 1-based and inclusive, sorted, overlapping ones merged."""
+        """The ranges of steps to skip: 1-based, inclusive, sorted, with overlapping ranges merged."""
         merged: list[tuple[int, int]] = []
         for first, last in sorted(_read_range(text) for text in self.skip_train_iteration_range):
             if merged and first <= merged[-1][1]:
@@ -94,10 +94,11 @@ class ControlConfig(ConfigSection):
             except ConfigError as failure:
                 yield from failure.problems
         if self.from_scratch and self.finetune:
-            yield "--from-scratch and --finetune contradict each other: the first loads nothing. Drop one."
+            yield "--from-scratch and --finetune contradict each other: the first loads nothing. Drop one of them."
         if self.from_scratch and self.eval_only:
             yield (
-                "--from-scratch and --eval-only contradict each other: there would be no weights to evaluate. Drop one."
+                "--from-scratch and --eval-only contradict each other: there would be no weights to evaluate. Drop one "
+                "of them."
             )
         if self.exit_on_missing_checkpoint and self.load is None:
             yield "--exit-on-missing-checkpoint needs --load, the folder that must hold a checkpoint."

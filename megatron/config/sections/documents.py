@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import RUN_MUST_MATCH, flag
-from megatron.config.section import ConfigSection
+from megatron.config.flags.fields import RUN_MUST_MATCH, flag
+from megatron.config.flags.section import ConfigSection
 
 
 @dataclass(frozen=True)

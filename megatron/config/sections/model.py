@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.fields import MUST_MATCH, derived, flag
-from megatron.config.section import ConfigSection
+from megatron.config.flags.fields import MUST_MATCH, derived, flag
+from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
 
-def _head_width(model: ModelConfig) -> int:
+def _head_width(model: ModelRequest) -> int:
     """The width of a head that is not given."""
     heads = model.num_attention_heads
     if heads < 1 or model.hidden_size % heads:
@@ -22,8 +22,8 @@ def _head_width(model: ModelConfig) -> int:
 
 
 @dataclass(frozen=True)
-class ModelConfig(ConfigSection):
-    """The network, as every layer sees it."""
+class ModelRequest(ConfigSection):
+    """The architecture that was asked for."""
 
     num_layers: int = flag(help="transformer blocks in the whole model", at_least=1, resume=MUST_MATCH)
     hidden_size: int = flag(help="width of the model", at_least=1, resume=MUST_MATCH)
@@ -43,19 +43,25 @@ class ModelConfig(ConfigSection):
         resume=MUST_MATCH,
     )
     max_position_embeddings: int = flag(
-        help="rows of the learned position table, at least the sequence length", at_least=1, resume=MUST_MATCH
+        help="rows of the learned position embedding; at least the sequence length", at_least=1, resume=MUST_MATCH
     )
     layernorm_epsilon: float = flag(1e-5, "epsilon of every layer norm", above=0, resume=MUST_MATCH)
-    openai_gelu: bool = flag(False, "tanh form of GELU, as OpenAI's code has it", resume=MUST_MATCH)
+    openai_gelu: bool = flag(False, "tanh approximation of GELU, as in OpenAI's code", resume=MUST_MATCH)
     hidden_dropout: float = flag(0.1, "dropout on block outputs and on the embedding", at_least=0, below=1)
     attention_dropout: float = flag(0.1, "dropout on attention probabilities", at_least=0, below=1)
     init_method_std: float = flag(
-        0.02, "standard deviation of the normal distribution weights are drawn from", at_least=0
+        0.02, "standard deviation of the normal distribution that weights are drawn from", at_least=0
     )
     bias_gelu_fusion: bool = flag(
         True,
-        "tanh form of GELU, which upstream's fused kernel computes; off: the exact form, unless --openai-gelu",
+        "tanh approximation of GELU, as in upstream's fused kernel; off: exact GELU unless --openai-gelu",
         resume=MUST_MATCH,
     )
-    vocab_size: int = derived(0, "tokens the tokenizer knows", resume=MUST_MATCH)
-    padded_vocab_size: int = derived(0, "rows of the word embedding over all tensor-parallel ranks")
+
+
+@dataclass(frozen=True)
+class ModelConfig(ModelRequest):
+    """The architecture with the size of its vocabulary, as every layer sees it."""
+
+    vocab_size: int = derived("tokens the tokenizer knows", resume=MUST_MATCH)
+    padded_vocab_size: int = derived("rows of the word embedding over all tensor-parallel ranks")

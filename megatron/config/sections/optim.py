@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.fields import RUN_MUST_MATCH, flag
-from megatron.config.section import ConfigSection
+from megatron.config.flags.fields import RUN_MUST_MATCH, flag
+from megatron.config.flags.section import ConfigSection
 
 
 @dataclass(frozen=True)
-class OptimConfig(ConfigSection):
-    """Optimizer, schedule, batch sizes and the length of training."""
+class OptimRequest(ConfigSection):
+    """Optimizer, schedule, batch sizes and the length of training, as they were asked for."""
 
-    micro_batch_size: int = flag(help="samples per forward pass of one copy of the model", at_least=1)
-    global_batch_size: int = flag(
-        None, "samples per step over all copies; micro batch x copies if unset (set by resolve)", at_least=1
+    micro_batch_size: int = flag(help="samples per forward pass of one model replica", at_least=1)
+    global_batch_size: int | None = flag(
+        None, "samples per step over all replicas; micro batch x replicas if unset", at_least=1
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(
-        None, "start, increment, samples: let the global batch grow to its size over so many samples"
+        None, "start, increment, samples: the global batch grows from start to its full size over so many samples"
     )
-    train_iters: int = flag(
+    train_iters: int | None = flag(
         None,
-        "steps to train (computed by resolve when --train-samples is given)",
+        "steps to train",
         at_least=1,
         remedy="--eval-only evaluates without training.",
     )
@@ -40,12 +40,12 @@ class OptimConfig(ConfigSection):
     lr_warmup_samples: int = flag(0, "warm-up in samples", at_least=0)
     override_lr_scheduler: bool = flag(
         False,
-        "on resume the command line's schedule wins (the default)",
+        "on resume, use the schedule of the command line (the default)",
         spelled=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
     )
     use_checkpoint_lr_scheduler: bool = flag(
         False,
-        "on resume the checkpoint's schedule wins",
+        "on resume, use the schedule of the checkpoint",
         spelled=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
     )
     weight_decay: float = flag(0.01, "decoupled weight decay of matrices; biases and norms have none", at_least=0)
@@ -58,13 +58,13 @@ class OptimConfig(ConfigSection):
     def problems(self) -> Iterator[str]:
         if self.lr is not None and self.min_lr > self.lr:
             yield (
-                f"--min-lr {self.min_lr} is more than --lr {self.lr}. The schedule falls from --lr to --min-lr; swap "
-                "them."
+                f"--min-lr {self.min_lr} is more than --lr {self.lr}. The schedule falls from --lr to --min-lr; lower "
+                "--min-lr."
             )
         if self.override_lr_scheduler and self.use_checkpoint_lr_scheduler:
             yield (
-                "--override-lr-scheduler and --use-checkpoint-lr-scheduler contradict each other. Drop one: the first "
-                "takes the schedule from the command line, the second from the checkpoint."
+                "--override-lr-scheduler and --use-checkpoint-lr-scheduler contradict each other. Drop one of them: "
+                "the first takes the schedule from the command line, the second from the checkpoint."
             )
         micro, batch = self.micro_batch_size, self.global_batch_size
         if batch is not None and micro > 0 and batch % micro:
@@ -74,6 +74,7 @@ class OptimConfig(ConfigSection):
                 f"Use {f'{lower} or ' if lower else ''}{lower + micro}."
             )
         yield from self._rampup_problems()
+        yield from self._schedule_problems()
 
     def _rampup_problems(self) -> Iterator[str]:
         if self.rampup_batch_size is None:
@@ -90,11 +91,50 @@ class OptimConfig(ConfigSection):
         elif (self.global_batch_size - start) % increment:
             yield (
                 f"{given}: from {start} to --global-batch-size {self.global_batch_size} is "
-                f"{self.global_batch_size - start}, no multiple of the increment {increment}. Use an increment that "
-                "divides it."
+                f"{self.global_batch_size - start}, which is not a multiple of the increment {increment}. Use an "
+                "increment that divides it."
             )
         if self.micro_batch_size > 0 and (start % self.micro_batch_size or increment % self.micro_batch_size):
             yield (
                 f"{given}: start and increment must be multiples of --micro-batch-size {self.micro_batch_size}, or "
-                "some step could not be cut into micro-batches."
+                "some step could not be split into micro-batches."
             )
+
+    def _schedule_problems(self) -> Iterator[str]:
+        """Rules of a run whose length is known; the schedule is counted in the unit of the length."""
+        by_samples = self.train_samples is not None
+        unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
+        length = self.train_samples if by_samples else self.train_iters
+        if length is None or length < 1:
+            return
+        foreign_decay = self.lr_decay_iters if by_samples else self.lr_decay_samples
+        foreign_warmup = self.lr_warmup_iters if by_samples else self.lr_warmup_samples
+        if foreign_decay is not None:
+            yield f"--lr-decay-{other} {foreign_decay} does not go with --train-{unit}. Use --lr-decay-{unit}."
+        if foreign_warmup:
+            yield f"--lr-warmup-{other} {foreign_warmup} does not go with --train-{unit}. Use --lr-warmup-{unit}."
+        if self.rampup_batch_size is not None and not by_samples:
+            shown = " ".join(map(str, self.rampup_batch_size))
+            yield f"--rampup-batch-size {shown} does not go with --train-iters. Use --train-samples."
+        warmup = self.lr_warmup_samples if by_samples else self.lr_warmup_iters
+        if self.lr_warmup_fraction is not None and warmup:
+            yield (
+                f"--lr-warmup-fraction {self.lr_warmup_fraction} and --lr-warmup-{unit} {warmup} are both given. The "
+                "warm-up has one length; drop one of them."
+            )
+        given_decay = self.lr_decay_samples if by_samples else self.lr_decay_iters
+        decay, source = (given_decay, f"--lr-decay-{unit}") if given_decay else (length, f"--train-{unit}")
+        if warmup >= decay:
+            yield (
+                f"--lr-warmup-{unit} {warmup} is not less than {source} {decay}, the length of the decay that contains "
+                f"it. Use a shorter warm-up or a longer --lr-decay-{unit}."
+            )
+
+
+@dataclass(frozen=True)
+class OptimConfig(OptimRequest):
+    """The same with every number that training needs; a run that only evaluates plans no step."""
+
+    global_batch_size: int = flag(help="samples per step over all replicas", at_least=1)
+    train_iters: int = flag(help="steps to train", at_least=0)
+    lr: float = flag(help="peak learning rate", at_least=0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.fields import flag
-from megatron.config.section import ConfigSection
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class DuplicateFilter:
         if self._near is not None:
             left = np.flatnonzero([rejection is None for rejection in rejections])
             numbers = cleaned.passed[left] + self._read
-            found = self._near.rejections(cleaned.signatures[left], cleaned.band_keys[left], numbers)
+            found = self._near.twins(cleaned.signatures[left], cleaned.band_keys[left], numbers)
             for index, twin in zip(left.tolist(), found, strict=True):
                 if twin is not None:
                     rejections[index] = Rejection(NEAR_DUPLICATE, f"{twin[1]:.2f} like {self._place(twin[0])}")

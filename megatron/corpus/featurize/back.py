@@ -79,7 +79,7 @@ def windows_to_tokens(
             kept = lengths[lengths > 0]
             empty += len(lengths) - len(kept)
             if begin is not None or end is not None:
-                around = [[] if one is None else [one] for one in (begin, end)]
+                around = [[] if token is None else [token] for token in (begin, end)]
                 tokens, kept = surround(tokens, kept, around[0], around[1])
             writer.add_batch(tokens, kept)
         for path in paths:

@@ -7,7 +7,6 @@ output: a local or shared file system, or addresses such as gs://bucket/file tha
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -66,7 +65,7 @@ def featurize_with_beam(
         DataError: a bad line (unless they are skipped) or a damaged file.
         StorageError: the outputs cannot be written.
     """
-    beam = _beam("apache_beam", words)
+    beam = _beam(words)
     pipeline_options = _pipeline_options(words)
     cutting = cutting_for_text(encoding, options)
     works = list(_works(inputs, encoding, options.num_shards))
@@ -89,7 +88,7 @@ def featurize_with_beam(
         )
         result = pipeline.run()
         result.wait_until_finish()
-        counts = {one.key.metric.name: int(one.result) for one in result.metrics().query()["counters"]}
+        counts = {counter.key.metric.name: int(counter.result) for counter in result.metrics().query()["counters"]}
         _publish(output_path, temporaries, finals)
     except Exception as failure:
         raise _understood(failure) from failure
@@ -121,7 +120,7 @@ def make_shard(element: str, job: str) -> None:
         raise storage_error(Path(path), failure) from failure
     finally:
         _remove([unfinished])
-    metrics = _beam("apache_beam.metrics").Metrics
+    metrics = _beam().metrics.Metrics
     for name, count in counts.items():
         metrics.counter(_NAMESPACE, name).inc(count)
 
@@ -229,7 +228,7 @@ def _pipeline_options(words: Sequence[str]) -> Any:
     Raises:
         ConfigError: Beam does not know one.
     """
-    module = _beam("apache_beam.options.pipeline_options")
+    module = _beam().options.pipeline_options
     options = module.PipelineOptions(list(words))
     parsers: list[Any] = []
     options.get_all_options(add_extra_args_fn=parsers.append)
@@ -251,15 +250,20 @@ def _understood(failure: Exception) -> Exception:
     return failure
 
 
-def _beam(name: str, words: Sequence[str] = ()) -> Any:
+def _beam(words: Sequence[str] = ()) -> Any:
+    """Apache Beam with the modules that are used of it."""
     try:
-        return importlib.import_module(name)
+        import apache_beam
+        import apache_beam.io.filesystems
+        import apache_beam.metrics
+        import apache_beam.options.pipeline_options
     except ImportError as failure:
         given = " ".join(word for word in words if word.startswith("-"))
         raise ConfigError(
             f"--runner and Beam's options{f' ({given})' if given else ''} need the apache-beam package: pip install "
             "apache-beam. Without them this machine's own processes do the work (--num-workers)."
         ) from failure
+    return apache_beam
 
 
 # --- files, here or at an address -----------------------------------------------------------------
@@ -270,7 +274,7 @@ def _is_address(path: str) -> bool:
 
 
 def _file_systems() -> Any:
-    return _beam("apache_beam.io.filesystems").FileSystems
+    return _beam().io.filesystems.FileSystems
 
 
 def _temporary(path: str) -> str:
@@ -327,7 +331,7 @@ def _publish(output_path: str, temporaries: Sequence[str], finals: Sequence[str]
         publish(output_path, [(Path(old), Path(new)) for old, new in zip(temporaries, finals, strict=True)])
         return
     systems = _file_systems()
-    there = [one.path for one in systems.match([f"{output_path}-*"])[0].metadata_list]
+    there = [metadata.path for metadata in systems.match([f"{output_path}-*"])[0].metadata_list]
     older = [path for path in there if is_shard_of(output_path, path)]
     if older:
         systems.delete(older)

@@ -228,7 +228,7 @@ def _write_in_workers(plan: WindowPlan, shards: Sequence[_Shard], workers: int) 
             sender.close()
             running[receiver] = processes[-1]
         while running:
-            for receiver in [one for one in wait(list(running)) if isinstance(one, Connection)]:
+            for receiver in [ready for ready in wait(list(running)) if isinstance(ready, Connection)]:
                 _take_answer(receiver, running.pop(receiver))
     finally:
         stop_processes(processes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,8 @@ def row_blocks(rows: Any, source: str, block_bytes: int) -> Iterator[Block]:
     Raises:
         DataError: rows cannot be read.
     """
-    arrow = importlib.import_module("pyarrow")
+    import pyarrow as arrow
+
     held: list[Any] = []
     start = done = 0
     batches = rows.with_format("arrow").iter(batch_size=_BATCH_ROWS)
@@ -29,11 +29,11 @@ def row_blocks(rows: Any, source: str, block_bytes: int) -> Iterator[Block]:
             raise DataError(
                 f"{source}: rows from {done} on cannot be read: {failure}. Load the data set again."
             ) from failure
-        if held and (table is None or sum(one.nbytes for one in held) >= block_bytes):
+        if held and (table is None or sum(part.nbytes for part in held) >= block_bytes):
             sink = arrow.BufferOutputStream()
             with arrow.ipc.new_stream(sink, held[0].schema) as writer:
-                for one in held:
-                    writer.write_table(one)
+                for part in held:
+                    writer.write_table(part)
             data = bytes(sink.getvalue())
             yield Block(source, start, len(data), data, 0, "parquet")
             start += len(data)
@@ -54,8 +54,9 @@ def datasets_library(why: str) -> Any:
         ConfigError: it is not installed.
     """
     try:
-        return importlib.import_module("datasets")
+        import datasets
     except ImportError as failure:
         raise ConfigError(
             f"{why} needs the datasets package: pip install datasets, or give files with --input."
         ) from failure
+    return datasets

@@ -6,7 +6,6 @@ reads without parsing.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[t
         ConfigError: pyarrow is missing.
         DataError: the file is damaged, or a column is missing.
     """
-    arrow = _pyarrow("pyarrow", path)
+    arrow, _ = _pyarrow(path)
     with _open(path) as file:
         columns = columns_of(file.schema_arrow.names, path, keys)
         _check_counts(file.metadata, path)
@@ -43,9 +42,9 @@ def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[t
         try:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, use_threads=False):
                 held.append(batch)
-                if sum(one.nbytes for one in held) >= block_bytes:
-                    yield _packed(arrow, held), sum(one.num_rows for one in held)
-                    rows += sum(one.num_rows for one in held)
+                if sum(batch.nbytes for batch in held) >= block_bytes:
+                    yield _packed(arrow, held), sum(batch.num_rows for batch in held)
+                    rows += sum(batch.num_rows for batch in held)
                     held = []
         except (OSError, arrow.ArrowException) as failure:
             raise DataError(
@@ -53,8 +52,8 @@ def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[t
                 "out."
             ) from failure
         if held:
-            yield _packed(arrow, held), sum(one.num_rows for one in held)
-            rows += sum(one.num_rows for one in held)
+            yield _packed(arrow, held), sum(batch.num_rows for batch in held)
+            rows += sum(batch.num_rows for batch in held)
         if rows != file.metadata.num_rows:
             raise DataError(
                 f"{path}: its footer tells of {file.metadata.num_rows} rows, but row {rows} is the last that could be "
@@ -67,7 +66,8 @@ def parquet_texts(data: bytes, keys: Sequence[str]) -> list[list[Any]]:
 
     `a.b` is field b of column a.
     """
-    ipc = importlib.import_module("pyarrow.ipc")
+    from pyarrow import ipc
+
     with ipc.open_stream(data) as reader:
         table = reader.read_all()
     found = []
@@ -125,7 +125,7 @@ def _value(scalar: Any) -> Any:
 
 
 def _open(path: str) -> Any:
-    parquet = _pyarrow("pyarrow.parquet", path)
+    _, parquet = _pyarrow(path)
     try:
         return parquet.ParquetFile(path)
     except (OSError, ValueError) as failure:
@@ -155,10 +155,13 @@ def _check_counts(metadata: Any, path: str) -> None:
                     )
 
 
-def _pyarrow(name: str, path: str) -> Any:
+def _pyarrow(path: str) -> tuple[Any, Any]:
+    """pyarrow and its part for Parquet files."""
     try:
-        return importlib.import_module(name)
+        import pyarrow
+        import pyarrow.parquet
     except ImportError as failure:
         raise ConfigError(
             f"--input {Path(path)} needs the pyarrow package: pip install pyarrow, or turn the file into jsonl first."
         ) from failure
+    return pyarrow, pyarrow.parquet

@@ -1,8 +1,7 @@
-"""Reading `.zst` files, which the library's own reader ends in silence where they were cut."""
+"""Reading `.zst` files; the library's own reader does not notice that a file was truncated."""
 
 from __future__ import annotations
 
-import importlib
 import io
 from typing import IO, Any
 
@@ -22,18 +21,19 @@ def zstandard_stream(raw: IO[bytes], path: str) -> IO[bytes]:
     return io.BufferedReader(_Frames(raw, zstandard_library(path)), 1 << 20)
 
 
-def zstandard_library(path: str, flag: str = "--input", way_out: str = "decompress it first") -> Any:
+def zstandard_library(path: str, flag: str = "--input", advice: str = "decompress it first") -> Any:
     """The package, asked for on behalf of a file that a flag names.
 
     Raises:
         ConfigError: it is not installed.
     """
     try:
-        return importlib.import_module("zstandard")
+        import zstandard
     except ImportError as failure:
         raise ConfigError(
-            f"{flag} {path} needs the zstandard package (pip install zstandard), or {way_out}."
+            f"{flag} {path} needs the zstandard package (pip install zstandard), or {advice}."
         ) from failure
+    return zstandard
 
 
 class _Frames(io.RawIOBase):

@@ -130,7 +130,7 @@ def _lengths(dataset: IndexedDataset, result: Examination) -> None:
     classes = np.where(lengths > 0, np.frexp(lengths.astype(np.float64))[1], 0)
     counts = np.bincount(classes)
     first = int(np.flatnonzero(counts)[0])
-    result.histogram = [(0 if one == 0 else 1 << (one - 1), int(counts[one])) for one in range(first, len(counts))]
+    result.histogram = [(0 if bits == 0 else 1 << (bits - 1), int(counts[bits])) for bits in range(first, len(counts))]
 
 
 def _tokens(dataset: IndexedDataset, result: Examination) -> None:

@@ -161,13 +161,13 @@ def _check_same(whole: str, copy: str) -> None:
     log.info(f"{whole} (.bin, .idx): merged in parallel and serially, with the same bytes.")
 
 
-def _first_difference(one: Path, other: Path) -> int | None:
+def _first_difference(path: Path, other: Path) -> int | None:
     offset = 0
-    with one.open("rb") as first, other.open("rb") as second:
+    with path.open("rb") as first, other.open("rb") as second:
         while True:
             here, there = first.read(_COMPARED_BYTES), second.read(_COMPARED_BYTES)
             if here != there:
-                equal = (one == other for one, other in zip(here, there, strict=False))
+                equal = (ours == theirs for ours, theirs in zip(here, there, strict=False))
                 return offset + sum(takewhile(bool, equal))
             if not here:
                 return None

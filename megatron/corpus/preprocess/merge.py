@@ -208,13 +208,13 @@ def _merged_sidecar(plan: MergePlan) -> Sidecar | None:
     merged = [sidecar for _, sidecar in found]
     return replace(
         merged[0],
-        documents=sum(one.documents for one in merged),
-        empty=sum(one.empty for one in merged),
-        skipped=sum(one.skipped for one in merged),
-        sequences=sum(one.sequences for one in merged),
-        tokens=sum(one.tokens for one in merged),
-        append_eod=all(one.append_eod for one in merged),
-        sources=tuple(source for one in merged for source in one.sources),
+        documents=sum(sidecar.documents for sidecar in merged),
+        empty=sum(sidecar.empty for sidecar in merged),
+        skipped=sum(sidecar.skipped for sidecar in merged),
+        sequences=sum(sidecar.sequences for sidecar in merged),
+        tokens=sum(sidecar.tokens for sidecar in merged),
+        append_eod=all(sidecar.append_eod for sidecar in merged),
+        sources=tuple(source for sidecar in merged for source in sidecar.sources),
     )
 
 

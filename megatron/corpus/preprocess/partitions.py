@@ -136,7 +136,7 @@ def _description(shares: Shares, options: EncodeOptions, encoder: BlockEncoder) 
     sentences = options.sentences
     description = {
         "inputs": [[without_password(path), *_state(path)] for path in paths],
-        "shares": [[[without_password(one.path), one.start, one.stop] for one in share] for share in shares],
+        "shares": [[[without_password(part.path), part.start, part.stop] for part in share] for share in shares],
         "keys": options.keys,
         "append_eod": options.append_eod,
         "document_separator": options.document_separator,
@@ -182,7 +182,7 @@ def _take_over(folder: Path, description: Mapping[str, Any], wholes: Sequence[st
     differing = [name for name in description if saved.get(name) != description[name]]
     has_finished = any(path.suffix == ".idx" for path in visible) and not saved.get(_MERGED)
     if has_finished and differing:
-        then, now = (_shown(one.get(differing[0])) for one in (saved, description))
+        then, now = (_shown(values.get(differing[0])) for values in (saved, description))
         raise ConfigError(
             f"{folder} holds parts of a run that did not finish, with other {_NAMES[differing[0]]}: {then} then, {now} "
             "now. Give the command of that run again to finish it, or remove the folder (rm -r "

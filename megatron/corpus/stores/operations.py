@@ -137,12 +137,12 @@ def _import_one(
 
 def _known(writer: StoreWriter, fingerprint: str, options: ImportOptions) -> ImportRecord | None:
     key = "\t".join(options.keys)
-    return next((one for one in writer.records() if (one.fingerprint, one.key) == (fingerprint, key)), None)
+    return next((record for record in writer.records() if (record.fingerprint, record.key) == (fingerprint, key)), None)
 
 
 def _refuse_changed(writer: StoreWriter, path: str, fingerprint: str, options: ImportOptions) -> None:
     key = "\t".join(options.keys)
-    former = [one for one in writer.records() if (one.source, one.key) == (path, key)]
+    former = [record for record in writer.records() if (record.source, record.key) == (path, key)]
     if former and not options.adds_changed:
         raise ConfigError(
             f"{path} was imported before ({former[-1].num_docs} documents from idx {former[-1].first_idx}) and has "
@@ -321,8 +321,8 @@ def fetch_samples(
                 work = [
                     pool.submit(_write_texts, address, *share, separator) for share in zip(shares, paths, strict=True)
                 ]
-                for one in work:
-                    one.result()
+                for future in work:
+                    future.result()
         except BrokenProcessPool as failure:
             raise StorageError(
                 f"A process that wrote {output_prefix}<i>.txt was killed (out of memory?). Run it again with fewer "

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatron import log
-from megatron.config.sections.data import DataConfig, WeightedGroup, read_blend, shown_split
+from megatron.config import DataConfig, WeightedGroup
+from megatron.config.sections.blends import read_blend, shown_split
 from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
 from megatron.data.datasets.gpt import GPTDataset
 from megatron.data.datasets.open_files import allow_open_files

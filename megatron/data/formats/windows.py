@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import binascii
 import glob
-import importlib
 import json
 import os
 import re
@@ -135,7 +134,7 @@ class WindowFile:
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
         self._arrow = load_arrow(self.path)
-        parquet = load_arrow(self.path, "pyarrow.parquet")
+        parquet = self._arrow.parquet
         try:
             self._file = parquet.ParquetFile(self.path, page_checksum_verification=True)
             self._check_schema(self._file.schema_arrow)
@@ -292,7 +291,7 @@ class WindowFile:
         parts = [chunk.flatten() for chunk in column.chunks]
         if any(part.null_count for part in parts):
             raise DataError(f"{self.path}: rows from {first} on hold a null inside of column {name!r}.")
-        compute = load_arrow(self.path, "pyarrow.compute")
+        compute = self._arrow.compute
         lengths = compute.list_value_length(column).to_numpy()
         if rows and (lengths != lengths[0]).any():
             other = int(np.flatnonzero(lengths != lengths[0])[0])
@@ -330,7 +329,7 @@ class WindowWriter:
 
     def __init__(self, stream: IO[bytes], path: str, facts: WindowFacts) -> None:
         self._arrow = arrow = load_arrow(path)
-        self._parquet = load_arrow(path, "pyarrow.parquet")
+        self._parquet = arrow.parquet
         self._path = path
         self._facts = facts
         self._offsets: list[npt.NDArray[np.int64]] = []
@@ -439,16 +438,19 @@ def expand_windows(values: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def load_arrow(path: str, name: str = "pyarrow") -> Any:
-    """The optional package pyarrow, or a part of it.
+def load_arrow(path: str) -> Any:
+    """The optional package pyarrow, with its parts for Parquet and computing.
 
     Raises:
         ConfigError: it is missing.
     """
     try:
-        return importlib.import_module(name)
+        import pyarrow
+        import pyarrow.compute
+        import pyarrow.parquet
     except ImportError as failure:
         raise ConfigError(f"{path} needs the pyarrow package for Parquet: pip install pyarrow.") from failure
+    return pyarrow
 
 
 def _matches(value: str) -> list[str]:

@@ -112,7 +112,7 @@ def _without_our_options(text: str) -> tuple[str, tuple[str, ...], str | None, s
     for option in filter(None, query.split("&")):
         name, _, value = option.partition("=")
         if name in _COLLECTION_OPTIONS:
-            collections += [unquote(one) for one in value.split(",") if one]
+            collections += [unquote(name) for name in value.split(",") if name]
         elif name in _COLUMN_OPTIONS and value:
             column = unquote(value)
         else:

@@ -148,7 +148,7 @@ class DocumentStore:
             for record in self._backend.imports()
             if record.collection_name in names
         ]
-        facts = [[one.name, len(one), one.column] for one in self.collections]
+        facts = [[collection.name, len(collection), collection.column] for collection in self.collections]
         return hashlib.sha256(json.dumps([facts, imports]).encode()).hexdigest()[:32]
 
     def close(self) -> None:

@@ -96,7 +96,9 @@ class MongoCollections:
             }
             found = self.database[IMPORT_COLLECTION].find().sort("_id", 1)
             records = [ImportRecord(*(entry[name] for name in names)) for entry in found]
-        return [one for one in records if one.first_idx + one.num_docs <= counted.get(one.collection_name, 0)]
+        return [
+            record for record in records if record.first_idx + record.num_docs <= counted.get(record.collection_name, 0)
+        ]
 
     def texts(self, name: str, column: str, first: int, stop: int) -> list[tuple[int, Any]]:
         """The documents with first <= idx < stop as (idx, value), in order of idx."""

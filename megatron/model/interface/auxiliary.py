@@ -14,7 +14,8 @@ class AuxiliaryLosses:
     """What the layers of this rank added to the loss of one micro-batch.
 
     Args:
-        backward_scale: factor that the main loss is multiplied by before backward (the fp16 loss scale); 1 otherwise.
+        backward_scale: factor that the engine multiplies the loss of a micro-batch by before backward: the fp16 loss
+            scale over the number of micro-batches.
     """
 
     def __init__(self, backward_scale: float = 1.0) -> None:

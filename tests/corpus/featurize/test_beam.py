@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.data.formats.windows import COLUMNS, WindowFile
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
-from tests.corpus.featurize.test_run import quiet, write_jsonl
+from tests.corpus.featurize.texts import quiet, write_jsonl
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
 pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
@@ -144,10 +144,7 @@ def test_what_beam_cannot_do_is_one_sentence(
     with pytest.raises(StorageError, match=r"Cannot write .*w-0000.-of-00003.*No space left on device"):
         run([source], f"{tmp_path}/w", choice)
 
-    def absent(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", absent)
+    monkeypatch.setitem(sys.modules, "apache_beam", None)
     with pytest.raises(ConfigError, match=r"\(--direct_running_mode\) need the apache-beam package"):
         run([source], f"{tmp_path}/w", choice)
 

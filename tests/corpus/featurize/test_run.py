@@ -2,167 +2,37 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
-import signal
-import sys
-import tempfile
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from itertools import chain
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import tokenizers
 import tokenizers.processors
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from megatron.corpus.featurize import back as featurize_back
-from megatron.corpus.featurize import shards as featurize_shards
 from megatron.corpus.featurize.back import windows_to_tokens
 from megatron.corpus.featurize.run import WindowOptions, featurize, featurize_tokens
-from megatron.corpus.featurize.windows import Cutting, Documents, cut, tally, window_counts
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.run import preprocess
-from megatron.corpus.workers.processes import WorkerError
-from megatron.corpus.workers.progress import ProgressLine
-from megatron.data.formats.atomic_files import temporary_beside
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.data.formats.token_index import CODE_OF_DTYPE
-from megatron.data.formats.windows import WindowFacts, WindowFile
+from megatron.data.formats.windows import WindowFile
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from tests.corpus.featurize.texts import quiet, write_jsonl
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
-pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
 pytest.importorskip("pyarrow.parquet")
 
 
 RECORD = TokenizerRecord("tiny", "abc", 600, 599)
 
 
-@st.composite
-def cuttings(draw: Any) -> Cutting:
-    special = draw(st.integers(0, 2))
-    length = draw(st.integers(special + 1, 12))
-    stride = draw(st.integers(1, length - special))
-    facts = WindowFacts(
-        length, special, stride, -100, 9, 8, draw(st.sampled_from([0, 8])), mask_overlap=draw(st.booleans())
-    )
-    return Cutting(facts, draw(st.integers(1, length)), draw(st.booleans()), draw(st.integers(1, 60)))
-
-
-def numbered(lengths: Sequence[int]) -> Documents:
-    """Documents of ids that differ everywhere, 0 among them."""
-    numbers = np.array(lengths, dtype=np.int64)
-    tokens = np.arange(numbers.sum())
-    return Documents(numbers, np.cumsum(numbers) - numbers, lambda start, stop: tokens[start:stop], "test")
-
-
-@settings(max_examples=120, deadline=None)
-@given(cuttings(), st.lists(st.integers(0, 40), max_size=6))
-def test_every_token_of_every_document_appears(cutting: Cutting, lengths: list[int]) -> None:
-    facts = cutting.facts
-    found: list[dict[int, int]] = []
-    learned: list[int] = []
-    windows = repeated = padded = 0
-    for rows, offsets in cut(cutting, numbered(lengths)):
-        for ids, mask, labels, offset in zip(
-            rows.input_ids.tolist(), rows.attention_mask.tolist(), rows.labels.tolist(), offsets.tolist(), strict=True
-        ):
-            used = int(sum(mask))
-            assert mask == [1.0] * used + [0.0] * (facts.sequence_length - used)
-            assert ids[used:] == [facts.pad_id] * (facts.sequence_length - used)
-            assert labels[used:] == [-100] * (facts.sequence_length - used)
-            assert ids[:1] == [9] or facts.special_tokens < 2
-            if facts.special_tokens:
-                assert ids[used - 1] == labels[used - 1] == 8
-            body = slice(facts.before, used - (facts.special_tokens > 0))
-            assert all(label in (token, -100) for token, label in zip(ids[body], labels[body], strict=True))
-            assert facts.mask_overlap or labels[:used] == ids[:used]
-            learned += [token for token, label in zip(ids[body], labels[body], strict=True) if label >= 0]
-            if offset == 0:
-                found.append({})
-            for place, token in enumerate(ids[body], start=offset):
-                assert found[-1].setdefault(place, token) == token
-            windows += 1
-            padded += facts.sequence_length - used
-            repeated += len(ids[body])
-    starts = np.cumsum(lengths) - lengths
-    whole = {int(start): length for start, length in zip(starts, lengths, strict=True) if length}
-    kept = 0
-    for document in found:
-        places = sorted(document)
-        assert places == list(range(len(places)))
-        tokens = [document[place] for place in places]
-        length = whole.pop(tokens[0])
-        assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
-        assert len(tokens) == length or cutting.drop_short
-        kept += len(tokens)
-    assert not whole or cutting.drop_short
-    if facts.mask_overlap:
-        assert len(learned) == len(set(learned)) == kept
-    counted = tally(cutting, np.array(lengths, dtype=np.int64))
-    assert (counted.documents, counted.tokens) == (sum(length > 0 for length in lengths), sum(lengths))
-    assert (counted.windows, counted.kept, counted.padded) == (windows, kept, padded)
-    assert (counted.repeated, counted.special) == (repeated - kept, windows * facts.special_tokens)
-    assert counted.kept + counted.repeated + counted.special + counted.padded == windows * facts.sequence_length
-    assert counted.windows == window_counts(cutting, np.array(lengths, dtype=np.int64)).sum()
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.lists(st.lists(st.integers(0, 599), max_size=30), max_size=3), max_size=8),
-    st.integers(3, 10),
-    st.data(),
-)
-def test_tokens_to_windows_and_back_lose_nothing(documents: list[list[list[int]]], length: int, data: Any) -> None:
-    special = data.draw(st.integers(0, 2))
-    options = WindowOptions(
-        min_sequence_length=1,
-        max_sequence_length=length,
-        num_special_token_reserved=special,
-        stride=data.draw(st.one_of(st.none(), st.integers(1, length - special))),
-        mask_overlap=data.draw(st.booleans()),
-        num_shards=data.draw(st.integers(1, 4)),
-    )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        patch.object(featurize_shards, "_DOCUMENTS_AT_ONCE", data.draw(st.integers(1, 4))),
-        patch.object(featurize_back, "_POSITIONS_AT_ONCE", data.draw(st.integers(1, 40))),
-        patch.object(Cutting, "rows_at_once", data.draw(st.integers(1, 5))),
-    ):
-        with IndexedWriter(f"{folder}/in", np.uint16) as writer:
-            for document in documents:
-                writer.add_document([np.array(sequence, np.uint16) for sequence in document])
-        result = featurize_tokens(f"{folder}/in", f"{folder}/w", RECORD, options, 1)
-        back = windows_to_tokens([f"{folder}/w"], f"{folder}/out")
-        expected = [list(chain(*document)) for document in documents if any(document)]
-        read = IndexedDataset(f"{folder}/out")
-        assert [read[number].tolist() for number in range(len(read))] == expected
-        assert result.tally.kept == back.tokens == read.tokens and back.windows == result.tally.windows
-        assert sum(WindowFile(path).rows for path in result.shards) == result.tally.windows
-
-
 @pytest.fixture(scope="module")
 def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
     return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
-
-
-def write_jsonl(path: Path, texts: list[str]) -> str:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
-
-
-def quiet() -> ProgressLine:
-    return ProgressLine(None, 1, lambda text: None)
 
 
 def small(**changed: Any) -> WindowOptions:
@@ -286,61 +156,6 @@ def test_wide_ids_keep_their_width(tmp_path: Path) -> None:
     assert read.dtype == np.int32 and [read[0].tolist(), read[1].tolist()] == [[65536, 7, *[199998] * 70], [8, 9]]
 
 
-def test_windows_of_other_tools_become_a_document_each(tmp_path: Path) -> None:
-    path = str(tmp_path / "x.parquet")
-    columns = {"input_ids": [[5, 6, 0], [9, 0, 0]], "attention_mask": [[0, 1, 1], [0, 0, 0]], "labels": [[5, 6, 0]] * 2}
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-    result = windows_to_tokens([path], f"{tmp_path}/out", append_eod=True, tokenizer=RECORD)
-    assert IndexedDataset(tmp_path / "out")[0].tolist() == [6, 0, 599]
-    assert (result.documents, result.empty, result.whole) == (1, 1, False)
-    windows_to_tokens([path], f"{tmp_path}/plain")
-    assert IndexedDataset(tmp_path / "plain").dtype == np.int32 and read_sidecar(tmp_path / "plain") is None
-    with pytest.raises(ConfigError, match=r"--append-eod: .*x\.parquet does not say which id ends a document"):
-        windows_to_tokens([path], f"{tmp_path}/none", append_eod=True)
-    with pytest.raises(DataError, match=r"row 0 has input_ids outside of 0 to 4: 5 at position 0"):
-        windows_to_tokens([path], f"{tmp_path}/none", TokenizerRecord("few", None, 5, 4))
-    assert not list(tmp_path.glob("*none*"))
-
-
-@pytest.fixture
-def shards(tmp_path: Path) -> tuple[str, ...]:
-    """Three shards of one long document and a short one."""
-    with IndexedWriter(tmp_path / "in", np.uint16) as writer:
-        writer.add_document([np.arange(90)])
-        writer.add_document([[5]])
-    return featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(num_shards=3), 1).shards
-
-
-def test_windows_that_do_not_fit_together_are_refused(tmp_path: Path, shards: tuple[str, ...]) -> None:
-    out = f"{tmp_path}/out"
-    with pytest.raises(DataError, match=r"w-00001-of-00003: row 0 does not follow the window before it"):
-        windows_to_tokens(shards[1:], out)
-    with pytest.raises(DataError, match=r"w-00002-of-00003: row 0 does not follow the window before it"):
-        windows_to_tokens([shards[0], shards[2]], out)
-    table = pyarrow.parquet.read_table(shards[0])
-    ids = table.column("input_ids").to_pylist()
-    ids[1][3] = 77
-    notes = pyarrow.parquet.read_metadata(shards[0]).metadata
-    changed = table.set_column(0, "input_ids", pyarrow.array(ids, table.schema.field(0).type))
-    pyarrow.parquet.write_table(changed.replace_schema_metadata(notes), f"{tmp_path}/changed")
-    with pytest.raises(DataError, match="changed: row 1 holds other tokens than the window before it"):
-        windows_to_tokens([f"{tmp_path}/changed"], out)
-    masks = table.column("attention_mask").to_pylist()
-    masks[1][3] = 0.0
-    changed = table.set_column(1, "attention_mask", pyarrow.array(masks, table.schema.field(1).type))
-    pyarrow.parquet.write_table(changed.replace_schema_metadata(notes), f"{tmp_path}/changed")
-    with pytest.raises(DataError, match="changed: row 1 has a mask that is not tokens first, then padding"):
-        windows_to_tokens([f"{tmp_path}/changed"], out)
-    other = featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/other", RECORD, small(stride=15), 1).shards
-    with pytest.raises(DataError, match="were not cut in the same way"):
-        windows_to_tokens([*shards, *other], out)
-    with pytest.raises(
-        DataError, match=r"made with another tokenizer \(tiny, 600 tokens\) than the one given \(few, 5"
-    ):
-        windows_to_tokens(shards, out, TokenizerRecord("few", None, 5, 4))
-    assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob(".*"))
-
-
 @pytest.mark.parametrize(
     ("changed", "record", "text"),
     [
@@ -376,52 +191,6 @@ def test_pairs_that_hold_no_ids_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"in\.bin holds float64, and windows are made of token ids only"):
         featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(), 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.bin", "in.idx"]
-
-
-def test_older_shards_go_and_leftovers_of_killed_runs_too(
-    tmp_path: Path, shards: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    process = multiprocessing.get_context("fork").Process(target=leave_something, args=(tmp_path,))
-    process.start()
-    process.join()
-    assert len(list(tmp_path.glob(".w*"))) == 2
-    (tmp_path / "w-notes").touch()
-    again = featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(), 1)
-    assert sorted(tmp_path.glob("w-*")) == [Path(again.shards[0]), tmp_path / "w-notes"]
-    assert not list(tmp_path.glob(".w*")) and capsys.readouterr().err.count("which a killed run had left") == 2
-
-
-def leave_something(folder: Path) -> None:
-    temporary_beside(folder / "w-00003-of-00009").touch()
-    scratch = temporary_beside(folder / "w")
-    scratch.mkdir()
-    (scratch / "tokens.bin").touch()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def forked_with(**changes: object) -> AbstractContextManager[object]:
-    """Makes processes inherit a changed module, also where a library's thread would have them started anew."""
-    return patch.multiple(featurize_shards, start_method=lambda: "fork", **changes)
-
-
-def test_a_killed_process_is_named_and_nothing_is_published(tmp_path: Path, shards: tuple[str, ...]) -> None:
-    before = {path: Path(path).read_bytes() for path in shards}
-
-    def die(plan: object, shard: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with forked_with(_write_shard=die), pytest.raises(WorkerError, match="was killed by signal 9"):
-        featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(num_shards=2), 2)
-    assert {path: Path(path).read_bytes() for path in shards} == before and not list(tmp_path.glob(".*"))
-
-
-def test_a_failure_in_a_process_is_the_users_sentence(tmp_path: Path, shards: tuple[str, ...]) -> None:
-    def fail(plan: object, shard: object) -> None:
-        raise StorageError("Cannot write x: No space left on device")
-
-    with forked_with(_write_shard=fail), pytest.raises(StorageError, match="No space left"):
-        featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(num_shards=2), 2)
-    assert len(list(tmp_path.glob("w-*"))) == len(shards)
 
 
 def test_places_that_cannot_be_written_are_found_before_the_work(tmp_path: Path, choice: TokenizerChoice) -> None:

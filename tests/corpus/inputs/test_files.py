@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.corpus.inputs import block as block_module
 from megatron.corpus.inputs import documents as documents_module
-from megatron.corpus.inputs import sources as sources_module
 from megatron.corpus.inputs.documents import parse_block
 from megatron.corpus.inputs.files import InputPart, Shard, expand_inputs, layout_of, read_separator, share_of
 from megatron.corpus.inputs.lines import parse_lines
@@ -262,7 +262,7 @@ def test_long_documents_of_plain_text_are_the_same_documents(
     expected = parsed(False)
     monkeypatch.setattr(documents_module, "LONG_LINE_BYTES", 20)
     monkeypatch.setattr(documents_module, "_CHECK_BYTES", 3)
-    monkeypatch.setattr(sources_module, "LONG_LINE_BYTES", 20)
+    monkeypatch.setattr(block_module, "LONG_LINE_BYTES", 20)
     assert parsed(True) == expected
     assert bool(expected[2]) == wrong
     if not wrong:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from typing import Any
 
 import pytest
@@ -33,9 +33,6 @@ def test_what_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="some: rows from 0 on cannot be read: disk error"):
         list(row_blocks(Broken(), "some", 1000))
 
-    def absent(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", absent)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="--input x needs the datasets package"):
         datasets_library("--input x")

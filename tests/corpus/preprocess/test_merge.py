@@ -231,10 +231,10 @@ def test_sidecars_are_merged_with_the_pairs(
 
 
 def merge_on_rank(rank: int, prefixes: list[str], output: str, broken: bool) -> str:
-    from megatron.config import ParallelConfig
+    from megatron.config import ParallelRequest
     from megatron.parallel.joining import close_mesh, open_mesh
 
-    mesh = open_mesh(ParallelConfig(distributed_backend="gloo"))
+    mesh = open_mesh(ParallelRequest(distributed_backend="gloo"))
     ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
     try:
         merge([*prefixes, f"{output}-gone"] if broken else prefixes, output, ranks)

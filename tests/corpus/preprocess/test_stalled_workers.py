@@ -96,18 +96,3 @@ def test_a_stopped_worker_that_is_killed_is_an_error(
     with pytest.raises(WorkerError, match=r"preprocessing worker 0 \(pid \d+\) was killed by signal 9 \(SIGKILL\)"):
         preprocess(source, f"{tmp_path}/out", EncodeOptions(choice), 2, stopper, 2 << 20)
     assert [path.name for path in tmp_path.iterdir()] == [Path(source[0]).name]
-
-
-def test_silence_is_told_at_growing_intervals_with_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard: list[str] = []
-    waited: list[float] = []
-    monkeypatch.setattr(pipes.log, "warning", heard.append)
-
-    def wait(seconds: float) -> bool:
-        waited.append(seconds)
-        return len(waited) == 4
-
-    assert pipes.wait_for(wait, [("worker 1", os.getpid()), ("worker 2", None)])
-    assert waited == [60, 60, 120, 240]
-    assert len(heard) == 6 and heard[0].startswith("worker 1 has not answered for 60 seconds. It may have a very long")
-    assert [text.split()[6] for text in heard] == ["60", "60", "120", "120", "240", "240"]

@@ -18,7 +18,6 @@ from megatron.corpus.vocabulary.learning import (
     texts_of,
     train_byte_level,
 )
-from megatron.corpus.vocabulary.round_trip import round_trip
 from megatron.corpus.vocabulary.unigram import train_unigram
 from megatron.corpus.vocabulary.wordpiece import train_wordpiece
 from megatron.errors import ConfigError, DataError
@@ -27,12 +26,6 @@ from tests.helpers.vocabulary import hard_documents
 
 SOURCE = [Path(random.__file__).read_text(encoding="utf-8"), *hard_documents(100, seed=1)]
 SEED_ORDER = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>")
-WORLD = [
-    "Pijamalı hasta yağız şoföre çabucak güvendi.",
-    "다람쥐 헌 쳇바퀴에 타고파",
-    "👩‍👩‍👧 👍🏽 🇹🇷",
-    "a\r\n\tb  c\x00\u2028",
-]
 
 
 def load(folder: Path, files: dict[str, bytes], kind: str, suffix: str) -> LibraryTokenizer:
@@ -74,48 +67,6 @@ def test_special_tokens_have_the_ids_of_the_seed(tmp_path: Path, model_type: str
     assert also.eod_id == 2 and own.eod_id == (901 if model_type == "wordpiece" else 2)
     if model_type == "unigram":
         assert own.decode([4]) == "<mask>"
-
-
-@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_every_text_comes_back(tmp_path: Path, model_type: str) -> None:
-    files = learned(model_type)
-    tokenizers = [load(tmp_path, files, "HFTokenizer", "-tokenizer.json")]
-    if model_type == "bpe":
-        tokenizers.append(load(tmp_path, files, "GPT2BPETokenizer", "-vocab.json"))
-    else:
-        tokenizers.append(load(tmp_path, files, "SentencePieceTokenizer", ".model"))
-    for tokenizer in tokenizers:
-        found = round_trip(tokenizer, [*WORLD, *hard_documents(), "<0x41> <0xFF>", "<unused0> [PAD]"])
-        assert found.inexact == 0, found.differences
-        assert tokenizer.is_exact == (model_type == "bpe")
-        assert found.documents == 313 and found.text_bytes > found.tokens > 0 and found.seconds > 0
-
-
-def test_a_round_trip_that_loses_something_says_what(tmp_path: Path) -> None:
-    tokenizer = load(tmp_path, learned("wordpiece"), "BertWordPieceLowerCase", "-vocab.txt")
-    found = round_trip(tokenizer, ["def random ( self )", "It is\nA ☃", ""])
-    assert (found.documents, found.inexact, found.unknown, found.words) == (3, 1, 1, 9)
-    assert [(one.document, one.place, one.was) for one in found.differences] == [(1, 0, "It is\nA ☃")]
-    assert "unknown: 1 tokens" in found.report()[2] and "2 of 3 documents" in found.report()[4]
-    assert "0 of 0 documents" in round_trip(tokenizer, []).report()[4]
-
-
-def test_what_is_put_around_a_text_is_no_part_of_the_round_trip(tmp_path: Path) -> None:
-    tokenizer = load(tmp_path, learned("unigram"), "Llama2Tokenizer", ".model")
-    found = round_trip(tokenizer, WORLD[:1])
-    assert found.inexact == 0 and found.tokens == len(tokenizer.encode(WORLD[0])) - 1
-
-
-def test_wordpiece_ids_are_the_same_both_ways(tmp_path: Path) -> None:
-    files = learned("wordpiece")
-    lines = files["-vocab.txt"].decode().splitlines()
-    assert lines[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"] and len(lines) == 900
-    by_lines = load(tmp_path, files, "BertWordPieceLowerCase", "-vocab.txt")
-    by_json = load(tmp_path, files, "HFTokenizer", "-tokenizer.json")
-    for text in ("Random numbers, SEEDED by me: 12.5", "Straße éa"):
-        assert by_lines.encode(text) == by_json.encode(text)
-        assert len(by_lines.encode(text)) < len(text)
-    assert by_lines.eod_id == by_json.eod_id == 901
 
 
 def test_drawn_texts_are_a_fair_sample_in_order() -> None:

@@ -9,13 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data.datasets import build as split_datasets
-from megatron.data.datasets.build import build_split_datasets, data_fingerprint, describe
-from megatron.data.datasets.gpt import GPTDataset
-from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.token_index import CACHED_HEADER, CACHED_MAGIC
-from megatron.data.order.index_map import Indices
+from megatron.data.datasets.build import build_split_datasets, describe
 from megatron.data.order.plan import DataPlan, segment_seed
 from megatron.errors import ConfigError, DataError, StorageError
 from tests.data.corpora import GOLDEN_LENGTHS, write_corpus
@@ -38,27 +34,6 @@ def rows_of(dataset, first: int = 0, last: int | None = None) -> list[list[int]]
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
     return write_corpus(tmp_path / "corpus", GOLDEN_LENGTHS)
-
-
-def test_samples_follow_the_golden_order(corpus):
-    """Row j of the golden sample index begins at token 8j of the documents laid out in the golden order."""
-    datasets, _ = build(config(corpus))
-    starts = np.concatenate([[0], np.cumsum(GOLDEN_LENGTHS)])
-    stream = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in [7, 2, 9, 1, 0, 8, 4, 5, 6, 3]])
-    for sample, row in enumerate([7, 3, 5, 1, 4, 8, 0, 2, 6]):
-        tokens = datasets.train[sample]
-        assert tokens.dtype == np.int64 and tokens.tolist() == stream[8 * row : 8 * row + 9].tolist()
-    with pytest.raises(IndexError, match="9 planned samples; there is no sample 9"):
-        datasets.train[9]
-
-
-def test_every_token_can_be_located(corpus):
-    datasets, _ = build(config(corpus))
-    for sample in range(9):
-        for position, token in enumerate(datasets.train[sample]):
-            assert f"(byte offset {4 * int(token)})" in datasets.train.locate(sample, position)
-    with pytest.raises(IndexError, match="has 9 tokens; it has no token"):
-        datasets.train.locate(0, 9)
 
 
 def test_a_split_gives_three_disjoint_ranges(tmp_path):
@@ -271,57 +246,3 @@ def test_a_cache_folder_that_was_asked_for_must_be_usable(tmp_path, corpus):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="--data-cache-path"):
         build(config(corpus, data_cache_path=str(tmp_path / "file")))
-
-
-def test_the_fingerprint_tells_files_apart(tmp_path, corpus):
-    other = write_corpus(tmp_path / "other", list(reversed(GOLDEN_LENGTHS)))
-    facts = data_fingerprint(config("1", corpus, "1", other))
-    assert facts[corpus]["tokens"] == 80 and facts[corpus]["sequences"] == 10 and facts[corpus]["dtype"] == "int32"
-    assert facts[corpus]["sha256"] != facts[other]["sha256"]
-
-
-def test_a_damaged_index_that_names_missing_tokens_is_a_data_error(corpus):
-    datasets, _ = build(config(corpus))
-    dataset = datasets.train
-    segment = dataset._segments[0]
-    dataset._segments = (segment._replace(sample=segment.sample + np.array([0, 50], np.int32)),)
-    with pytest.raises(DataError, match="sample index of .* is damaged: .*Delete the index cache"):
-        dataset[0]
-    dataset._segments = (segment._replace(sample=np.zeros_like(segment.sample)),)
-    with pytest.raises(DataError, match="sample 0 has 1 tokens, not 9"):
-        dataset[0]
-
-
-def write_cached_copy(prefix: str, copy: str) -> str:
-    """The same tokens in the `TNTIDX` layout."""
-    indexed = IndexedDataset(prefix)
-    ends = np.concatenate([[0], np.cumsum(indexed.lengths, dtype=np.int64)])
-    header = CACHED_HEADER.pack(CACHED_MAGIC, 1, 4, 4, len(indexed), len(indexed), len(indexed.documents))
-    tables = (np.arange(len(indexed) + 1), ends, indexed.lengths, indexed.documents)
-    Path(copy + ".idx").write_bytes(header + b"".join(table.astype("<i8").tobytes() for table in tables))
-    Path(copy + ".bin").write_bytes(Path(prefix + ".bin").read_bytes())
-    return copy
-
-
-def test_every_layout_of_token_files_can_be_trained_on(tmp_path, corpus):
-    cached = write_cached_copy(corpus, str(tmp_path / "cached"))
-    expected = rows_of(build(config(corpus, data_impl="mmap"))[0].train)
-    for data in (config(corpus), config(cached), config(cached, data_impl="lazy"), config(cached, data_impl="cached")):
-        assert rows_of(build(data)[0].train) == expected
-
-
-@pytest.mark.parametrize("data_impl", ["lazy", "cached", "mmap"])
-def test_a_layout_that_the_files_do_not_have_is_refused(tmp_path, corpus, data_impl):
-    prefix = write_cached_copy(corpus, str(tmp_path / "cached")) if data_impl == "mmap" else corpus
-    found = "cached or lazy" if data_impl == "mmap" else "mmap"
-    message = f"--data-impl {data_impl} was given, but {prefix}.idx has the layout {found}.*give --data-impl {found}"
-    with pytest.raises(DataError, match=message):
-        build(config(prefix, data_impl=data_impl))
-
-
-def test_a_sample_index_that_goes_backwards_is_damaged(tmp_path):
-    indexed = IndexedDataset(write_corpus(tmp_path / "a", [5, 9, 3]))
-    rows = np.array([[2, 0], [0, 1]], np.int32)
-    dataset = GPTDataset(indexed, 4, [Indices(np.arange(3, dtype=np.int32), rows, np.zeros(1, np.uint32))])
-    with pytest.raises(DataError, match=r"is damaged: sample 0 has 0 tokens, not 5\. Delete the index cache"):
-        dataset[0]

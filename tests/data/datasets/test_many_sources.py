@@ -7,7 +7,6 @@ import resource
 import pytest
 
 from megatron.data.datasets.build import build_split_datasets, describe
-from megatron.data.datasets.open_files import allow_open_files
 from tests.config.command_lines import small
 from tests.data.corpora import write_corpus
 
@@ -42,13 +41,3 @@ def test_three_hundred_sources_named_in_files(tmp_path, few_open_files):
     lines = describe(datasets, plan)
     assert len(lines) == 2 * SOURCES
     assert f"train: {prefixes[299]} [0, 108): 4 samples (0.44%, asked 0.44%), 0.03 epochs of 1,188 tokens" in lines
-
-
-def test_the_limit_of_open_files_is_raised_as_far_as_it_may(few_open_files, capsys):
-    allow_open_files(10)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(SOURCES, few_open_files)
-    if few_open_files == resource.RLIM_INFINITY:
-        pytest.skip("this system sets no limit")
-    allow_open_files(few_open_files + 1)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_open_files
-    assert f"and this system allows {few_open_files}" in capsys.readouterr().err

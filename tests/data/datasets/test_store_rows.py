@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data.datasets.build import build_split_datasets, check_sources, data_fingerprint, describe
 from megatron.data.datasets.store_rows import DocumentEncoder, StoreRows
 from megatron.data.loader import BatchOptions, MicroBatches

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data.datasets import build as split_datasets
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.sections.data import DataConfig
+from megatron.config import DataConfig
 from megatron.data.datasets.build import build_split_datasets, describe
 from megatron.data.order.plan import DataPlan, GroupPlan, Member, Phase
 from megatron.errors import DataError

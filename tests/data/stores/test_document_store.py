@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import sqlite3
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.data.stores import sqlite as sqlite_store
-from megatron.data.stores.address import StoreAddress, is_store_address
 from megatron.data.stores.document_store import DocumentStore, open_store
-from megatron.errors import ConfigError, DataError, StorageError
-from tests.data.databases import Database, new_database, numbered
+from megatron.errors import DataError
+from tests.data.databases import Database, numbered
 
 WEB = [f"web {number} ğüşİ 🙂\n" for number in range(40)]
 NEWS = ["", "news 1", "한국어"]
@@ -186,173 +180,3 @@ def test_a_store_travels_to_another_process(database: Database) -> None:
     copy.__setstate__(state)
     assert copy.texts("web", "filt_text", 2, 3)[0][0] == 2
     assert DocumentStore(copy, ["web"])[2] == WEB[2]
-
-
-def test_plain_tables_are_numbered_by_their_rows(tmp_path: Path) -> None:
-    path = tmp_path / "plain.db"
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE docs (title TEXT, text TEXT)")
-    connection.executemany("INSERT INTO docs VALUES ('t', ?)", [(text,) for text in WEB[:10]])
-    connection.execute("DELETE FROM docs WHERE rowid <= 2")
-    connection.commit()
-    store = open_store(f"sqlite:///{path}?table=docs")
-    assert list(store) == WEB[2:10] and open_store(f"sqlite:///{path}?table=docs&column=title")[0] == "t"
-    connection.execute("DELETE FROM docs WHERE rowid = 5")
-    connection.execute("CREATE TABLE keyed (name TEXT PRIMARY KEY, text TEXT) WITHOUT ROWID")
-    connection.commit()
-    with pytest.raises(DataError, match=r"1 of the 8 documents of collection 'docs' are missing"):
-        list(open_store(f"sqlite:///{path}?table=docs"))
-    with pytest.raises(DataError, match=r"'keyed' has no column idx and no rowid"):
-        open_store(f"sqlite:///{path}?table=keyed")
-
-
-def test_a_sqlite_file_is_neither_made_nor_changed(tmp_path: Path, sqlite_database: Database) -> None:
-    with pytest.raises(DataError, match=r"absent\.db: there is no such SQLite file\. Check the path"):
-        open_store(f"sqlite:///{tmp_path}/absent.db")
-    both(sqlite_database)
-    with pytest.raises(DataError, match=r"There is /.*store\.db: write four slashes"):
-        open_store(f"sqlite://{sqlite_database.path}")
-    assert [path.name for path in tmp_path.iterdir()] == ["store.db"]
-    before = sqlite_database.path.read_bytes()
-    store = open_store(sqlite_database.base)
-    assert store[0] == WEB[0]
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        store._backend._connection.execute("DELETE FROM web")  # type: ignore[attr-defined]
-    assert sqlite_database.path.read_bytes() == before
-
-
-def test_damaged_and_foreign_files(tmp_path: Path, sqlite_database: Database) -> None:
-    path = tmp_path / "text.db"
-    path.write_bytes(b"no database at all" * 100)
-    with pytest.raises(DataError, match=r"text\.db cannot be read as a SQLite store: file is not a database"):
-        open_store(f"sqlite:///{path}")
-    sqlite_database.write({"web": numbered(["x" * 5000] * 200)})
-    with sqlite_database.path.open("r+b") as file:
-        file.seek(100_000)
-        file.write(b"\xff" * 300_000)
-    with pytest.raises(
-        DataError, match=r"store\.db cannot be read as a SQLite store: database disk image is malformed"
-    ):
-        list(open_store(sqlite_database.base))
-
-
-def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    connection = sqlite3.connect(tmp_path / "bad.db")
-    connection.execute("CREATE TABLE docs (text TEXT)")
-    connection.execute("INSERT INTO docs VALUES (CAST(x'61ff62' AS TEXT))")
-    connection.commit()
-    with pytest.raises(DataError, match=r"docs: idx 0: text is not UTF-8: byte 0xff at 1"):
-        open_store(f"sqlite:///{tmp_path}/bad.db")[0]
-
-
-def test_a_locked_file_is_said_so(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    both(sqlite_database)
-    writer = sqlite3.connect(sqlite_database.path, isolation_level=None)
-    writer.execute("BEGIN EXCLUSIVE")
-    monkeypatch.setattr(sqlite_store.SqliteCollections.__init__, "__defaults__", (0.05,))
-    with pytest.raises(StorageError, match=r"store\.db is locked by a process that writes it \(0\.05 s waited\)"):
-        open_store(sqlite_database.base)
-    writer.execute("ROLLBACK")
-    assert open_store(sqlite_database.base)[0] == WEB[0]
-
-
-def test_idx_that_is_no_number(sqlite_database: Database, tmp_path: Path) -> None:
-    sqlite_database.write({"web": [("one", "a")]})  # type: ignore[list-item]
-    with pytest.raises(DataError, match=r"idx of table 'web' holds b'one'; it must hold whole numbers"):
-        open_store(sqlite_database.base)
-    with new_database("mongomock", tmp_path) as database:
-        database.write({"web": [("one", "a")]})  # type: ignore[list-item]
-        with pytest.raises(DataError, match=r"'web' has the idx 'one'; it must be a whole number"):
-            open_store(database.base)
-
-
-def test_a_server_that_is_not_there_is_said_so() -> None:
-    with pytest.raises(StorageError, match=r"mongodb://u:\*\*\*@127\.0\.0\.1:9/corpus cannot be reached"):
-        open_store("mongodb://u:secret@127.0.0.1:9/corpus?serverSelectionTimeoutMS=50")
-
-
-def test_a_wrong_connection_string_and_a_missing_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"mongodb://host:99999/corpus: Port must be an integer"):
-        open_store("mongodb://host:99999/corpus")
-    monkeypatch.setitem(sys.modules, "pymongo", None)
-    with pytest.raises(ConfigError, match=r"mongodb://host/corpus needs the pymongo package: pip install pymongo"):
-        open_store("mongodb://host/corpus")
-
-
-def test_addresses(tmp_path: Path) -> None:
-    assert StoreAddress.of("sqlite:///a%20b.db?table=web,news&table=x%2Cy&column=form") == StoreAddress(
-        "sqlite", "a b.db", "", ("web", "news", "x,y"), "form", "sqlite:///a%20b.db"
-    )
-    mongo = StoreAddress.of("mongodb://me:pw@host:1,other:2/corpus?authSource=admin&collection=web")
-    assert (mongo.place, mongo.database, mongo.collections) == (
-        "mongodb://me:pw@host:1,other:2/corpus?authSource=admin",
-        "corpus",
-        ("web",),
-    )
-    assert mongo.shown == "mongodb://me:***@host:1,other:2/corpus?authSource=admin&collection=web"
-    assert StoreAddress.of(mongo.only("n,s")).collections == ("n,s",)
-    path = tmp_path / "db.json"
-    path.write_text(
-        json.dumps(
-            {
-                "MONGO_CONNECTION_STRING": "mongodb://h:1",
-                "MONGO_CONNECTION_DB": "korean",
-                "COLLECTIONS": ["web", "news"],
-            }
-        )
-    )
-    configured = StoreAddress.of(str(path))
-    assert (configured.place, configured.database, configured.collections) == (
-        "mongodb://h:1",
-        "korean",
-        ("web", "news"),
-    )
-    assert StoreAddress.of(configured.only("news")).collections == ("news",) and configured.only("news").startswith(
-        str(path)
-    )
-    (tmp_path / "line.json").write_text('{"text": "a"}')
-    assert [
-        is_store_address(text) for text in ("sqlite:///x", "mongodb+srv://h/d", str(path), configured.only("web"))
-    ] == [True] * 4
-    assert not any(is_store_address(text) for text in ("x.jsonl", "-", str(tmp_path), str(tmp_path / "line.json")))
-
-
-def test_a_configuration_file_may_name_a_sqlite_file(sqlite_database: Database, tmp_path: Path) -> None:
-    both(sqlite_database)
-    path = tmp_path / "db.json"
-    path.write_text(json.dumps({"MONGO_CONNECTION_STRING": sqlite_database.base, "COLLECTIONS": ["news", "web"]}))
-    assert list(open_store(str(path))) == NEWS + WEB
-    assert list(open_store(f"{path}?collection=news")) == NEWS
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sqlite://file.db", r"sqlite://file\.db names no file\. Write sqlite:///file\.db"),
-        ("sqlite:///", r"sqlite:/// names no file"),
-        ("sqlite:///f.db?tabel=web", r"sqlite:///f\.db: the option tabel=web is not known"),
-        ("mongodb://u:pw@host?collection=web", r"mongodb://u:\*\*\*@host names no database"),
-        ("corpus.jsonl", r"corpus\.jsonl is no document store"),
-    ],
-)
-def test_wrong_addresses(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        StoreAddress.of(text)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"COLLECTIONS": "web"}, r"COLLECTIONS holds 'web'; it must be a list of names"),
-        ({"COLLECTIONS": ["web", "web"]}, r"COLLECTIONS names a collection twice: web, web"),
-        ({"MONGO_CONNECTION_DB": 5}, r"MONGO_CONNECTION_DB holds 5; it must be a text"),
-        ({"COLLECTION": ["web"]}, r"the key 'COLLECTION' is not known"),
-        ({"MONGO_CONNECTION_STRING": "redis://h"}, r"MONGO_CONNECTION_STRING 'redis://h' is no address"),
-        ({"MONGO_CONNECTION_STRING": "mongodb://h"}, r"mongodb://h names no database"),
-    ],
-)
-def test_wrong_configuration_files(content: dict[str, Any], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "db.json"
-    path.write_text(json.dumps({"MONGO_CONNECTION_STRING": "sqlite:///f.db", **content}))
-    with pytest.raises(ConfigError, match=message):
-        StoreAddress.of(str(path))

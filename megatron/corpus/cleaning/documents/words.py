@@ -171,7 +171,9 @@ def _character_tables() -> tuple[Hashes, npt.NDArray[np.bool_]]:
     in_words[ord("_")] = True
     for code in np.flatnonzero(~in_words).tolist():
         in_words[code] = unicodedata.category(characters[code])[0] == "M"
-    lower = "".join([one.lower()[0] for one in characters])  # only U+0130 has two characters there, an i and a mark
+    lower = "".join(
+        [character.lower()[0] for character in characters]
+    )  # only U+0130 has two characters there, an i and a mark
     folded = np.zeros(_CODES, np.uint64)
     folded[:_CASED_CODES] = np.frombuffer(lower.encode("utf-32-le", "surrogatepass"), np.uint32) * in_words
     folded[slice(*_IDEOGRAPHIC_CODES)] = np.arange(*_IDEOGRAPHIC_CODES)

@@ -59,7 +59,7 @@ class NearIndex:
         """Bytes of all arrays."""
         return self._table.nbytes + self._signatures.nbytes + self._older.nbytes + self._numbers.nbytes
 
-    def rejections(
+    def twins(
         self, signatures: Signatures, keys: Hashes, numbers: npt.NDArray[np.int64]
     ) -> list[tuple[int, float] | None]:
         """For each document the number of the kept one that it is most like, and how much; None if it is kept.

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron.corpus.cleaning.documents.options import CleanOptions, NearChoice
-from megatron.corpus.cleaning.documents.words import WordSplitter
 from megatron.corpus.cleaning.near_duplicates import index as near_duplicates
 from megatron.corpus.cleaning.near_duplicates.index import NearIndex
-from megatron.corpus.cleaning.near_duplicates.key_table import KeyTable
-from megatron.corpus.cleaning.near_duplicates.signatures import Signer, band_keys, band_shape
-from megatron.errors import ConfigError
 from tests.corpus.cleaning.runs import clean_texts
 from tests.corpus.cleaning.texts import jaccard, mutated, random_text, vocabulary
-
-datasketch = pytest.importorskip("datasketch", reason="the datasketch package is not installed")
 
 WORDS = vocabulary()
 NEAR = CleanOptions(near=NearChoice())
@@ -79,71 +70,12 @@ def test_the_result_does_not_depend_on_blocks_and_workers(tmp_path: Path, monkey
     assert found[0][1] == found[1][1] == found[2][1]
 
 
-def test_signatures_are_those_of_the_library() -> None:
-    choice = NearChoice(permutations=64)
-    signer = Signer(choice)
-    text = random_text(random.Random(8), WORDS, 3000)
-    hashes, _ = WordSplitter().split([text]).shingles(5)
-    plain = datasketch.MinHash(64, seed=choice.seed, hashfunc=lambda value: int(value) >> 32, scheme="affine32")
-    for value in hashes.tolist():
-        plain.update(value)
-    texts = [text, "", text + " more"]
-    signatures, keys = signer.sign(texts, WordSplitter().split(texts))
-    assert np.array_equal(signatures[0], plain.hashvalues.astype(np.uint16))
-    assert keys[0].all() and not keys[1].any()
-    assert np.mean(signatures[0] == signatures[2]) > 0.9
-
-
-@pytest.mark.parametrize(("threshold", "shape"), [(0.7, (25, 5)), (0.8, (18, 7)), (0.5, (42, 3)), (1.0, (1, 128))])
-def test_bands_meet_at_the_threshold(threshold: float, shape: tuple[int, int]) -> None:
-    bands, rows = band_shape(128, threshold)
-    assert (bands, rows) == shape
-    assert 1 - (1 - threshold**rows) ** bands >= 0.95
-
-
-def test_bands_of_equal_values_have_keys_of_their_own() -> None:
-    keys = band_keys(np.full((2, 12), 7, np.uint32), 4, 3)
-    assert len(set(keys[0].tolist())) == 4 and np.array_equal(keys[0], keys[1])
-
-
 def test_memory_of_the_index_is_as_stated() -> None:
     drawn = np.random.default_rng(0)
     index = NearIndex(0.7, 128, 25)
     for start in range(0, 6000, 500):
         signatures = drawn.integers(0, 1 << 16, (500, 128), np.uint16)
         keys = drawn.integers(1, 1 << 63, (500, 25), np.uint64)
-        assert index.rejections(signatures, keys, np.arange(start, start + 500)) == [None] * 500
+        assert index.twins(signatures, keys, np.arange(start, start + 500)) == [None] * 500
     assert 6000 * 760 <= index.nbytes <= 6000 * 1160 * 1.25
-    assert index.rejections(signatures[:2], keys[:2], np.array([6000, 6001])) == [(5500, 1.0), (5501, 1.0)]
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasketch", None)
-    with pytest.raises(ConfigError, match=r"--near-duplicates needs the datasketch package \(pip install datasketch\)"):
-        Signer(NearChoice())
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 40), max_size=30, unique=True), max_size=8), st.integers(1, 2))
-def test_the_table_is_a_dictionary(batches: list[list[int]], words: int) -> None:
-    table, expected = KeyTable(words, with_values=True), {}
-    for number, batch in enumerate(batches):
-        # Few slots, zero and equal first words: every kind of collision.
-        keys = np.array([[key % 5 * (1 << 40), key] if words == 2 else [key << 40] for key in batch], np.uint64)
-        keys = keys.reshape(-1, words)
-        there, values = table.find(keys)
-        assert there.tolist() == [key in expected for key in batch]
-        assert values.tolist() == [expected[key] for key in batch if key in expected]
-        table.put(keys, np.arange(len(batch), dtype=np.uint32) + np.uint32(100 * number))
-        expected.update({key: 100 * number + place for place, key in enumerate(batch)})
-    assert len(table) == len(expected)
-
-
-def test_the_table_grows() -> None:
-    table = KeyTable(2, with_values=False)
-    keys = np.random.default_rng(1).integers(0, 1 << 63, (50_000, 2), np.uint64)
-    for start in range(0, 50_000, 7_000):
-        table.put(keys[start : start + 7_000])
-    assert len(table) == 50_000 and table.find(keys)[0].all()
-    assert not table.find(keys ^ np.uint64(1))[0].any()
-    assert 16 / 0.75 <= table.nbytes / 50_000 <= 16 / 0.375
+    assert index.twins(signatures[:2], keys[:2], np.array([6000, 6001])) == [(5500, 1.0), (5501, 1.0)]

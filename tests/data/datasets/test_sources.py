@@ -1,0 +1,68 @@
+"""What a data prefix names: layouts of token files, and fingerprints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config.sections.data import DataConfig
+from megatron.data.datasets.build import build_split_datasets, data_fingerprint
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.token_index import CACHED_HEADER, CACHED_MAGIC
+from megatron.errors import DataError
+from tests.data.corpora import GOLDEN_LENGTHS, write_corpus
+
+SEQUENCE_LENGTH = 8
+
+
+def build(data: DataConfig, samples=(9, 0, 0), plan=None, seed=1234, sequence_length=SEQUENCE_LENGTH, **options):
+    return build_split_datasets(data, sequence_length, seed, samples, plan, **options)
+
+
+def config(*path: str, split: str = "1,0,0", **flags) -> DataConfig:
+    return DataConfig(seq_length=8, data_path=path, split=split, **flags)
+
+
+def rows_of(dataset, first: int = 0, last: int | None = None) -> list[list[int]]:
+    return [dataset[sample].tolist() for sample in range(first, len(dataset) if last is None else last)]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    return write_corpus(tmp_path / "corpus", GOLDEN_LENGTHS)
+
+
+def test_the_fingerprint_tells_files_apart(tmp_path, corpus):
+    other = write_corpus(tmp_path / "other", list(reversed(GOLDEN_LENGTHS)))
+    facts = data_fingerprint(config("1", corpus, "1", other))
+    assert facts[corpus]["tokens"] == 80 and facts[corpus]["sequences"] == 10 and facts[corpus]["dtype"] == "int32"
+    assert facts[corpus]["sha256"] != facts[other]["sha256"]
+
+
+def write_cached_copy(prefix: str, copy: str) -> str:
+    """The same tokens in the `TNTIDX` layout."""
+    indexed = IndexedDataset(prefix)
+    ends = np.concatenate([[0], np.cumsum(indexed.lengths, dtype=np.int64)])
+    header = CACHED_HEADER.pack(CACHED_MAGIC, 1, 4, 4, len(indexed), len(indexed), len(indexed.documents))
+    tables = (np.arange(len(indexed) + 1), ends, indexed.lengths, indexed.documents)
+    Path(copy + ".idx").write_bytes(header + b"".join(table.astype("<i8").tobytes() for table in tables))
+    Path(copy + ".bin").write_bytes(Path(prefix + ".bin").read_bytes())
+    return copy
+
+
+def test_every_layout_of_token_files_can_be_trained_on(tmp_path, corpus):
+    cached = write_cached_copy(corpus, str(tmp_path / "cached"))
+    expected = rows_of(build(config(corpus, data_impl="mmap"))[0].train)
+    for data in (config(corpus), config(cached), config(cached, data_impl="lazy"), config(cached, data_impl="cached")):
+        assert rows_of(build(data)[0].train) == expected
+
+
+@pytest.mark.parametrize("data_impl", ["lazy", "cached", "mmap"])
+def test_a_layout_that_the_files_do_not_have_is_refused(tmp_path, corpus, data_impl):
+    prefix = write_cached_copy(corpus, str(tmp_path / "cached")) if data_impl == "mmap" else corpus
+    found = "cached or lazy" if data_impl == "mmap" else "mmap"
+    message = f"--data-impl {data_impl} was given, but {prefix}.idx has the layout {found}.*give --data-impl {found}"
+    with pytest.raises(DataError, match=message):
+        build(config(prefix, data_impl=data_impl))
