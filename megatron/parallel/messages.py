@@ -14,7 +14,13 @@ import torch.distributed as dist
 from megatron import device
 from megatron.parallel.mesh import Axis
 
-_LOST_PEER_TEXTS = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Connection refused")
+_LOST_PEER_TEXTS = (
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out waiting",  # a rank that hangs, once --distributed-timeout-minutes are over
+)
 
 
 def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
