@@ -68,15 +68,15 @@ def check_tool(path: str, words: list[str]) -> None:
     if path == "tools/preprocess_data_many_cores.py":  # takes the flags of its sibling
         module = importlib.import_module("tools.preprocess_data")
     found = [
-        one
-        for one in vars(module).values()
-        if dataclasses.is_dataclass(one)
-        and isinstance(one, type)
-        and issubclass(one, ConfigSection)
-        and one.__module__ == module.__name__
+        value
+        for value in vars(module).values()
+        if dataclasses.is_dataclass(value)
+        and isinstance(value, type)
+        and issubclass(value, ConfigSection)
+        and value.__module__ == module.__name__
     ]
     if len(found) > 1:  # a tool of several commands: the first word names one
-        found = [one for one in found if one.__name__.lower() == f"{words[0]}flags"]
+        found = [section for section in found if section.__name__.lower() == f"{words[0]}flags"]
         words = words[1:]
     (flags,) = found
     if path in ("tools/generate_samples_gpt.py", "tools/sample_idxs_to_text.py"):  # they take the trainer's flags too
@@ -105,6 +105,14 @@ def test_inline_commands_are_understood() -> None:
     assert "python tools/doctor.py" in commands
     for command in commands:
         check(command.split())
+
+
+def test_the_extras_of_readme_are_those_of_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    table = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    found = re.search(r"\(extras: `([\w ]+)`\)", (ROOT / "README.md").read_text())
+    assert found is not None
+    assert found.group(1).split() == re.findall(r"^(\w+) = \[", table, flags=re.M)
 
 
 def test_files_that_are_named_exist() -> None:
@@ -151,7 +159,9 @@ def launched(script: str, folder: Path, *flags: str, **variables: str) -> RunReq
     """The configuration that a script starts the trainer with."""
     text = (ROOT / script).read_text().replace("${BASH_SOURCE[0]}", str(ROOT / script))
     (command,) = [
-        one for one in recorded(text, folder, *flags, **variables) if any("pretrain_gpt.py" in word for word in one)
+        words
+        for words in recorded(text, folder, *flags, **variables)
+        if any("pretrain_gpt.py" in word for word in words)
     ]
     return parse(command[command.index("pretrain_gpt.py") + 1 :])
 
