@@ -57,7 +57,7 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
 def _accumulation_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
     """DeepSpeed's third batch size must fit the other two."""
     theirs = extra.get("gradient_accumulation_steps", "auto")
-    together = config.optim.micro_batch_size * max(1, config.parallel.data_parallel_size)
+    together = config.optim.micro_batch_size * config.parallel.data_parallel_size
     ours = config.optim.global_batch_size // together
     if theirs in ("auto", None, ours):
         return []
