@@ -59,7 +59,7 @@ class ImportFlags(StoreFlags):
         "what a file does that was imported before and has other contents now: stop, or be added once more",
         choices=("error", "add"),
     )
-    take_over: bool = flag(False, "MongoDB: go on where the import of another machine was killed")
+    take_over: bool = flag(False, "MongoDB: continue where the import of another machine was killed")
     log_interval: int = flag(1000, "documents between two progress lines (at most one a second)", at_least=1)
 
 

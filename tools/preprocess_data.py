@@ -61,8 +61,8 @@ class PreprocessFlags(TokenizerFileFlags):
     )
     partitions: int = flag(
         1,
-        "from 2: encodes the inputs in so many parts, which a killed run leaves behind; the same command goes on from "
-        "there. While they are merged the disk holds the output twice; its bytes do not depend on it",
+        "from 2: encodes the inputs in this many parts, which a killed run leaves behind; the same command continues "
+        "from there. While they are merged the disk holds the output twice; its bytes do not depend on it",
         at_least=1,
     )
     split_sentences: bool = flag(False, "one sequence a sentence, into <prefix>_<key>_sentence.bin/.idx")

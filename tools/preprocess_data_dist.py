@@ -49,7 +49,7 @@ class DistributedPreprocessFlags(TokenizerFileFlags):
     append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
     merge: str = flag(
         "parallel",
-        "parallel: all ranks write the result together; serial: rank 0 does; both: both, and the two are compared",
+        "parallel: all ranks write the result; serial: rank 0 does; both: both, and the two are compared",
         choices=("parallel", "serial", "both"),
     )
     scratch: str | None = flag(None, "folder for the files of the single ranks; beside the output if unset")

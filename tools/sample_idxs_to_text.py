@@ -67,7 +67,7 @@ class SampleFlags(ConfigSection):
                 "--start-step and --end-step."
             )
         if self.end_step is not None and not 1 <= (self.start_step or 0) <= self.end_step:
-            yield f"--end-step {self.end_step} needs a --start-step that is not behind it."
+            yield f"--end-step {self.end_step} needs a --start-step that does not come after it."
 
 
 @dataclass(frozen=True)

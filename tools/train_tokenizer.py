@@ -53,7 +53,7 @@ class TrainTokenizerFlags(ConfigSection):
         nargs="+",
     )
     nspecial: int | None = flag(
-        None, "so many tokens <unused0>, <unused1>, ... behind the special tokens", at_least=0, below=2**20
+        None, "number of tokens <unused0>, <unused1>, ... after the special tokens", at_least=0, below=2**20
     )
     lower_case: bool = flag(False, "wordpiece: learn words in lower case and without accents")
     json_keys: tuple[str, ...] = flag(("text",), "keys whose texts are used", nargs="+", spelled=("--json-key",))
@@ -149,7 +149,7 @@ def _until_read(texts: Iterable[str], progress: ProgressLine, model_type: str) -
         progress.clear()
         raise
     progress.finish()
-    log.info(f"The texts are read; {model_type} goes on with them (this takes a while for a large vocabulary).")
+    log.info(f"The texts are read; {model_type} continues with them (this takes a while for a large vocabulary).")
 
 
 def _entries(files: dict[str, bytes]) -> int:

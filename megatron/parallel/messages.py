@@ -19,7 +19,7 @@ _LOST_PEER_TEXTS = (
     "Connection closed by peer",
     "Broken pipe",
     "Connection refused",
-    "Timed out waiting",
+    "Timed out waiting",  # a rank that hangs, once --distributed-timeout-minutes are over
 )
 
 

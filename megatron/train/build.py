@@ -189,8 +189,8 @@ def _lost_peers_named() -> Iterator[None]:
             raise
         reason = str(failure).strip().splitlines()[0]
         raise PeerLostError(
-            f"another rank of this run ended or stopped answering, so this one cannot go on ({reason}). Its "
-            "own message says why; what was saved is intact: run the same command again."
+            f"another rank of this run ended or no longer answers, so this one cannot continue ({reason}). The message "
+            "of that rank says why. What was saved is intact: run the same command again."
         ) from failure
 
 

@@ -85,5 +85,5 @@ def test_a_pair_written_anew_loses_the_old_description(tmp_path: Path, choice: T
 
 def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path, choice: TokenizerChoice) -> None:
     (tmp_path / "in_text_document.json").write_text('{"text": "a"}\n')
-    with pytest.raises(DataError, match=r"in_text_document\.json exists and is no description of token files"):
+    with pytest.raises(DataError, match=r"in_text_document\.json exists and is not a description of token files"):
         preprocess((f"{tmp_path}/in_text_document.json",), f"{tmp_path}/in", EncodeOptions(choice), 1, quiet())
