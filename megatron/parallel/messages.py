@@ -93,7 +93,7 @@ def broadcast_json(value: Any, axis: Axis, source: int = 0) -> Any:
     return json.loads(broadcast_bytes(content, axis, source))
 
 
-def gather_json(value: Any, axis: Axis) -> list[Any]:
+def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     """Collects a JSON-able value from every rank of the axis, in axis order, on every rank.
 
     What a rank receives grows with the size of the axis; where one rank is enough, `gather_bytes` is cheaper.
@@ -104,7 +104,7 @@ def gather_json(value: Any, axis: Axis) -> list[Any]:
 
 
 def is_lost_peer(failure: BaseException) -> bool:
-    """Whether a collective failed because another rank ended, judged by what gloo and NCCL say then."""
+    """Whether a collective failed because another rank ended or stopped answering, by what gloo and NCCL say."""
     if isinstance(failure, dist.DistBackendError | dist.DistNetworkError):
         return True
     return isinstance(failure, RuntimeError) and any(text in str(failure) for text in _LOST_PEER_TEXTS)
