@@ -23,18 +23,18 @@ class Pair:
         iteration: the step.
         losses: loss of the first and of the second run, in nats per token.
         gradient_norms: the same for the gradient norm before clipping.
-        same_course: whether learning rate and consumed samples are equal to the last digit.
+        same_schedule: whether learning rate and consumed samples are equal to the last digit.
     """
 
     iteration: int
     losses: tuple[float, float]
     gradient_norms: tuple[float, float]
-    same_course: bool
+    same_schedule: bool
 
     def agrees(self, tolerance: float, norm_tolerance: float) -> bool:
         """Whether the runs did the same at this step, up to relative differences."""
         return (
-            self.same_course
+            self.same_schedule
             and relative_difference(*self.losses) <= tolerance
             and relative_difference(*self.gradient_norms) <= norm_tolerance
         )
@@ -108,7 +108,7 @@ def table(pairs: Sequence[Pair]) -> list[str]:
             f"{pair.iteration:8d} | {pair.losses[0]!r:>22} | {pair.losses[1]!r:>22} | "
             f"{relative_difference(*pair.losses):10.1e} | {pair.gradient_norms[0]:12.6g} | "
             f"{pair.gradient_norms[1]:12.6g} | {relative_difference(*pair.gradient_norms):10.1e} | "
-            f"{'equal' if pair.same_course else 'DIFFERENT'}"
+            f"{'equal' if pair.same_schedule else 'DIFFERENT'}"
         )
     return lines
 
