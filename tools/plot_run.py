@@ -38,10 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         words.insert(0, "--runs")
     flags = parse_flags(PlotFlags, words, description="Draws the curves of one or several runs.")
 
-    from megatron.observe.curves import check_picture, read_curves, text_plot, write_picture
+    from megatron.observe.curves import check_plot_path, read_curves, text_plot, write_plot
 
     if flags.output is not None:
-        check_picture(flags.output)
+        check_plot_path(flags.output)
     curves = [curve for run in flags.runs for curve in read_curves(run, flags.metric)]
     encoding = (sys.stdout.encoding or "").lower()
     trained = [curve for curve in curves if not curve.is_evaluation]
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if curve.is_evaluation:
             log.line(curve.summary)
     if flags.output is not None:
-        write_picture(curves, flags.output, flags.metric)
+        write_plot(curves, flags.output, flags.metric)
         log.line(f"wrote {flags.output}")
     return 0
 

@@ -22,7 +22,7 @@ from megatron.parallel.shard_spec import ShardSpec
 _MASK_64 = (1 << 64) - 1
 # Constants of splitmix64: the golden-ratio increment and the two multipliers.
 _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-# Constants of murmur3's 32-bit finaliser.
+# Constants of murmur3's 32-bit finalizer.
 _MULTIPLIER_3, _MULTIPLIER_4 = 0x85EBCA6B, 0xC2B2AE35
 _DRAWN_AT_ONCE = 1 << 19  # pairs; bounds the memory of a draw and keeps it in the cache
 _STREAM_WEIGHT, _STREAM_ROW, _STREAM_CHANNEL, _STREAM_ATTENTION, _STREAM_ATTENTION_ROW, _STREAM_KEY = 1, 2, 3, 4, 5, 6
@@ -31,7 +31,7 @@ _STREAM_WEIGHT, _STREAM_ROW, _STREAM_CHANNEL, _STREAM_ATTENTION, _STREAM_ATTENTI
 def mix(*numbers: int) -> int:
     """Hashes integers to 64 bits; each one affects all bits of the result.
 
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (the finaliser of
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (the finalizer of
     splitmix64).
     """
     state = 0
@@ -215,7 +215,7 @@ def _counters(first: int, last: int, device: torch.device) -> torch.Tensor:
 
 
 def _mix_64(state: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finaliser on int64 (products wrap; shifts extend the sign, so the sign bits are masked off)."""
+    """splitmix64's finalizer on int64 (products wrap; shifts extend the sign, so the sign bits are masked off)."""
     state = state ^ ((state >> 30) & ((1 << 34) - 1))
     state.mul_(_signed(_MULTIPLIER_1, 64))
     state.bitwise_xor_((state >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_MULTIPLIER_2, 64))
@@ -223,7 +223,7 @@ def _mix_64(state: torch.Tensor) -> torch.Tensor:
 
 
 def _mix_32(state: torch.Tensor) -> torch.Tensor:
-    """murmur3's finaliser on int32, in place.
+    """murmur3's finalizer on int32, in place.
 
     Source: Appleby, MurmurHash3, `fmix32`.
     """

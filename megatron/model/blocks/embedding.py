@@ -86,7 +86,7 @@ class FinalLayerNorm(LayerNorm):
         super().__init__(config.hidden_size, config.layernorm_epsilon, device=mesh.device)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
-        """Normalises the hidden states."""
+        """Normalizes the hidden states."""
         return super().forward(hidden)
 
 

@@ -52,22 +52,22 @@ class _CrossEntropy(torch.autograd.Function):
             total.mul_(torch.exp(own_largest - largest))
             sums = torch.stack([total, target.masked_fill(~own, 0.0)])
             total, target = all_reduce_sum(sums, axis)
-        normaliser = total.log().add_(largest)
-        ctx.save_for_backward(logits, local, own, normaliser)
+        normalizer = total.log().add_(largest)
+        ctx.save_for_backward(logits, local, own, normalizer)
         ctx.valid, ctx.block_values = valid, block_values
-        return (normaliser - target).view(labels.shape)
+        return (normalizer - target).view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        logits, local, own, normaliser = ctx.saved_tensors
+        logits, local, own, normalizer = ctx.saved_tensors
         result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         result[..., ctx.valid :] = 0
         flat, columns = result.view(-1, result.shape[-1]), logits.shape[-1]
         rows, weights = logits.reshape(-1, columns), gradient.reshape(-1, 1).float()
         for block in _blocks(rows.shape[0], ctx.valid, ctx.block_values):
             # the subtraction converts half-precision logits to float32 without a separate copy
-            values = (rows[block, : ctx.valid] - normaliser[block].unsqueeze(1)).exp_()
+            values = (rows[block, : ctx.valid] - normalizer[block].unsqueeze(1)).exp_()
             # subtract 1 only where the label is on this rank
             values.scatter_add_(1, local[block].unsqueeze(1), -own[block].unsqueeze(1).to(values.dtype))
             flat[block, : ctx.valid] = values.mul_(weights[block])

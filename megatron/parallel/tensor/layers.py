@@ -174,7 +174,7 @@ class LayerNorm(nn.Module):
         self.bias = place(nn.Parameter(torch.zeros(hidden_size, device=device)), ShardSpec.vector(hidden_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalises the last dimension."""
+        """Normalizes the last dimension."""
         return kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
 
