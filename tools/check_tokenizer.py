@@ -68,23 +68,26 @@ def main() -> int:
         for text in flags.text:
             ids = tokenizer.encode(text)
             log.line(f"{text!r} -> {' '.join(map(str, ids))} -> {tokenizer.decode(ids)!r}")
-        wrong += _said(round_trip(tokenizer, flags.text))
+        wrong += _print_result(round_trip(tokenizer, flags.text))
     if flags.input:
         separator = None if flags.document_separator is None else read_separator(flags.document_separator)
         texts = texts_of(flags.input, flags.json_keys, 1.0, False, separator=separator)
-        wrong += _said(round_trip(tokenizer, islice(texts, flags.max_documents)))
+        wrong += _print_result(round_trip(tokenizer, islice(texts, flags.max_documents)))
     if wrong and (tokenizer.is_exact or flags.require_exact):
         log.error(f"{wrong} texts do not round-trip byte for byte through {tokenizer.name}.")
         return int(ExitCode.DATA)
     return int(ExitCode.DONE)
 
 
-def _said(found: RoundTrip) -> int:
+def _print_result(found: RoundTrip) -> int:
     """Prints the counts and the first differences; returns the number of texts that did not round-trip."""
     for line in found.report():
         log.line(line)
-    for one in found.differences:
-        log.line(f"  document {one.document}, letter {one.place}: {one.was!r} became {one.became!r}")
+    for difference in found.differences:
+        log.line(
+            f"  document {difference.document}, character {difference.place}: {difference.was!r} became "
+            f"{difference.became!r}"
+        )
     return found.inexact
 
 

@@ -149,7 +149,7 @@ def main() -> int:
 
 def divide(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits a command line into this tool's flags, spelled with dashes, and Apache Beam options."""
-    known = {spelling for one in flags_of(FeaturizeFlags) for spelling in one.spellings} | {"--help"}
+    known = {spelling for known_flag in flags_of(FeaturizeFlags) for spelling in known_flag.spellings} | {"--help"}
     ours: list[str] = []
     beam: list[str] = []
     current = ours
@@ -254,8 +254,10 @@ def _with_beam(
         words += ["--num_workers", str(flags.num_workers)]
     files = [
         path
-        for one in flags.texts
-        for path in ([one] if "://" in one and not is_table(one) else expand_inputs([one], encoding.document_separator))
+        for text in flags.texts
+        for path in (
+            [text] if "://" in text and not is_table(text) else expand_inputs([text], encoding.document_separator)
+        )
     ]
     return featurize_with_beam(files, flags.output_path, encoding, options, words, make_in_worker)
 

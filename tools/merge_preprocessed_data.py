@@ -47,7 +47,7 @@ def main() -> int:
     flags = parse_flags(MergeFlags, sys.argv[1:], prog="merge_preprocessed_data.py", description=__doc__ or "")
     log.interrupt_on_sigterm()
     if flags.merge == "distributed":
-        return _merge_together(flags)
+        return _merge_distributed(flags)
     from megatron.corpus.preprocess.merge import merge
 
     plan = merge(flags.datasets, flags.output_prefix)
@@ -55,7 +55,7 @@ def main() -> int:
     return 0
 
 
-def _merge_together(flags: MergeFlags) -> int:
+def _merge_distributed(flags: MergeFlags) -> int:
     from megatron.corpus.preprocess.merge import merge
     from megatron.corpus.workers.ranks import JobRanks
     from megatron.parallel.joining import close_mesh, open_mesh

@@ -158,7 +158,7 @@ def run(flags: PreprocessFlags) -> int:
     progress.finish()
     log.info(
         f"Wrote {', '.join(result.prefixes)} (.bin, .idx): {result.documents} documents, {result.tokens} tokens; "
-        f"{result.empty} empty documents and {result.skipped} bad lines skipped."
+        f"{result.empty} empty documents and {result.skipped} bad lines left out."
     )
     warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
     return 0

@@ -148,7 +148,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
     result = preprocess_on_ranks(encode, flags.output_prefix, options, flags.merge, flags.scratch, ranks)
     log.info(
         f"Wrote {', '.join(result.prefixes)} (.bin, .idx): {result.documents} documents, {result.tokens} tokens; "
-        f"{result.empty} empty documents and {result.skipped} bad lines skipped."
+        f"{result.empty} empty documents and {result.skipped} bad lines left out."
     )
     if ranks.rank == 0:
         warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)

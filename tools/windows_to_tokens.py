@@ -44,7 +44,7 @@ def main() -> int:
     kind = "joined" if result.whole else "taken as one document each (their files do not record how they were cut)"
     log.info(
         f"Wrote {flags.output_prefix} (.bin, .idx): {result.documents} documents, {result.tokens} tokens, from "
-        f"{result.windows} windows {kind}; {result.empty} empty ones skipped."
+        f"{result.windows} windows {kind}; {result.empty} empty ones left out."
     )
     return 0
 

@@ -75,7 +75,7 @@ def test_a_picture_is_written(run: Path, tmp_path: Path) -> None:
 
 
 def test_an_unknown_ending_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"loss.doc has no ending of a picture format.*\.png"):
+    with pytest.raises(ConfigError, match=r"loss.doc has no extension of an image format.*\.png"):
         write_plot([FALLING], tmp_path / "loss.doc", "lm_loss")
 
 

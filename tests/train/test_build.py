@@ -69,7 +69,7 @@ def test_a_run_is_done_when_its_iterations_are() -> None:
 
 
 def test_a_run_without_training_data_does_not_train() -> None:
-    with pytest.raises(RuntimeError, match="a run without training data does not train"):
+    with pytest.raises(RuntimeError, match="this run has no training data"):
         run_of().train_batches()
 
 
