@@ -1,1 +1,1 @@
-"""Text out of a checkpoint. Stands beside `train` and never imports it."""
+"""Text generation from a checkpoint; independent of `train`."""

@@ -1,4 +1,4 @@
-"""What is trained for: from outputs and targets of a micro-batch to a loss sum, counted tokens and named metrics.
+"""Training objectives: map outputs and targets of a micro-batch to a loss sum, counted tokens and named metrics.
 
-Objectives know batches and tensors; nothing of the engine, of pipeline stages or of micro-batch counts.
+Objectives see batches and tensors; they are independent of the engine, pipeline stages and micro-batch counts.
 """

@@ -1,4 +1,4 @@
-"""What a run tells: one metrics record a step goes in; console, JSON lines, TensorBoard, W&B and curves come out.
+"""Reporting: turns one metrics record per step into console lines, JSON lines, TensorBoard, W&B and curves.
 
-Reads figures and writes them down; decides nothing about the training and computes nothing on a device.
+Only reports values: takes no training decisions and computes nothing on a device.
 """

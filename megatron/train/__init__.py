@@ -1,1 +1,1 @@
-"""The training program: wiring, the loop, what is reported, and when to stop."""
+"""The training program: construction, the training loop, reporting, and stop conditions."""
