@@ -19,7 +19,7 @@ from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
 from megatron.data.formats.sidecar import Sidecar, read_sidecar, write_sidecar
 from megatron.data.formats.token_index import MMAP_HEADER, MMAP_MAGIC
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.parallel.messages import gather_json
+from megatron.parallel.messages import all_gather_json
 from megatron.tokenizers.record import TokenizerRecord
 from tests.helpers.ranks import run_ranks
 
@@ -235,7 +235,7 @@ def merge_on_rank(rank: int, prefixes: list[str], output: str, broken: bool) -> 
     from megatron.parallel.joining import close_mesh, open_mesh
 
     mesh = open_mesh(ParallelRequest(distributed_backend="gloo"))
-    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
+    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: all_gather_json(value, mesh.world))
     try:
         merge([*prefixes, f"{output}-gone"] if broken else prefixes, output, ranks)
     except DataError as failure:
