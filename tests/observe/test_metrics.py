@@ -7,6 +7,7 @@ import math
 import pytest
 
 from megatron.checkpoint.record import Progress
+from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
 from megatron.observe.metrics import Interval, SourceLoss, Workload, flops_per_sample, mean_of, measure
 from tests.train.samples import WORKLOAD, Outcome, metrics, model_config
 
@@ -50,18 +51,18 @@ def test_mean_takes_the_loss_of_the_steps_that_were_not_skipped() -> None:
 
 
 def test_the_loss_of_a_source_is_the_mean_over_its_tokens_in_the_interval() -> None:
-    outcomes = [((6.0, 2), (0.0, 0)), ((9.0, 1), (4.0, 4)), ((math.nan, 5), (math.nan, 5))]
+    outcomes = [((6.0, 0.0), (2, 0)), ((9.0, 4.0), (1, 4)), ((math.nan, math.nan), (5, 5))]
     steps = [
         measure(
             Progress(number, 8, 128),
-            Outcome(source_losses=losses, skipped=number == 3),
+            Outcome(metrics={SOURCE_LOSS: losses, SOURCE_TOKENS: tokens}, skipped=number == 3),
             WORKLOAD,
             train_iterations=9,
             learning_rate=0.1,
             seconds=1.0,
             source_names=("web", "books"),
         )
-        for number, losses in enumerate(outcomes, start=1)
+        for number, (losses, tokens) in enumerate(outcomes, start=1)
     ]
     assert steps[0].source_losses == {"web": SourceLoss(3.0, 2)}
     assert mean_of(steps).source_losses == {"web": SourceLoss(5.0, 3), "books": SourceLoss(1.0, 4)}
