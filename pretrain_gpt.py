@@ -1,6 +1,6 @@
 """Pretrains a GPT language model: flags in, checkpoints and metrics out.
 
-Only `megatron.config` is imported before the flags are known to be good, so `--help` and a wrong flag answer at once.
+Only `megatron.config` is imported before the flags have been checked, so `--help` and flag errors appear at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What the process groups of a large run cost each rank: `new_group` calls and seconds, without the other ranks.
+"""The cost of creating process groups per rank of a large run: `new_group` calls and seconds, without other ranks.
 
     python benchmarks/mesh.py --world-size 16384
 
-One JSON line a figure. Groups are created on torch's fake backend, which talks to nobody: on a cluster every call also
-waits for the other ranks of its group. The last figure is the refusal of a layout that does not fill the world.
+Prints one JSON line per measurement. Groups are created on torch's fake backend, without communication; on a cluster
+every call also waits for the other ranks of its group. The last measurement is the rejection of a layout that does not
+match the world size.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ class MeshFlags(ConfigSection):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Builds the mesh of the first rank and of one in a middle stage, and prints the figures."""
+    """Builds the mesh of the first rank and of one in a middle stage, and prints the measurements."""
     words = sys.argv[1:] if argv is None else argv
     flags = parse_flags(MeshFlags, words, prog="mesh.py", description=__doc__ or "")
     world_size, tp, pp = flags.world_size, flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
     sizes = standard_axes(world_size, tp=tp, pp=pp)
     for place, rank in (("first", 0), ("middle", world_size // 2)):
-        with fake_rank(rank, world_size), counted_groups() as asked:
+        with fake_rank(rank, world_size), counted_groups() as calls:
             started_at = time.perf_counter()
             build_mesh(sizes, "cpu", 0, timedelta(minutes=10))
             seconds = time.perf_counter() - started_at
-        print_figure("mesh", "new_group_calls", len(asked), "calls", world_size=world_size, stage=place)
+        print_figure("mesh", "new_group_calls", len(calls), "calls", world_size=world_size, stage=place)
         print_figure("mesh", "seconds_to_create_groups", seconds, "s", world_size=world_size, stage=place)
     started_at = time.perf_counter()
     problems = list(layout_problems(world_size, 7, 11))
@@ -71,15 +72,15 @@ def fake_rank(rank: int, world_size: int) -> Iterator[None]:
 @contextmanager
 def counted_groups() -> Iterator[list[Any]]:
     """Yields a list that grows with every call of `new_group`."""
-    create, asked = dist.new_group, []
+    create, calls = dist.new_group, []
 
     def count(ranks: Any = None, **options: Any) -> Any:
-        asked.append(ranks)
+        calls.append(ranks)
         return create(ranks, **options)
 
     dist.new_group = count
     try:
-        yield asked
+        yield calls
     finally:
         dist.new_group = create
 

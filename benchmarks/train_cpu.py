@@ -1,10 +1,10 @@
-"""Tokens per second of one process of ours, next to the same model in plain PyTorch, in turns within one run.
+"""Tokens per second of one process, compared with the same model in plain PyTorch, alternating within one run.
 
     python benchmarks/train_cpu.py
 
-One JSON line a figure. Both train the model of examples/quickstart.sh (dropout 0, fp32, AdamW, clipping) with the same
-number of threads. Ours is the whole step: reading the batch, DeepSpeed, the loss of the step. The plain loop is written
-as one would write it for speed: fused attention, fused AdamW, one matrix product for query, key and value.
+Prints one JSON line per measurement. Both train the model of examples/quickstart.sh (dropout 0, fp32, AdamW, clipping)
+with the same number of threads. Ours is the whole step: reading the batch, DeepSpeed, the loss of the step. The plain
+loop is optimized: fused attention, fused AdamW, one matrix product for query, key and value.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 class TrainFlags(ConfigSection):
     """Flags of this program."""
 
-    rounds: int = flag(8, "turns of each", at_least=2)
-    steps: int = flag(3, "steps in a turn", at_least=1)
+    rounds: int = flag(8, "rounds of each", at_least=2)
+    steps: int = flag(3, "steps per round", at_least=1)
     micro_batch_size: int = flag(8, "samples per forward pass, of a global batch of 8", at_least=1, at_most=8)
     threads: int = flag(1, "threads of each process", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains both in turns and prints the figures."""
+    """Trains both alternately and prints the measurements."""
     words = sys.argv[1:] if argv is None else argv
     flags = parse_flags(TrainFlags, words, prog="train_cpu.py", description=__doc__ or "")
     os.environ.update(OMP_NUM_THREADS=str(flags.threads), DS_ACCELERATOR="cpu")
@@ -86,7 +86,7 @@ def training_config(folder: Path, flags: TrainFlags) -> RunRequest:
 
 
 def in_turns(flags: TrainFlags, run: Run, plain: PlainTraining) -> dict[str, list[float]]:
-    """Tokens per second of every turn; the first turn of each warms up and is left out."""
+    """Tokens per second of every round; the first round of each is a warm-up and is not counted."""
     from megatron.config.schedule import learning_rate
 
     def ours() -> None:
@@ -111,7 +111,7 @@ def in_turns(flags: TrainFlags, run: Run, plain: PlainTraining) -> dict[str, lis
 
 
 def timed(step: Callable[[], Any], steps: int, run: Run) -> float:
-    """Tokens per second of some steps."""
+    """Tokens per second over `steps` steps."""
     started_at = time.perf_counter()
     for _ in range(steps):
         step()

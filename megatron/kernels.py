@@ -1,7 +1,7 @@
-"""Each operation that could be fused, and which implementation of it is in use here.
+"""Operations that have fused implementations, and a report of which implementation is in use.
 
-Today all run as plain torch, whose attention, GELU and layer norm are single kernels on GPU and CPU. An own or an apex
-kernel is added behind the same function; `kernel_report` says which one runs and why.
+All currently use plain torch, whose attention, GELU and layer norm are single kernels on GPU and CPU. Custom or apex
+kernels can be added behind the same functions; `kernel_report` reports which one runs and why.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.device import device_type
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """One operation, the implementation in use, and a sentence on why or what would be faster."""
+    """An operation, its implementation in use, and a note on why, or on what would be faster."""
 
     operation: str
     implementation: str
@@ -27,7 +27,7 @@ class KernelChoice:
 
 
 def gelu(x: torch.Tensor, tanh_form: bool) -> torch.Tensor:
-    """GELU, exact or in its tanh form.
+    """GELU, exact or with the tanh approximation.
 
     Source: Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2.
     """
@@ -69,9 +69,9 @@ def explicit_attention(
     *,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same attention with its probabilities in memory and `drop` applied to them; causal without a bias.
+    """The same attention, with materialized probabilities to which `drop` is applied; causal if there is no bias.
 
-    For CPUs, where torch's fused attention has no dropout and its fallback draws one random number after the other:
+    For CPUs, where torch's fused attention does not support dropout and its fallback draws random numbers serially;
     this takes about half the time.
 
     Shapes: as in `attention`; `drop` maps `[b, a, s, k]` to the same.
@@ -92,7 +92,7 @@ def explicit_attention(
 def masked_scale(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
     """`x * scale` where `keep`, else 0; one kernel on a GPU.
 
-    Shapes: x and keep (bool) alike.
+    Shapes: x and keep (bool) have the same shape.
     """
     if x.is_cuda:
         return torch.ops.aten.native_dropout_backward(x, keep, scale)  # type: ignore[no-any-return]
@@ -100,14 +100,14 @@ def masked_scale(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Ten
 
 
 def kernel_report() -> list[KernelChoice]:
-    """Which implementation each operation uses on this machine."""
+    """The implementation that each operation uses on this machine."""
     on_gpu = device_type() == "cuda"
     attention_note = (
         "flash, memory-efficient or cuDNN attention, chosen by torch for the shapes"
         if on_gpu
-        else "torch's CPU flash attention; with --attention-dropout above 0 an explicit one, which is slower"
+        else "torch's CPU flash attention; with --attention-dropout above 0, explicit attention, which is slower"
     )
-    apex = "apex is installed and not needed" if is_installed("apex") else "apex is not installed and not needed"
+    apex = "apex is installed but not needed" if is_installed("apex") else "apex is not installed and not needed"
     return [
         KernelChoice("attention", "torch scaled_dot_product_attention", attention_note),
         KernelChoice("gelu", "torch", "fused forward and backward; the bias is added by the matrix product"),
@@ -119,7 +119,7 @@ def kernel_report() -> list[KernelChoice]:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package could be imported, found out without importing it."""
+    """Whether a package can be found, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):

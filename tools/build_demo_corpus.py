@@ -1,8 +1,8 @@
-"""Writes a real corpus without a download: the sources and docstrings that come with every Python installation.
+"""Writes a corpus of real text without a download, from the sources and docstrings of the Python installation.
 
     python tools/build_demo_corpus.py --output demo.jsonl
 
-Each line is {"text": ..., "src": ...}. One interpreter always gives the same bytes.
+Each line is {"text": ..., "src": ...}. The same interpreter always produces the same bytes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megatron.config import ConfigSection, flag, parse_flags
 
 @dataclass(frozen=True)
 class DemoCorpusFlags(ConfigSection):
-    """What this tool asks for."""
+    """Flags of this tool."""
 
     output: str = flag(help="jsonl file to write")
     megabytes: float = flag(
-        11.0, "stop after so many megabytes (1 MB = 10^6 bytes), installed packages included", at_least=10.0
+        11.0, "size limit in megabytes (1 MB = 10^6 bytes); installed packages are included", at_least=10.0
     )
 
 

@@ -1,11 +1,11 @@
-"""Checks preprocessed corpora and shows what is in them.
+"""Checks preprocessed corpora and shows their contents.
 
     python tools/check_data.py my-gpt2_text_document
     python tools/check_data.py my-gpt2_text_document --show 3 --vocab-file vocab.json --merge-file merges.txt \
         --tokenizer-type GPT2BPETokenizer
 
-Ends with 0 when all is well and with 65 when a file is damaged, holds ids that are not in the vocabulary, or was made
-with another tokenizer. Duplicates are counted, but are no error.
+The exit code is 0 on success and 65 if a file is damaged, contains ids outside the vocabulary, or was made with another
+tokenizer. Duplicates are counted, but are not an error.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _check(prefix: str, show: int, tokenizer: Any) -> int:
-    """Checks one prefix; returns 1 if it holds ids outside the vocabulary."""
+    """Checks one prefix; returns 1 if it contains ids outside the vocabulary."""
     from megatron.corpus.preprocess.check import examine, report, sample_documents
     from megatron.data.formats.indexed import IndexedDataset
     from megatron.data.formats.sidecar import check_tokenizer_fits
@@ -74,8 +74,8 @@ def _check(prefix: str, show: int, tokenizer: Any) -> int:
         check_tokenizer_fits([prefix], tokenizer)
     if found.out_of_range:
         log.error(
-            f"{prefix} holds {found.out_of_range} ids outside of its vocabulary. Preprocess it again with the "
-            "tokenizer that training uses."
+            f"{prefix} contains {found.out_of_range} ids outside of its vocabulary. Preprocess it again with the "
+            f"tokenizer that training uses."
         )
         return 1
     for number, ids in sample_documents(IndexedDataset(prefix), show) if show else ():

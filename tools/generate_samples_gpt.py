@@ -1,12 +1,12 @@
-"""Generates text with a GPT checkpoint of any layout.
+"""Generates text from a GPT checkpoint of any layout.
 
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --num-samples 4 --genfile samples.jsonl --top_p 0.9
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --sample-input-file prompts.txt --greedy
 
-The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file gives one line of
-output; an empty one starts from the end-of-document token. Without --num-samples (or with 0) and without
---sample-input-file, prompts are read from the terminal. Under torchrun with --tensor-model-parallel-size N, N processes
-share the network.
+The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file produces one line
+of output; an empty line starts from the end-of-document token. Without --num-samples (or with 0) and without
+--sample-input-file, prompts are read from the terminal. Under torchrun, --tensor-model-parallel-size N splits the
+network over N processes.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ _USUAL_NEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class GenerateFlags(ConfigSection):
-    """Upstream's flags of this tool; the trainer's come on top."""
+    """Upstream's flags of this tool, in addition to the trainer's."""
 
-    load: str = flag(help="folder of checkpoints (the newest good one is used), or one checkpoint")
-    temperature: float = flag(1.0, "scores are divided by it", above=0, remedy="Use --greedy for the best token.")
-    greedy: bool = flag(False, "always take the best token")
-    top_k: int = flag(0, "sample among the k best tokens; 0 among all", at_least=0, spelled=("--top_k",))
+    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
+    temperature: float = flag(1.0, "divisor of the logits", above=0, remedy="Use --greedy for the most probable token.")
+    greedy: bool = flag(False, "always take the most probable token")
+    top_k: int = flag(0, "sample from the k most probable tokens; 0 from all", at_least=0, spelled=("--top_k",))
     top_p: float = flag(
-        0.0, "sample among the best tokens that together have this probability; 0 among all", at_least=0, at_most=1,
-        spelled=("--top_p",),
+        0.0, "sample from the most probable tokens up to this cumulative probability; 0 from all", at_least=0,
+        at_most=1, spelled=("--top_p",),
     )  # fmt: skip
     out_seq_length: int | None = flag(
-        None, "the most tokens to generate for one text; 1024, or what the model's positions leave, if unset",
+        None, "maximum number of tokens generated per text; by default 1024, or what the model's positions allow",
         at_least=1,
     )  # fmt: skip
     num_samples: int = flag(
-        0, "texts to generate from nothing, into --genfile; 0 reads prompts from the terminal", at_least=0
+        0, "number of texts to generate without a prompt, into --genfile; 0 reads prompts from the terminal", at_least=0
     )
-    genfile: str | None = flag(None, "file for the texts of --num-samples, one JSON object a line")
-    sample_input_file: str | None = flag(None, "file of prompts, one a line, also empty ones; each is continued")
+    genfile: str | None = flag(None, "file for the texts of --num-samples, one JSON object per line")
+    sample_input_file: str | None = flag(None, "file of prompts to continue, one per line; lines may be empty")
     sample_output_file: str | None = flag(
-        None, "file for the continuations, one JSON object a line; the input's name and .out if unset"
+        None, "file for the continuations, one JSON object per line; by default the input's name with .out appended"
     )
-    recompute: bool = flag(False, "run the whole text for every token instead of keeping keys and values")
+    recompute: bool = flag(False, "process the whole text for every token instead of using a key-value cache")
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
@@ -68,15 +68,15 @@ class GenerateFlags(ConfigSection):
         if self.num_samples == 0 and self.genfile:
             yield f"--genfile {self.genfile} is for --num-samples N; continued prompts go to --sample-output-file."
         if self.num_samples > 0 and self.sample_input_file:
-            yield "--num-samples starts from nothing and --sample-input-file from prompts. Give one of them."
+            yield "--num-samples generates without prompts and --sample-input-file continues prompts. Give one of them."
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A loaded network with all that turns a prompt into a record.
+    """A loaded network with everything needed to turn prompts into records.
 
     Args:
-        new_tokens: the most tokens generated for one text.
+        new_tokens: maximum number of tokens generated for one text.
     """
 
     flags: GenerateFlags
@@ -87,7 +87,7 @@ class Generator:
     model: LayerStack
 
     def records(self, prompts: Sequence[str], first_sample: int) -> Iterator[dict[str, Any]]:
-        """Continues prompts that have equally many tokens; the empty prompt is end-of-document."""
+        """Continues prompts with equal numbers of tokens; an empty prompt becomes end-of-document."""
         from megatron.inference.generate import Limits, generate
         from megatron.inference.sampling import Sampling
 
@@ -107,7 +107,7 @@ class Generator:
             yield self._record(prompt, continuation)
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens a text starts with.
+        """The tokens of a prompt.
 
         Raises:
             ConfigError: the prompt is empty and the tokenizer has no end-of-document token.
@@ -125,7 +125,7 @@ class Generator:
 
     @property
     def eod_id(self) -> int | None:
-        """The token that ends a text; None if the tokenizer has none, so that prompts can be continued all the same."""
+        """The end-of-document token; None if the tokenizer has none, in which case prompts can still be continued."""
         try:
             return self.tokenizer.eod_id
         except ConfigError:
@@ -157,28 +157,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _layout(given: Mapping[str, Any]) -> ParallelRequest:
-    """One stage, one copy, as many tensor-parallel ranks as asked for.
+    """The layout: one pipeline stage, one replica, and the requested tensor-parallel size.
 
     Raises:
-        ConfigError: pipeline stages were asked for.
+        ConfigError: a pipeline-parallel size above 1 was requested.
     """
     own = {name.partition(".")[2]: value for name, value in given.items() if name.startswith("parallel.")}
     stages = own.get("pipeline_model_parallel_size", 1)
     if stages > 1:
         raise ConfigError(
-            f"--pipeline-model-parallel-size {stages} is refused here: generation runs every layer on each rank. "
-            "Drop the flag; a checkpoint of any layout loads at pipeline size 1, and --tensor-model-parallel-size "
+            f"--pipeline-model-parallel-size {stages} is not supported here: generation runs every layer on each rank. "
+            f"Remove the flag; a checkpoint of any layout loads at pipeline size 1, and --tensor-model-parallel-size "
             "splits it over several processes."
         )
     return ParallelRequest(**own)
 
 
 def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) -> Generator:
-    """Builds the network that the checkpoint describes and fills it.
+    """Builds the checkpoint's network and loads its weights.
 
     Raises:
         CheckpointError: there is no usable checkpoint, or it was trained with another tokenizer.
-        ConfigError: a flag contradicts the checkpoint, or there are more processes than ranks of one copy.
+        ConfigError: a flag contradicts the checkpoint, or there are more processes than tensor-parallel ranks.
     """
     from megatron.checkpoint import newest_record
     from megatron.checkpoint.record import Record
@@ -189,14 +189,17 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) ->
 
     if mesh.dp.size > 1:
         raise ConfigError(
-            f"{mesh.world.size} processes were started for a network on {mesh.tp.size} (--tensor-model-parallel-size "
-            f"{mesh.tp.size}). Start {mesh.tp.size}, or split the network over all: --tensor-model-parallel-size "
+            f"{mesh.world.size} processes were started, but the network is split over {mesh.tp.size} "
+            f"(--tensor-model-parallel-size "
+            f"{mesh.tp.size}). Start {mesh.tp.size}, or split the network over all of them: "
+            f"--tensor-model-parallel-size "
             f"{mesh.world.size}."
         )
     found = newest_record(Path(flags.load), mesh)
     if found is None:
         raise CheckpointError(
-            f"there is no checkpoint in {flags.load} (--load {flags.load}). Give the folder a run saved to."
+            f"there is no checkpoint in {flags.load} (--load {flags.load}). Give the folder to which a run saved its "
+            f"checkpoints."
         )
     record = Record.from_json(found.record, found.path)
     config = laid_over(RunConfig.from_json(record.config), given)
@@ -213,10 +216,10 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) ->
 
 
 def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) -> Tokenizer:
-    """The tokenizer that the checkpoint's configuration names.
+    """The tokenizer of the checkpoint's configuration.
 
     Raises:
-        ConfigError: its files are not where the checkpoint, or a flag, says.
+        ConfigError: its files are not at the paths in the checkpoint or in the flags.
     """
     from megatron.tokenizers.tokenizer import build_tokenizer
 
@@ -232,13 +235,15 @@ def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) ->
             raise
         raise ConfigError(
             f"{failure} Not given here but recorded in the checkpoint {checkpoint}: {', '.join(recorded)} (a relative "
-            f"path counts from the current folder, {Path.cwd()}). --vocab-file and --merge-file, or "
-            "--tokenizer-name-or-path, give it anew."
+            f"path is relative to the current folder, {Path.cwd()}). Give the files with --vocab-file and "
+            f"--merge-file, or --tokenizer-name-or-path."
         ) from failure
 
 
 def _new_tokens(asked: int | None, positions: int, mesh: ParallelMesh) -> int:
-    """The most tokens generated for one text; asking for more than the model's positions can hold is worth a word."""
+    """The maximum number of tokens generated for one text; warns if more are requested than the model's positions
+    allow.
+    """
     most = max(1, positions - 1)
     if asked is not None and asked > most and mesh.world.rank == 0:
         log.warning(
@@ -259,7 +264,7 @@ def _dtype(precision: PrecisionConfig, mesh: ParallelMesh) -> Any:
 
 
 def _read_prompts(path: str | None) -> list[str] | None:
-    """All lines of the prompt file, empty ones included, so that output n belongs to line n.
+    """All lines of the prompt file, including empty ones, so that output n belongs to line n.
 
     Raises:
         DataError: it cannot be read, is not UTF-8, or holds no prompt.
@@ -272,16 +277,18 @@ def _read_prompts(path: str | None) -> list[str] | None:
         raise DataError(
             f"{path} (--sample-input-file) cannot be read as UTF-8 text: {failure}. Give a file of prompts."
         ) from failure
-    if lines[-1] == "":  # what follows the last newline is no line
+    if lines[-1] == "":  # the last newline does not start another line
         lines.pop()
     prompts = [line.rstrip("\r") for line in lines]
     if not any(prompt.strip() for prompt in prompts):
-        raise DataError(f"{path} (--sample-input-file) holds no prompt: every line is empty. Write one prompt a line.")
+        raise DataError(
+            f"{path} (--sample-input-file) contains no prompt: every line is empty. Write one prompt per line."
+        )
     return prompts
 
 
 def _unconditional(generator: Generator, batch: int) -> None:
-    """Texts from nothing, in batches."""
+    """Generates texts without prompts, in batches."""
     flags = generator.flags
 
     def records() -> Iterator[dict[str, Any]]:
@@ -292,7 +299,7 @@ def _unconditional(generator: Generator, batch: int) -> None:
 
 
 def _continue_file(generator: Generator, prompts: Sequence[str]) -> None:
-    """Continuations of the prompts of a file; a prompt that does not fit is refused before the first is continued."""
+    """Continues the prompts of a file, after checking that all of them fit."""
     from megatron.inference.generate import Limits
 
     flags = generator.flags
@@ -308,17 +315,17 @@ def _continue_file(generator: Generator, prompts: Sequence[str]) -> None:
 
 
 def _interact(generator: Generator) -> None:
-    """Continues what is typed until the end of the input (Ctrl-D).
+    """Continues prompts from standard input until its end (Ctrl-D).
 
     Raises:
-        ConfigError: the input is no terminal and holds no prompt.
+        ConfigError: the input is not a terminal and contains no prompt.
     """
     from megatron.parallel.messages import broadcast_json
 
     speaks = generator.mesh.world.rank == 0
     is_terminal = broadcast_json(_is_terminal() if speaks else None, generator.mesh.world)
     if is_terminal:
-        log.info("Without --num-samples N and --sample-input-file, prompts are read from this terminal, one a line.")
+        log.info("Without --num-samples N and --sample-input-file, prompts are read from this terminal, one per line.")
     index = 0
     while True:
         prompt = broadcast_json(_ask() if speaks else None, generator.mesh.world)
@@ -326,8 +333,8 @@ def _interact(generator: Generator) -> None:
             if index == 0 and not is_terminal:
                 raise ConfigError(
                     "without --num-samples N (0 means none) and --sample-input-file, prompts are read from standard "
-                    "input, which is no terminal here and holds no prompt. Give --num-samples N --genfile FILE, "
-                    "--sample-input-file FILE, or one prompt a line on standard input."
+                    "input, which is not a terminal here and contains no prompt. Give --num-samples N --genfile FILE, "
+                    "--sample-input-file FILE, or one prompt per line on standard input."
                 )
             return
         if not prompt.strip():
@@ -336,7 +343,7 @@ def _interact(generator: Generator) -> None:
             for record in generator.records([prompt], index):
                 if speaks:
                     print(prompt + record["text"] + "\n", flush=True)
-        except ConfigError as failure:  # a prompt that is too long; the next may fit
+        except ConfigError as failure:  # the prompt is too long; the next one may fit
             log.error(str(failure))
         index += 1
 
@@ -346,7 +353,7 @@ def _is_terminal() -> bool:
 
 
 def _ask() -> str | None:
-    if sys.stdin is None:  # closed by who started the program
+    if sys.stdin is None:  # closed by the parent process
         return None
     try:
         return input("prompt (Ctrl-D ends)> " if _is_terminal() else "")
@@ -355,7 +362,7 @@ def _ask() -> str | None:
 
 
 def _write(generator: Generator, path: str, records: Iterable[dict[str, Any]]) -> None:
-    """Writes records as they come, one JSON object a line, from one rank; the others generate along.
+    """Writes records as they are generated, one JSON object per line, on rank 0; the other ranks only generate.
 
     Raises:
         StorageError: the file cannot be written.

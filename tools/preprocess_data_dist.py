@@ -1,10 +1,10 @@
-"""preprocess_data.py on the ranks of a launcher, on one node or many: each encodes a share, then all merge.
+"""Runs preprocess_data.py on the ranks of a launcher, on one or more nodes: each encodes a shard, then all merge.
 
     torchrun --nproc-per-node 4 tools/preprocess_data_dist.py --input corpus.jsonl --output-prefix my-gpt2 \
         --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod
 
-The files are byte for byte those of preprocess_data.py, for any number of ranks. All ranks must see the same file
-system. The width of an id follows from the unpadded vocabulary, as there (upstream's uses the padded one).
+The files are byte for byte those of preprocess_data.py, for any number of ranks. All ranks must share a file system.
+The integer type of the ids follows from the unpadded vocabulary, as there (upstream uses the padded one).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class DistributedPreprocessFlags(TokenizerFileFlags):
     """Upstream's flags of this tool, and `--on-bad-line`."""
 
     input: tuple[str, ...] = flag(
-        help="jsonl files, which the ranks divide; compressed or .parquet files, each one rank's; patterns; folders; "
-        "or the name of a data set of the Hugging Face hub (name or name:configuration). That, a folder of "
-        "save_to_disk, and anything with --split, --count or --shuffle is read by the datasets library",
+        help="jsonl files, which are divided among the ranks; compressed or .parquet files, each read by one rank; "
+        "patterns; folders; or a dataset of the Hugging Face hub (name or name:configuration). Hub datasets, "
+        "save_to_disk folders, and anything with --split, --count or --shuffle are read by the datasets library",
         nargs="+",
     )
     output_prefix: str = flag(
@@ -41,46 +41,49 @@ class DistributedPreprocessFlags(TokenizerFileFlags):
     tokenizer_type: str = required_tokenizer_type()
     columns: tuple[str, ...] = flag(
         ("text",),
-        "JSON keys whose texts are encoded, each into files of its own",
+        "JSON keys whose texts are encoded, each into separate files",
         nargs="+",
         spelled=("--json-keys", "--json-key"),
     )
     merge_file: str | None = flag(None, "byte-pair merges (merges.txt)")  # --merge says how the ranks' files are merged
-    append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
+    append_eod: bool = flag(False, "end every non-empty document with the end-of-document id")
     merge: str = flag(
         "parallel",
-        "parallel: all ranks write the result; serial: rank 0 does; both: both, and the two are compared",
+        "parallel: all ranks write the result; serial: rank 0 writes it; both: do both and compare them",
         choices=("parallel", "serial", "both"),
     )
-    scratch: str | None = flag(None, "folder for the files of the single ranks; beside the output if unset")
+    scratch: str | None = flag(None, "folder for the files of individual ranks; by default next to the output")
     torch_backend: str = flag(
         "gloo",
-        "communication library; mpi is accepted for ranks that mpirun starts, which talk through gloo too: no PyTorch "
-        "from PyPI has another, and the files do not depend on it",
+        "communication backend; mpi is accepted for ranks started by mpirun, but gloo is used: PyTorch from PyPI has "
+        "no MPI backend, and the files do not depend on it",
         choices=("gloo", "mpi"),
     )
-    local_rank: int | None = flag(None, "number of this process on its node", spelled=("--local_rank",))
-    log_interval: int = flag(30, "seconds between two progress lines of rank 0's share; 0 shows none", at_least=0)
+    local_rank: int | None = flag(None, "local rank of this process on its node", spelled=("--local_rank",))
+    log_interval: int = flag(30, "seconds between progress lines of rank 0's shard; 0 shows none", at_least=0)
     on_bad_line: str = flag(
         "error",
-        "what a line that is no good JSON document does: stop, or be left out and counted",
+        "invalid lines: error stops the run, skip drops and counts them",
         choices=("error", "skip"),
     )
     dataset_impl: str = flag(
         "mmap",
-        "layout of the outputs: mmap is what every current trainer reads; cached and lazy are one older layout with "
-        "ids of int32",
+        "format of the outputs: mmap is what every current trainer reads; cached and lazy both mean an older format "
+        "with int32 ids",
         choices=("mmap", "cached", "lazy"),
     )
     split: str | None = flag(
-        None, "split of the data set, or a part of one as the datasets library writes it (train[:10%]); train if unset"
+        None,
+        "split of the dataset, or part of one in the syntax of the datasets library (train[:10%]); train by default",
     )
-    count: int | None = flag(None, "documents to take: the first so many, after shuffling", at_least=1)
+    count: int | None = flag(None, "number of documents to take, from the start, after shuffling", at_least=1)
     shuffle: bool = flag(False, "take the documents in random order")
-    seed: int | None = flag(None, "seed of --shuffle; drawn and told if unset", at_least=0)
-    split_sentences: bool = flag(False, "one sequence a sentence, into <prefix>_<column>_sentence.bin/.idx")
+    seed: int | None = flag(None, "seed of --shuffle; drawn at random and logged by default", at_least=0)
+    split_sentences: bool = flag(False, "write one sequence per sentence, into <prefix>_<column>_sentence.bin/.idx")
     keep_newlines: bool = flag(
-        False, "with --split-sentences: whitespace between sentences stays at the end of the first; else it is dropped"
+        False,
+        "with --split-sentences: keep whitespace between sentences at the end of the first one; otherwise it is "
+        "dropped",
     )
     lang: str = flag("en", "with --split-sentences: language of the texts, as a code (en, tr, zh) or name (english)")
     make_vocab_size_divisible_by: int = flag(
@@ -93,7 +96,7 @@ class DistributedPreprocessFlags(TokenizerFileFlags):
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
         if self.seed is not None and not self.shuffle:
-            yield f"--seed {self.seed} is the seed of --shuffle, which is not given. Give both or none."
+            yield f"--seed {self.seed} has no effect without --shuffle. Give both or neither."
         if len(set(self.columns)) != len(self.columns):
             yield f"--columns {' '.join(self.columns)} names a key twice; name it once."
 
@@ -104,7 +107,7 @@ def main() -> int:
         DistributedPreprocessFlags, sys.argv[1:], prog="preprocess_data_dist.py", description=__doc__ or ""
     )
     if flags.torch_backend == "mpi":
-        log.warning("--torch-backend mpi: the ranks are those that mpirun started, but talk through gloo.")
+        log.warning("--torch-backend mpi: the ranks started by mpirun communicate over gloo.")
     from megatron.corpus.workers.ranks import JobRanks
     from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import all_gather_json
@@ -152,7 +155,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
 
 
 def _line_writer(interval_seconds: int) -> Callable[[str], None]:
-    """Shows a line when enough seconds have passed since the last one."""
+    """Returns a function that logs a line if enough time has passed since the last one."""
     shown_at = [time.monotonic()]
 
     def write(text: str) -> None:

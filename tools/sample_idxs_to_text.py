@@ -1,16 +1,16 @@
-"""Shows which text was in the training samples between two consumed counts, to look into a loss spike.
+"""Shows the text of the training samples in a range, for instance to investigate a loss spike.
 
     python tools/sample_idxs_to_text.py --load checkpoints --sample-id-range 74096 75888
     python tools/sample_idxs_to_text.py --run-dir runs/gpt-20260101-120000 --start-step 3792 --end-step 3848
     python tools/sample_idxs_to_text.py --print-text --start-sample 5 --end-sample 15 --seed 42 --train-samples 100 \
         --seq-length 2048 --data-path my-gpt2_text_document --vocab-file vocab.json --merge-file merges.txt
 
-The order of samples comes from the checkpoint of --load, or that of the run in --run-dir, or is planned as training
-planned it from the trainer's flags, which must be the same then: data, split, seed, length and number of samples. Files
-that were moved are named anew by the trainer's flags. A consumed count of N means that sample N came next.
+The sample order comes from the checkpoint in --load, from that of the run in --run-dir, or is planned from the
+trainer's flags, which must then be those of training: data, split, seed, sequence length and number of samples. Give
+the new paths of moved files with the trainer's flags. After N consumed samples, sample N came next.
 
-Writes a JSON object a line: sample, source, pieces (sequence, first token, number of tokens) and text. With
---print-text or --print-tokens it writes upstream's plain lines instead, the sample's number and what was asked for.
+Writes one JSON object per line: sample, source, pieces (sequence, first token, number of tokens) and text. With
+--print-text or --print-tokens it writes upstream's plain lines instead: the sample index and its text or tokens.
 """
 
 from __future__ import annotations
@@ -41,42 +41,42 @@ _SHOWN_TOKENS = 6  # at each end, without --all-tokens
 
 @dataclass(frozen=True)
 class SampleFlags(ConfigSection):
-    """Upstream's flags of this tool, and where the order comes from; the trainer's come on top."""
+    """Upstream's flags of this tool and the source of the sample order, in addition to the trainer's flags."""
 
     load: str | None = flag(None, "folder of checkpoints (the newest is used), or one checkpoint")
-    run_dir: str | None = flag(None, "folder of a run")
-    sample_id_range: tuple[int, int] | None = flag(None, "first sample, and the one after the last")
+    run_dir: str | None = flag(None, "run directory")
+    sample_id_range: tuple[int, int] | None = flag(None, "first sample, and one past the last")
     start_sample: int | None = flag(None, "first sample, counted from 0", at_least=0)
-    end_sample: int | None = flag(None, "the sample after the last", at_least=1)
-    start_step: int | None = flag(None, "first step, counted from 1 as the log does", at_least=1)
-    end_step: int | None = flag(None, "last step, included; --start-step if unset", at_least=1)
-    print_text: bool = flag(False, "plain lines of the sample's number and its text")
-    print_tokens: bool = flag(False, "plain lines of the sample's number and its token ids")
-    all_tokens: bool = flag(False, "all token ids of a sample, in plain lines and in JSON")
-    output_file: str | None = flag(None, "file for the lines; the terminal if unset")
+    end_sample: int | None = flag(None, "one past the last sample", at_least=1)
+    start_step: int | None = flag(None, "first step, counted from 1 as in the log", at_least=1)
+    end_step: int | None = flag(None, "last step, inclusive; by default --start-step", at_least=1)
+    print_text: bool = flag(False, "write plain lines with the sample index and its text")
+    print_tokens: bool = flag(False, "write plain lines with the sample index and its token ids")
+    all_tokens: bool = flag(False, "write all token ids of a sample, in plain lines and in JSON")
+    output_file: str | None = flag(None, "output file; by default standard output")
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
         if self.load and self.run_dir:
-            yield f"--load {self.load} and --run-dir {self.run_dir} both say where the order comes from; give one."
+            yield f"--load {self.load} and --run-dir {self.run_dir} both specify the sample order; give one of them."
         ends = [self.start_sample is not None, self.end_sample is not None]
         by_steps = self.start_step is not None or self.end_step is not None
         if any(ends) + (self.sample_id_range is not None) + by_steps != 1 or any(ends) != all(ends):
             yield (
-                "Say which samples once: --sample-id-range FIRST END, --start-sample with --end-sample, or "
-                "--start-step and --end-step."
+                "Choose the samples in one way: --sample-id-range FIRST END, --start-sample with --end-sample, or "
+                "--start-step with --end-step."
             )
         if self.end_step is not None and not 1 <= (self.start_step or 0) <= self.end_step:
-            yield f"--end-step {self.end_step} needs a --start-step that does not come after it."
+            yield f"--end-step {self.end_step} needs a --start-step that is at most that."
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A run as far as its order of samples goes.
+    """What is known about a run's sample order.
 
     Args:
-        stood_at: where the checkpoint stood, None without one.
-        tokenizer: what it was trained with, None if unknown.
+        stood_at: the progress of the checkpoint; None without one.
+        tokenizer: the tokenizer of the run; None if unknown.
     """
 
     order: SampleOrder
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _origin(flags: SampleFlags, given: Mapping[str, Any]) -> Origin:
-    """Where the order comes from."""
+    """Determines the source of the sample order."""
     if flags.load is not None:
         return _of_checkpoint(Path(flags.load), given)
     if flags.run_dir is not None:
@@ -122,7 +122,9 @@ def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
 
     found = find(folder)
     if not found:
-        raise CheckpointError(f"there is no checkpoint in {folder}. Give the folder that a run saved to.")
+        raise CheckpointError(
+            f"there is no checkpoint in {folder}. Give the folder to which a run saved its checkpoints."
+        )
     record = Record.from_json(read_record(found[0].path), found[0].path)
     config = laid_over(RunConfig.from_json(record.config), given)
     order = SampleOrder.of_plan(record.data_plan, config.data)
@@ -130,7 +132,7 @@ def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
 
 
 def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
-    """The order of the run's checkpoint; without one, of its configuration, if it was started only once."""
+    """The order in the run's checkpoint; without one, from its configuration, if it was started only once."""
     from megatron.checkpoint import find
     from megatron.observe.metrics_file import read_records
     from megatron.train.sample_order import SampleOrder
@@ -147,8 +149,8 @@ def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
     if starts != [0]:
         raise ConfigError(
             f"The run in {folder} did not begin at step 0, or not only once (its starts: {starts}), and has no "
-            f"checkpoint in {saves or '(no --save)'}, so its order cannot be told from its flags. Give the folder of "
-            "its checkpoints with --load."
+            f"checkpoint in {saves or '(no --save)'}, so its sample order cannot be derived from its flags. Give the "
+            f"folder of its checkpoints with --load."
         )
     config = laid_over(saved, given)
     length, seed = config.data.seq_length, config.random.seed
@@ -231,7 +233,7 @@ def _shown_tokens(sample: TrainedSample, everything: bool) -> str:
 
 
 def _write(lines: Iterator[str], path: str | None) -> None:
-    """Writes the lines to the terminal, or to a file that appears when it is complete."""
+    """Writes the lines to standard output, or atomically to a file."""
     from megatron.data.formats.atomic_files import write_atomically
 
     if path is None:

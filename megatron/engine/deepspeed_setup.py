@@ -1,4 +1,4 @@
-"""DeepSpeed's start: it joins our process groups, gets a torch optimizer, and keeps quiet."""
+"""Initializes DeepSpeed on the mesh's process groups with a torch optimizer, and silences its set-up output."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from megatron.errors import ConfigError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
 
-# Gradients are reduced before they are clipped at this value when the user wants no clipping; DeepSpeed computes no
-# norm at 0.
+# Stands for "no clipping": with a clipping threshold of 0, DeepSpeed would not compute the gradient norm at all.
 _NO_CLIPPING = 1.0e30
 
-# What DeepSpeed's use of torch makes torch say on every step of some layouts: the stages of a pipeline exchange
-# activations inside a backward pass (gradients cross stages explicitly, so nothing is lost; tests/parity holds that),
-# and renamed functions.
+# Warnings that torch prints at every step of some layouts because of how DeepSpeed uses it: pipeline stages exchange
+# activations inside a backward pass (gradients cross stages explicitly, so none is lost; tests/parity checks that), and
+# DeepSpeed calls functions that torch has renamed.
 _HARMLESS_WARNINGS = (
     r"c10d::broadcast_: an autograd kernel was not registered",
     r"`torch\.distributed\.all_gather_into_tensor` is deprecated",
@@ -35,9 +34,9 @@ _HARMLESS_WARNINGS = (
 
 
 def join_deepspeed() -> None:
-    """Lets DeepSpeed use the process groups that the mesh opened; doing it twice changes nothing."""
-    # On CPU deepspeed would compile its shared-memory collectives here (half a minute, and a failure without a
-    # compiler).
+    """Lets DeepSpeed use the process groups that the mesh opened; idempotent."""
+    # On the CPU, DeepSpeed would compile its shared-memory collectives here: half a minute, and an error without a
+    # compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     for text in _HARMLESS_WARNINGS:
         warnings.filterwarnings("ignore", message=text)
@@ -51,7 +50,7 @@ def initialize(settings: Mapping[str, Any], optim: OptimConfig, mesh: ParallelMe
     stage = settings["zero_optimization"]["stage"]
     if stage == 0 and not settings["gradient_clipping"]:
         settings["gradient_clipping"] = _NO_CLIPPING
-    # DeepSpeed counts samples over all ranks that average gradients, also where several share a sample.
+    # DeepSpeed counts samples over all ranks that average gradients, even if several of them share a sample.
     settings["train_batch_size"] = settings["train_batch_size"] // mesh.batch.size * mesh.gradient.size
     _warn_of_narrow_accumulation(settings, mesh)
     with quiet():
@@ -79,18 +78,19 @@ def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh
 
 
 def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """Builds the torch optimizer with two groups: matrices decay, biases and norms do not.
+    """Builds the torch optimizer with two parameter groups: matrices with weight decay, biases and norms without.
 
     Raises:
-        ConfigError: the optimizer is not one of ours, or this stage lacks one of the groups.
+        ConfigError: the optimizer is unknown, or this stage lacks one of the parameter groups.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if shard_spec_of(parameter).is_matrix]
     vectors = [parameter for parameter in parameters if not shard_spec_of(parameter).is_matrix]
     if not matrices or not vectors:
         raise ConfigError(
-            "a pipeline stage holds no matrix or no bias/norm parameter, so its optimizer groups would differ from the "
-            "other stages'. Give every stage at least one transformer layer (--pipeline-model-parallel-size, "
+            "a pipeline stage holds no matrix or no bias/norm parameter, so its optimizer parameter groups would "
+            "differ from those of the other stages. Give every stage at least one transformer layer "
+            "(--pipeline-model-parallel-size, "
             "--pp-partition-method)."
         )
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -105,7 +105,7 @@ def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimi
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps DeepSpeed's set-up chatter off standard output, where only results go."""
+    """Keeps DeepSpeed's set-up messages off standard output, which is reserved for results."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.WARNING)

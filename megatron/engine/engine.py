@@ -1,8 +1,8 @@
-"""Training steps: one `Engine` over DeepSpeed's plain and pipeline engines.
+"""Training steps: one `Engine` over both DeepSpeed's plain engine and its pipeline engine.
 
-Whatever the layout, the loss is the sum of the token losses of the global batch over the number of its counted tokens.
-DeepSpeed averages over micro-batches and replicas, so the loss sum of a micro-batch is multiplied by
-(micro-batches * replicas / counted tokens) first.
+In every layout, the loss is the sum of the token losses of the global batch divided by its number of counted tokens.
+DeepSpeed averages over micro-batches and replicas, so the loss sum of a micro-batch is first multiplied by
+(micro-batches * replicas / counted tokens).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteres
 
 
 class Engine:
-    """Forward, backward, reduce, clip and update for one network, objective and layout.
+    """Runs forward, backward, gradient reduction, clipping and the update for one network, objective and layout.
 
     Args:
-        network: the layers of the whole network; this rank builds its own.
-        objective: what is trained for. It may be replaced between steps.
+        network: the layers of the whole network; each rank builds only its own.
+        objective: computes the loss; it may be replaced between steps.
         optim: the resolved optimizer section.
         precision: dtype and loss scaling.
-        mesh: the open mesh.
-        settings: what DeepSpeed is told, see `ds_config.deepspeed_config`.
-        steps: what all micro-batches have in common; its dtype is that of `precision`.
-        seed: initial values are drawn with it.
+        mesh: the mesh, with its process groups open.
+        settings: the DeepSpeed configuration, see `ds_config.deepspeed_config`.
+        steps: settings shared by all micro-batches; its dtype is that of `precision`.
+        seed: seed of the initial parameter values.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class Engine:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer at the bottom, whatever DeepSpeed wrapped around it."""
+        """The underlying torch optimizer, without DeepSpeed's wrapper."""
         return self.deepspeed.basic_optimizer
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether several stages take part."""
+        """Whether there is more than one pipeline stage."""
         return self.mesh.pp.size > 1
 
     @property
     def update_count(self) -> int:
-        """Updates the optimizer has made; Adam's bias correction depends on it."""
+        """Number of optimizer updates so far; Adam's bias correction depends on it."""
         return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
 
     @property
@@ -93,9 +93,9 @@ class Engine:
         return self.module.stack if self.is_pipelined else self.module  # type: ignore[return-value]
 
     def counted_parameters(self) -> Iterator[tuple[LayerSpec, int]]:
-        """Layer and local elements, padding included, of every parameter this rank accounts for.
+        """The layer and local size, padding included, of every parameter that this rank counts.
 
-        Summed over the model's ranks they are the network.
+        Summed over the ranks of a model replica, they give the size of the network.
         """
         for spec, layer in self.stack.named_layers():
             for parameter in layer.parameters():
@@ -105,14 +105,16 @@ class Engine:
 
     @property
     def loss_scale_state(self) -> dict[str, float]:
-        """The dynamic loss scaler's counters, for a checkpoint; empty outside fp16."""
+        """The dynamic loss scaler's state, for a checkpoint; empty outside fp16."""
         scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
         if not self.precision.fp16 or scaler is None:
             return {}
         return {name: getattr(scaler, name) for name in _SCALER_COUNTERS if hasattr(scaler, name)}
 
     def restore_loss_scale(self, state: Mapping[str, float]) -> None:
-        """Goes on with stored counters, so that a resume does not search for the scale (and skip steps) again."""
+        """Restores the loss scaler's state, so that a resumed run does not search for the scale (and skip steps)
+        again.
+        """
         scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
         if self.precision.fp16 and self.precision.loss_scale is None and scaler is not None:
             for name, value in state.items():
@@ -122,9 +124,9 @@ class Engine:
         """Trains one global batch.
 
         Args:
-            micro_batches: this rank's micro-batches of the global batch, equally many on every rank; None on a pipeline
-                stage that is neither the first nor the last.
-            learning_rate: the rate of this step.
+            micro_batches: this rank's micro-batches of the global batch, the same number on every rank; None on a
+                pipeline stage that is neither the first nor the last.
+            learning_rate: the learning rate of this step.
         """
         count = len(micro_batches)
         deepspeed_samples = count * self.optim.micro_batch_size * self.mesh.gradient.size
@@ -148,7 +150,9 @@ class Engine:
         )
 
     def evaluate(self, micro_batches: Sequence[MicroBatch | None]) -> tuple[float, int]:
-        """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks; trains nothing."""
+        """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks, without
+        training.
+        """
         batches = self._prepare(micro_batches)
         if self.is_pipelined:
             self.deepspeed.eval_batch(_pipeline_input(batches), num_micro_batches=len(batches))
@@ -162,7 +166,9 @@ class Engine:
         return loss_sum, round(tokens)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch | None]) -> list[DeviceBatch]:
-        """Starts new totals and moves what this stage uses of the micro-batches to the device; waits for nothing."""
+        """Resets the totals and copies to the device what this stage needs of the micro-batches, without
+        synchronizing.
+        """
         mesh = self.mesh
         self._micro_batch_count = len(micro_batches)
         self._totals = StepTotals(self.objective.metric_sizes, mesh.device)
@@ -188,7 +194,7 @@ class Engine:
 
     def _train_plain(self, batches: Sequence[DeviceBatch]) -> None:
         for number, batch in enumerate(batches, start=1):
-            # DeepSpeed's own count of micro-batches is off after the batch size has changed.
+            # DeepSpeed's own micro-batch count is wrong after the batch size has changed.
             self.deepspeed.set_gradient_accumulation_boundary(number == len(batches))
             self.deepspeed.backward(self._plain_loss(batch))
             self.deepspeed.step()
@@ -199,7 +205,7 @@ class Engine:
         return self._loss(outputs, batch.targets, context.auxiliary.sums())
 
     def _pipeline_loss(self, outputs: torch.Tensor, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return self._loss(outputs, targets, {})  # every stage gives its auxiliary losses by itself
+        return self._loss(outputs, targets, {})  # each stage reports its own auxiliary losses
 
     def _loss(
         self, outputs: torch.Tensor, targets: tuple[torch.Tensor, ...], auxiliary: Mapping[str, torch.Tensor]
@@ -222,13 +228,13 @@ class Engine:
         return float(self.deepspeed.optimizer.cur_scale) if self.precision.fp16 else 1.0
 
     def _backward_scale(self) -> float:
-        """What DeepSpeed multiplies the loss of a micro-batch by before backward."""
+        """The factor by which DeepSpeed multiplies the loss of a micro-batch before backward."""
         return self._loss_scale() / self._micro_batch_count
 
     def _clip_gradients(self) -> None:
-        """Clips by the true global norm, in place of DeepSpeed's stage-0 clipping; waits for nothing.
+        """Clips by the true global gradient norm, replacing DeepSpeed's stage-0 clipping; does not synchronize.
 
-        DeepSpeed's own counts the tied weight on both stages and leaves out replicated parameters of later stages.
+        DeepSpeed's norm counts a tied weight on both stages and omits the replicated parameters of later stages.
         """
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -245,5 +251,5 @@ class Engine:
 def _pipeline_input(
     batches: Sequence[DeviceBatch],
 ) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
-    """Micro-batches as DeepSpeed's pipeline engine takes them."""
+    """Micro-batches in the form that DeepSpeed's pipeline engine expects."""
     return iter([((*batch.inputs, *batch.passed), batch.targets) for batch in batches])

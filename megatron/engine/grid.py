@@ -1,6 +1,6 @@
-"""The mesh as DeepSpeed asks for it: its `mpu` protocol and the grid of its pipeline engine.
+"""The mesh in the two forms that DeepSpeed expects: its `mpu` protocol and the grid of its pipeline engine.
 
-DeepSpeed would create process groups of its own for every rank of the world; these classes answer with the mesh's.
+Without these classes, DeepSpeed would create process groups of its own for every rank of the world.
 """
 
 from __future__ import annotations
@@ -9,44 +9,44 @@ from typing import Any
 
 from megatron.parallel.mesh import ParallelMesh
 
-# DeepSpeed counts a parameter's gradient on the first model-parallel rank, and elsewhere only where the parameter is
-# marked as split. The engine marks exactly those that this rank accounts for, so no rank calls itself the first.
-_NOT_THE_FIRST = 1
+# For the gradient norm, DeepSpeed counts every parameter on the first model-parallel rank, and on the others only those
+# marked as split. The engine marks exactly the parameters that each rank counts, so no rank may claim to be the first.
+_NOT_FIRST_RANK = 1
 
 
 class ModelParallelUnit:
-    """The questions DeepSpeed asks a Megatron `mpu`."""
+    """Implements the methods that DeepSpeed calls on a Megatron `mpu`."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
 
     def get_model_parallel_rank(self) -> int:
-        """Which parameters this rank counts besides the marked ones; see `_NOT_THE_FIRST`."""
-        return _NOT_THE_FIRST
+        """Never 0, so that DeepSpeed counts only marked parameters; see `_NOT_FIRST_RANK`."""
+        return _NOT_FIRST_RANK
 
     def get_model_parallel_world_size(self) -> int:
-        """Ranks that share one copy of the model."""
+        """Number of ranks that hold one model replica."""
         return self._mesh.model.size
 
     def get_model_parallel_group(self) -> Any:
-        """Process group of the ranks that share one copy of the model."""
+        """Process group of the ranks that hold one model replica."""
         return self._mesh.model.group
 
     def get_data_parallel_rank(self) -> int:
-        """Position among the ranks whose gradients are averaged."""
+        """Position among the ranks that average gradients."""
         return self._mesh.gradient.rank
 
     def get_data_parallel_world_size(self) -> int:
-        """Ranks whose gradients are averaged."""
+        """Number of ranks that average gradients."""
         return self._mesh.gradient.size
 
     def get_data_parallel_group(self) -> Any:
-        """Process group of the ranks whose gradients are averaged."""
+        """Process group of the ranks that average gradients."""
         return self._mesh.gradient.group
 
 
 class PipelineGrid(ModelParallelUnit):
-    """What DeepSpeed's pipeline engine reads of its `PipelineParallelGrid`."""
+    """Implements what DeepSpeed's pipeline engine uses of its `PipelineParallelGrid`."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__(mesh)
@@ -58,7 +58,7 @@ class PipelineGrid(ModelParallelUnit):
         self.pp_group = list(mesh.pp.ranks)
 
     def get_global_rank(self) -> int:
-        """Rank in the world."""
+        """This process's global rank."""
         return self.global_rank
 
     def get_stage_id(self) -> int:
@@ -66,7 +66,7 @@ class PipelineGrid(ModelParallelUnit):
         return self._mesh.pp.rank
 
     def stage_to_global(self, stage_id: int) -> int:
-        """The global rank that holds a stage of this rank's pipeline."""
+        """The global rank of a stage of this rank's pipeline."""
         return self._mesh.pp.ranks[stage_id]
 
     def get_pipe_parallel_rank(self) -> int:
@@ -83,7 +83,7 @@ class PipelineGrid(ModelParallelUnit):
 
     def get_slice_parallel_rank(self) -> int:
         """See `get_model_parallel_rank`."""
-        return _NOT_THE_FIRST
+        return _NOT_FIRST_RANK
 
     def get_slice_parallel_world_size(self) -> int:
         """Size of the tensor-parallel axis."""

@@ -1,4 +1,4 @@
-"""A micro-batch on its way from the host to the first layer and to the objective."""
+"""Micro-batches on the host and on the device."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron.objective.base import Objective
 
 
 class MicroBatch(Protocol):
-    """What the engine itself reads of a micro-batch; the rest is between the data and the objective.
+    """The part of a micro-batch that the engine reads itself; the rest only concerns the objective.
 
     Shapes: sample_ids `[b]`, segment_ids `[b, s]`, both int64.
     """
 
     @property
     def sample_ids(self) -> np.ndarray:
-        """Number of each sample in the order of the whole run."""
+        """Index of each sample in the sample order of the run."""
 
     @property
     def segment_ids(self) -> np.ndarray | None:
-        """The document of each token; None where documents are not told apart."""
+        """Document number of each token; None if documents are not separated."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class DeviceBatch:
     """A micro-batch on the device.
 
     Attributes:
-        inputs: what the first layer takes.
-        passed: the tensors that a `StepContext` is made from.
-        first_sample: the first sample id, on the host.
-        targets: factor on the loss `[]`, then what the objective compares with, in the order of `target_names`.
+        inputs: the inputs of the first layer.
+        passed: the tensors from which each stage builds the `StepContext`.
+        first_sample: the first sample id, as a Python integer.
+        targets: the loss factor `[]`, then the objective's targets in the order of `target_names`.
         target_names: names of the targets.
     """
 
@@ -57,7 +57,7 @@ class DeviceBatch:
         with_inputs: bool = True,
         with_targets: bool = True,
     ) -> DeviceBatch:
-        """Moves what a stage uses to the device of `scale`; the copies do not wait for the device."""
+        """Copies what a stage uses to the device of `scale`, without synchronizing."""
 
         def move(array: np.ndarray) -> torch.Tensor:
             return device.copy_to_device(array, scale.device)
@@ -77,14 +77,14 @@ class DeviceBatch:
 
     @classmethod
     def nothing(cls) -> DeviceBatch:
-        """What a stage gets that uses no part of a micro-batch."""
+        """The batch of a middle stage, which uses no part of a micro-batch."""
         return cls((), (), 0, (), ())
 
     def context(self, settings: StepSettings, backward_scale: float) -> StepContext:
-        """The context of the micro-batch."""
+        """Builds the micro-batch's context."""
         return settings.context(*self.passed, first_sample=self.first_sample, backward_scale=backward_scale)
 
     @property
     def network_input(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """What the first layer is called with."""
+        """The argument of the first layer."""
         return self.inputs[0] if len(self.inputs) == 1 else self.inputs

@@ -1,6 +1,6 @@
 """One pipeline stage in the form that DeepSpeed's pipeline engine runs.
 
-Stages exchange tensors: here, and only here, a `StepContext` becomes tensors and is made from them again.
+Stages exchange tensors: only here is a `StepContext` turned into tensors and back.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron.parallel.mesh import Axis, ParallelMesh
 
 @dataclass(frozen=True)
 class StageHooks:
-    """What a stage asks of the engine.
+    """The engine's callbacks for a pipeline stage.
 
     Attributes:
-        loss: from the outputs and the targets of a micro-batch to its loss.
-        backward_scale: the factor that the loss is multiplied by before backward.
-        take_auxiliary: is given the losses that layers added in a forward pass.
+        loss: computes the loss of a micro-batch from its outputs and targets.
+        backward_scale: returns the factor by which the loss is multiplied before backward.
+        take_auxiliary: receives the losses that layers added in a forward pass.
     """
 
     loss: Callable[..., torch.Tensor]
@@ -38,16 +38,16 @@ class StageHooks:
 class StageModule(PipelineModule):
     """A stack of layers as a `PipelineModule`.
 
-    The base class would build the layers, the grid and its process groups; all of them exist already, so its
-    constructor is not called and what the pipeline engine reads of it is set here.
+    The base class's constructor would build the layers, the grid and process groups, all of which exist already. It is
+    therefore not called, and the attributes that the pipeline engine reads are set here.
 
-    The first stage takes `(*inputs, sample_ids[, segment_ids])`, stages pass on `(hidden, sample_ids[, segment_ids])`,
-    and the last returns the outputs.
+    The first stage takes `(*inputs, sample_ids[, segment_ids])`, stages send `(hidden, sample_ids[, segment_ids])` to
+    the next one, and the last returns the outputs.
 
     Args:
         stack: the layers of this stage.
-        hooks: what the stage asks of the engine.
-        tied: the weights that another stage holds too, each with the axis over which their gradients are summed.
+        hooks: the engine's callbacks.
+        tied: the weights that another stage also holds, each with the axis over which its gradient is summed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StageModule(PipelineModule):
         self.dynamic_shape = False
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | torch.Tensor:
-        """Runs the stage on what the loader or the stage before it gave."""
+        """Runs the stage on the output of the data loader or of the previous stage."""
         own, passed = inputs[: -self.settings.tensor_count], inputs[-self.settings.tensor_count :]
         context = self.settings.context(*passed, backward_scale=self._hooks.backward_scale())
         hidden = self.stack(own[0] if len(own) == 1 else own, context)
@@ -84,9 +84,9 @@ class StageModule(PipelineModule):
         return hidden if self._is_last else (hidden, *context.tensors)
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
-        """The weights whose gradients the pipeline engine sums over stages after the last backward pass."""
+        """The weights whose gradients the pipeline engine sums across stages after the last backward pass."""
         return [(weight, axis.group) for weight, axis in self._tied]
 
     def get_additional_losses(self) -> None:
-        """Nothing: the engine collects metrics itself."""
+        """None: the engine collects metrics itself."""
         return

@@ -1,4 +1,4 @@
-"""From the list of layers to this rank's module: built, initialised, and marked for DeepSpeed."""
+"""Builds this rank's module from the list of layers, initializes it, and sets the attributes that DeepSpeed reads."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def build_module(
     seed: int,
     hooks: StageHooks,
 ) -> nn.Module:
-    """Builds this rank's part of a network with its initial values: one stage of a pipeline, or the whole.
+    """Builds and initializes this rank's part of a network: one pipeline stage, or the whole network.
 
     Args:
         network: the layers of the whole network.
-        settings: what DeepSpeed is told; under ZeRO-3 each layer is partitioned as soon as it is built.
-        steps: what all micro-batches have in common.
-        seed: initial values are drawn with it.
-        hooks: what a pipeline stage asks of the engine.
+        settings: the DeepSpeed configuration; under ZeRO-3 each layer is partitioned as soon as it is built.
+        steps: settings shared by all micro-batches.
+        seed: seed of the initial parameter values.
+        hooks: the engine's callbacks for a pipeline stage.
     """
     bounds = stage_bounds(network, mesh.pp.size)
     own = network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]]
@@ -53,7 +53,9 @@ def build_module(
 def _partitioned_stack(
     specs: Sequence[LayerSpec], mesh: ParallelMesh, settings: Mapping[str, Any], dtype: torch.dtype, seed: int
 ) -> LayerStack:
-    """Builds layer by layer under `zero.Init`: a rank holds at most one whole layer, and draws only its own part."""
+    """Builds layer by layer under `zero.Init`: a rank holds at most one unpartitioned layer, and draws only its own
+    shard.
+    """
     zero = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": settings["zero_optimization"],
@@ -83,9 +85,9 @@ def _partitioned_stack(
 
 
 def _mark_for_deepspeed(stack: LayerStack, mesh: ParallelMesh) -> None:
-    """Sets what DeepSpeed reads of a parameter, and sums gradients over the axes that saw other tokens.
+    """Sets the parameter attributes that DeepSpeed reads, and sums gradients over the axes that saw different tokens.
 
-    The sum happens before any hook of DeepSpeed sees the gradient.
+    The sum is taken before any DeepSpeed hook sees the gradient.
     """
     for parameter in stack.parameters():
         spec = shard_spec_of(parameter)
@@ -106,7 +108,7 @@ def _summing_over(axis: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
 def _tied_weights(
     network: Sequence[LayerSpec], own: Sequence[LayerSpec], stack: LayerStack, mesh: ParallelMesh
 ) -> list[tuple[nn.Parameter, Axis]]:
-    """The weights that this stage and another one both hold, each with the axis over which gradients are summed."""
+    """The weights that both this stage and another one hold, each with the axis over which its gradient is summed."""
     names = {spec.name for spec in own}
     tied: list[tuple[nn.Parameter, Axis]] = []
     for spec in network:

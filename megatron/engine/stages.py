@@ -1,4 +1,4 @@
-"""Which pipeline stage holds which layers of a network."""
+"""Assigns the layers of a network to pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron.model.interface.network import LayerKind, LayerSpec
 def stage_bounds(specs: Sequence[LayerSpec], stages: int) -> list[int]:
     """The boundaries of the stages in the list of layers: stage `i` runs `specs[bounds[i]:bounds[i + 1]]`.
 
-    Stages are cut between blocks. What precedes the first block belongs to the first stage, what follows the last block
-    to the last.
+    Stage boundaries lie between blocks. Layers before the first block belong to the first stage, layers after the last
+    block to the last.
 
     Raises:
         ConfigError: there are fewer blocks than stages.
@@ -30,9 +30,9 @@ def stage_bounds(specs: Sequence[LayerSpec], stages: int) -> list[int]:
 def blocks_per_stage(costs: Sequence[int], stages: int) -> list[int]:
     """How many consecutive blocks each pipeline stage holds.
 
-    Blocks of one cost are spread evenly; a remainder goes to the stages that carry nothing else: the inner ones first,
-    then the first (embedding), the last (head) never before the others. Blocks of different costs are cut so that the
-    most expensive stage is as cheap as possible.
+    Blocks of equal cost are distributed evenly. Remaining blocks go to the middle stages first, which hold no other
+    layers, then to the first (embedding) and finally to the last (head). With unequal costs, the cost of the most
+    expensive stage is minimized.
 
     Raises:
         ConfigError: there are fewer blocks than stages; such a stage would lack an optimizer parameter group, and
@@ -50,7 +50,7 @@ def blocks_per_stage(costs: Sequence[int], stages: int) -> list[int]:
 
 
 def _balanced_counts(costs: Sequence[int], stages: int) -> list[int]:
-    """Counts of consecutive blocks with the smallest possible cost of the most expensive stage, found by bisection."""
+    """Counts of consecutive blocks that minimize the cost of the most expensive stage, found by bisection."""
     low, high = max(costs), sum(costs)
     while low < high:
         limit = (low + high) // 2
@@ -62,7 +62,9 @@ def _balanced_counts(costs: Sequence[int], stages: int) -> list[int]:
 
 
 def _greedy_counts(costs: Sequence[int], stages: int, limit: int) -> list[int]:
-    """Fills one stage after the other up to `limit`, leaving a block for each later stage; may need more stages."""
+    """Fills one stage after another up to `limit`, keeping a block for each later stage; may return more than `stages`
+    counts.
+    """
     counts, spent = [0], 0
     for index, cost in enumerate(costs):
         left = len(costs) - index

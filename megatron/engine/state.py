@@ -1,9 +1,9 @@
 """The fp32 weights and optimizer moments inside DeepSpeed, as named pieces.
 
-One walk (`optimizer_slices`) finds for every local parameter which flat range of it this rank holds and where its
-master weight and moments live, for every optimizer DeepSpeed may return. Saving and loading are two uses of that walk.
-The base optimizer's own state is addressed directly, so nothing depends on DeepSpeed's linking of fragments (which
-misses all groups but the first).
+`optimizer_slices` finds for every local parameter which flat range of it this rank holds and where its master weight
+and moments are, for every optimizer that DeepSpeed may return; saving and loading both build on it. The base
+optimizer's state is accessed directly, so nothing depends on DeepSpeed's linking of fragments, which covers only the
+first parameter group.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class OptimizerSlice:
     """The part of one parameter that this rank updates.
 
     Attributes:
-        name: global parameter name.
-        spec: where the local tensor sits in the global one.
-        first: flat start of the part in the local tensor, row-major.
+        name: global name of the parameter.
+        spec: the position of the local tensor in the global one.
+        first: flat row-major offset of the part in the local tensor.
         master: the part's fp32 weight, 1-D, a view into the optimizer.
-        flat: the tensor the torch optimizer knows; key of its state.
-        offset: start of the part in `flat`.
-        is_counted: this rank writes the part to a checkpoint (replicas elsewhere do not).
+        flat: the tensor that the torch optimizer updates; the key of its state.
+        offset: offset of the part in `flat`.
+        is_counted: whether this rank, among those that hold the part, writes it to a checkpoint.
     """
 
     name: str
@@ -49,7 +49,7 @@ class OptimizerSlice:
 
     @property
     def numel(self) -> int:
-        """Elements of the part that exist in the global tensor (padding of the vocabulary does not)."""
+        """Number of elements of the part without vocabulary padding."""
         return max(0, min(self.master.numel(), self.spec.box_numel - self.first))
 
     def key(self, kind: Kind) -> PieceKey:
@@ -58,7 +58,9 @@ class OptimizerSlice:
 
 
 def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tuple[PieceKey, torch.Tensor]]:
-    """Yields what this rank must write: over all ranks every element of every parameter and moment exactly once."""
+    """Yields the pieces that this rank must write; over all ranks, every element of every parameter and moment appears
+    exactly once.
+    """
     for part in optimizer_slices(engine):
         if not part.is_counted or part.numel == 0:
             continue
@@ -74,7 +76,7 @@ def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tup
 def wanted_pieces(
     engine: Engine, *, with_optimizer: bool = True
 ) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
-    """Yields what this rank must read, each with the function that puts the tensor in its place.
+    """Yields the pieces that this rank must read, each with a function that copies the loaded tensor into place.
 
     Call `refresh_weights` after the last one.
     """
@@ -88,12 +90,12 @@ def wanted_pieces(
 
 @torch.no_grad()
 def refresh_weights(engine: Engine, update_count: int | None) -> None:
-    """Makes the model's weights follow the loaded masters and sets the optimizer's update counter.
+    """Copies the loaded master weights to the model's weights and sets the optimizer's update counter.
 
     Args:
-        engine: the engine whose pieces were accepted.
-        update_count: optimizer updates that made the loaded moments (bias correction depends on it); None when only
-            weights were loaded, which starts the optimizer afresh.
+        engine: the engine whose `wanted_pieces` were loaded.
+        update_count: number of optimizer updates behind the loaded moments (bias correction depends on it); None if
+            only weights were loaded, which resets the optimizer.
     """
     for state in engine.optimizer.state.values():
         if torch.is_tensor(state.get("step")):
@@ -106,7 +108,7 @@ def refresh_weights(engine: Engine, update_count: int | None) -> None:
 
 
 def optimizer_slices(engine: Engine) -> Iterator[OptimizerSlice]:
-    """Walks over the local parameters in a fixed order."""
+    """Yields the slices of the local parameters in a fixed order."""
     wrapper = engine.deepspeed.optimizer
     for parameter in engine.module.parameters():
         spec = shard_spec_of(parameter)
@@ -123,7 +125,9 @@ def optimizer_slices(engine: Engine) -> Iterator[OptimizerSlice]:
 
 
 def _partitioned_slice(engine: Engine, parameter: nn.Parameter) -> tuple[int, torch.Tensor, torch.Tensor, int] | None:
-    """ZeRO-1/2 and the BF16 optimizer: a flat fp32 partition per parameter group, cut over the data-parallel ranks."""
+    """ZeRO-1/2 and the BF16 optimizer: one flat fp32 partition per parameter group, split over the data-parallel
+    ranks.
+    """
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is None:
         return None
@@ -136,7 +140,7 @@ def _partitioned_slice(engine: Engine, parameter: nn.Parameter) -> tuple[int, to
 def _stage_three_slice(
     engine: Engine, wrapper: object, parameter: nn.Parameter
 ) -> tuple[int, torch.Tensor, torch.Tensor, int] | None:
-    """ZeRO-3: every parameter is cut in equal, padded parts; sub-groups hold the fp32 parts one after another."""
+    """ZeRO-3: every parameter is split into equal, padded parts; sub-groups hold the fp32 parts consecutively."""
     group, offset, length = wrapper.grad_position[wrapper.get_param_id(parameter)]  # type: ignore[attr-defined]
     flat = wrapper.fp32_partitioned_groups_flat[group]  # type: ignore[attr-defined]
     first = engine.mesh.gradient.rank * length
@@ -145,7 +149,9 @@ def _stage_three_slice(
 
 
 def _refresh_stage_three(wrapper: object) -> None:
-    """Copies the fp32 parts into the model's partitions and into parameters that stay whole on every rank."""
+    """Copies the fp32 parts into the model's partitions and into the persistent parameters, which every rank keeps
+    whole.
+    """
     for group, flat in enumerate(wrapper.fp32_partitioned_groups_flat):  # type: ignore[attr-defined]
         for parameter in wrapper.fp16_groups[group]:  # type: ignore[attr-defined]
             _, offset, length = wrapper.grad_position[wrapper.get_param_id(parameter)]  # type: ignore[attr-defined]
@@ -157,7 +163,7 @@ def _refresh_stage_three(wrapper: object) -> None:
 
 
 def _tensors(engine: Engine, part: OptimizerSlice, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
-    """The weight or master of a slice, then its moments; moments that do not exist yet are made as zeros."""
+    """The weight or master weight of a slice, then its moments; missing moments are created as zeros."""
     yield "weight" if engine.precision.dtype_name == "float32" else "master", part.master
     if not with_optimizer:
         return

@@ -1,4 +1,4 @@
-"""What a global batch adds up to, kept on the device and copied to the host once."""
+"""Sums over a global batch, kept on the device and copied to the host once."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class StepTotals:
         self._sums = torch.zeros(2 + sum(self._sizes.values()), dtype=torch.float64, device=on_device)
 
     def add(self, result: ObjectiveResult, auxiliary: Mapping[str, torch.Tensor]) -> None:
-        """Adds one micro-batch; waits for nothing.
+        """Adds one micro-batch, without synchronizing.
 
         Args:
-            auxiliary: losses of layers; those that the objective names as metrics are added.
+            auxiliary: auxiliary losses of layers; those that the objective lists as metrics are added.
         """
         parts = [result.loss_sum.detach().reshape(1), result.token_count.reshape(1)]
         for name, size in self._sizes.items():
@@ -37,7 +37,7 @@ class StepTotals:
         self._sums += torch.cat([part.to(self._sums) for part in parts])
 
     def add_auxiliary(self, auxiliary: Mapping[str, torch.Tensor]) -> None:
-        """Adds the losses of layers on a stage that does not see the objective."""
+        """Adds the auxiliary losses of layers on a stage that does not compute the objective."""
         offset = 2
         for name, size in self._sizes.items():
             if name in auxiliary:
@@ -53,16 +53,16 @@ class StepTotals:
 
 
 class StepResult:
-    """What one optimizer step did; equal on all ranks.
+    """The result of one optimizer step; equal on all ranks.
 
-    The figures travel to the host while the device goes on; reading the first one waits for them.
+    The values are copied to the host while the device continues; the first read waits for the copy.
 
-    Args:
-        sums: as `StepTotals.over_ranks` returns them.
-        gradient_norm: global 2-norm of the gradient before clipping, on the device or the host.
-        sample_count: samples of the global batch.
-        skipped: the update was dropped because a half-precision gradient overflowed.
-        loss_scale: factor that was applied to the loss (1 outside fp16).
+        Args:
+            sums: as `StepTotals.over_ranks` returns them.
+            gradient_norm: global 2-norm of the gradient before clipping, on the device or the host.
+            sample_count: samples of the global batch.
+            skipped: whether the update was skipped because an fp16 gradient overflowed.
+            loss_scale: the loss scale (1 outside fp16).
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class StepResult:
 
     @property
     def token_count(self) -> int:
-        """Tokens that counted in the loss; 0 if that is no finite number."""
+        """Tokens counted in the loss; 0 if the count is not finite."""
         tokens = float(self._figures.read()[1])
         return round(tokens) if math.isfinite(tokens) else 0
 
@@ -101,12 +101,12 @@ class StepResult:
 
     @property
     def metrics(self) -> dict[str, Sequence[float]]:
-        """The objective's further sums, by name."""
+        """The objective's metrics, by name."""
         return named_metrics(self._figures.read()[2:-1], self._sizes)
 
 
 def named_metrics(values: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, Sequence[float]]:
-    """Cuts a vector of metrics into the named ones.
+    """Splits a vector of metrics by name.
 
     Shapes: values `[sum of sizes]`.
     """

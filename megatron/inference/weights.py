@@ -1,4 +1,4 @@
-"""Weights of any checkpoint into a network that is only going to be read."""
+"""Loads the weights of any checkpoint into a network for inference."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron.parallel.shard_spec import shard_spec_of
 
 
 def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: Found | None = None) -> Found:
-    """Fills the network from the newest checkpoint that verifies, whatever layout wrote it; collective over the mesh.
+    """Loads the newest checkpoint that verifies, whatever layout wrote it; collective over the mesh.
 
     Args:
-        known: what `newest_record` found in the directory.
+        known: the result of `newest_record` for the directory.
 
     Raises:
         CheckpointError: there is no checkpoint, or it does not fit the network.
@@ -28,13 +28,16 @@ def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: 
     loaded = load_newest(directory, lambda: wanted_weights(model), mesh, known=known)
     if loaded is None:
         raise CheckpointError(
-            f"there is no checkpoint in {directory} (--load {directory}). Give the folder a run saved to."
+            f"there is no checkpoint in {directory} (--load {directory}). Give the folder to which a run saved its "
+            f"checkpoints."
         )
     return loaded
 
 
 def wanted_weights(model: nn.Module) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
-    """This rank's part of every weight and the function that puts it in place; padded vocabulary rows stay."""
+    """This rank's shard of every weight, with the function that copies it into place; padding rows are left
+    unchanged.
+    """
     return filling(
         (PieceKey.of(spec, name, "weight"), parameter.detach().view(-1)[: spec.box_numel])
         for name, parameter in model.named_parameters()

@@ -22,7 +22,7 @@ OUTPUT_LAYER = "output_layer"
 
 
 def gpt_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
-    """The network: word table, positions, blocks, final norm, head tied to the word table.
+    """The network: word embedding, position embedding, blocks, final norm, and a head tied to the word embedding.
 
     The first layer takes tokens `[b, s]`, the last returns logits `[b, s, v/t]`.
     """
@@ -58,7 +58,7 @@ def block_cost(config: ModelConfig) -> LayerCost:
 
 
 def residual_init_std(config: ModelConfig) -> float:
-    """Standard deviation of the weights that write into the residual stream; two a block, so their sum keeps its size.
+    """Initial standard deviation of the matrices that write to the residual stream, scaled down by their number.
 
     Source: Radford et al., "Language models are unsupervised multitask learners", 2019, section 2.3 (residual layers
     scaled by 1/sqrt(N)), with N = 2 * num_layers as in Megatron-LM `scaled_init_method_normal`.
@@ -67,7 +67,7 @@ def residual_init_std(config: ModelConfig) -> float:
 
 
 def whole_logits(logits: torch.Tensor, axis: Axis, vocab_size: int) -> torch.Tensor:
-    """Joins the ranks' scores and drops the padding.
+    """Gathers the logits of all tensor-parallel ranks and removes the padding.
 
     Shapes: `[..., v/t]` to `[..., vocab_size]`.
     """

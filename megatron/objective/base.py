@@ -1,4 +1,4 @@
-"""What an objective is, and what it returns."""
+"""The interface of an objective and its result."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ObjectiveResult:
 
     Attributes:
         loss_sum: sum of the losses of the counted tokens, in nats, float32, differentiable.
-        token_count: tokens that counted.
-        metrics: further sums, added over micro-batches and over the ranks whose tokens are summed.
+        token_count: number of counted tokens.
+        metrics: further values, summed over micro-batches and over the ranks of `mesh.loss`.
     """
 
     loss_sum: torch.Tensor
@@ -30,7 +30,7 @@ class ObjectiveResult:
 class Objective(Protocol):
     """Maps outputs and targets to a loss.
 
-    The engine trains on the sum of the losses of a global batch over the number of its counted tokens.
+    The engine minimizes the sum of the losses of a global batch divided by its number of counted tokens.
     """
 
     @property
@@ -38,13 +38,13 @@ class Objective(Protocol):
         """Name and length of every metric; the same on every rank."""
 
     def inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
-        """What the first layer of the network takes of a micro-batch; a single array is passed as it is."""
+        """The inputs of the network's first layer; a single array is passed without a tuple."""
 
     def targets(self, batch: Any) -> Mapping[str, np.ndarray]:
-        """What the objective compares the outputs with."""
+        """The arrays that the objective compares with the outputs."""
 
     def token_count(self, batch: Any) -> float:
-        """Tokens of a micro-batch that count, on the host and before the forward pass."""
+        """Number of counted tokens of a micro-batch, computed on the host before the forward pass."""
 
     def __call__(self, outputs: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
         """The objective of one micro-batch."""

@@ -1,4 +1,4 @@
-"""Next-token prediction, and what the loss was for each source of the data."""
+"""Next-token prediction, with optional losses per data source."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class LanguageModelObjective:
 
     Args:
         axis: the tensor-parallel axis that splits the logits.
-        vocab_size: tokens that count; padded logits do not.
-        source_count: sources of the data whose losses are summed separately; 0 for none. It reads the losses that are
-            computed anyway, so it changes nothing in the training.
+        vocab_size: vocabulary size without padding; padded logits are ignored.
+        source_count: number of data sources whose losses are summed separately; 0 for none. The token losses are
+            computed anyway, so this does not affect training.
     """
 
     axis: Axis
@@ -33,7 +33,7 @@ class LanguageModelObjective:
 
     @property
     def metric_sizes(self) -> Mapping[str, int]:
-        """Loss sum and counted tokens of each source, where they are wanted."""
+        """Loss sum and counted tokens of each source, if requested."""
         return {SOURCE_LOSS: self.source_count, SOURCE_TOKENS: self.source_count} if self.source_count else {}
 
     def inputs(self, batch: Batch) -> tuple[np.ndarray, ...]:
@@ -41,18 +41,18 @@ class LanguageModelObjective:
         return (batch.tokens,)
 
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Labels and loss mask `[b, s]`, and the source of each sample `[b]` where it is wanted."""
+        """Labels and loss mask `[b, s]`, and the source of each sample `[b]` if requested."""
         targets = {"labels": batch.labels, "loss_mask": batch.loss_mask}
         if self.source_count and batch.source_ids is not None:
             targets["source_ids"] = batch.source_ids
         return targets
 
     def token_count(self, batch: Batch) -> float:
-        """Tokens whose loss counts."""
+        """Number of tokens that the loss mask keeps."""
         return float(batch.loss_mask.sum(dtype=np.float64))
 
     def __call__(self, outputs: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
-        """The sum of the tokens' losses.
+        """Sums the token losses.
 
         Shapes: outputs (logits) `[b, s, v/t]`; labels and loss_mask `[b, s]`; source_ids `[b]`.
         """

@@ -1,4 +1,4 @@
-"""What a run tells: one metrics record a step goes in; console, JSON lines, TensorBoard, W&B and curves come out.
+"""Reports of a run: one metrics record per step in; console, JSON lines, TensorBoard, W&B and curves out.
 
-Reads figures and writes them down; decides nothing about the training and computes nothing on a device.
+Reads figures and writes them down; it makes no decision about training and computes nothing on a device.
 """

@@ -1,4 +1,4 @@
-"""Two runs side by side, step by step: the proof that a resumed run repeats the one that was killed."""
+"""Compares two runs step by step, for instance a resumed run with the one that was killed."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Pair:
     Attributes:
         iteration: the step.
         losses: loss of the first and of the second run, in nats per token.
-        gradient_norms: the same for the gradient norm before clipping.
-        same_course: whether learning rate and consumed samples are equal to the last digit.
+        gradient_norms: the gradient norms of both before clipping.
+        same_schedule: whether learning rate, consumed samples and consumed tokens are exactly equal.
     """
 
     iteration: int
     losses: tuple[float, float]
     gradient_norms: tuple[float, float]
-    same_course: bool
+    same_schedule: bool
 
     def agrees(self, tolerance: float, norm_tolerance: float) -> bool:
-        """Whether the runs did the same at this step, up to relative differences."""
+        """Whether the runs agree at this step, within relative tolerances."""
         return (
-            self.same_course
+            self.same_schedule
             and relative_difference(*self.losses) <= tolerance
             and relative_difference(*self.gradient_norms) <= norm_tolerance
         )
@@ -50,16 +50,17 @@ def relative_difference(first: float, second: float) -> float:
 
 
 def pair_up(first: Steps, second: Steps, after: int = 0) -> list[Pair]:
-    """The steps after `after` that lie in the range of both runs, in order.
+    """The steps after `after` that both runs logged, in order.
 
     Raises:
-        DataError: the runs share no such step, or one of them leaves a step out.
+        DataError: the runs have no such step in common, or one of them misses a step in between.
     """
     last = min(max(first, default=0), max(second, default=0))
     wanted = sorted(step for step in {*first, *second} if after < step <= last)
     if not wanted:
         raise DataError(
-            f"The runs share no step after {after}: the first has {_range(first)}, the second {_range(second)}. Lower "
+            f"The runs have no step after {after} in common: the first has {_range(first)}, the second "
+            f"{_range(second)}. Lower "
             "--after, or compare other runs."
         )
     missing = [step for step in wanted if step not in first or step not in second]
@@ -67,14 +68,14 @@ def pair_up(first: Steps, second: Steps, after: int = 0) -> list[Pair]:
         which = "first" if missing[0] not in first else "second"
         raise DataError(
             f"Step {missing[0]} is in one run only: the {which} run has "
-            f"{_range(first if which == 'first' else second)} without it. Every step after {after} (--after) must be "
-            "there to be compared."
+            f"{_range(first if which == 'first' else second)} without it. Both runs must have logged every step after "
+            f"{after} (--after)."
         )
     return [_pair(step, first[step], second[step]) for step in wanted]
 
 
 def read_pair(paths: Sequence[str | Path]) -> tuple[Steps, Steps]:
-    """The steps of two runs; of one run that was resumed in its own folder, what it logged before and after.
+    """The steps of two runs; for a single run that was resumed in its own folder, the steps that it logged twice.
 
     Raises:
         DataError: a file is missing or cannot be read, or the only run logged no step twice.
@@ -89,9 +90,10 @@ def read_pair(paths: Sequence[str | Path]) -> tuple[Steps, Steps]:
     repeated = [step for step in sorted(later) if earlier[step] is not later[step]]
     if not repeated:
         raise DataError(
-            f"{paths[0]} logged no step twice ({_range(later)}), so there is nothing to compare. One run is compared "
-            "with itself: the steps after its checkpoint, as logged before it was killed and again after it was "
-            "resumed in the same folder (--run-dir). Give a second run to compare two: compare_runs.py RUN OTHER_RUN."
+            f"{paths[0]} logged no step twice ({_range(later)}), so there is nothing to compare. A single run is "
+            f"compared with itself: the steps after its checkpoint, as logged before it was killed and again after it "
+            f"was resumed in the same folder (--run-dir). To compare two runs, give a second one: compare_runs.py RUN "
+            f"OTHER_RUN."
         )
     return {step: earlier[step] for step in repeated}, {step: later[step] for step in repeated}
 
@@ -108,13 +110,13 @@ def table(pairs: Sequence[Pair]) -> list[str]:
             f"{pair.iteration:8d} | {pair.losses[0]!r:>22} | {pair.losses[1]!r:>22} | "
             f"{relative_difference(*pair.losses):10.1e} | {pair.gradient_norms[0]:12.6g} | "
             f"{pair.gradient_norms[1]:12.6g} | {relative_difference(*pair.gradient_norms):10.1e} | "
-            f"{'equal' if pair.same_course else 'DIFFERENT'}"
+            f"{'equal' if pair.same_schedule else 'DIFFERENT'}"
         )
     return lines
 
 
 def verdict(pairs: Sequence[Pair], tolerance: float, norm_tolerance: float) -> tuple[bool, str]:
-    """Whether all steps agree, and the sentence that says so."""
+    """Whether all steps agree, and a sentence with the result."""
     apart = [pair.iteration for pair in pairs if not pair.agrees(tolerance, norm_tolerance)]
     worst = max(relative_difference(*pair.losses) for pair in pairs)
     span = f"steps {pairs[0].iteration} to {pairs[-1].iteration}"
@@ -122,7 +124,7 @@ def verdict(pairs: Sequence[Pair], tolerance: float, norm_tolerance: float) -> t
     if apart:
         return False, f"DIFFERENT: {len(apart)} of {len(pairs)} ({span}), first at step {apart[0]}; {bound}"
     exact = sum(pair.losses[0] == pair.losses[1] for pair in pairs)
-    return True, f"EQUAL: all {len(pairs)} {span}, {exact} of them to the last bit; {bound}"
+    return True, f"EQUAL: all {len(pairs)} {span}, {exact} of them bit for bit; {bound}"
 
 
 def _pair(step: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> Pair:

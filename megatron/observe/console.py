@@ -1,8 +1,8 @@
-"""The lines a run prints: pure functions from figures to text.
+"""The lines a run prints: pure functions from metrics to text.
 
-Other people's scripts match these texts, so fields, order and number formats are upstream's. Two things are added:
-tokens per second, and a loss that is shown whatever it is (upstream hides it when it is NaN or not above 0). A third
-comes with --log-per-source-loss.
+Users' scripts parse these lines, so fields, order and number formats are upstream's. There are two additions: tokens
+per second, and the losses of --log-per-source-loss. The loss is always shown; upstream omits it if it is NaN or not
+above 0.
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py and megatron/arguments.py.
 """
@@ -17,7 +17,7 @@ from megatron.observe.metrics import Metrics
 
 
 def iteration_line(metrics: Metrics) -> str:
-    """The line of a log interval, leading blank included."""
+    """The line of a log interval, including its leading blank."""
     fields = [
         f" iteration {metrics.iteration:8d}/{metrics.train_iterations:8d}",
         f"consumed samples: {metrics.consumed_samples:12d}",
@@ -27,7 +27,7 @@ def iteration_line(metrics: Metrics) -> str:
         f"global batch size: {metrics.global_batch_size:5d}",
         f"lm loss: {metrics.lm_loss:.6E}",
     ]
-    fields += [f"lm loss {name}: {one.lm_loss:.6E}" for name, one in (metrics.source_losses or {}).items()]
+    fields += [f"lm loss {name}: {source.lm_loss:.6E}" for name, source in (metrics.source_losses or {}).items()]
     if metrics.loss_scale is not None:
         fields.append(f"loss scale: {metrics.loss_scale:.1f}")
     if metrics.gradient_norm is not None:
@@ -47,7 +47,7 @@ def evaluation_lines(group: str, prefix: str, loss: float) -> list[str]:
 
     Args:
         group: name of the data group, `valid` or `test` unless the user named it.
-        prefix: where in training this is, as in "iteration 100".
+        prefix: the point in training, such as "iteration 100".
         loss: mean loss per token, in nats.
     """
     text = f"{group} loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
@@ -61,12 +61,12 @@ def perplexity(loss: float) -> float:
 
 
 def size_line(tp_rank: int, pp_rank: int, parameters: int, parameters_without_embeddings: int) -> str:
-    """The size of the network, in 10^9 parameters with and without its embedding tables."""
+    """The size of the network in billions of parameters, with and without embeddings."""
     return f"[{tp_rank:03d}-{pp_rank:03d}] {parameters / 1e9:.4f}B / {parameters_without_embeddings / 1e9:.4f}B"
 
 
 def argument_lines(values: Mapping[str, Any]) -> list[str]:
-    """Every argument with its value, sorted by name regardless of case, between two rulers."""
+    """Every argument with its value, sorted by name ignoring case, between a header and a footer line."""
     lines = ["------------------------ arguments ------------------------"]
     for name in sorted(values, key=lambda name: (name.lower(), name)):
         lines.append(f"  {name} {'.' * (48 - len(name))} {values[name]}")

@@ -1,4 +1,4 @@
-"""Curves of runs as a picture and as text; the only file that imports matplotlib."""
+"""Plots of training curves as images and as text; the only file that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BRAILLE = 0x2800
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over iterations; what is not finite was left out."""
+    """Finite values over iterations."""
 
     name: str
     points: tuple[tuple[int, float], ...]
@@ -31,7 +31,7 @@ class Curve:
 
     @property
     def summary(self) -> str:
-        """First and last value in words."""
+        """The first and last value as text."""
         (first, start), (last, end) = self.points[0], self.points[-1]
         return f"{self.name}: {start:.4g} -> {end:.4g} (iterations {first} to {last})"
 
@@ -62,10 +62,10 @@ def read_curves(path: str | Path, metric: str) -> list[Curve]:
 
 
 def text_plot(curves: Sequence[Curve], *, width: int = 72, height: int = 14, unicode: bool = True) -> list[str]:
-    """Each curve as a panel of characters; all panels share both axes.
+    """Draws each curve as a panel of characters; all panels share both axes.
 
     Args:
-        curves: what to draw; each has at least one point.
+        curves: the curves to draw; each has at least one point.
         width: characters of the drawing area.
         height: lines of the drawing area.
         unicode: use braille dots (2 x 4 per character); otherwise asterisks.
@@ -89,22 +89,22 @@ def text_plot(curves: Sequence[Curve], *, width: int = 72, height: int = 14, uni
     return lines
 
 
-def check_picture(path: str | Path) -> None:
-    """Checks that a picture can be drawn to `path`, before anything is read or shown.
+def check_plot_path(path: str | Path) -> None:
+    """Checks that a plot can be saved to `path`, before anything is read or shown.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the ending.
-        StorageError: the place cannot be written.
+        ConfigError: matplotlib is not installed, or does not support the file extension.
+        StorageError: the path cannot be written.
     """
     _new_figure(path)
     check_writable(Path(path))
 
 
-def write_picture(curves: Sequence[Curve], path: str | Path, metric: str) -> None:
-    """Draws all curves into one picture; its ending decides the format.
+def write_plot(curves: Sequence[Curve], path: str | Path, metric: str) -> None:
+    """Draws all curves in one plot; the file extension determines the format.
 
     Raises:
-        ConfigError: matplotlib is not installed, or does not know the ending.
+        ConfigError: matplotlib is not installed, or does not support the file extension.
         StorageError: the file cannot be written.
     """
     figure = _new_figure(path)
@@ -120,11 +120,11 @@ def write_picture(curves: Sequence[Curve], path: str | Path, metric: str) -> Non
     try:
         figure.savefig(path)
     except OSError as failure:
-        raise StorageError(f"--output {path} cannot be written: {failure.strerror}. Choose another place.") from failure
+        raise StorageError(f"--output {path} cannot be written: {failure.strerror}. Choose another path.") from failure
 
 
 def _new_figure(path: str | Path) -> Figure:
-    """An empty picture that can be saved under this name."""
+    """An empty figure that can be saved under this name."""
     try:
         from matplotlib.figure import Figure
     except ImportError as failure:
@@ -136,7 +136,7 @@ def _new_figure(path: str | Path) -> Figure:
     known = figure.canvas.get_supported_filetypes()
     if Path(path).suffix.lstrip(".").lower() not in known:
         raise ConfigError(
-            f"--output {path} has no ending of a picture format. Use one of: .{', .'.join(sorted(known))}."
+            f"--output {path} has no extension of an image format. Use one of: .{', .'.join(sorted(known))}."
         )
     return figure
 
@@ -147,7 +147,7 @@ def _curve(name: str, points: Sequence[tuple[int, object]], *, is_evaluation: bo
 
 
 def _dots(curve: Curve, box: tuple[float, float, float, float], columns: int, rows: int) -> list[tuple[int, int]]:
-    """Dots (column, row from the top) of the lines between a curve's points."""
+    """The dots (column, row from the top) on the lines between a curve's points."""
     left, right, bottom, top = box
 
     def place(x: float, y: float) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Which runs there are: what to say when a run that was asked for is not one of them."""
+"""Finds run directories, for helpful errors when a requested run does not exist."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SHOWN_RUNS = 5
 
 
 def check_run(path: str | Path) -> None:
-    """Checks that a run directory or metrics file is there.
+    """Checks that a run directory or metrics file exists.
 
     Raises:
-        DataError: it is not; the text names the newest runs under `runs/`, where the trainer puts them.
+        DataError: it does not; the message names the newest runs under `runs/`, the trainer's default place.
     """
     if Path(path).exists():
         return
@@ -24,12 +24,12 @@ def check_run(path: str | Path) -> None:
 
 
 def newest_runs(folder: Path, count: int = _SHOWN_RUNS) -> list[Path]:
-    """Run directories in a folder that have logged something, the last written first."""
+    """Run directories in a folder that contain metrics, most recently written first."""
     written_at = {}
     for path in folder.glob(f"*/{FILE_NAME}"):
         try:
             if not path.parent.is_symlink():
                 written_at[path.parent] = path.stat().st_mtime_ns
-        except OSError:  # removed meanwhile
+        except OSError:  # removed in the meantime
             continue
     return sorted(written_at, key=lambda run: (-written_at[run], run.name))[:count]

@@ -1,6 +1,6 @@
-"""What is known about a training step, as one record; and the mean of such records over a log interval.
+"""The metrics record of a training step, and the mean of such records over a log interval.
 
-Source: TFLOPs formula and the meaning of each figure of the log line: bigscience-workshop/Megatron-DeepSpeed,
+Source: TFLOPs formula and definition of the values in the log line: bigscience-workshop/Megatron-DeepSpeed,
 megatron/training.py (`training_log`).
 """
 
@@ -18,7 +18,7 @@ from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
 
 
 class StepOutcome(Protocol):
-    """What the engine says about a step; equal on all ranks."""
+    """The engine's result of a step; equal on all ranks."""
 
     @property
     def loss(self) -> float:
@@ -26,7 +26,7 @@ class StepOutcome(Protocol):
 
     @property
     def gradient_norm(self) -> float:
-        """2-norm of the whole gradient before clipping."""
+        """Global 2-norm of the gradient before clipping."""
 
     @property
     def sample_count(self) -> int:
@@ -34,24 +34,24 @@ class StepOutcome(Protocol):
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was dropped."""
+        """Whether the update was skipped."""
 
     @property
     def loss_scale(self) -> float:
-        """Factor applied to the loss."""
+        """The loss scale."""
 
     @property
     def metrics(self) -> Mapping[str, Sequence[float]]:
-        """Further sums over the global batch, by the names of the objective."""
+        """The objective's metrics summed over the global batch, by name."""
 
 
 @dataclass(frozen=True)
 class SourceLoss:
-    """What the loss was on the tokens of one source.
+    """The loss on the tokens of one data source.
 
     Attributes:
         lm_loss: mean loss per token in nats.
-        tokens: tokens that counted.
+        tokens: number of counted tokens.
     """
 
     lm_loss: float
@@ -60,14 +60,14 @@ class SourceLoss:
 
 @dataclass(frozen=True)
 class Workload:
-    """What turns samples and seconds into rates; fixed for a run.
+    """The constants of a run that convert samples and seconds into rates.
 
     Attributes:
         tokens_per_sample: sequence length.
-        flops_per_sample: floating-point operations of one sample, forward, backward and recompute.
-        device_count: processes that share the work.
-        replica_count: data-parallel replicas.
-        parameters_without_embeddings: parameters of the whole network without its embedding tables.
+        flops_per_sample: FLOPs per sample for forward, backward and recompute.
+        device_count: number of devices.
+        replica_count: number of data-parallel replicas.
+        parameters_without_embeddings: parameters of the whole network without embeddings.
     """
 
     tokens_per_sample: int
@@ -87,37 +87,37 @@ class Workload:
         replica_count: int,
         parameters_without_embeddings: int = 0,
     ) -> Workload:
-        """The workload of a resolved model on so many devices."""
+        """The workload of a resolved model on `device_count` devices."""
         flops = flops_per_sample(model, sequence_length, recomputes)
         return cls(sequence_length, flops, device_count, replica_count, parameters_without_embeddings)
 
     def gigaflops_without_embeddings(self, tokens: int) -> float:
-        """10^9 operations that so many tokens cost, by the 6 N rule without embeddings and recompute."""
+        """GFLOPs for training on `tokens` tokens, by the 6 N rule, without embeddings and recompute."""
         return 6.0 * tokens * self.parameters_without_embeddings / 1e9
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """One training step, or the mean over several.
+    """The metrics of one training step, or their mean over several.
 
     Attributes:
-        iteration: last step that is covered.
+        iteration: the last step covered.
         train_iterations: planned steps of the run.
         consumed_samples: training samples consumed after that step.
         consumed_tokens: training tokens consumed after that step.
         seconds_per_iteration: wall time of a step, evaluation and saving excluded.
-        learning_rate: rate of the last step.
-        global_batch_size: samples of the last step.
-        lm_loss: mean loss per token in nats over the steps that were not skipped; NaN if there was none.
-        loss_scale: factor on the loss in fp16; None otherwise.
-        gradient_norm: global gradient norm of the last step before clipping; None if unknown.
-        skipped_iterations: steps in here whose update was dropped.
-        nan_iterations: steps in here whose loss was NaN or infinite.
+        learning_rate: learning rate of the last step.
+        global_batch_size: global batch size of the last step.
+        lm_loss: mean loss per token in nats over the steps that were not skipped; NaN if there were none.
+        loss_scale: the loss scale in fp16; None otherwise.
+        gradient_norm: gradient norm of the last step before clipping; None if unknown.
+        skipped_iterations: number of covered steps whose update was skipped.
+        nan_iterations: number of covered steps whose loss was NaN or infinite.
         samples_per_second: over all replicas.
         tokens_per_second: over all replicas.
-        teraflops_per_device: 10^12 floating-point operations per second and device.
-        gigaflops_without_embeddings: 10^9 operations of the whole run so far, embeddings left out.
-        source_losses: by name of the source, for those that had tokens; None unless asked for.
+        teraflops_per_device: TFLOPs per second and device.
+        gigaflops_without_embeddings: GFLOPs of the run so far, without embeddings.
+        source_losses: by source name, for sources with counted tokens; None unless requested.
     """
 
     iteration: int
@@ -150,17 +150,17 @@ def measure(
     loss_scale: float | None = None,
     source_names: Sequence[str] = (),
 ) -> Metrics:
-    """The record of one step.
+    """Builds the record of one step.
 
     Args:
         progress: after the step.
         outcome: what the engine returned.
-        workload: what turns samples into tokens and operations.
+        workload: converts samples into tokens and FLOPs.
         train_iterations: planned steps of the run.
-        learning_rate: the rate that was applied.
+        learning_rate: the learning rate that was used.
         seconds: wall time of the step.
-        loss_scale: the scale, in fp16 only.
-        source_names: names of the sources that the outcome has losses of.
+        loss_scale: the loss scale; fp16 only.
+        source_names: names of the data sources in the outcome's metrics.
     """
     samples_per_second = outcome.sample_count / seconds if seconds > 0.0 else 0.0
     return Metrics(
@@ -185,23 +185,24 @@ def measure(
 
 
 def source_losses(metrics: Mapping[str, Sequence[float]], names: Sequence[str]) -> dict[str, SourceLoss]:
-    """The loss on each source of the data that had tokens, from the sums of the language-model objective."""
+    """The loss on each data source with counted tokens, from the metrics of the language-model objective."""
     sums = zip(names, metrics[SOURCE_LOSS], metrics[SOURCE_TOKENS], strict=True)
     return {name: SourceLoss(loss_sum / tokens, round(tokens)) for name, loss_sum, tokens in sums if tokens}
 
 
 def mean_of(steps: Sequence[Metrics]) -> Metrics:
-    """Joins the records of consecutive steps into one, as the log line shows them.
+    """Combines the records of consecutive steps, as the log line shows them.
 
-    The loss is the mean over the steps that were not skipped, so one NaN among them makes it NaN. Rates are totals over
-    total time. State (rate, batch size, scale, norms, counters) is the last step's; skipped and NaN steps are counted.
+    The loss is the mean over the steps that were not skipped, so a single NaN makes it NaN. Rates are totals divided by
+    total time. Learning rate, batch size, loss scale, norm and consumed counts are those of the last step; skipped and
+    NaN steps are counted.
     """
     last = steps[-1]
     losses = [step.lm_loss for step in steps if not step.skipped_iterations]
     seconds = math.fsum(step.seconds_per_iteration for step in steps)
 
     def rate(name: str) -> float:
-        """Mean of a rate, weighted with the time it held."""
+        """The mean of a rate, weighted by time."""
         if seconds <= 0.0:
             return 0.0
         return math.fsum(getattr(step, name) * step.seconds_per_iteration for step in steps) / seconds
@@ -220,7 +221,7 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
 
 
 def _source_losses_of(steps: Sequence[Metrics]) -> Mapping[str, SourceLoss] | None:
-    """Sum over tokens of each source's losses in several steps, in the order in which the sources appeared."""
+    """The token-weighted mean loss of each source over several steps, in order of first appearance."""
     per_step = [step.source_losses for step in steps if step.source_losses is not None]
     names = dict.fromkeys(name for losses in per_step for name in losses)
     found = {}
@@ -238,17 +239,17 @@ class Interval:
         self._steps: list[Metrics] = []
 
     def add(self, step: Metrics) -> None:
-        """Takes the record of one step."""
+        """Adds the record of one step."""
         self._steps.append(step)
 
     def close(self) -> Metrics | None:
-        """The mean over the steps since the last call, None if there was none; then starts anew."""
+        """Returns the mean over the steps since the last call, None if there were none, and resets."""
         steps, self._steps = self._steps, []
         return mean_of(steps) if steps else None
 
 
 def flops_per_sample(model: ModelConfig, sequence_length: int, recomputes: bool = False) -> float:
-    """Floating-point operations to train on one sequence, by upstream's formula.
+    """FLOPs of training on one sequence, by upstream's formula.
 
     24 * f * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)) with f = 3, or 4 with recompute. (Upstream has 32 in place of
     24 for gated MLPs, which this model does not have yet.)

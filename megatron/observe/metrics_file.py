@@ -1,8 +1,8 @@
-"""`metrics.jsonl`: one JSON object per line and step, written so that a kill costs at most the line being written.
+"""`metrics.jsonl`: one JSON object per line, written so that a kill loses at most the line being written.
 
-Every record has a `kind`: `start` (one per start of the program), `step`, or `evaluation`. Numbers are written so that
-reading gives the same double back, bit for bit; NaN and the infinities, which JSON lacks, are the strings "NaN",
-"Infinity", "-Infinity". A resumed run appends, so the steps after its checkpoint appear twice; the later record holds.
+Every record has a `kind`: `start` (one per program start), `step`, or `evaluation`. Floats round-trip bit for bit; NaN
+and the infinities, which JSON lacks, are the strings "NaN", "Infinity", "-Infinity". A resumed run appends, so the
+steps after its checkpoint appear twice; the later record counts.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsFile:
-    """Appends records to one file; the file belongs to one process at a time.
+    """Appends records to a file; one process at a time may write it.
 
     Args:
-        path: the file; its folder must exist. A torn last line of a killed run is removed.
+        path: the file, in an existing folder. An incomplete last line of a killed run is removed.
 
     Raises:
         ConfigError: another process is writing this file.
-        StorageError: the file cannot be opened, or later written.
+        StorageError: the file cannot be opened or written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -64,10 +64,10 @@ class MetricsFile:
         self._is_open = True
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Appends one record with a single write, so that no kill of this process can tear it.
+        """Appends one record with a single write, so that killing this process cannot leave it incomplete.
 
         Raises:
-            StorageError: the file system refused the write.
+            StorageError: the write failed.
         """
         record = {"kind": kind, **{name: _to_json(value) for name, value in values.items()}}
         data = (json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode()
@@ -82,7 +82,7 @@ class MetricsFile:
             ) from failure
 
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
-        """Records that the program started here, with the layout it runs in."""
+        """Records a program start, with its parallel layout."""
         layout = {name: arguments[name] for name in _START_ARGUMENTS if name in arguments}
         self.write("start", {**progress.to_json(), "at": time.time(), **layout})
 
@@ -91,7 +91,7 @@ class MetricsFile:
         self.write("step", dataclasses.asdict(metrics))
 
     def interval(self, metrics: Metrics) -> None:
-        """Records nothing: every step is there already."""
+        """Records nothing: every step is already recorded."""
 
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
         """Records a validation or test loss."""
@@ -108,7 +108,7 @@ class MetricsFile:
         )
 
     def close(self) -> None:
-        """Writes everything to the disk and lets go of the file; closing twice changes nothing."""
+        """Syncs and closes the file; idempotent."""
         if self._is_open:
             self._is_open = False
             try:
@@ -126,7 +126,7 @@ class MetricsFile:
                 "for that run to end."
             ) from failure
         except OSError:
-            log.debug(f"{self.path.parent} knows no file locks; two runs writing there would not be noticed.")
+            log.debug(f"{self.path.parent} does not support file locks; two runs writing there would not be detected.")
 
     def _remove_torn_line(self) -> None:
         size = os.fstat(self._descriptor).st_size
@@ -141,15 +141,15 @@ class MetricsFile:
         if _parse(torn) is not None:
             os.write(self._descriptor, b"\n")
             return
-        log.warning(f"{self.path}: removed {len(torn)} bytes of a last line that an earlier run did not finish.")
+        log.warning(f"{self.path}: removed an incomplete last line of an earlier run ({len(torn)} bytes).")
         os.ftruncate(self._descriptor, size - len(torn))
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """All records of a file in the order they were written; an unfinished last line is left out.
+    """All records of a file in the order they were written, without an incomplete last line.
 
     Raises:
-        DataError: the file cannot be read, or a line before the last is no record.
+        DataError: the file cannot be read, or a line before the last is not a record.
     """
     path = Path(path)
     if path.is_dir():
@@ -168,12 +168,14 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
         if record is not None:
             records.append({name: _from_json(value) for name, value in record.items()})
         elif number < len(lines):
-            raise DataError(f"{path}:{number}: not a JSON object with a kind: {text[:80]!r}. Remove the line to go on.")
+            raise DataError(
+                f"{path}:{number}: not a JSON object with a kind: {text[:80]!r}. Remove the line to continue."
+            )
     return records
 
 
 def read_steps(path: str | Path) -> dict[int, dict[str, Any]]:
-    """The records of kind `step` by iteration, ascending; of a step that was repeated after a resume, the later one.
+    """The records of kind `step` in order of iteration; for a step repeated after a resume, the later record.
 
     Raises:
         DataError: as `read_records`.

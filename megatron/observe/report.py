@@ -1,7 +1,7 @@
-"""One `Metrics` record a step goes in; console, `metrics.jsonl`, TensorBoard and W&B come out.
+"""Reports one `Metrics` record per step to the console, `metrics.jsonl`, TensorBoard and W&B.
 
-The console line is the last rank's, as upstream's is. Files are written by one process only, so that all files of a run
-lie on one machine; which one is decided where the report is opened.
+The last rank prints the console lines, as in upstream. A single process, chosen where the report is opened, writes all
+files, so that they are on one machine.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from megatron.observe.weights_and_biases import WeightsAndBiases
 
 
 class Destination(Protocol):
-    """Where figures go besides the console."""
+    """A destination of metrics besides the console."""
 
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
-        """The program starts or resumes here."""
+        """Called when training starts or resumes."""
 
     def step(self, metrics: Metrics) -> None:
-        """One step was trained."""
+        """Called after every step."""
 
     def interval(self, metrics: Metrics) -> None:
-        """A log interval is over."""
+        """Called after every log interval."""
 
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
-        """A data group was evaluated."""
+        """Called after a data group was evaluated."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Called at the end of the run."""
 
 
 class Report:
-    """Takes what happens in the loop and passes it on.
+    """Receives the events of the training loop and forwards them to all destinations.
 
     Args:
-        control: the log interval.
-        optim: how long the run will be.
+        control: provides the log interval.
+        optim: determines the length of the run.
         workload: what turns samples into tokens and operations.
-        shows_loss_scale: whether there is a loss scale to report (fp16).
-        arguments: every argument by name, for the destinations that show them.
-        destinations: what is written besides the console; empty on ranks that write nothing.
-        source_names: names of the sources of the data whose losses are reported; empty if they are not.
+        shows_loss_scale: whether to report the loss scale (fp16).
+        arguments: every argument by name, for destinations that show them.
+        destinations: the destinations besides the console; empty on ranks that write nothing.
+        source_names: names of the data sources whose losses are reported; empty for none.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Report:
         self._train_iterations = planned_iterations(optim)
 
     def started(self, progress: Progress) -> None:
-        """Training starts here, or resumes."""
+        """Reports that training starts or resumes."""
         self._train_iterations = planned_iterations(self.optim, progress.step, progress.consumed_samples)
         for destination in self.destinations:
             destination.start(progress, self.arguments)
@@ -88,7 +88,7 @@ class Report:
         learning_rate: float,
         seconds: float,
     ) -> Metrics:
-        """Reports one step; prints a line when --log-interval says so.
+        """Reports one step, and prints a line at the end of each --log-interval.
 
         Args:
             progress: after the step.
@@ -117,9 +117,9 @@ class Report:
         """Reports the loss of one data group.
 
         Args:
-            progress: when it was evaluated.
+            progress: the point in training.
             group: the group's name.
-            prefix: when in words, as in "iteration 100".
+            prefix: the same as text, such as "iteration 100".
             loss: mean loss per token, in nats.
         """
         for text in evaluation_lines(group, prefix, loss):
@@ -128,7 +128,9 @@ class Report:
             destination.evaluation(progress, group, loss)
 
     def flush(self) -> None:
-        """Prints the steps since the last line, if any; also called when a run ends inside a log interval."""
+        """Prints the line for the steps since the last one, if any; also called when a run ends within a log
+        interval.
+        """
         metrics = self._interval.close()
         if metrics is None:
             return
@@ -137,7 +139,7 @@ class Report:
             destination.interval(metrics)
 
     def close(self) -> None:
-        """Prints what is left and closes every destination, also when one of them fails."""
+        """Prints remaining steps and closes every destination, even if one of them fails."""
         with contextlib.ExitStack() as closing:
             for destination in reversed(self.destinations):
                 closing.callback(destination.close)
@@ -146,15 +148,15 @@ class Report:
 
 
 def open_destinations(control: ControlConfig, workload: Workload, run_directory: RunDirectory) -> list[Destination]:
-    """Opens everything that the user asked for; called on the one process that writes files.
+    """Opens all requested destinations; called only on the process that writes files.
 
     Args:
-        control: which of TensorBoard and W&B are wanted, and another place for the metrics if one is.
+        control: whether to write TensorBoard and W&B, and an alternative path of the metrics file.
         workload: sizes for the rates per replica.
         run_directory: the folder of the run, where `metrics.jsonl` goes.
 
     Raises:
-        ConfigError: an optional package is missing, or another run writes this file.
+        ConfigError: an optional package is missing, or another run is writing the same file.
         StorageError: the file cannot be opened.
     """
     opened: list[Destination] = []

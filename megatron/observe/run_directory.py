@@ -1,12 +1,12 @@
-"""The folder of a run: resolved configuration, state of the source code, metrics and log.
+"""The run directory: resolved configuration, state of the source code, metrics and log.
 
     runs/<name>-<date>-<time>/
-        config.json    every argument as it was resolved, with where each value came from
-        git.txt        commit and changed files of the checkout that ran; git.diff the changes themselves
+        config.json    every resolved argument and the origin of its value
+        git.txt        commit and changed files of the checkout; git.diff contains the changes
         metrics.jsonl  one record per step (see metrics_file.py)
-        log.txt        what rank 0 said
+        log.txt        log output of rank 0
 
-Only rank 0 writes here. A run that goes on in its old folder keeps what earlier starts wrote as config.1.json,
+Only rank 0 writes here. If a run is resumed in its folder, the files of earlier starts are kept as config.1.json,
 config.2.json, ...
 """
 
@@ -31,23 +31,23 @@ _GIT_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run's folder."""
+    """The paths in a run directory."""
 
     path: Path
 
     @property
     def config_path(self) -> Path:
-        """The configuration of the latest start."""
+        """The configuration of the most recent start."""
         return self.path / "config.json"
 
     @property
     def metrics_path(self) -> Path:
-        """Where the records of all starts go."""
+        """The metrics records of all starts."""
         return self.path / FILE_NAME
 
     @property
     def log_path(self) -> Path:
-        """Where rank 0 keeps a copy of what it says."""
+        """A copy of rank 0's log output."""
         return self.path / "log.txt"
 
 
@@ -59,18 +59,18 @@ def open_run_directory(
     is_resume: bool = False,
     source: Path | None = None,
 ) -> RunDirectory:
-    """Makes the folder of a run and describes the run in it; called on rank 0 only.
+    """Creates the run directory and describes the run in it; called on rank 0 only.
 
     Args:
-        run_dir: the folder (--run-dir); None makes a new one under `runs/`.
+        run_dir: the folder (--run-dir); None creates a new one under `runs/`.
         config: the resolved configuration as JSON.
-        name: first part of a new folder's name.
-        is_resume: the run continues from a checkpoint (--load), so it may go on in a folder that holds a run.
-        source: a file of the checkout whose state is noted; the running program's by default.
+        name: prefix of a new folder's name.
+        is_resume: whether the run continues from a checkpoint (--load), so that the folder may already hold a run.
+        source: a file of the checkout whose state is recorded; by default the running program's.
 
     Raises:
         ConfigError: the folder holds another run.
-        StorageError: the folder cannot be made or written.
+        StorageError: the folder cannot be created or written.
     """
     try:
         path = _new_folder(Path("runs"), name) if run_dir is None else _given_folder(Path(run_dir), is_resume)
@@ -87,7 +87,7 @@ def open_run_directory(
 
 
 def write_arguments(log_path: str, lines: Sequence[str]) -> Path:
-    """Writes the argument lines to a file of their own, as upstream's --log-path does.
+    """Writes the argument lines to a separate file, as upstream's --log-path does.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -105,7 +105,7 @@ def write_arguments(log_path: str, lines: Sequence[str]) -> Path:
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    """Makes a folder that did not exist: two starts within one second get different names."""
+    """Creates a new folder; two starts within one second get different names."""
     clean = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
     parent.mkdir(parents=True, exist_ok=True)
     stem = f"{clean}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -124,14 +124,14 @@ def _given_folder(path: Path, is_resume: bool) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     if (path / "config.json").exists() and not is_resume:
         raise ConfigError(
-            f"--run-dir {path} already holds a run. Give a new run another folder, or go on with the old one by "
-            "resuming from its checkpoint (--load)."
+            f"--run-dir {path} already holds a run. Give a new run another folder, or continue the old one from its "
+            f"checkpoint (--load)."
         )
     return path
 
 
 def _keep_earlier(path: Path) -> None:
-    """Renames what the last start wrote about itself."""
+    """Renames the files of the previous start."""
     if not (path / "config.json").exists():
         return
     number = 1
@@ -144,14 +144,14 @@ def _keep_earlier(path: Path) -> None:
 
 
 def _write(path: Path, content: str | bytes) -> None:
-    """Writes a file that appears under its name only when it is complete."""
+    """Writes a file atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(temporary, path)
 
 
 def _describe_source(path: Path, source: Path) -> None:
-    """Notes commit, changed files and differences of the checkout that `source` belongs to."""
+    """Records commit, changed files and diff of the checkout that `source` belongs to."""
     folder = source.resolve().parent
     if _git(folder, "ls-files", "--error-unmatch", "--", str(source.resolve())) is None:
         _write(path / "git.txt", f"not a git checkout, or git is not installed: {folder}\n")
@@ -167,7 +167,7 @@ def _describe_source(path: Path, source: Path) -> None:
 
 
 def _git(folder: Path, *words: str) -> bytes | None:
-    """Output of a git command, None if it failed, took too long, or git is missing."""
+    """Output of a git command; None if it failed, took too long, or git is missing."""
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False, stdin=subprocess.DEVNULL)

@@ -18,12 +18,12 @@ from megatron.observe.metrics import Metrics, Workload
 
 
 class TensorBoard:
-    """Writes one events file; made on the one process that reports.
+    """Writes one events file; created only on the process that writes files.
 
     Args:
-        directory: where the events file goes (--tensorboard-dir).
-        control: which optional families are wanted, how often, and how many events may wait for the disk.
-        workload: sizes for the rates per replica.
+        directory: folder of the events file (--tensorboard-dir).
+        control: which optional tags to write, how often, and how many events may be queued.
+        workload: provides the number of replicas, for rates per replica.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -45,11 +45,11 @@ class TensorBoard:
         except OSError as failure:
             reason = failure.strerror or failure
             raise StorageError(
-                f"--tensorboard-dir {directory} cannot be written: {reason}. Give a folder that can."
+                f"--tensorboard-dir {directory} cannot be written: {reason}. Give a writable folder."
             ) from failure
 
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
-        """Notes the arguments, and marks the restart: world size at the loaded iteration, 0 one later."""
+        """Writes the arguments, and marks the restart: world size at the loaded iteration, 0 one later."""
         for name, value in arguments.items():
             self._writer.add_text(name, str(value), global_step=progress.step)
         self._writer.add_scalar("iteration-time/world_size", self.workload.device_count, progress.step)
@@ -57,12 +57,12 @@ class TensorBoard:
         self._writer.flush()
 
     def step(self, metrics: Metrics) -> None:
-        """Writes a step's scalars if --tensorboard-log-interval says so."""
+        """Writes a step's scalars every --tensorboard-log-interval steps."""
         if metrics.iteration % max(1, self.control.tensorboard_log_interval) == 0:
             self._write(step_scalars(metrics, self.control, self.workload))
 
     def interval(self, metrics: Metrics) -> None:
-        """Hands what was written to the operating system, so that a kill loses nothing that the console has shown."""
+        """Flushes, so that a kill loses nothing that the console has shown."""
         self._writer.flush()
 
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
@@ -71,7 +71,7 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the events file."""
+        """Closes the events file."""
         self._writer.close()
 
     def _write(self, scalars: Mapping[str, tuple[float, int]]) -> None:
@@ -99,8 +99,8 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
     for tag, value in families.items():
         if value is not None:
             found |= _on_axes(tag, value, progress, workload)
-    for name, one in (metrics.source_losses or {}).items():
-        found |= _on_axes(f"lm-loss-training-by-source/{name}", one.lm_loss, progress, workload)
+    for name, source in (metrics.source_losses or {}).items():
+        found |= _on_axes(f"lm-loss-training-by-source/{name}", source.lm_loss, progress, workload)
     if control.log_timers_to_tensorboard:
         rates = {
             "samples per second": metrics.samples_per_second,
@@ -124,7 +124,7 @@ def evaluation_scalars(
 
 
 def _on_axes(tag: str, value: float, progress: Progress, workload: Workload) -> dict[str, tuple[float, int]]:
-    """One value over every x axis that upstream gives its family."""
+    """One value over every x axis that upstream uses for its tag."""
     found = {tag: (value, progress.step), f"{tag} vs samples": (value, progress.consumed_samples)}
     if not tag.startswith("batch-size/"):
         found[f"{tag} vs tokens"] = (value, progress.consumed_tokens)

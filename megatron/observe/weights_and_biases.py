@@ -1,6 +1,6 @@
-"""Weights & Biases, when asked for; the only file that imports `wandb`.
+"""Optional reporting to Weights & Biases; the only file that imports `wandb`.
 
-Without a network, WANDB_MODE=offline keeps everything in the folder of --wandb-save-dir; `wandb sync` uploads it later.
+Without network access, WANDB_MODE=offline keeps all data in --wandb-save-dir; `wandb sync` uploads it later.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class WeightsAndBiases:
     """One W&B run.
 
     Args:
-        project: where the run appears (--wandb-project).
-        name: the run's name; W&B invents one if empty.
-        directory: local folder of the run's files; W&B's default if empty.
+        project: W&B project of the run (--wandb-project).
+        name: name of the run; W&B generates one if empty.
+        directory: local folder for the run's files; W&B's default if empty.
 
     Raises:
         ConfigError: the package is not installed.
@@ -37,14 +37,14 @@ class WeightsAndBiases:
         self._run: Any = wandb.init(project=project, name=name or None, dir=directory or None)
 
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
-        """Shows the arguments beside the curves."""
+        """Uploads the arguments as the run's config."""
         self._run.config.update(dict(arguments), allow_val_change=True)
 
     def step(self, metrics: Metrics) -> None:
         """Sends nothing: one point per log interval is enough for a remote service."""
 
     def interval(self, metrics: Metrics) -> None:
-        """Sends the figures of a log interval."""
+        """Sends the metrics of a log interval."""
         self._run.log(interval_values(metrics), step=metrics.iteration)
 
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
@@ -58,7 +58,7 @@ class WeightsAndBiases:
 
 
 def interval_values(metrics: Metrics) -> dict[str, float]:
-    """What is sent for one log interval; figures that are not known are left out."""
+    """The values sent for one log interval, without unknown ones."""
     values: dict[str, float | None] = {
         "lm-loss-training": metrics.lm_loss,
         "learning-rate": metrics.learning_rate,
@@ -72,5 +72,5 @@ def interval_values(metrics: Metrics) -> dict[str, float]:
         "tokens-per-second": metrics.tokens_per_second,
         "tflops-per-gpu": metrics.teraflops_per_device,
     }
-    values |= {f"lm-loss-training/{name}": one.lm_loss for name, one in (metrics.source_losses or {}).items()}
+    values |= {f"lm-loss-training/{name}": source.lm_loss for name, source in (metrics.source_losses or {}).items()}
     return {name: value for name, value in values.items() if value is not None}

@@ -1,8 +1,8 @@
-"""Work whose outcome all ranks share: it succeeds on every rank, or the same error is raised on every rank.
+"""Collective execution: work succeeds on every rank, or the same error is raised on every rank.
 
-The outcome is agreed with one all-reduce of a single number; only a failure costs more, the broadcast of its text.
-Results travel only where they are asked for, so what a rank sends and receives does not grow with the number of ranks,
-except on rank 0 of `gather_on_first`. All messages go over `mesh.control` and carry CPU tensors.
+Success costs one all-reduce of a single integer; a failure also costs a broadcast of its text. Results are sent only to
+the ranks that need them, so the bytes per rank do not grow with the world size, except on rank 0 of `gather_on_first`.
+All messages are CPU tensors sent over `mesh.control`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.parallel.messages import all_reduce_max, broadcast_bytes, gather_b
 
 Result = TypeVar("Result")
 
-# By precedence: when ranks fail for different reasons, an older checkpoint helps only if all of them are damage.
+# By precedence: if ranks fail for different reasons, falling back to an older checkpoint helps only if all are damage.
 _KINDS: tuple[type[MegatronError], ...] = (ConfigError, DataError, CheckpointError, StorageError, DamagedError)
 _FALLBACK = CheckpointError
 
@@ -37,15 +37,15 @@ def run_on_all(mesh: ParallelMesh, work: Callable[[], Result]) -> Result:
     """Runs `work` on every rank, waits for all of them, and returns this rank's own result.
 
     Raises:
-        ConfigError, DataError, CheckpointError, StorageError, DamagedError: some rank failed. If several did, the error
-            is the one of highest precedence and lowest rank. That rank raises what it caught, the others the same with
-            "rank N: " before the text; a failure of another type becomes a CheckpointError there.
+        ConfigError, DataError, CheckpointError, StorageError, DamagedError: a rank failed. If several did, the error of
+            highest precedence, then of lowest rank, is raised. That rank re-raises its own exception; the others raise
+            the same error prefixed with "rank N: ", or a CheckpointError if it is of another type.
     """
     result: list[Result] = []
     failure: Exception | None = None
     try:
         result.append(work())
-    except Exception as caught:  # of any kind: the other ranks must hear of it, or they wait forever
+    except Exception as caught:  # any exception: the other ranks must learn of it, or they would hang
         failure = caught
     _raise_everywhere(mesh, failure)
     return result[0]
@@ -73,7 +73,7 @@ def run_on_first(mesh: ParallelMesh, work: Callable[[], Any]) -> Any:
 
 
 def is_same_on_all(mesh: ParallelMesh, digest: bytes) -> bool:
-    """Whether every rank gives the same digest; all must be of one length."""
+    """Whether every rank passes the same digest; all must have the same length."""
     words = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(torch.int64)
     largest, negated_smallest = all_reduce_max(torch.stack([words, -words]), mesh.control)
     return torch.equal(largest, -negated_smallest)
@@ -82,7 +82,7 @@ def is_same_on_all(mesh: ParallelMesh, digest: bytes) -> bool:
 def _raise_everywhere(mesh: ParallelMesh, failure: Exception | None) -> None:
     """Returns if no rank failed, else raises the failure of highest precedence on every rank."""
     control = mesh.control
-    # One number orders all failures: precedence first, then the lower rank; 0 is success.
+    # A single integer orders all failures: by precedence, then by lower rank; 0 means success.
     own = 0 if failure is None else (len(_KINDS) - _precedence(failure)) * control.size - control.rank
     worst = int(all_reduce_max(torch.tensor([own], dtype=torch.int64), control))
     if worst == 0:
@@ -97,7 +97,7 @@ def _raise_everywhere(mesh: ParallelMesh, failure: Exception | None) -> None:
 
 
 def _precedence(failure: Exception) -> int:
-    """The place of a failure in the order of precedence; one of an unknown type weighs as much as the fallback."""
+    """The precedence of a failure; unknown types have that of the fallback."""
     kind = describe_failure(failure, _KINDS).kind
     names = [known.__name__ for known in _KINDS]
     return names.index(kind if kind in names else _FALLBACK.__name__)

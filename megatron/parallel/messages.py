@@ -1,6 +1,6 @@
-"""Messages between ranks outside the network: sums, maxima, bytes and JSON; no gradients, no pickle.
+"""Non-differentiable communication between ranks: sums, maxima, bytes and JSON, without pickle.
 
-Every function is collective over the axis it is given; on an axis of size 1 it returns this rank's own value.
+Every function is collective over its axis; on an axis of size 1 it returns this rank's own value.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor
 
 
 def broadcast_bytes(content: bytes, axis: Axis, source: int = 0) -> bytes:
-    """Returns the bytes of rank `source` of the axis on every rank of it; what the others give is ignored."""
+    """Returns the bytes of rank `source` of the axis on every rank; `content` of the other ranks is ignored."""
     if axis.size == 1:
         return content
     message_device = _message_device(axis)
@@ -60,7 +60,7 @@ def broadcast_bytes(content: bytes, axis: Axis, source: int = 0) -> bytes:
 def gather_bytes(content: bytes, axis: Axis, destination: int = 0) -> list[bytes] | None:
     """Returns the bytes of every rank of the axis, in axis order, on rank `destination`, and None on the others.
 
-    Every rank sends its bytes and eight more, once.
+    Every rank sends its bytes plus an eight-byte length, once.
     """
     if axis.size == 1:
         return [content]
@@ -85,18 +85,18 @@ def gather_bytes(content: bytes, axis: Axis, destination: int = 0) -> list[bytes
 
 
 def broadcast_json(value: Any, axis: Axis, source: int = 0) -> Any:
-    """Returns the JSON-able value of rank `source` of the axis on every rank of it; the others' are ignored.
+    """Returns the JSON-serializable value of rank `source` of the axis on every rank; other values are ignored.
 
-    The value is what JSON makes of it (tuples turn into lists), also on an axis of size 1.
+    The value always makes a round trip through JSON (tuples become lists), also on an axis of size 1.
     """
     content = json.dumps(value).encode() if axis.rank == source else b""
     return json.loads(broadcast_bytes(content, axis, source))
 
 
 def all_gather_json(value: Any, axis: Axis) -> list[Any]:
-    """Collects a JSON-able value from every rank of the axis, in axis order, on every rank.
+    """Gathers a JSON-serializable value from every rank of the axis, in axis order, on every rank.
 
-    What a rank receives grows with the size of the axis; where one rank is enough, `gather_bytes` is cheaper.
+    The bytes a rank receives grow with the size of the axis; if one rank suffices, `gather_bytes` is cheaper.
     """
     gathered = gather_bytes(json.dumps(value).encode(), axis)
     values = None if gathered is None else [json.loads(content) for content in gathered]
@@ -104,14 +104,14 @@ def all_gather_json(value: Any, axis: Axis) -> list[Any]:
 
 
 def is_lost_peer(failure: BaseException) -> bool:
-    """Whether a collective failed because another rank ended or stopped answering, by what gloo and NCCL say."""
+    """Whether a collective failed because another rank ended or hangs, judging by gloo's and NCCL's error messages."""
     if isinstance(failure, dist.DistBackendError | dist.DistNetworkError):
         return True
     return isinstance(failure, RuntimeError) and any(text in str(failure) for text in _LOST_PEER_TEXTS)
 
 
 def _message_device(axis: Axis) -> torch.device:
-    """Where a tensor must be for the axis's backend to carry it."""
+    """The device whose tensors the axis's backend can send."""
     return device.current_device() if dist.get_backend(axis.group) == "nccl" else torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""Agreement that does not stop the caller: a collective that runs while the ranks go on."""
+"""An asynchronous all-reduce, for agreement without blocking the ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron.parallel.mesh import Axis
 
 
 class PendingMaximum:
-    """The largest of the ranks' whole numbers, on its way; collective over the axis.
+    """An all-reduce in flight: the maximum of the ranks' integers; collective over the axis.
 
     Args:
-        value: this rank's number, from 0 to 2^31 - 1.
-        axis: ranks that agree; its group must carry CPU tensors, as `ParallelMesh.control` does.
+        value: this rank's integer, from 0 to 2^31 - 1.
+        axis: the participating ranks; its group must support CPU tensors, as `ParallelMesh.control` does.
     """
 
     def __init__(self, value: int, axis: Axis) -> None:
@@ -23,7 +23,7 @@ class PendingMaximum:
             self._work = dist.all_reduce(self._word, op=dist.ReduceOp.MAX, group=axis.group, async_op=True)
 
     def wait(self) -> int:
-        """The maximum, once every rank has given its number."""
+        """Waits for all ranks and returns the maximum."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -1,4 +1,4 @@
-"""A piece: part of a named tensor, described without any layout, and where loaded pieces go."""
+"""Pieces: parts of named tensors, described independently of any layout, and the targets of loaded pieces."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class PieceKey:
 
     @property
     def numel(self) -> int:
-        """How many elements the piece holds."""
+        """Number of elements in the piece."""
         return self.last - self.first
 
     @property
     def box_shape(self) -> tuple[int, ...]:
-        """The sides of the box."""
+        """The shape of the box."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def box_numel(self) -> int:
-        """How many elements the whole box holds."""
+        """Number of elements in the box."""
         return math.prod(self.box_shape)
 
     @classmethod
     def of(cls, spec: ShardSpec, name: str, kind: Kind, first: int = 0, last: int | None = None) -> PieceKey:
-        """A flat range of this rank's part of a parameter; the whole part unless `last` says otherwise."""
+        """A flat range of this rank's shard of a parameter; by default the whole shard."""
         last = spec.box_numel if last is None else last
         return cls(name, kind, spec.shape, spec.start, spec.stop, first, last)
 
@@ -60,7 +60,9 @@ class PieceKey:
 def filling(
     targets: Iterable[tuple[PieceKey, torch.Tensor]],
 ) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
-    """Turns (piece, flat tensor of its length) pairs into what a checkpoint is asked for: piece, and where it goes."""
+    """Turns (piece, flat target tensor) pairs into (piece, function that fills the target) pairs, as loading
+    expects.
+    """
     for key, target in targets:
         yield key, _filler(target)
 

@@ -1,9 +1,9 @@
-"""Random numbers without state: each is a hash of what it is for, so no layout, batch size or recompute changes it.
+"""Stateless random numbers: each is a hash of its purpose, so it is independent of layout, batch size and recompute.
 
-Weights are a hash of (seed, global name, row, column); hidden dropout is one of (seed, layer slot, sample, position,
-channel); attention dropout on CPU is one of (seed, layer, sample, head, query, key). On a GPU attention dropout runs
-inside a fused kernel that only knows torch's default generator, which is seeded around the call: there it may differ
-with tp and the micro batch.
+Weights are hashes of (seed, global name, row, column); hidden dropout, of (seed, dropout site, sample, position,
+channel); attention dropout on the CPU, of (seed, layer, sample, head, query, key). On a GPU, attention dropout runs
+inside a fused kernel that uses torch's default generator, which is seeded around the call: there the masks may depend
+on the tensor-parallel size and the micro-batch size.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from megatron.parallel.shard_spec import ShardSpec
 _MASK_64 = (1 << 64) - 1
 # Constants of splitmix64: the golden-ratio increment and the two multipliers.
 _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-# Constants of murmur3's 32-bit finaliser.
+# Constants of murmur3's 32-bit finalizer.
 _MULTIPLIER_3, _MULTIPLIER_4 = 0x85EBCA6B, 0xC2B2AE35
 _DRAWN_AT_ONCE = 1 << 19  # pairs; bounds the memory of a draw and keeps it in the cache
 _STREAM_WEIGHT, _STREAM_ROW, _STREAM_CHANNEL, _STREAM_ATTENTION, _STREAM_ATTENTION_ROW, _STREAM_KEY = 1, 2, 3, 4, 5, 6
 
 
 def mix(*numbers: int) -> int:
-    """Hashes whole numbers to 64 bits, each one changing all bits of the result.
+    """Hashes integers to 64 bits; each one affects all bits of the result.
 
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (the finaliser of
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (the finalizer of
     splitmix64).
     """
     state = 0
@@ -44,15 +44,14 @@ def mix(*numbers: int) -> int:
 
 
 def normal_(target: torch.Tensor, spec: ShardSpec, seed: int, global_name: str, *, first: int = 0) -> torch.Tensor:
-    """Fills part of a local tensor in place with its share of the global tensor's N(0, init_std^2) values.
+    """Fills part of a local tensor in place with its shard of the global tensor's N(0, init_std^2) values.
 
-    The value at a place is a hash of (seed, name, row, column): the columns are the last dimension of the logical
-    shape, the rows all others in row-major order. Any split of the tensor therefore holds the same values, bit for bit
-    on one kind of device. Two columns share a Box-Muller pair in float32: 31 and 32 random bits, nothing beyond 6.66
-    standard deviations. About 70 million values a second on one core.
+    Each value is a hash of (seed, name, row, column): columns are the last dimension of the logical shape, rows all
+    others in row-major order. The values are therefore independent of how the tensor is sharded, bit for bit on one
+    kind of device. Two columns share a Box-Muller pair in float32, from 31 and 32 random bits; no value exceeds 6.66
+    standard deviations. One core draws about 70 million values per second.
 
-    Shapes: target `[n]`, the local elements `first` to `first + n` in row-major order; those beyond the real ones
-        (vocabulary padding) become zero.
+    Shapes: target `[n]`, the local elements `first` to `first + n` in row-major order; vocabulary padding becomes zero.
 
     Source: Box and Muller, "A note on the generation of random normal deviates", 1958, equation 1.
     """
@@ -86,16 +85,16 @@ def hidden_dropout(
     training: bool,
     first_position: int = 0,
 ) -> torch.Tensor:
-    """Zeroes entries of `x` with `probability` and scales the others up, by a hash of what each entry is.
+    """Zeroes entries of `x` with `probability` and scales up the others, using a hash of each entry's coordinates.
 
-    The probability is rounded to 1/65536, and the scale fits the rounded one. The mask (one byte an entry) is kept for
-    backward.
+    The probability is rounded to a multiple of 1/65536, and the scale uses the rounded value. The mask (one byte per
+    entry) is kept for backward.
 
     Shapes: x `[b, s, h]`, sample_ids `[b]`.
 
     Args:
-        layer: the place in the network; every call in one forward pass has its own.
-        first_position: position of the first entry in its sequence, where a rank holds a later part of it.
+        layer: the dropout site; unique to each call in a forward pass.
+        first_position: position of the first entry in its sequence, if the rank holds a later part of it.
     """
     threshold = round(probability * 65536)
     if not training or threshold == 0:
@@ -108,14 +107,14 @@ def hidden_dropout(
 def attention_dropout(
     probabilities: torch.Tensor, probability: float, *, seed: int, layer: int, sample_ids: torch.Tensor, first_head: int
 ) -> torch.Tensor:
-    """The same for attention probabilities, by a hash of (seed, layer, sample, head, query, key).
+    """Applies dropout to attention probabilities, using a hash of (seed, layer, sample, head, query, key).
 
-    For devices whose fused attention has no fast dropout; it does not depend on the layout either.
+    For devices without fast dropout in fused attention; the mask is independent of the layout.
 
     Shapes: probabilities `[b, a/t, s, k]`, sample_ids `[b]`.
 
     Args:
-        first_head: global number of the first head that this rank holds.
+        first_head: global index of the first head that this rank holds.
     """
     threshold = round(probability * 65536)
     if threshold == 0:
@@ -127,7 +126,7 @@ def attention_dropout(
 
 
 def attention_seed(seed: int, first_sample: int, layer: int, tp_rank: int) -> int:
-    """A seed for the attention dropout of one layer, micro-batch and tensor-parallel rank.
+    """The seed for attention dropout of one layer, micro-batch and tensor-parallel rank.
 
     Args:
         first_sample: id of the micro-batch's first sample.
@@ -137,7 +136,7 @@ def attention_seed(seed: int, first_sample: int, layer: int, tp_rank: int) -> in
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Runs the body with torch's default generator of `device` at `seed`, and puts its state back afterwards."""
+    """Seeds torch's default generator of `device` for the body, and restores its state afterwards."""
     generator = default_generator(device)
     state = generator.get_state()
     generator.manual_seed(seed)
@@ -162,7 +161,7 @@ class _HashedDropout(torch.autograd.Function):
 
 
 def _kept(rows: torch.Tensor, columns: int, threshold: int, column_base: int) -> torch.Tensor:
-    """Which entries stay: one 32-bit hash of (row, pair of columns) decides two neighbours by 16 bits each.
+    """Which entries to keep: one 32-bit hash of (row, pair of columns) decides two neighbours with 16 bits each.
 
     Shapes: rows `[...]` int64, hashed; result `[..., columns]` bool.
     """
@@ -175,7 +174,7 @@ def _kept(rows: torch.Tensor, columns: int, threshold: int, column_base: int) ->
 
 
 def _each(states: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Hashes every state with each of the numbers `[first, last)`.
+    """Hashes every state with each of the integers `[first, last)`.
 
     Shapes: `[...]` int64 to `[..., last - first]`.
     """
@@ -183,7 +182,7 @@ def _each(states: torch.Tensor, first: int, last: int) -> torch.Tensor:
 
 
 def _global_rows(spec: ShardSpec, top: int, bottom: int, device: torch.device) -> torch.Tensor:
-    """Global row numbers of the local rows `[top, bottom)`; rows are all dimensions but the last.
+    """Global row indices of the local rows `[top, bottom)`; rows combine all dimensions but the last.
 
     Shapes: result `[bottom - top]` int64.
     """
@@ -216,7 +215,7 @@ def _counters(first: int, last: int, device: torch.device) -> torch.Tensor:
 
 
 def _mix_64(state: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finaliser on int64 (their products wrap; shifts copy the sign, so the copies are masked away)."""
+    """splitmix64's finalizer on int64 (products wrap; shifts extend the sign, so the sign bits are masked off)."""
     state = state ^ ((state >> 30) & ((1 << 34) - 1))
     state.mul_(_signed(_MULTIPLIER_1, 64))
     state.bitwise_xor_((state >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_MULTIPLIER_2, 64))
@@ -224,7 +223,7 @@ def _mix_64(state: torch.Tensor) -> torch.Tensor:
 
 
 def _mix_32(state: torch.Tensor) -> torch.Tensor:
-    """murmur3's finaliser on int32, in place.
+    """murmur3's finalizer on int32, in place.
 
     Source: Appleby, MurmurHash3, `fmix32`.
     """
@@ -243,5 +242,5 @@ def _low_half(state: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int, bits: int) -> int:
-    """The same bits read as a signed number."""
+    """Reinterprets the bits as a signed integer."""
     return number - (1 << bits) if number >> (bits - 1) else number

@@ -1,7 +1,7 @@
-"""A parameter's place: its logical global shape, the mesh axes that split it, and who accounts for it.
+"""How a parameter is sharded: its logical global shape, the mesh axes that split it, and which ranks count it.
 
-Initial values, optimizer groups, gradient norms, parameter counts, checkpoints and conversion all read this one
-description; a parameter carries it as `parameter.shard_spec`.
+Initialization, optimizer parameter groups, gradient norms, parameter counts, checkpoints and conversion all use this
+one description, which is stored as `parameter.shard_spec`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Dimension:
     """One dimension of a parameter's logical shape.
 
     Args:
-        name: what it counts, as in "heads" or "hidden".
+        name: what it indexes, such as "heads" or "hidden".
         size: entries of the global tensor, without padding.
-        axis: the mesh axis whose ranks hold equal consecutive parts; None if every rank holds all entries.
-        padded_size: entries including padding, which follows the real ones; None if there is no padding.
+        axis: the mesh axis over whose ranks it is split into equal consecutive parts; None if it is replicated.
+        padded_size: entries including trailing padding; None if there is no padding.
     """
 
     name: str
@@ -34,35 +34,35 @@ class Dimension:
 
     @property
     def local_size(self) -> int:
-        """Entries this rank stores, padding included."""
+        """Number of entries that this rank stores, padding included."""
         stored = self.size if self.padded_size is None else self.padded_size
         return stored if self.axis is None else stored // self.axis.size
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """First real entry that this rank stores, and one beyond the last; equal if it stores padding only."""
+        """Half-open range of the unpadded entries that this rank stores; empty if it stores only padding."""
         first = 0 if self.axis is None else self.axis.rank * self.local_size
         return min(first, self.size), min(first + self.local_size, self.size)
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Everything about a parameter's place.
+    """The sharding of one parameter.
 
-    The tensor that a module holds may merge neighbouring dimensions: a fused query-key-value weight of logical shape
+    The tensor that a module stores may merge adjacent dimensions: a fused query-key-value weight of logical shape
     `[heads, 3, head size, hidden]` is stored as a matrix. Both have the same elements in the same row-major order.
 
     Args:
         dimensions: the logical shape; only the first dimension may be padded.
-        is_matrix: whether the parameter maps features to features. Matrices are drawn at random and decay; biases and
-            norm weights start as their layer made them and do not decay.
+        is_matrix: whether the parameter is a weight matrix. Matrices are initialized randomly and have weight decay;
+            biases and norm weights keep their layer's initial values and have no weight decay.
         init_std: standard deviation of a matrix's initial values; 0 leaves it zero.
-        summed_over: axes over whose ranks the gradient must be summed because each rank saw other tokens.
-        is_tied_copy: whether another pipeline stage holds the same weight and accounts for it.
+        summed_over: axes over which the gradient must be summed because each rank saw different tokens.
+        is_tied_copy: whether this is the copy of a weight that another pipeline stage owns and counts.
 
     Raises:
-        ConfigError: a dimension cannot be split evenly, two dimensions are split by one axis, or a later dimension is
-            padded.
+        ConfigError: a dimension cannot be split evenly, two dimensions are split over the same axis, or a dimension
+            other than the first is padded.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -83,12 +83,12 @@ class ShardSpec:
         names = self.split_axes
         if len(set(names)) < len(names):
             raise ConfigError(
-                f"a parameter of shape {list(self.shape)} is split twice by one axis ({', '.join(names)})."
+                f"a parameter of shape {list(self.shape)} is split twice over the same axis ({', '.join(names)})."
             )
 
     @classmethod
     def vector(cls, size: int, axis: Axis | None = None, *, name: str = "features") -> ShardSpec:
-        """A bias or a norm weight, split over `axis` if there is one.
+        """The spec of a bias or norm weight, split over `axis` if given.
 
         Shapes: `[size]`, of which a rank holds `[size/t]`.
         """
@@ -101,27 +101,27 @@ class ShardSpec:
 
     @property
     def start(self) -> tuple[int, ...]:
-        """First global index that this rank holds, in each dimension."""
+        """The first global index that this rank holds, per dimension."""
         return tuple(dimension.bounds[0] for dimension in self.dimensions)
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """One beyond the last global index that this rank holds, in each dimension."""
+        """One past the last global index that this rank holds, per dimension."""
         return tuple(dimension.bounds[1] for dimension in self.dimensions)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """What this rank stores, padding included."""
+        """The shape that this rank stores, padding included."""
         return tuple(dimension.local_size for dimension in self.dimensions)
 
     @property
     def box_shape(self) -> tuple[int, ...]:
-        """What this rank stores without padding; the box starts at the first element of the local tensor."""
+        """The shape that this rank stores without padding; the box starts at the first element of the local tensor."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def box_numel(self) -> int:
-        """Elements this rank stores, without padding."""
+        """Number of elements that this rank stores, without padding."""
         return math.prod(self.box_shape)
 
     @property
@@ -130,24 +130,25 @@ class ShardSpec:
         return tuple(dimension.axis.name for dimension in self.dimensions if dimension.axis is not None)
 
     def is_counted(self, mesh: ParallelMesh) -> bool:
-        """Whether this rank accounts for its part among the ranks that hold a copy of it.
+        """Whether this rank is the one that counts its shard, among the ranks of a model replica that hold a copy of
+        it.
 
-        Ranks of the data-parallel group hold copies too; who of them writes what is the optimizer's business.
+        Data-parallel replicas also hold copies; which of them writes which part is decided in `engine.state`.
         """
         if self.is_tied_copy:
             return False
         return all(axis.rank == 0 for axis in mesh.axes_of("tensor") if axis.name not in self.split_axes)
 
     def as_tied_copy(self) -> ShardSpec:
-        """The same place for a copy that another pipeline stage accounts for."""
+        """The same spec, for a copy of a weight that another pipeline stage counts."""
         return dataclasses.replace(self, is_tied_copy=True)
 
 
 def place(parameter: torch.nn.Parameter, spec: ShardSpec) -> torch.nn.Parameter:
-    """Attaches a description to a parameter.
+    """Attaches a spec to a parameter.
 
     Raises:
-        ConfigError: the parameter does not have as many elements as this rank's part.
+        ConfigError: the number of elements is not that of this rank's shard.
     """
     if parameter.numel() != math.prod(spec.local_shape):
         raise ConfigError(
@@ -159,7 +160,7 @@ def place(parameter: torch.nn.Parameter, spec: ShardSpec) -> torch.nn.Parameter:
 
 
 def shard_spec_of(parameter: torch.Tensor) -> ShardSpec:
-    """The description of a parameter; whole on every rank if none was attached."""
+    """The spec of a parameter; without an attached spec, the parameter counts as replicated."""
     spec: ShardSpec | None = getattr(parameter, "shard_spec", None)
     if spec is not None:
         return spec
@@ -167,10 +168,10 @@ def shard_spec_of(parameter: torch.Tensor) -> ShardSpec:
 
 
 def check_divisible(number: int, axis: Axis, what: str) -> None:
-    """Checks that an axis cuts `number` entries into equal parts.
+    """Checks that `number` entries can be split evenly over an axis.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: they cannot.
     """
     if number % axis.size:
         flag = "--tensor-model-parallel-size" if axis.name == "tp" else f"size of the {axis.name} axis:"

@@ -1,4 +1,4 @@
-"""The only place where the objects of a run are constructed and wired."""
+"""Constructs and connects the objects of a run; nothing else does."""
 
 from __future__ import annotations
 
@@ -60,11 +60,12 @@ from megatron.train.stop import StopRules, StopSignals, Verdict, kill_switch_is_
 
 @dataclass
 class Run:
-    """All parts of a run. `progress` is the one that changes, once a step.
+    """All parts of a run. `progress` changes at every step.
 
     Attributes:
-        steps_in_flight: steps whose figures and stop verdicts may still be on their way while the next one is trained:
-            one on a GPU, so that the host never waits for it, none on a CPU, where nothing would be gained.
+        steps_in_flight: number of steps whose metrics and stop verdicts may still be pending while the next step is
+            trained: one on a GPU, so that the host does not wait for the device, and none on a CPU, where it would not
+            help.
     """
 
     config: RunConfig
@@ -90,9 +91,9 @@ class Run:
         return is_done(self.config.optim, self.progress.step, self.progress.consumed_samples)
 
     def train_batches(self) -> Sequence[Batch | None]:
-        """This rank's micro-batches of the next global batch; None for each on a stage that does not read them."""
+        """This rank's micro-batches of the next global batch; None for each on middle pipeline stages."""
         if self.datasets.train is None:
-            raise RuntimeError("a run without training data does not train")  # build_split_datasets refuses it before
+            raise RuntimeError("this run has no training data")  # build_split_datasets refuses it before
         if self._loader is None:
             options = dataclasses.replace(self.options, sources=self.config.control.log_per_source_loss)
             self._loader = self.loader(self.datasets.train, self.config.data.num_workers > 0, options)
@@ -100,7 +101,7 @@ class Run:
         return self._loader.micro_batches(self.progress.consumed_samples, size)
 
     def loader(self, dataset: SampleDataset, read_ahead: bool, options: BatchOptions | None = None) -> BatchLoader:
-        """A loader that deals this rank its share of a data set; its batches are those of the run unless told."""
+        """A loader of this rank's shard of a dataset; `options` defaults to the run's."""
         return BatchLoader(
             dataset,
             micro_batch_size=self.config.optim.micro_batch_size,
@@ -111,24 +112,24 @@ class Run:
             reads=self.mesh.is_first_stage or self.mesh.is_last_stage,
         )
 
-    def skip_unwanted_data(self) -> None:
-        """Passes over the data of `--skip-train-iteration-range` without training on it."""
+    def skip_data_ranges(self) -> None:
+        """Skips the data of `--skip-train-iteration-range` without training on it."""
         ranges, length = self.config.control.skip_ranges, self.config.data.seq_length
         self.progress = skip_data(self.progress, self.config.optim, ranges, length)
 
     def is_due(self, interval: int | None) -> bool:
-        """Whether something that happens every `interval` steps happens after this one."""
+        """Whether an action that runs every `interval` steps is due after this one."""
         return bool(interval) and self.progress.step % (interval or 1) == 0
 
     def should_stop(self) -> Verdict:
-        """The verdict of all ranks on whether the run ends after this step.
+        """The verdict, common to all ranks, on whether the run ends after this step.
 
-        It holds at the same step on all ranks, `steps_in_flight` steps after a rank formed it at the latest;
-        --exit-interval, which every rank knows by itself, takes effect at once.
+        It takes effect at the same step on all ranks, at most `steps_in_flight` steps after a rank reached it;
+        --exit-interval, which every rank evaluates identically, takes effect at once.
         """
         self._verdicts.append(PendingMaximum(int(self.rules.verdict(self.progress.step)), self.mesh.control))
         keep = 0 if self.rules.is_interval_over(self.progress.step) else self.steps_in_flight
-        verdict = Verdict.GO_ON
+        verdict = Verdict.CONTINUE
         while len(self._verdicts) > keep:
             verdict = max(verdict, Verdict(self._verdicts.popleft().wait()))
         return verdict
@@ -138,7 +139,7 @@ class Run:
         return self.datasets.valid if split == "valid" else self.datasets.test
 
     def close(self) -> None:
-        """Ends reading ahead."""
+        """Stops prefetching."""
         self._verdicts.clear()
         if self._loader is not None:
             self._loader.close()
@@ -146,9 +147,9 @@ class Run:
 
 @contextlib.contextmanager
 def open_run(request: RunRequest) -> Iterator[Run | None]:
-    """Builds a run, from the processes it consists of to its progress, and takes it down again.
+    """Builds a run, from its process groups to its progress, and tears it down afterwards.
 
-    Yields None when the kill switch is on before anything started.
+    Yields None if the kill switch is on before anything has started.
 
     Raises:
         MegatronError: anything that is wrong with the flags, the machine, the data or the checkpoint.
@@ -164,7 +165,7 @@ def open_run(request: RunRequest) -> Iterator[Run | None]:
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(data_prefixes(config.data), tokenizer)
-    with contextlib.ExitStack() as closing, _lost_peers_named():
+    with contextlib.ExitStack() as closing, _explain_lost_peers():
         signals = StopSignals()
         if config.control.exit_on_signal:
             closing.callback(signals.install().restore)
@@ -180,8 +181,8 @@ def open_run(request: RunRequest) -> Iterator[Run | None]:
 
 
 @contextlib.contextmanager
-def _lost_peers_named() -> Iterator[None]:
-    """Turns the traceback that a dead rank causes on the others into one sentence."""
+def _explain_lost_peers() -> Iterator[None]:
+    """Replaces the traceback that a dead rank causes on other ranks by a one-sentence error."""
     try:
         yield
     except RuntimeError as failure:
@@ -189,8 +190,8 @@ def _lost_peers_named() -> Iterator[None]:
             raise
         reason = str(failure).strip().splitlines()[0]
         raise PeerLostError(
-            f"another rank of this run ended or no longer answers, so this one cannot continue ({reason}). The message "
-            "of that rank says why. What was saved is intact: run the same command again."
+            f"another rank of this run ended or stopped answering, so this one cannot continue ({reason}). See that "
+            f"rank's own message for the cause; saved checkpoints are intact: run the same command again."
         ) from failure
 
 
@@ -215,7 +216,7 @@ def _build(
     record, progress = load_tensors(config.control, engine, saved)
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
-        say_if_done(config.optim, progress)
+        warn_if_done(config.optim, progress)
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
@@ -242,13 +243,13 @@ def _build(
     )
 
 
-def say_if_done(optim: OptimConfig, progress: Progress) -> None:
-    """A resume that has nothing to do should not look like one that did something."""
+def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
+    """Warns that a resumed run has nothing left to train."""
     if is_done(optim, progress.step, progress.consumed_samples):
         log.info(
             f"warning: the checkpoint is at iteration {progress.step} ({progress.consumed_samples} samples) and the "
             f"run ends at iteration {optim.train_iters}: nothing is left to train. Raise --train-iters or "
-            "--train-samples to go on."
+            f"--train-samples to continue."
         )
 
 
@@ -267,7 +268,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
 
 
 def step_settings(config: RunConfig) -> StepSettings:
-    """What all micro-batches of a run have in common."""
+    """The settings shared by all micro-batches of a run."""
     recompute = Recompute.NONE
     if config.recompute.checkpoint_activations:
         recompute = Recompute.BLOCKS
@@ -294,7 +295,7 @@ def _open_data(
     progress: Progress,
     stored: DataPlan | None,
 ) -> tuple[SplitDatasets, DataPlan]:
-    """Opens the data sets; one process per node writes missing index files first, the others wait and read them."""
+    """Opens the datasets; one process per node first writes missing index files, then the others read them."""
     train, valid, test = planned_samples(config.optim, config.control, progress.step, progress.consumed_samples)
     samples = (0 if config.control.eval_only else train, valid, test)
 
@@ -304,11 +305,11 @@ def _open_data(
 
     built: list[tuple[SplitDatasets, DataPlan]] = []
 
-    def go_first() -> None:
+    def build_on_first_of_node() -> None:
         if mesh.local_rank == 0:
             built.append(build(True))
 
-    run_on_all(mesh, go_first)
+    run_on_all(mesh, build_on_first_of_node)
     datasets, plan = built[0] if built else build(False)
     for text in describe(datasets, plan):
         log.info(text)
@@ -323,7 +324,7 @@ def _open_report(
     *,
     is_resume: bool,
 ) -> Report:
-    """The console's lines come from the last rank, as upstream's do; all files are written by rank 0."""
+    """Opens the report: the last rank prints the console lines, as in upstream; rank 0 writes all files."""
     workload = Workload.of(
         config.model,
         config.data.seq_length,
@@ -357,7 +358,7 @@ def _open_report(
 
 
 def parameter_counts(engine: Engine) -> tuple[int, int]:
-    """Parameters of the whole network, with and without its embedding tables; collective over the mesh."""
+    """Parameter counts of the whole network, with and without embeddings; collective over the mesh."""
     counts = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)
     for spec, numel in engine.counted_parameters():
         counts[0] += numel
@@ -367,10 +368,10 @@ def parameter_counts(engine: Engine) -> tuple[int, int]:
 
 
 def check_layers(engine: Engine, num_layers: int) -> None:
-    """Counts the transformer blocks that all stages built; collective over the pipeline.
+    """Checks the number of transformer blocks that all stages built; collective over the pipeline.
 
     Raises:
-        LaunchError: they are not as many as were asked for.
+        LaunchError: it is not `num_layers`.
     """
     blocks = sum(spec.kind is LayerKind.BLOCK for spec, _ in engine.stack.named_layers())
     built = torch.tensor([blocks], dtype=torch.int64, device=engine.mesh.device)
@@ -378,7 +379,7 @@ def check_layers(engine: Engine, num_layers: int) -> None:
     if total != num_layers:
         raise LaunchError(
             f"the {engine.mesh.pp.size} pipeline stages hold {total} transformer layers, not the {num_layers} of "
-            "--num-layers. This is a defect of the partition; use another --pipeline-model-parallel-size and report it."
+            "--num-layers. This is a bug in the partitioning; use another --pipeline-model-parallel-size and report it."
         )
 
 

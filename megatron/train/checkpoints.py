@@ -1,4 +1,4 @@
-"""Saves a run: what its checkpoints record, and what happens when the disk refuses."""
+"""Saves a run: the record of its checkpoints, and the handling of storage failures."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron.train.build import Run
 
 
 def save_run(run: Run, *, must_succeed: bool = False) -> None:
-    """Saves the run at its current step, unless it has no `--save` or that step is saved already; collective.
+    """Saves the run at its current step, unless `--save` is not given or that step has been saved; collective.
 
     Args:
         run: its `saved_step` and `failed_saves` are updated.
-        must_succeed: raise on the first storage failure. Otherwise one failed save is reported and training goes on; a
-            second one in a row ends it.
+        must_succeed: raise on the first storage failure. Otherwise one failed save is reported and training continues;
+            a second consecutive failure is raised.
 
     Raises:
-        StorageError: the file system refused; earlier checkpoints are intact.
+        StorageError: the file system failed; earlier checkpoints are intact.
     """
     control = run.config.control
     if control.save is None or run.saved_step == run.progress.step:
@@ -36,14 +36,14 @@ def save_run(run: Run, *, must_succeed: bool = False) -> None:
         if must_succeed or run.failed_saves > 1:
             raise
         if run.mesh.control.rank == 0:
-            log.error(f"{failure} Training goes on; the next save is tried at the next --save-interval.")
+            log.error(f"{failure} Training continues; the next attempt to save is at the next --save-interval.")
         return
     run.failed_saves = 0
     run.saved_step = run.progress.step
 
 
 def run_record(run: Run) -> Record:
-    """All of a run that is not a tensor."""
+    """The state of a run without its tensors."""
     return Record(
         progress=run.progress,
         optimizer_updates=run.engine.update_count,

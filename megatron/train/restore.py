@@ -1,4 +1,4 @@
-"""From a checkpoint back into a run: which one, whether it fits, and its tensors into the engine."""
+"""Restores a run from a checkpoint: finds it, checks that it fits, and loads its tensors into the engine."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from megatron.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The checkpoint that a run continues from: its record, and where it was found. Its tensors are not verified."""
+    """The checkpoint that a run continues from: its record and location. Its tensors are not verified yet."""
 
     record: Record
     found: Found
 
 
 def find_saved_run(control: ControlConfig, mesh: ParallelMesh) -> SavedRun | None:
-    """The checkpoint this run continues from, None for a fresh start; collective over the mesh.
+    """The checkpoint this run continues from, None for a new run; collective over the mesh.
 
     Raises:
-        CheckpointError: `--load` holds nothing usable where something must be, or `--save` holds another run's
+        CheckpointError: `--load` holds no usable checkpoint although one is required, or `--save` holds another run's
             checkpoints.
     """
     if control.from_scratch:
         return None
     if control.load is None:
         if control.save is not None:
-            run_on_first(mesh, lambda: _refuse_foreign_save(str(control.save)))
+            run_on_first(mesh, lambda: _reject_foreign_save(str(control.save)))
         return None
     found = newest_record(Path(control.load), mesh)
     if found is not None:
@@ -59,10 +59,10 @@ def find_saved_run(control: ControlConfig, mesh: ParallelMesh) -> SavedRun | Non
 
 
 def check_tokenizer(control: ControlConfig, record: Record, tokenizer: Tokenizer) -> None:
-    """Checks that ids mean the same words as when the checkpoint was trained.
+    """Checks that the tokenizer is the one the checkpoint was trained with.
 
     Raises:
-        CheckpointError: they do not.
+        CheckpointError: it is not.
     """
     check_same_tokenizer(f"the checkpoint in {control.load} was trained", record.tokenizer, tokenizer, CheckpointError)
 
@@ -71,11 +71,11 @@ def load_tensors(control: ControlConfig, engine: Engine, saved: SavedRun | None)
     """Loads weights and optimizer state of the newest checkpoint that verifies; collective over the mesh.
 
     Returns:
-        the record of the loaded checkpoint, which is an older one if `saved` turned out to be damaged, and the progress
-        at which training starts; None and the beginning without a checkpoint.
+        the record of the loaded checkpoint (an older one if `saved` is damaged) and the progress at which training
+        starts; None and iteration 0 without a checkpoint.
 
     Raises:
-        CheckpointError: it holds no optimizer state although that is wanted, does not fit, or is gone.
+        CheckpointError: it holds no optimizer state although that is required, does not fit, or has disappeared.
     """
     if saved is None:
         return None, Progress()
@@ -108,11 +108,12 @@ def load_tensors(control: ControlConfig, engine: Engine, saved: SavedRun | None)
     return record, progress
 
 
-def _refuse_foreign_save(directory: str) -> None:
+def _reject_foreign_save(directory: str) -> None:
     candidates = find(Path(directory))
     if candidates:
         raise CheckpointError(
             f"--save {directory} holds checkpoints already (newest: iteration {candidates[0].step}) and --load is not "
-            f"given. Add --load {directory} to go on from there, --from-scratch to overwrite them, or choose another "
+            f"given. Add --load {directory} to continue from there, --from-scratch to overwrite them, or choose "
+            f"another "
             "folder."
         )

@@ -1,7 +1,7 @@
-"""Which text was in which step: the training samples of a run that is over, in the order in which it read them.
+"""Reconstructs the training samples of a run in the order in which it read them.
 
-The order is fixed by the data plan of a checkpoint or, where there is none, by the flags that a plan is made from. Only
-the data files and their indices are read; nothing is trained.
+The order is determined by the data plan of a checkpoint or, without one, by the flags from which a plan is built. Only
+the data files and their indices are read.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megatron.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """What fixes the order of a run's training samples.
+    """What determines the order of a run's training samples.
 
     Args:
-        planned_samples: samples that the order was planned for; another number gives another order.
-        plan: as a checkpoint stored it; None makes it from the other values.
+        planned_samples: number of samples the order was planned for; another number gives another order.
+        plan: as stored in a checkpoint; None builds it from the other values.
     """
 
     data: DataConfig
@@ -41,7 +41,7 @@ class SampleOrder:
 
     @staticmethod
     def of_plan(plan: DataPlan, data: DataConfig) -> SampleOrder:
-        """The order of a stored plan; its files are those of the data flags, which may have moved."""
+        """The order of a stored plan; file paths come from the data flags, since files may have moved."""
         samples = plan.train.samples if plan.train else 0
         return SampleOrder(data, plan.sequence_length, plan.seed, samples, plan)
 
@@ -49,10 +49,10 @@ class SampleOrder:
     def of_flags(
         data: DataConfig, sequence_length: int, seed: int, optim: OptimRequest, control: ControlConfig
     ) -> SampleOrder:
-        """The order that a new run with these flags has.
+        """The order of a new run with these flags.
 
         Raises:
-            ConfigError: the flags do not say how many samples are planned.
+            ConfigError: the flags do not determine the number of planned samples.
         """
         if optim.train_samples is None and optim.train_iters is None:
             raise ConfigError(
@@ -72,8 +72,8 @@ class TrainedSample:
     """One sample as training saw it.
 
     Args:
-        number: in the order of the run; the first one is 0, so it is what was consumed before.
-        source: prefix of the data it comes from.
+        number: index in the order of the run, from 0; equal to the samples consumed before it.
+        source: data prefix that it comes from.
         tokens: the inputs and, one further, the labels.
 
     Shapes:
@@ -87,7 +87,7 @@ class TrainedSample:
 
 
 def with_known_batch(optim: OptimRequest, flag: str) -> OptimConfig:
-    """The optimizer section with a known global batch size, so that steps can be counted in samples.
+    """The optimizer section with a known global batch size, so that steps can be converted to samples.
 
     Args:
         flag: the flag that counts in steps, for the error.
@@ -107,17 +107,18 @@ def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer 
     """The training samples [start, end).
 
     Args:
-        tokenizer: of the run; checked against the data where it can be.
+        tokenizer: the run's tokenizer; checked against the data if possible.
 
     Raises:
-        DataError: the range is not within the planned samples, or the data is missing, damaged or other than planned.
+        DataError: the range is not within the planned samples, or the data is missing, damaged or different from the
+            plan.
     """
     if not 0 <= start < end <= order.planned_samples:
         raise DataError(
-            f"Samples {start} to {end} are no range of the {order.planned_samples} that are planned for training. Give "
-            f"a start below the end, and an end of at most {order.planned_samples}."
+            f"Samples {start} to {end} are not a range within the {order.planned_samples} planned training samples. "
+            f"Give a start below the end, and an end of at most {order.planned_samples}."
         )
-    # evaluation data is not looked at: it need not be there any more
+    # evaluation data is not read, so it may be missing
     data = dataclasses.replace(
         order.data,
         valid_weighted_split_paths=(),
@@ -131,7 +132,7 @@ def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer 
         data, order.sequence_length, order.seed, wanted, order.plan, tokenizer=tokenizer
     )
     if datasets.train is None or plan.train is None:
-        raise DataError("The stored data plan has no training data, so no text can be shown.")
+        raise DataError("The stored data plan has no training data, so there are no samples to show.")
     prefixes = [source.prefix for source in plan.train.sources]
     return _samples(datasets.train, prefixes, start, end)
 
@@ -148,9 +149,9 @@ def samples_of_steps(
     """The samples [start, end) of the steps `first` to `last`, both included; steps are counted from 1.
 
     Args:
-        optim: with its global batch size.
+        optim: the optimizer section, with its global batch size.
         skipped: the ranges of `--skip-train-iteration-range`.
-        end: where a run of these settings is known to have stood.
+        end: known progress of a run with these settings.
 
     Raises:
         ConfigError: the batch size is unknown, or the settings do not lead to `end`.
@@ -173,7 +174,7 @@ def samples_of_logged_steps(first: int, last: int, steps: Mapping[int, Mapping[s
     """The samples [start, end) of the steps `first` to `last`, both included, as a run logged them.
 
     Args:
-        steps: see `read_steps`.
+        steps: the result of `read_steps`.
 
     Raises:
         DataError: one of the two was not logged.

@@ -1,4 +1,4 @@
-"""`--skip-train-iteration-range`: data that is passed over, to get around a stretch that made the loss spike."""
+"""`--skip-train-iteration-range`: skips data, to avoid a range that caused a loss spike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.config.schedule import StepRange, range_to_skip, samples_after
 
 
 def skip_data(progress: Progress, optim: OptimConfig, ranges: Sequence[StepRange], sequence_length: int) -> Progress:
-    """Progress after the data of a range that starts at the next step was passed over; unchanged if none does."""
+    """Progress after skipping a range that starts at the next step; unchanged if there is none."""
     found = range_to_skip(ranges, progress.step)
     if found is None:
         return progress

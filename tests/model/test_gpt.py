@@ -274,7 +274,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(DataError, match="17 tokens and there are 16 positions"):
         forward(model, _tokens(1, 17), _ids(1))
     caches = model.new_caches(4)
-    with pytest.raises(ConfigError, match="5 tokens do not fit into a cache of 4"):
+    with pytest.raises(ConfigError, match="5 tokens do not fit into a key-value cache of 4"):
         forward(model, _tokens(1, 5), _ids(1), caches=caches)
     with pytest.raises(DataError, match="greater than the highest possible input id: 101"):
         forward(model, torch.tensor([[101]]), _ids(1))

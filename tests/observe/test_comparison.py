@@ -42,7 +42,7 @@ def test_runs_are_compared_where_they_overlap() -> None:
     assert [pair.iteration for pair in pairs] == [5, 6, 7]
     agree, sentence = verdict(pairs, 0.0, 0.0)
     assert agree
-    assert sentence.startswith("EQUAL: all 3 steps 5 to 7, 3 of them to the last bit; ")
+    assert sentence.startswith("EQUAL: all 3 steps 5 to 7, 3 of them bit for bit; ")
 
 
 def test_a_difference_beyond_the_tolerance_is_found() -> None:
@@ -102,5 +102,5 @@ def test_one_run_that_was_never_resumed_is_explained(tmp_path: Path) -> None:
     with contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl")) as file:
         for step in range(1, 4):
             file.step(metrics(iteration=step))
-    with pytest.raises(DataError, match=r"logged no step twice \(steps 1 to 3\).*resumed.*Give a second run"):
+    with pytest.raises(DataError, match=r"logged no step twice \(steps 1 to 3\).*resumed.*give a second one"):
         read_pair([tmp_path])

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.observe.curves import Curve, read_curves, text_plot, write_picture
+from megatron.observe.curves import Curve, read_curves, text_plot, write_plot
 from megatron.observe.metrics_file import MetricsFile
 from tests.train.samples import metrics
 
@@ -70,21 +70,21 @@ def test_any_finite_curve_can_be_drawn(points: tuple[tuple[int, float], ...]) ->
 
 
 def test_a_picture_is_written(run: Path, tmp_path: Path) -> None:
-    write_picture([*read_curves(run, "lm_loss"), Curve("dot", ((1, 1.0),))], tmp_path / "loss.png", "lm_loss")
+    write_plot([*read_curves(run, "lm_loss"), Curve("dot", ((1, 1.0),))], tmp_path / "loss.png", "lm_loss")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_unknown_ending_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"loss.doc has no ending of a picture format.*\.png"):
-        write_picture([FALLING], tmp_path / "loss.doc", "lm_loss")
+    with pytest.raises(ConfigError, match=r"loss.doc has no extension of an image format.*\.png"):
+        write_plot([FALLING], tmp_path / "loss.doc", "lm_loss")
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"--output .*absent/loss.png cannot be written: No such file"):
-        write_picture([FALLING], tmp_path / "absent" / "loss.png", "lm_loss")
+        write_plot([FALLING], tmp_path / "absent" / "loss.png", "lm_loss")
 
 
 def test_a_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"--output .*loss.png needs .*pip install matplotlib"):
-        write_picture([FALLING], tmp_path / "loss.png", "lm_loss")
+        write_plot([FALLING], tmp_path / "loss.png", "lm_loss")

@@ -75,7 +75,7 @@ def test_what_cannot_be_split_is_refused() -> None:
         ShardSpec((Dimension("heads", 10, axis(0, 4)),))
     with pytest.raises(ConfigError, match="7 experts cannot be split over 2 ranks .size of the ep axis: 2."):
         check_divisible(7, axis(0, 2, "ep"), "experts")
-    with pytest.raises(ConfigError, match=r"shape \[4, 4\] is split twice by one axis .*tp, tp"):
+    with pytest.raises(ConfigError, match=r"shape \[4, 4\] is split twice over the same axis .*tp, tp"):
         ShardSpec((Dimension("a", 4, axis(0, 2)), Dimension("b", 4, axis(0, 2))))
     with pytest.raises(ConfigError, match="dimension 1 .columns. of a parameter is padded"):
         ShardSpec((Dimension("rows", 4), Dimension("columns", 4, None, 8)))

@@ -130,7 +130,7 @@ def test_flags_of_other_forks_are_accepted_and_said_to_change_nothing(tmp_path: 
     done = run([sys.executable, TOOL, *words.split()], tmp_path)
     assert done.returncode == 0, done.stderr.decode()
     for name in ("--seq-length", "--vocab-size", "--trust-remote-code", "--keep-newlines"):
-        assert f"warning: {name} changes nothing here and is ignored.".encode() in done.stderr
+        assert f"warning: {name} has no effect here and is ignored.".encode() in done.stderr
     assert b"BertWordPieceLowerCase without --split-sentences: BERT trains on sentences" in done.stderr
     assert IndexedDataset(tmp_path / "out_text_document")[0].tolist() == [5, 6]
 

@@ -37,7 +37,7 @@ def consume(flags: Sequence[str], steps: int) -> list[Rows]:
         assert run is not None
         run.report.started(run.progress)
         for _ in range(steps):
-            run.skip_unwanted_data()
+            run.skip_data_ranges()
             batches = run.train_batches()
             seen.append(
                 [row for one in batches for row in np.concatenate([one.tokens, one.labels[:, -1:]], axis=1).tolist()]
@@ -175,9 +175,9 @@ def test_plain_lines_and_a_file(trained: dict[str, Any], capsys: pytest.CaptureF
     ("words", "message"),
     [
         ("--load a --run-dir b --start-step 1", "--load a and --run-dir b both"),
-        ("--load a", "Say which samples once"),
-        ("--load a --start-sample 1", "Say which samples once"),
-        ("--load a --start-step 1 --sample-id-range 1 2", "Say which samples once"),
+        ("--load a", "Choose the samples in one way"),
+        ("--load a --start-sample 1", "Choose the samples in one way"),
+        ("--load a --start-step 1 --sample-id-range 1 2", "Choose the samples in one way"),
         ("--load a --end-step 3", "--end-step 3 needs a --start-step"),
         ("--load a --start-step 4 --end-step 3", "--end-step 3 needs a --start-step that does not come after it"),
         ("--sample-id-range 1 2", "--seq-length is needed"),
@@ -200,7 +200,7 @@ def test_wrong_flags(words: str, message: str) -> None:
 
 def test_what_cannot_be_shown(trained: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = ["--load", str(trained["folder"] / "checkpoints")]
-    with pytest.raises(DataError, match="Samples 5 to 41 are no range of the 40 that are planned"):
+    with pytest.raises(DataError, match="Samples 5 to 41 are not a range within the 40 planned training samples"):
         tool.main([*checkpoint, "--sample-id-range", "5", "41"])
     with pytest.raises(CheckpointError, match="there is no checkpoint in .*empty"):
         tool.main(["--load", str(tmp_path / "empty"), "--start-step", "1"])

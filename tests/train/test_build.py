@@ -69,7 +69,7 @@ def test_a_run_is_done_when_its_iterations_are() -> None:
 
 
 def test_a_run_without_training_data_does_not_train() -> None:
-    with pytest.raises(RuntimeError, match="a run without training data does not train"):
+    with pytest.raises(RuntimeError, match="this run has no training data"):
         run_of().train_batches()
 
 
@@ -86,13 +86,13 @@ def test_batches_follow_the_consumed_samples(workers: int) -> None:
 
 def test_skipping_moves_the_progress() -> None:
     run = run_of("--skip-train-iteration-range 1-2")
-    run.skip_unwanted_data()
+    run.skip_data_ranges()
     assert run.progress == Progress(0, 16, 16 * 32)
 
 
 def test_the_verdict_of_one_rank_is_the_verdict() -> None:
     run = run_of(rules=rules({4: Verdict.SIGNAL}))
-    assert run.should_stop() is Verdict.GO_ON
+    assert run.should_stop() is Verdict.CONTINUE
     run.progress = Progress(4)
     assert run.should_stop() is Verdict.SIGNAL
 
@@ -100,7 +100,7 @@ def test_the_verdict_of_one_rank_is_the_verdict() -> None:
 def rules(verdicts: dict[int, Verdict]) -> Any:
     """Stop rules with a verdict for some steps."""
     return SimpleNamespace(
-        verdict=lambda step: verdicts.get(step, Verdict.GO_ON),
+        verdict=lambda step: verdicts.get(step, Verdict.CONTINUE),
         is_interval_over=lambda step: verdicts.get(step) is Verdict.INTERVAL,
     )
 
@@ -114,7 +114,7 @@ def test_a_verdict_on_its_way_holds_one_step_later_and_an_interval_at_once() -> 
         run.progress = Progress(step)
         seen[step] = run.should_stop()
     expected = {3: Verdict.DURATION, 6: Verdict.INTERVAL, 8: Verdict.SIGNAL}
-    assert seen == {step: expected.get(step, Verdict.GO_ON) for step in range(1, 9)}
+    assert seen == {step: expected.get(step, Verdict.CONTINUE) for step in range(1, 9)}
 
 
 def test_the_groups_of_a_split() -> None:

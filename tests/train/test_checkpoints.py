@@ -97,7 +97,7 @@ def test_one_failed_save_is_reported_and_training_goes_on(disk: Disk, capsys: py
     save_run(run)
     said = capsys.readouterr().err
     assert "cannot write checkpoints: No space left on device." in said
-    assert "Training goes on; the next save is tried at the next --save-interval." in said
+    assert "Training continues; the next attempt to save is at the next --save-interval." in said
     assert (run.saved_step, run.failed_saves) == (None, 1)
     run.progress = Progress(6, 48, 480)
     save_run(run)

@@ -47,7 +47,7 @@ class FakeRun:
     def is_done(self) -> bool:
         return self.progress.step >= self.config.optim.train_iters
 
-    def skip_unwanted_data(self) -> None:
+    def skip_data_ranges(self) -> None:
         self.events.append("skip")
 
     def train_batches(self) -> str:
@@ -58,7 +58,7 @@ class FakeRun:
 
     def should_stop(self) -> Verdict:
         self.events.append(("ask", self.progress.step))
-        return self.verdicts.get(self.progress.step, Verdict.GO_ON)
+        return self.verdicts.get(self.progress.step, Verdict.CONTINUE)
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,1 @@
-"""The parts of a network, one kind a file; each maps hidden states and a `StepContext` to hidden states."""
+"""The layers of a network, one kind per file; each maps hidden states and a `StepContext` to hidden states."""

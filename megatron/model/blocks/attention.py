@@ -1,4 +1,4 @@
-"""Causal self-attention, its heads split over the tensor axis."""
+"""Causal self-attention with heads split over the tensor-parallel axis."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLin
 class SelfAttention(nn.Module):
     """Multi-head causal attention.
 
-    The rows of `linear_qkv` are ordered [heads, (query, key, value), head size], Megatron's order, so that a rank's
-    block of rows is whole heads.
+    The rows of `linear_qkv` are ordered [heads, (query, key, value), head size], Megatron's order, so that each rank
+    holds the rows of whole heads.
 
     Shapes: `[b, s, h]` to the same, replicated over the axis; inside `[b, a/t, s, d]`.
 
     Args:
-        layer: number of the block.
-        residual_std: standard deviation of the output projection's initial values.
+        layer: index of the block.
+        residual_std: standard deviation of the output projection's initial weights.
 
     Raises:
-        ConfigError: the tensor-parallel size does not divide the heads.
+        ConfigError: the number of heads is not divisible by the tensor-parallel size.
     """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int, residual_std: float) -> None:
@@ -49,10 +49,10 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Attends.
+        """Applies attention.
 
         Raises:
-            ConfigError: documents are to be separated behind a cache.
+            ConfigError: documents are to be separated while a key-value cache is in use.
         """
         batch, length, _ = hidden.shape
         qkv = self.linear_qkv(hidden).view(batch, length, -1, 3, self.head_size)  # [b, s, a/t, 3, d]
@@ -79,7 +79,10 @@ class SelfAttention(nn.Module):
         bias: torch.Tensor | None,
         context: StepContext,
     ) -> torch.Tensor:
-        """Scores, softmax and weighting. Shapes: query `[b, a/t, s, d]`, key and value `[b, a/t, k, d]`."""
+        """Computes scores, softmax and the weighted sum of values.
+
+        Shapes: query `[b, a/t, s, d]`, key and value `[b, a/t, k, d]`.
+        """
         causal = bias is None and query.shape[2] > 1
         if not self.training or self.dropout == 0:
             return kernels.attention(query, key, value, bias=bias, causal=causal)
@@ -100,11 +103,11 @@ class SelfAttention(nn.Module):
 
 
 def _attention_bias(context: StepContext, before: int, query: torch.Tensor) -> torch.Tensor | None:
-    """What is added to the scores where plain causality is not enough: `[b or 1, 1, s, k]`, or None."""
+    """The bias added to the attention scores, `[b or 1, 1, s, k]`; None if the plain causal mask suffices."""
     if context.attention_bias is not None:
         if before:
             raise ConfigError(
-                "Generation with a cache cannot separate documents (--reset-attention-mask). Drop the flag."
+                "Generation with a key-value cache cannot separate documents (--reset-attention-mask). Remove the flag."
             )
         return context.attention_bias
     length = query.shape[2]

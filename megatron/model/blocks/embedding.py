@@ -1,4 +1,4 @@
-"""Token ids to hidden states and back: the word table, the position table, and the output head."""
+"""Embeddings and output head: token ids to hidden states, and hidden states to logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.parallel.tensor.layers import LayerNorm, VocabParallelEmbedding, v
 
 
 class WordEmbedding(VocabParallelEmbedding):
-    """The first layer.
+    """The first layer of the network: looks up token embeddings.
 
     Shapes: tokens `[b, s]` int64 to `[b, s, h]`.
     """
@@ -39,7 +39,7 @@ class WordEmbedding(VocabParallelEmbedding):
 
 
 class PositionEmbedding(nn.Module):
-    """Adds a learned vector per position, then drops out.
+    """Adds a learned vector per position, then applies dropout.
 
     Shapes: `[b, s, h]` to the same; weight `[positions, h]`, replicated.
     """
@@ -53,7 +53,7 @@ class PositionEmbedding(nn.Module):
         self.positions, self.dropout = shape[0], config.hidden_dropout
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Adds the positions.
+        """Adds the position embeddings.
 
         Raises:
             DataError: the sequence is longer than the table.
@@ -80,23 +80,23 @@ class PositionEmbedding(nn.Module):
 
 
 class FinalLayerNorm(LayerNorm):
-    """The layer norm after the last block."""
+    """Layer norm after the last block."""
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
         super().__init__(config.hidden_size, config.layernorm_epsilon, device=mesh.device)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
-        """Normalises the hidden states."""
+        """Normalizes the hidden states."""
         return super().forward(hidden)
 
 
 class OutputHead(nn.Module):
-    """A score for every row of the vocabulary table that this rank holds, padding included (score 0).
+    """Computes the logits of this rank's vocabulary rows, including padding rows, whose logits are 0.
 
     Shapes: `[b, s, h]` to `[b, s, v/t]`; weight `[v/t, h]`.
 
     Args:
-        weight: the word table that the head shares; None gives it a table of its own.
+        weight: the word embedding matrix that the head shares; None creates a separate matrix.
     """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, weight: nn.Parameter | None = None) -> None:
@@ -114,5 +114,5 @@ class OutputHead(nn.Module):
             )
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Scores the vocabulary."""
+        """Computes the logits."""
         return F.linear(copy_to(hidden, self.axis), self.weight)  # type: ignore[arg-type]

@@ -15,19 +15,19 @@ from megatron.parallel.rng import hidden_dropout
 from megatron.parallel.shard_spec import Dimension
 from megatron.parallel.tensor.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
 
-EMBEDDING_DROPOUT = 0  # the layer slots of hidden dropout: the embedding's, then two a block
+EMBEDDING_DROPOUT = 0  # dropout sites are numbered: 0 for the embedding, then two per block
 
 
 class FeedForward(nn.Module):
-    """`fc2(gelu(fc1(x)))`, the inner dimension split over the tensor axis.
+    """`fc2(gelu(fc1(x)))`, the inner dimension split over the tensor-parallel axis.
 
-    The tanh form of GELU is the default, as in Megatron's fused kernel and in GPT-2; `--no-bias-gelu-fusion` takes the
-    exact one unless `--openai-gelu` asks for the tanh form by name.
+    The tanh approximation of GELU is the default, as in Megatron's fused kernel and in GPT-2; `--no-bias-gelu-fusion`
+    selects the exact form unless `--openai-gelu` is also given.
 
     Shapes: `[b, s, h]` to the same; inside `[b, s, f/t]`.
 
     Args:
-        residual_std: standard deviation of the second matrix's initial values.
+        residual_std: standard deviation of the second matrix's initial weights.
     """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, residual_std: float) -> None:
@@ -49,14 +49,14 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Block `index` of the network.
 
-    With `--checkpoint-activations` only its input is kept, and the block runs again during backward. It needs no saved
-    random state, because dropout is a function of what it drops. One block is one unit: `--checkpoint-num-layers` above
-    1 would only be coarser.
+    With `--checkpoint-activations` only the block's input is kept, and the block is recomputed during backward. No
+    random state needs saving, because the dropout mask is a function of (seed, layer, sample, position). Each block is
+    recomputed separately: a `--checkpoint-num-layers` above 1 would only make the units coarser.
 
     Shapes: `[b, s, h]` to the same.
 
     Args:
-        residual_std: standard deviation of the initial values of the two matrices that write into the residual stream.
+        residual_std: standard deviation of the initial weights of the two matrices that write to the residual stream.
     """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, index: int, residual_std: float) -> None:
@@ -70,7 +70,7 @@ class TransformerBlock(nn.Module):
         self.mlp = FeedForward(config, mesh, residual_std)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Runs the block, recomputing in backward if asked to."""
+        """Runs the block, with recomputation in backward if the context requires it."""
         if context.recompute is Recompute.BLOCKS and self.training and torch.is_grad_enabled():
             return checkpoint(self._run, hidden, context, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
         return self._run(hidden, context)

@@ -1,8 +1,8 @@
-"""Losses that layers add to the objective, such as the balance of a mixture of experts.
+"""Auxiliary losses that layers add to the objective, such as the load-balancing loss of a mixture of experts.
 
-A layer attaches its loss to the hidden states that it returns: forward they are unchanged, backward the loss gets a
-gradient of its own. So an auxiliary loss works in any pipeline stage and under recompute, and never travels with the
-activations.
+A layer attaches its loss to the hidden states that it returns: forward leaves them unchanged, and backward gives the
+loss its gradient. An auxiliary loss thus works in any pipeline stage and under activation recomputation, and is never
+sent along with the activations.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 
 
 class AuxiliaryLosses:
-    """What the layers of this rank added to the loss of one micro-batch.
+    """The losses that this rank's layers added for one micro-batch.
 
     Args:
-        backward_scale: factor that the engine multiplies the loss of a micro-batch by before backward: the fp16 loss
-            scale over the number of micro-batches.
+        backward_scale: factor by which the engine multiplies the loss of a micro-batch before backward: the fp16 loss
+            scale divided by the number of micro-batches.
     """
 
     def __init__(self, backward_scale: float = 1.0) -> None:
@@ -23,10 +23,10 @@ class AuxiliaryLosses:
         self._values: dict[tuple[str, int], torch.Tensor] = {}
 
     def attach(self, hidden: torch.Tensor, name: str, layer: int, loss: torch.Tensor) -> torch.Tensor:
-        """Returns `hidden` with a loss attached, and notes the value.
+        """Returns `hidden` with a loss attached, and records its value.
 
-        The step minimises the main loss plus the mean of `loss` over the micro-batches. A layer that runs again under
-        recompute notes the same value again, which changes nothing.
+        The step minimizes the main loss plus the mean of `loss` over the micro-batches. A recomputed layer records the
+        same value again, which has no effect.
 
         Shapes: loss `[]`.
         """

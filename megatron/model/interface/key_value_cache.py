@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, for generating token by token."""
+"""Key-value cache for generating token by token."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megatron.errors import ConfigError
 
 
 class KeyValueCache:
-    """The keys and values one layer has seen.
+    """The keys and values of all tokens that one layer has processed.
 
-    Shapes: keys and values `[b, a/t, k, d]`; room for `capacity` tokens is taken at the first append.
+    Shapes: keys and values `[b, a/t, k, d]`; memory for `capacity` tokens is allocated at the first append.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -23,12 +23,13 @@ class KeyValueCache:
         """Adds the keys and values of new tokens and returns those of all tokens so far.
 
         Raises:
-            ConfigError: there is no room left.
+            ConfigError: the cache is full.
         """
         stop = self.length + keys.shape[2]
         if stop > self.capacity:
             raise ConfigError(
-                f"{stop} tokens do not fit into a cache of {self.capacity}. Generate fewer tokens or shorten the "
+                f"{stop} tokens do not fit into a key-value cache of {self.capacity}. Generate fewer tokens or shorten "
+                f"the "
                 f"prompt (--out-seq-length, --max-position-embeddings)."
             )
         if self._keys is None or self._values is None:
@@ -41,11 +42,11 @@ class KeyValueCache:
         return self._keys[:, :, :stop], self._values[:, :, :stop]
 
     def truncate(self, length: int) -> None:
-        """Forgets what follows the first `length` tokens."""
+        """Drops all but the first `length` tokens."""
         self.length = min(self.length, length)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keeps only some sequences of the batch, or reorders them.
+        """Selects or reorders sequences of the batch.
 
         Shapes: rows `[new b]` int64.
         """

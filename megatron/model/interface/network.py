@@ -1,7 +1,7 @@
 """A network as a list of layers, and the module that runs the layers of one rank.
 
-The list describes every layer without building it; each rank builds those that it owns. One process, a pipeline stage
-and a generating program all run the same `LayerStack`.
+The list describes every layer without building it; each rank builds the layers it owns. A single process, a pipeline
+stage and the generation tool all run the same `LayerStack`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.parallel.shard_spec import shard_spec_of
 
 
 class LayerKind(Enum):
-    """What a layer is in the network; pipeline stages are cut between blocks."""
+    """The role of a layer in the network; pipeline stages are split between blocks."""
 
     EMBEDDING = "embedding"
     BLOCK = "block"
@@ -32,12 +32,12 @@ class LayerKind(Enum):
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer costs over all ranks that share it.
+    """The cost of a layer, over all ranks that share it.
 
     Attributes:
-        parameters: elements of its weights.
-        flops_per_token: forward floating-point operations of one token, without attention scores.
-        flops_per_token_pair: forward floating-point operations of one query with one key.
+        parameters: number of parameters.
+        flops_per_token: forward FLOPs per token, without attention scores.
+        flops_per_token_pair: forward FLOPs per (query, key) pair.
     """
 
     parameters: int
@@ -47,16 +47,16 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer that is built only by the rank that owns it.
+    """The description of a layer, which only the ranks that own it build.
 
     Args:
-        name: global name; a parameter's is this, a dot, and its name inside the module.
-        kind: what it is in the network.
-        cost: what it costs.
-        build: makes the module, its matrices still zero. It maps hidden states (the first layer: the micro-batch's
-            inputs) and a `StepContext` to hidden states (the last one: outputs).
-        tied_to: the layer whose weight this one shares; `build` then takes that weight as `weight` where both are on
-            one rank, and makes a copy where they are not.
+        name: global name; parameters are named `<name>.<name inside the module>`.
+        kind: role in the network.
+        cost: parameters and FLOPs.
+        build: builds the module, with all matrices zero. The module maps hidden states (the first layer: the
+            micro-batch's inputs) and a `StepContext` to hidden states (the last layer: outputs).
+        tied_to: the layer whose weight this one shares. If both are on the same rank, that weight is passed to `build`
+            as `weight`; otherwise `build` creates a copy.
     """
 
     name: str
@@ -67,12 +67,12 @@ class LayerSpec:
 
 
 class LayerStack(nn.Module):
-    """Some consecutive layers of a network as one module; `named_parameters` gives the global names.
+    """Consecutive layers of a network as one module; `named_parameters` yields global names.
 
     Args:
         specs: the layers in order.
-        seed: initial values are drawn with it; None leaves the matrices zero, for weights that are loaded afterwards.
-        build: makes a layer from its description and the weight it shares, for callers that must do more than build it.
+        seed: seed of the initial parameter values; None leaves the matrices zero, for weights to be loaded.
+        build: builds a layer from its spec and shared weight, for callers that must do more than `build_layer`.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class LayerStack(nn.Module):
         return inputs  # type: ignore[no-any-return]
 
     def named_layers(self) -> Iterator[tuple[LayerSpec, nn.Module]]:
-        """The layers with their descriptions, in order."""
+        """The layers and their specs, in order."""
         yield from self._layers
 
     def layer(self, name: str) -> nn.Module:
@@ -123,7 +123,7 @@ class LayerStack(nn.Module):
         raise ConfigError(f"layer {name} is not among the {len(self._layers)} layers of this stage.")
 
     def weight_of(self, name: str) -> nn.Parameter:
-        """The weight that a layer shares with others.
+        """The weight that a layer shares with other layers.
 
         Raises:
             ConfigError: the layer is not in this stack, or has no weight.
@@ -131,17 +131,17 @@ class LayerStack(nn.Module):
         return _shared_weight(self.layer(name), name)
 
     def new_caches(self, capacity: int) -> list[KeyValueCache]:
-        """Empty caches, one per block, for generating sequences of up to `capacity` tokens."""
+        """Empty caches, one per block, for sequences of up to `capacity` tokens."""
         return [KeyValueCache(capacity) for spec, _ in self._layers if spec.kind is LayerKind.BLOCK]
 
 
 def build_layer(spec: LayerSpec, shared: nn.Parameter | None = None) -> nn.Module:
-    """Builds a layer, with the weight it shares if there is one on this rank."""
+    """Builds a layer, with its shared weight if that is on this rank."""
     return spec.build() if shared is None else spec.build(weight=shared)
 
 
 def name_parameters(spec: LayerSpec, module: nn.Module) -> None:
-    """Gives every parameter its global name (`parameter.global_name`), a tied copy that of the original."""
+    """Sets the global name of every parameter (`parameter.global_name`); a tied copy gets the original's name."""
     for inner, parameter in module.named_parameters():
         parameter.global_name = f"{spec.tied_to or spec.name}.{inner}"  # type: ignore[attr-defined]
         if spec.tied_to is not None:
@@ -149,7 +149,7 @@ def name_parameters(spec: LayerSpec, module: nn.Module) -> None:
 
 
 def draw_initial_values(module: nn.Module, seed: int) -> None:
-    """Draws the matrices of a named module; norms and biases stay as they were built."""
+    """Draws the initial values of the matrices of a named module; norms and biases keep theirs."""
     for parameter in module.parameters():
         spec = shard_spec_of(parameter)
         if spec.is_matrix:
@@ -164,7 +164,7 @@ def _shared_weight(module: nn.Module, name: str) -> nn.Parameter:
 
 
 def _attach(root: nn.Module, dotted_name: str, module: nn.Module) -> None:
-    """Puts a module at a dotted name, making plain containers on the way."""
+    """Registers a module under a dotted name, creating containers where needed."""
     *path, last = dotted_name.split(".")
     for part in path:
         if not hasattr(root, part):

@@ -1,7 +1,7 @@
-"""What accompanies the hidden states through the layers: whose tokens they are, where they stand, what they may see.
+"""What layers need besides the hidden states: sample ids, positions, attention mask, caches and recomputation.
 
-A `StepContext` is made once per micro-batch and stage and never changes. It becomes tensors only between pipeline
-stages.
+A `StepContext` is built once per micro-batch and stage and is immutable. It is converted to tensors only between
+pipeline stages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.model.interface.key_value_cache import KeyValueCache
 
 
 class Recompute(Enum):
-    """What runs again during backward instead of keeping its activations."""
+    """What is recomputed during backward instead of keeping its activations."""
 
     NONE = "none"
     ATTENTION = "attention"
@@ -34,23 +34,23 @@ class MaskKind(Enum):
 
 @dataclass(frozen=True)
 class StepContext:
-    """One micro-batch as the layers see it.
+    """What the layers know about a micro-batch.
 
     Shapes: sample_ids `[b]` int64; segment_ids and position_ids `[b, s]` int64; attention_bias `[b, 1, s, s]`.
 
     Attributes:
-        sample_ids: number of each sample in the order of the whole run; with the seed it decides dropout.
-        known_first_sample: the first of them where the host knows it; `first_sample` reads it otherwise.
-        seed: of dropout.
-        position_offset: position of the first token in its sequence (behind a cache, or in a later part of the
+        sample_ids: index of each sample in the sample order of the run; together with the seed it determines dropout.
+        known_first_sample: the first sample id if the host knows it; `first_sample` reads it otherwise.
+        seed: seed of dropout.
+        position_offset: position of the first token in its sequence (after cached tokens, or in a later part of the
             sequence).
-        position_ids: positions where they are not consecutive from `position_offset`; None if they are.
-        segment_ids: the document of each token; None where documents are not told apart.
+        position_ids: the positions; None if they are consecutive from `position_offset`.
+        segment_ids: document number of each token; None if documents are not separated.
         mask: what a token may attend to.
-        attention_bias: 0 where a query sees a key and -inf elsewhere; None where the mask is plain causality.
-        recompute: what runs again during backward.
+        attention_bias: 0 where a query may attend to a key, -inf elsewhere; None for the plain causal mask.
+        recompute: what is recomputed during backward.
         caches: keys and values of earlier tokens, one per block; None outside generation.
-        auxiliary: takes the losses that layers add.
+        auxiliary: collects the losses that layers add.
     """
 
     sample_ids: torch.Tensor
@@ -72,20 +72,20 @@ class StepContext:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What the next pipeline stage needs to make the same context: `StepSettings.context` takes it."""
+        """The tensors from which the next pipeline stage rebuilds this context with `StepSettings.context`."""
         return (self.sample_ids,) if self.segment_ids is None else (self.sample_ids, self.segment_ids)
 
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What the contexts of a run have in common.
+    """The settings shared by all contexts of a run.
 
     Args:
-        seed: of dropout.
-        recompute: what runs again during backward.
-        restart_positions: number positions from 0 in every document (`--reset-position-ids`).
+        seed: seed of dropout.
+        recompute: what is recomputed during backward.
+        restart_positions: whether positions restart at 0 in every document (`--reset-position-ids`).
         mask: what a token may attend to (`--reset-attention-mask`).
-        dtype: of activations.
+        dtype: dtype of activations.
     """
 
     seed: int = 0
@@ -96,12 +96,12 @@ class StepSettings:
 
     @property
     def needs_segments(self) -> bool:
-        """Whether contexts tell documents apart."""
+        """Whether contexts separate documents."""
         return self.restart_positions or self.mask is MaskKind.DOCUMENTS
 
     @property
     def tensor_count(self) -> int:
-        """How many tensors a pipeline stage is given to make a context from: `StepContext.tensors`."""
+        """The number of tensors in `StepContext.tensors`."""
         return 2 if self.needs_segments else 1
 
     def context(
@@ -113,12 +113,12 @@ class StepSettings:
         caches: Sequence[KeyValueCache] | None = None,
         backward_scale: float = 1.0,
     ) -> StepContext:
-        """The context of one micro-batch.
+        """Builds the context of one micro-batch.
 
         Shapes: sample_ids `[b]`, segment_ids `[b, s]`, both int64.
 
         Args:
-            first_sample: the first sample id where the host knows it.
+            first_sample: the first sample id, if the host knows it; reading it from a GPU would synchronize.
             caches: one per block; the micro-batch's tokens follow those already in them.
             backward_scale: see `AuxiliaryLosses`.
         """
@@ -141,7 +141,7 @@ class StepSettings:
 
 
 def restarted_positions(segment_ids: torch.Tensor) -> torch.Tensor:
-    """Positions that begin at 0 where a new segment does.
+    """Positions that restart at 0 with each segment.
 
     Shapes: `[b, s]` to `[b, s]` int64.
     """
@@ -152,7 +152,7 @@ def restarted_positions(segment_ids: torch.Tensor) -> torch.Tensor:
 
 
 def document_bias(segment_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to attention scores so that a query sees keys that are not later and in the same document.
+    """The attention bias that restricts each query to earlier keys (and its own) of the same document.
 
     Shapes: `[b, s]` to `[b, 1, s, s]`, 0 or -inf.
     """

@@ -1,4 +1,4 @@
-"""The communication that split layers need, differentiable; each operator is the identity on an axis of size 1.
+"""Differentiable collectives for tensor-parallel layers; each is the identity on an axis of size 1.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (the operators f and g and their conjugates).
 """
@@ -12,24 +12,24 @@ from megatron.parallel.mesh import Axis
 
 
 def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Passes a replicated tensor to ranks that each use it for their part of a matrix product.
+    """Passes a replicated tensor to a column-parallel matrix product.
 
-    Forward does nothing; backward sums the ranks' gradients, in place: the result must feed one matrix product, whose
-    backward makes a fresh gradient.
+    Forward is the identity; backward all-reduces the gradient in place, so the result must be used by a single matrix
+    product, whose backward allocates a new gradient.
     """
     return x if axis.size == 1 else _CopyTo.apply(x, axis)
 
 
 def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sums the ranks' partial results: forward all-reduce, backward nothing.
+    """Sums the ranks' partial results: all-reduce in forward, identity in backward.
 
-    The sum replaces `x`, which must be the fresh result of an operation that does not need it for its own backward.
+    The sum overwrites `x`, which must be the result of an operation that does not need it for its own backward.
     """
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
 def gather_from(x: torch.Tensor, axis: Axis, dimension: int = -1) -> torch.Tensor:
-    """Joins the ranks' parts along a dimension: forward all-gather, backward this rank's slice."""
+    """Concatenates the ranks' shards along a dimension: all-gather in forward, this rank's slice in backward."""
     return x if axis.size == 1 else _GatherFrom.apply(x, axis, dimension)
 
 

@@ -1,4 +1,4 @@
-"""The language-model loss over logits whose vocabulary is split across ranks."""
+"""Cross-entropy over logits whose vocabulary dimension is split across ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_reduce_max, all_reduce_sum
 
-# Logits that are held in float32 at once, unless the caller says otherwise: 1 MiB, which stays in a CPU's cache, and
-# 256 MiB on a GPU.
+# Default number of logits held in float32 at once: 1 MiB on the CPU, which stays in cache, and 256 MiB on a GPU.
 _BLOCK_VALUES_CPU = 1 << 18
 _BLOCK_VALUES_GPU = 1 << 26
 
@@ -17,16 +16,17 @@ _BLOCK_VALUES_GPU = 1 << 26
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, axis: Axis, vocab_size: int, *, block_values: int | None = None
 ) -> torch.Tensor:
-    """Minus the log-probability of every label, in float32.
+    """The negative log-probability of every label, in float32.
 
-    Padded columns (ids of `vocab_size` and more) count as minus infinity: probability and gradient are exactly 0. Only
-    the logits and one number a token are kept for backward; blocks of rows are converted to float32 one at a time.
+    Padded columns (ids from `vocab_size` on) are treated as minus infinity: their probability and gradient are exactly
+    0. Only the logits and one value per token are kept for backward; blocks of rows are converted to float32 one at a
+    time.
 
     Shapes: logits `[b, s, v/t]`, labels `[b, s]` int64; result `[b, s]` float32, the same on every rank of the axis.
 
     Args:
-        block_values: the most logits that are held in float32 at once, though never less than one row; it bounds the
-            memory beside the logits and changes no value.
+        block_values: maximum number of logits held in float32 at once, but at least one row; it bounds the extra memory
+            and does not affect the result.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross-entropy).
     """
@@ -52,23 +52,23 @@ class _CrossEntropy(torch.autograd.Function):
             total.mul_(torch.exp(own_largest - largest))
             sums = torch.stack([total, target.masked_fill(~own, 0.0)])
             total, target = all_reduce_sum(sums, axis)
-        normaliser = total.log().add_(largest)
-        ctx.save_for_backward(logits, local, own, normaliser)
+        normalizer = total.log().add_(largest)
+        ctx.save_for_backward(logits, local, own, normalizer)
         ctx.valid, ctx.block_values = valid, block_values
-        return (normaliser - target).view(labels.shape)
+        return (normalizer - target).view(labels.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        logits, local, own, normaliser = ctx.saved_tensors
+        logits, local, own, normalizer = ctx.saved_tensors
         result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         result[..., ctx.valid :] = 0
         flat, columns = result.view(-1, result.shape[-1]), logits.shape[-1]
         rows, weights = logits.reshape(-1, columns), gradient.reshape(-1, 1).float()
         for block in _blocks(rows.shape[0], ctx.valid, ctx.block_values):
-            # half-precision logits become float32 in the subtraction, without a copy of their own
-            values = (rows[block, : ctx.valid] - normaliser[block].unsqueeze(1)).exp_()
-            # only where the label is on this rank is 1 taken off
+            # the subtraction converts half-precision logits to float32 without a separate copy
+            values = (rows[block, : ctx.valid] - normalizer[block].unsqueeze(1)).exp_()
+            # subtract 1 only where the label is on this rank
             values.scatter_add_(1, local[block].unsqueeze(1), -own[block].unsqueeze(1).to(values.dtype))
             flat[block, : ctx.valid] = values.mul_(weights[block])
         return result, None, None, None, None
@@ -77,8 +77,9 @@ class _CrossEntropy(torch.autograd.Function):
 def _row_statistics(
     rows: torch.Tensor, local: torch.Tensor, block_values: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of every row: its largest logit, the sum of exp(logit - largest), and the logit at `local`; each `[n]`
-    float32."""
+    """For every row: its largest logit, the sum of exp(logit - largest), and the logit at `local`; each `[n]`
+    float32.
+    """
     count, valid = rows.shape
     largest = torch.full((count,), torch.finfo(torch.float32).min, device=rows.device)
     total, target = torch.zeros_like(largest), torch.zeros_like(largest)

@@ -1,7 +1,7 @@
-"""The layers that may be split over the tensor axis.
+"""Layers that can be split over the tensor-parallel axis.
 
-On an axis of size 1 each is the plain layer and communicates nothing. Parameters start at zero (norms at one) and carry
-a `shard_spec`; their values are drawn by `megatron.model.interface.network`, which knows their global names.
+On an axis of size 1 each is the plain layer, without communication. Parameters start at zero (norm weights at one) and
+have a `shard_spec`; `megatron.model.interface.network` draws their initial values, since these depend on global names.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ TOO_LARGE = "There is an input id in the input that is greater than the highest 
 
 
 class ColumnParallelLinear(nn.Module):
-    """`y = x W^T + b` with the outputs split: each rank computes its own from the whole input.
+    """`y = x W^T + b` with the outputs split: each rank computes its outputs from the full input.
 
     Args:
-        outputs: the logical output dimensions, of which one is split over `axis`; a fused query-key-value product has
+        outputs: the logical output dimensions, one of which is split over `axis`; a fused query-key-value layer has
             (heads, 3, head size), a gated unit (2, inner).
-        init_std: standard deviation of the weight's initial values.
+        init_std: standard deviation of the initial weights.
 
     Shapes: x `[..., input]` replicated; result `[..., output/t]`; weight `[output/t, input]`, bias `[output/t]`, the
         output dimensions merged.
@@ -97,9 +97,9 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table of one row per token id, the rows split over the axis.
+    """An embedding table with one row per token id, its rows split over the axis.
 
-    Rows beyond `vocab_size` only pad the table; they stay zero and no id may name them.
+    Rows from `vocab_size` on are padding; they stay zero, and ids that refer to them are rejected.
 
     Shapes: ids `[...]` int64; result `[..., h]` replicated; weight `[v/t, h]`.
 
@@ -127,7 +127,8 @@ class VocabParallelEmbedding(nn.Module):
         """Looks the ids up.
 
         Raises:
-            DataError: an id is negative or not in the vocabulary (on a GPU a device assertion, which costs no wait).
+            DataError: an id is negative or not in the vocabulary (on a GPU a device assertion, which does not
+                synchronize).
         """
         self._check(ids)
         if self.axis.size == 1:
@@ -156,7 +157,7 @@ class VocabParallelEmbedding(nn.Module):
             )
         if lowest < 0:
             raise DataError(
-                f"There is a negative input id ({lowest}) in the input. Ids are 0 to {self.vocab_size - 1}."
+                f"There is a negative input id ({lowest}) in the input. Valid ids are 0 to {self.vocab_size - 1}."
             )
 
 
@@ -173,7 +174,7 @@ class LayerNorm(nn.Module):
         self.bias = place(nn.Parameter(torch.zeros(hidden_size, device=device)), ShardSpec.vector(hidden_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalises the last dimension."""
+        """Normalizes the last dimension."""
         return kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
 
@@ -185,7 +186,7 @@ def vocabulary_table(
     init_std: float,
     device: torch.device | str | None,
 ) -> nn.Parameter:
-    """A zero table of one row per token, the rows split over the axis: the word embedding, or an output head.
+    """A zero matrix with one row per token id, its rows split over the axis: the word embedding or an output head.
 
     Shapes: `[v/t, h]`.
     """
