@@ -29,7 +29,7 @@ def write_pieces(
 ) -> tuple[StoredFile, list[StoredPiece]]:
     """Writes a new file and waits until it is on the disk; returns its entry in the manifest and those of its pieces.
 
-    The pieces have file number 0; who puts the manifest together numbers the files.
+    The pieces have file number 0; the manifest numbers the files later.
 
     Raises:
         CheckpointError: the pieces changed since the snapshot was taken.

@@ -254,7 +254,7 @@ def test_a_kill_at_every_operation_keeps_a_good_checkpoint(tmp_path: Path, again
 KEY = PieceKey("a", "weight", (2**21,), (0,), (2**21,), 0, 2**21)
 
 
-def save_for_ever(directory: Path, step: int) -> None:
+def save_forever(directory: Path, step: int) -> None:
     while True:
         step += 1
         tensor = torch.from_numpy(np.full(2**21, step, dtype=np.float32))
@@ -270,7 +270,7 @@ def test_a_kill_at_any_moment_keeps_a_good_checkpoint(tmp_path: Path) -> None:
         if child == 0:
             try:
                 silence()
-                save_for_ever(tmp_path, reached)
+                save_forever(tmp_path, reached)
             finally:
                 os._exit(1)
         deadline = time.monotonic() + 60
