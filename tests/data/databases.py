@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 
 Row = tuple[int, Any]
+Collections = Mapping[str, Sequence[Row]]
+
+WEB = [f"web {number} ğüşİ 🙂\n" for number in range(40)]
+NEWS = ["", "news 1", "한국어"]
 
 
 def numbered(texts: Sequence[Any], first: int = 0) -> list[Row]:
@@ -40,7 +44,7 @@ class Database:
 
     def write(
         self,
-        collections: Mapping[str, Sequence[Row]],
+        collections: Collections,
         counted: Mapping[str, int] | None = None,
         column: str = "filt_text",
         index: str | None = "unique",
@@ -57,11 +61,7 @@ class Database:
             self._write_mongo(collections, counted, column, index)
 
     def _write_sqlite(
-        self,
-        collections: Mapping[str, Sequence[Row]],
-        counted: Mapping[str, int] | None,
-        column: str,
-        index: str | None,
+        self, collections: Collections, counted: Mapping[str, int] | None, column: str, index: str | None
     ) -> None:
         connection = sqlite3.connect(self.path)
         for name, rows in collections.items():
@@ -77,11 +77,7 @@ class Database:
         connection.close()
 
     def _write_mongo(
-        self,
-        collections: Mapping[str, Sequence[Row]],
-        counted: Mapping[str, int] | None,
-        column: str,
-        index: str | None,
+        self, collections: Collections, counted: Mapping[str, int] | None, column: str, index: str | None
     ) -> None:
         database = self.mongo()
         for name, rows in collections.items():
@@ -100,6 +96,11 @@ class Database:
 
         server, _, rest = self.base.rpartition("/")
         return pymongo.MongoClient(server)[rest.partition("?")[0]]
+
+
+def write_web_and_news(database: Database, **options: Any) -> None:
+    """Writes the collections `web` and `news`; the options are those of `Database.write`."""
+    database.write({"web": numbered(WEB), "news": numbered(NEWS)}, **options)
 
 
 @contextmanager

@@ -8,20 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 
 from megatron.tokenizers import fast_encoder as fast_module
 from megatron.tokenizers.fast_encoder import FastEncoder, fast_encoder, resident_bytes
-from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
-
-
-def reference_of(choice: TokenizerChoice) -> tokenizers.Tokenizer:
-    """GPT-2's rules, built from the files by the `tokenizers` library alone."""
-    assert choice.vocab_file and choice.merge_file
-    reference = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(choice.vocab_file, choice.merge_file))
-    reference.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return reference
+from tests.tokenizers.references import reference_of
 
 
 def test_without_the_fast_library_the_ids_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,24 +7,16 @@ import random
 from pathlib import Path
 
 import pytest
-import tokenizers
 
 from megatron.errors import DataError
 from megatron.tokenizers.fast_encoder import hard_texts
 from megatron.tokenizers.tokenizer import GPT2_END_OF_DOCUMENT, TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import GPT2_FOLDER, hard_documents, write_vocabulary
+from tests.tokenizers.references import reference_of
 
 needs_gpt2 = pytest.mark.skipif(
     not (GPT2_FOLDER / "gpt2-vocab.json").is_file(), reason=f"GPT-2's vocabulary is not in {GPT2_FOLDER}"
 )
-
-
-def reference_of(choice: TokenizerChoice) -> tokenizers.Tokenizer:
-    """GPT-2's rules, built from the files by the `tokenizers` library alone."""
-    assert choice.vocab_file and choice.merge_file
-    reference = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(choice.vocab_file, choice.merge_file))
-    reference.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return reference
 
 
 def gpt2_choice() -> TokenizerChoice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,35 +11,8 @@ import tokenizers
 
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.helpers.vocabulary import hard_documents, write_vocabulary
-
-
-def reference_of(choice: TokenizerChoice) -> tokenizers.Tokenizer:
-    """GPT-2's rules, built from the files by the `tokenizers` library alone."""
-    assert choice.vocab_file and choice.merge_file
-    reference = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(choice.vocab_file, choice.merge_file))
-    reference.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return reference
-
-
-def write_folder(
-    folder: Path, *, begin: bool = False, eos: str | dict[str, str] | None = "<eot>"
-) -> tokenizers.Tokenizer:
-    choice = write_vocabulary(folder)
-    reference = reference_of(choice)
-    reference.decoder = tokenizers.decoders.ByteLevel()
-    reference.add_special_tokens(["<bos>", "<eot>"])
-    if begin:
-        single = tokenizers.processors.TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", reference.token_to_id("<bos>"))]
-        )
-        reference.post_processor = single
-    reference.enable_truncation(max_length=4)
-    reference.save(str(folder / "tokenizer.json"))
-    reference.no_truncation()
-    if eos is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-    return reference
+from tests.helpers.vocabulary import hard_documents
+from tests.tokenizers.references import write_folder
 
 
 @pytest.mark.parametrize("begin", [False, True])

@@ -13,15 +13,10 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.fast_encoder import FastEncoder, hard_texts
 from megatron.tokenizers.long_text import LongText
 from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
-from tests.helpers.sentencepiece_models import write_model
+from tests.helpers.sentencepiece_models import TYPES, load, write_model
 from tests.helpers.vocabulary import hard_documents
 
 LLAMA_LIKE = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "split_digits": True}
-TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-
-
-def load(path: Path, kind: str = "GPTSentencePieceTokenizer", known_library: str | None = None) -> LibraryTokenizer:
-    return build_tokenizer(TokenizerChoice(kind, tokenizer_name_or_path=str(path)), known_library)
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,7 @@ import pytest
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers import sentencepiece as module
 from megatron.tokenizers.sentencepiece_model import read_model
-from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
-from tests.helpers.sentencepiece_models import write_model
-
-TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-
-
-def load(path: Path, kind: str = "GPTSentencePieceTokenizer", known_library: str | None = None) -> LibraryTokenizer:
-    return build_tokenizer(TokenizerChoice(kind, tokenizer_name_or_path=str(path)), known_library)
+from tests.helpers.sentencepiece_models import TYPES, load, write_model
 
 
 @pytest.mark.parametrize(

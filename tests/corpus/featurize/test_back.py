@@ -23,11 +23,9 @@ from megatron.data.formats.sidecar import read_sidecar
 from megatron.data.formats.windows import WindowFile
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
+from tests.corpus.featurize.small_windows import RECORD, small
 
 pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
-
-
-RECORD = TokenizerRecord("tiny", "abc", 600, 599)
 
 
 @settings(max_examples=25, deadline=None)
@@ -64,10 +62,6 @@ def test_tokens_to_windows_and_back_lose_nothing(documents: list[list[list[int]]
         assert sum(WindowFile(path).rows for path in result.shards) == result.tally.windows
 
 
-def small(**changed: Any) -> WindowOptions:
-    return WindowOptions(**{"min_sequence_length": 8, "max_sequence_length": 32, "stride": 16, **changed})
-
-
 def test_windows_of_other_tools_become_a_document_each(tmp_path: Path) -> None:
     path = str(tmp_path / "x.parquet")
     columns = {"input_ids": [[5, 6, 0], [9, 0, 0]], "attention_mask": [[0, 1, 1], [0, 0, 0]], "labels": [[5, 6, 0]] * 2}
@@ -82,15 +76,6 @@ def test_windows_of_other_tools_become_a_document_each(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"row 0 has input_ids outside of 0 to 4: 5 at position 0"):
         windows_to_tokens([path], f"{tmp_path}/none", TokenizerRecord("few", None, 5, 4))
     assert not list(tmp_path.glob("*none*"))
-
-
-@pytest.fixture
-def shards(tmp_path: Path) -> tuple[str, ...]:
-    """Three shards of one long document and a short one."""
-    with IndexedWriter(tmp_path / "in", np.uint16) as writer:
-        writer.add_document([np.arange(90)])
-        writer.add_document([[5]])
-    return featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(num_shards=3), 1).shards
 
 
 def test_windows_that_do_not_fit_together_are_refused(tmp_path: Path, shards: tuple[str, ...]) -> None:

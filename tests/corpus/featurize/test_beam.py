@@ -18,8 +18,8 @@ from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.data.formats.windows import COLUMNS, WindowFile
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
-from tests.corpus.featurize.texts import quiet, write_jsonl
-from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from tests.corpus.preprocess_runs import quiet, write_lines
+from tests.helpers.vocabulary import hard_documents
 
 pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
 pytest.importorskip("apache_beam", reason="the Beam pipeline needs apache-beam")
@@ -62,11 +62,6 @@ class FolderStore(local_files.LocalFileSystem):  # type: ignore[misc, name-defin
             Path(self._local(path)).unlink()
 
 
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
-
-
 def make(element: str, folder: str, job: str) -> None:
     assert (Path(folder) / "megatron").is_dir()
     make_shard(element, job)
@@ -86,9 +81,9 @@ def rows_of(paths: tuple[str, ...]) -> list[Any]:
 
 
 def test_the_rows_are_those_of_the_default_runner(tmp_path: Path, choice: TokenizerChoice) -> None:
-    first = write_jsonl(tmp_path / "a.jsonl", hard_documents(200))
+    first = write_lines(tmp_path / "a.jsonl", hard_documents(200))
     second = tmp_path / "b.jsonl.gz"
-    second.write_bytes(gzip.compress(Path(write_jsonl(tmp_path / "b", hard_documents(50, seed=3))).read_bytes()))
+    second.write_bytes(gzip.compress(Path(write_lines(tmp_path / "b", hard_documents(50, seed=3))).read_bytes()))
     inputs = [first, str(second)]
     (tmp_path / "beam-00007-of-00009").touch()
     expected = featurize(inputs, f"{tmp_path}/here", EncodeOptions(choice), OPTIONS, 1, quiet())
@@ -101,7 +96,7 @@ def test_the_rows_are_those_of_the_default_runner(tmp_path: Path, choice: Tokeni
 
 
 def test_inputs_and_outputs_at_addresses(tmp_path: Path, choice: TokenizerChoice) -> None:
-    paths = [write_jsonl(tmp_path / f"{number}.jsonl", hard_documents(40, seed=number)) for number in range(2)]
+    paths = [write_lines(tmp_path / f"{number}.jsonl", hard_documents(40, seed=number)) for number in range(2)]
     expected = featurize(paths, f"{tmp_path}/here", EncodeOptions(choice), OPTIONS, 1, quiet())
     (tmp_path / "there-00000-of-00001").touch()
     addresses = [f"folderstore:/{path}" for path in paths]
@@ -115,7 +110,7 @@ def test_inputs_and_outputs_at_addresses(tmp_path: Path, choice: TokenizerChoice
 
 
 def test_bad_lines_stop_it_or_are_counted(tmp_path: Path, choice: TokenizerChoice) -> None:
-    source = Path(write_jsonl(tmp_path / "in.jsonl", ["good"] * 30))
+    source = Path(write_lines(tmp_path / "in.jsonl", ["good"] * 30))
     size = source.stat().st_size
     source.write_bytes(source.read_bytes() + b'{"text": 5}\n')
     with pytest.raises(DataError, match=rf"in\.jsonl: byte offset {size}: key 'text'.*--on-bad-line skip\.$"):
@@ -128,7 +123,7 @@ def test_bad_lines_stop_it_or_are_counted(tmp_path: Path, choice: TokenizerChoic
 def test_what_beam_cannot_do_is_one_sentence(
     tmp_path: Path, choice: TokenizerChoice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", ["a"])
+    source = write_lines(tmp_path / "in.jsonl", ["a"])
     encoding = EncodeOptions(choice)
     with pytest.raises(ConfigError, match="--nope: neither this program nor Apache Beam has such a flag"):
         featurize_with_beam([source], f"{tmp_path}/w", encoding, OPTIONS, ["--nope", "1"], make)
@@ -155,7 +150,7 @@ def test_a_data_set_is_divided_by_rows(
     library = pytest.importorskip("datasets", reason="--dataset-name needs the datasets package")
     monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "folder").mkdir()
-    source = write_jsonl(tmp_path / "folder" / "test.jsonl", hard_documents(80))
+    source = write_lines(tmp_path / "folder" / "test.jsonl", hard_documents(80))
     expected = featurize([source], f"{tmp_path}/here", EncodeOptions(choice), OPTIONS, 1, quiet())
     result = run([f"hf://{tmp_path}/folder:test"], f"{tmp_path}/beam", choice)
     assert rows_of(result.shards) == rows_of(expected.shards) and result.tally == expected.tally

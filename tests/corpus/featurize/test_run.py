@@ -21,29 +21,18 @@ from megatron.data.formats.windows import WindowFile
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.corpus.featurize.texts import quiet, write_jsonl
-from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from tests.corpus.featurize.small_windows import RECORD, small
+from tests.corpus.preprocess_runs import quiet, write_lines
+from tests.helpers.vocabulary import hard_documents
 
 pytest.importorskip("pyarrow.parquet")
-
-
-RECORD = TokenizerRecord("tiny", "abc", 600, 599)
-
-
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
-
-
-def small(**changed: Any) -> WindowOptions:
-    return WindowOptions(**{"min_sequence_length": 8, "max_sequence_length": 32, "stride": 16, **changed})
 
 
 def test_texts_become_the_same_shards_for_any_workers_and_give_the_documents_back(
     tmp_path: Path, choice: TokenizerChoice
 ) -> None:
     texts = hard_documents(400)
-    source = write_jsonl(tmp_path / "in.jsonl", texts)
+    source = write_lines(tmp_path / "in.jsonl", texts)
     options = small(num_shards=3)
     one = featurize([source], f"{tmp_path}/one", EncodeOptions(choice), options, 1, quiet())
     two = featurize([source], f"{tmp_path}/two", EncodeOptions(choice), options, 2, quiet(), block_bytes=3000)
@@ -85,7 +74,7 @@ def test_the_rows_of_one_document_by_hand(tmp_path: Path) -> None:
 
 
 def test_an_end_of_document_is_taken_off_and_put_back(tmp_path: Path, choice: TokenizerChoice) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", hard_documents(60))
+    source = write_lines(tmp_path / "in.jsonl", hard_documents(60))
     preprocess([source], f"{tmp_path}/in", EncodeOptions(choice, append_eod=True), 1, quiet())
     result = featurize_tokens(f"{tmp_path}/in_text_document", f"{tmp_path}/w", None, small(), 1)
     eod = build_tokenizer(choice).eod_id
@@ -125,7 +114,7 @@ def test_what_a_tokenizer_puts_around_a_text_stands_once_in_a_window(
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     encoding = EncodeOptions(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(tmp_path)))
     texts = [*hard_documents(40), "<s></s>"]
-    source = write_jsonl(tmp_path / "in.jsonl", texts)
+    source = write_lines(tmp_path / "in.jsonl", texts)
     result = featurize([source], f"{tmp_path}/w", encoding, small(), 1, quiet())
     facts = WindowFile(result.shards[0]).facts
     assert facts is not None and facts.eos_id == numbers["</s>"]
@@ -194,7 +183,7 @@ def test_pairs_that_hold_no_ids_are_refused(tmp_path: Path) -> None:
 
 
 def test_places_that_cannot_be_written_are_found_before_the_work(tmp_path: Path, choice: TokenizerChoice) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", ["a"])
+    source = write_lines(tmp_path / "in.jsonl", ["a"])
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"Cannot write .*file/w"):
         featurize([source], f"{tmp_path}/file/w", EncodeOptions(choice), small(), 1, quiet())
@@ -205,7 +194,7 @@ def test_places_that_cannot_be_written_are_found_before_the_work(tmp_path: Path,
 
 
 def test_a_text_without_documents_gives_one_empty_shard(tmp_path: Path, choice: TokenizerChoice) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", ["", ""])
+    source = write_lines(tmp_path / "in.jsonl", ["", ""])
     result = featurize([source], f"{tmp_path}/w", EncodeOptions(choice), small(), 1, quiet())
     assert result.empty == 2 and result.tally.windows == 0 and WindowFile(result.shards[0]).rows == 0
     assert windows_to_tokens(result.shards, f"{tmp_path}/out").documents == 0

@@ -8,34 +8,16 @@ import signal
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 from megatron.corpus.featurize import shards as featurize_shards
-from megatron.corpus.featurize.run import WindowOptions, featurize_tokens
+from megatron.corpus.featurize.run import featurize_tokens
 from megatron.corpus.workers.processes import WorkerError
 from megatron.data.formats.atomic_files import temporary_beside
-from megatron.data.formats.indexed import IndexedWriter
 from megatron.errors import StorageError
-from megatron.tokenizers.record import TokenizerRecord
-
-RECORD = TokenizerRecord("tiny", "abc", 600, 599)
-
-
-def small(**changed: Any) -> WindowOptions:
-    return WindowOptions(**{"min_sequence_length": 8, "max_sequence_length": 32, "stride": 16, **changed})
-
-
-@pytest.fixture
-def shards(tmp_path: Path) -> tuple[str, ...]:
-    """Three shards of one long document and a short one."""
-    with IndexedWriter(tmp_path / "in", np.uint16) as writer:
-        writer.add_document([np.arange(90)])
-        writer.add_document([[5]])
-    return featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(num_shards=3), 1).shards
+from tests.corpus.featurize.small_windows import RECORD, small
 
 
 def test_older_shards_go_and_leftovers_of_killed_runs_too(

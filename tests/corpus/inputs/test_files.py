@@ -18,21 +18,12 @@ from megatron.corpus.inputs.lines import parse_lines
 from megatron.corpus.inputs.sources import Block, blocks, check_inputs, total_bytes
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.run import preprocess
-from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.long_text import LongText
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.helpers.vocabulary import hard_documents, write_vocabulary
-
-
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
-
-
-def quiet() -> ProgressLine:
-    return ProgressLine(None, 1, lambda text: None)
+from tests.corpus.preprocess_runs import quiet
+from tests.helpers.vocabulary import hard_documents
 
 
 def texts_in(prefix: Path, choice: TokenizerChoice) -> list[str]:

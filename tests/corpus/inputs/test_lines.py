@@ -6,45 +6,11 @@ import json
 
 import pytest
 
-from megatron.corpus.inputs import lines as lines_module
 from megatron.corpus.inputs.lines import parse_lines
-
-GOOD = b'{"text": "good"}'
-
-BAD = [
-    (b"", 0, "the line is empty"),
-    (b"   ", 0, "the line is empty"),
-    (b"{", 1, "not JSON"),
-    (b'{"text": "a" "b"}', 13, "not JSON: Expecting ',' delimiter"),
-    ('{"é": 1, x}'.encode(), 10, "not JSON"),
-    (b'{"text": "\xff\xfe"}', 10, "not UTF-8: byte 0xff"),
-    (b'{"other": "a"}', 0, "key 'text' (--json-keys) is missing; the line has 'other'"),
-    (b"{}", 0, "the line has no keys"),
-    (b'{"text": null}', 0, "key 'text' holds a JSON null, not a string"),
-    (b'{"text": 5}', 0, "holds a JSON number"),
-    (b'{"text": true}', 0, "holds a JSON boolean"),
-    (b'{"text": ["a"]}', 0, "holds a JSON array"),
-    (b'{"text": {"a": 1}}', 0, "holds a JSON object"),
-    (b'["text"]', 0, "the line holds a JSON array, not an object"),
-    (b'"text"', 0, "the line holds a JSON string, not an object"),
-    (b"7", 0, "the line holds a JSON number, not an object"),
-    (b'{"text": "a\\ud800b"}', 0, "lone surrogate U+D800"),
-    (b'{"text": "a\\udfffb"}', 0, "lone surrogate U+DFFF"),
-    (b'{"text": ' + b"[" * 100_000 + b"}", 0, "nested too deeply"),
-    (b'{"text": "a"}{"text": "b"}', 13, "not JSON: Extra data"),
-    (b'{"text": "a\x00b"}', 11, "not JSON: Invalid control character"),
-]
+from tests.corpus.inputs.bad_lines import BAD, GOOD
 
 
-@pytest.fixture(params=["orjson", "standard library"])
-def _parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "orjson":
-        pytest.importorskip("orjson")
-    else:
-        monkeypatch.setattr(lines_module, "_LOADS", lines_module._standard_loads)
-
-
-@pytest.mark.usefixtures("_parser")
+@pytest.mark.usefixtures("json_parser")
 @pytest.mark.parametrize(("line", "offset", "reason"), BAD)
 @pytest.mark.parametrize("keys", [("text",), ("text", "text2")])
 def test_bad_lines_are_located(line: bytes, offset: int, reason: str, keys: tuple[str, ...]) -> None:
@@ -58,7 +24,7 @@ def test_bad_lines_are_located(line: bytes, offset: int, reason: str, keys: tupl
     assert (skipped.texts[0], skipped.bad_count, skipped.lines) == (["good", "good"], 1, 3)
 
 
-@pytest.mark.usefixtures("_parser")
+@pytest.mark.usefixtures("json_parser")
 def test_what_json_allows_is_taken() -> None:
     texts = [
         "",

@@ -12,41 +12,7 @@ from megatron.corpus.inputs import lines as lines_module
 from megatron.corpus.inputs import long_lines
 from megatron.corpus.inputs.lines import parse_lines
 from megatron.tokenizers.long_text import LongText
-
-GOOD = b'{"text": "good"}'
-
-
-BAD = [
-    (b"", 0, "the line is empty"),
-    (b"   ", 0, "the line is empty"),
-    (b"{", 1, "not JSON"),
-    (b'{"text": "a" "b"}', 13, "not JSON: Expecting ',' delimiter"),
-    ('{"é": 1, x}'.encode(), 10, "not JSON"),
-    (b'{"text": "\xff\xfe"}', 10, "not UTF-8: byte 0xff"),
-    (b'{"other": "a"}', 0, "key 'text' (--json-keys) is missing; the line has 'other'"),
-    (b"{}", 0, "the line has no keys"),
-    (b'{"text": null}', 0, "key 'text' holds a JSON null, not a string"),
-    (b'{"text": 5}', 0, "holds a JSON number"),
-    (b'{"text": true}', 0, "holds a JSON boolean"),
-    (b'{"text": ["a"]}', 0, "holds a JSON array"),
-    (b'{"text": {"a": 1}}', 0, "holds a JSON object"),
-    (b'["text"]', 0, "the line holds a JSON array, not an object"),
-    (b'"text"', 0, "the line holds a JSON string, not an object"),
-    (b"7", 0, "the line holds a JSON number, not an object"),
-    (b'{"text": "a\\ud800b"}', 0, "lone surrogate U+D800"),
-    (b'{"text": "a\\udfffb"}', 0, "lone surrogate U+DFFF"),
-    (b'{"text": ' + b"[" * 100_000 + b"}", 0, "nested too deeply"),
-    (b'{"text": "a"}{"text": "b"}', 13, "not JSON: Extra data"),
-    (b'{"text": "a\x00b"}', 11, "not JSON: Invalid control character"),
-]
-
-
-@pytest.fixture(params=["orjson", "standard library"])
-def _parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "orjson":
-        pytest.importorskip("orjson")
-    else:
-        monkeypatch.setattr(lines_module, "_LOADS", lines_module._standard_loads)
+from tests.corpus.inputs.bad_lines import BAD, GOOD
 
 
 @pytest.fixture
@@ -61,7 +27,7 @@ def _as_texts(texts: list[str | LongText]) -> list[str]:
     return [text.whole() if isinstance(text, LongText) else text for text in texts]
 
 
-@pytest.mark.usefixtures("_long_from_now_on", "_parser")
+@pytest.mark.usefixtures("_long_from_now_on", "json_parser")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     text=st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from('"\\/\n\té한😀')), max_size=200),
@@ -73,7 +39,7 @@ def test_a_long_line_gives_the_text_that_json_gives(text: str, as_ascii: bool) -
     assert [_as_texts(texts) for texts in parsed.texts] == [[text], ["a\\" * 20]]
 
 
-@pytest.mark.usefixtures("_long_from_now_on", "_parser")
+@pytest.mark.usefixtures("_long_from_now_on", "json_parser")
 @pytest.mark.parametrize(("line", "offset", "reason"), BAD)
 def test_what_is_wrong_with_a_long_line_is_located(line: bytes, offset: int, reason: str) -> None:
     filler = b'"filler": "' + b"x" * 50 + b'\\" \\\\", '
@@ -85,7 +51,7 @@ def test_what_is_wrong_with_a_long_line_is_located(line: bytes, offset: int, rea
     assert reason.partition("'other'")[0] in parsed.bad[0].reason
 
 
-@pytest.mark.usefixtures("_long_from_now_on", "_parser")
+@pytest.mark.usefixtures("_long_from_now_on", "json_parser")
 @pytest.mark.parametrize(
     ("text", "offset", "reason"),
     [

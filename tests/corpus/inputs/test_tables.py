@@ -22,25 +22,15 @@ from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
 from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.vocabulary.learning import texts_of
-from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.data.stores import sqlite as sqlite_store
 from megatron.data.stores.document_store import open_store
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
+from tests.corpus.preprocess_runs import quiet
 from tests.data.databases import Database, new_database, numbered
-from tests.helpers.vocabulary import write_vocabulary
 
 TEXTS = [f'text {number} ğüşİ 🙂 "quoted"\n' * (number % 7) for number in range(50)]
-
-
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
-
-
-def quiet() -> ProgressLine:
-    return ProgressLine(None, 1, lambda text: None)
 
 
 def read(*inputs: str | InputPart, keys: tuple[str, ...] = ("text",), block_bytes: int = 1000) -> list[Any]:

@@ -18,19 +18,14 @@ from megatron.corpus.preprocess.distributed import Draw, preprocess_on_ranks, sh
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.run import PreprocessResult, preprocess
 from megatron.corpus.preprocess.sentences import SentenceSplitter
-from megatron.corpus.workers.progress import ProgressLine
 from megatron.corpus.workers.ranks import JobRanks
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
-from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from tests.corpus.preprocess_runs import quiet, write_lines
+from tests.helpers.vocabulary import hard_documents
 
 TEXTS = hard_documents(300)
 EVERYTHING = Draw()
-
-
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
 def on_ranks(size: int, work: Callable[[JobRanks], Any]) -> list[Any]:
@@ -50,15 +45,6 @@ def on_ranks(size: int, work: Callable[[JobRanks], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: work(JobRanks(rank, size, gather(rank))), range(size)))
-
-
-def quiet() -> ProgressLine:
-    return ProgressLine(None, 1, lambda text: None)
-
-
-def write_lines(path: Path, texts: list[str]) -> str:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
 
 
 def both(prefix: Path) -> list[bytes]:

@@ -8,14 +8,8 @@ import pytest
 from megatron.corpus.inputs.block import Block
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.tokenizers.tokenizer import TokenizerChoice
-from tests.helpers.vocabulary import write_vocabulary
 
 LINES = b'{"text": "some text"}\n{"text": ""}\n{"text": "more"}\n'
-
-
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
 def block(data: bytes) -> Block:

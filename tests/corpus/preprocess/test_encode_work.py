@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,34 +9,11 @@ import pytest
 from megatron.corpus.inputs.sources import Block
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.encode_work import EncodeWork
-from megatron.corpus.preprocess.run import PreprocessResult, preprocess
 from megatron.corpus.workers.pool import WorkerPool
-from megatron.corpus.workers.progress import ProgressLine
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
+from tests.corpus.preprocess_runs import START_METHODS, endless, run, write_numbered_lines
 from tests.helpers.vocabulary import write_vocabulary
-
-START_METHODS = ["spawn", "fork"] if sys.platform == "linux" else ["spawn"]
-
-
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
-
-
-def write_jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text, "n": index}) + "\n" for index, text in enumerate(texts)))
-    return path
-
-
-def quiet() -> ProgressLine:
-    return ProgressLine(None, 1, lambda text: None)
-
-
-def run(
-    inputs: list[Path], prefix: Path, options: EncodeOptions, workers: int = 1, block_bytes: int = 4096
-) -> PreprocessResult:
-    return preprocess(tuple(map(str, inputs)), str(prefix), options, workers, quiet(), block_bytes)
 
 
 def test_workers_start_as_blocks_arrive_and_write_ids_themselves(tmp_path: Path, choice: TokenizerChoice) -> None:
@@ -69,16 +43,9 @@ def test_ids_that_cannot_be_written_are_a_storage_error(tmp_path: Path, choice: 
             result.place([(str(tmp_path / "gone" / "out.bin"), 0)])
 
 
-def endless() -> Iterator[Block]:
-    """Blocks without end."""
-    data = b'{"text": "some text"}\n' * 1000
-    while True:
-        yield Block("<test>", 1, len(data), data, 0)
-
-
 def test_workers_say_what_is_wrong_with_the_tokenizer(tmp_path: Path) -> None:
     choice = write_vocabulary(tmp_path)
-    path = write_jsonl(tmp_path / "in.jsonl", ["a"])
+    path = write_numbered_lines(tmp_path / "in.jsonl", ["a"])
     missing = TokenizerChoice("GPT2BPETokenizer", "/nowhere/v.json", "/nowhere/m.txt")
     with pytest.raises(ConfigError, match=r"--vocab-file /nowhere/v\.json is not a file"):
         run([path], tmp_path / "out", EncodeOptions(missing), workers=2)

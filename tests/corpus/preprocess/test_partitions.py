@@ -21,19 +21,14 @@ from megatron.corpus.preprocess import run as preprocess_module
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
 from megatron.corpus.preprocess.run import PreprocessResult, preprocess
-from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice
+from tests.corpus.preprocess_runs import quiet
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
 needs_fork = pytest.mark.skipif(sys.platform != "linux", reason="the run to kill is forked")
-
-
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +54,6 @@ def options(choice: TokenizerChoice, tmp_path: Path) -> EncodeOptions:
         for number, text in enumerate(hard_documents(200)):
             stream.write(json.dumps({"a": text, "b": f"the {number}th"}) + "\n")
     return EncodeOptions(choice, keys=("a", "b"), append_eod=True)
-
-
-def quiet() -> ProgressLine:
-    return ProgressLine(None, 1, lambda text: None)
 
 
 def in_parts(folder: Path, options: EncodeOptions, count: int = 3, workers: int = 1) -> PreprocessResult:

@@ -13,24 +13,14 @@ from megatron.corpus.preprocess import provenance
 from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.provenance import SourceLog
 from megatron.corpus.preprocess.run import preprocess
-from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
 from megatron.data.formats.sidecar import SourceRecord, read_sidecar
 from megatron.errors import DataError
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.helpers.vocabulary import write_vocabulary
+from tests.corpus.preprocess_runs import quiet
 
 xxhash = pytest.importorskip("xxhash")
-
-
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
-
-
-def quiet() -> ProgressLine:
-    return ProgressLine(None, 1, lambda text: None)
 
 
 def test_counts_tokenizer_and_hashes_of_every_key(tmp_path: Path, choice: TokenizerChoice) -> None:

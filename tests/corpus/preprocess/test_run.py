@@ -3,50 +3,26 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.corpus.preprocess.encode import EncodeOptions
-from megatron.corpus.preprocess.run import PreprocessResult, preprocess
-from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.errors import DataError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.helpers.vocabulary import hard_documents, write_vocabulary
-
-
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
-
-
-def write_jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text, "n": index}) + "\n" for index, text in enumerate(texts)))
-    return path
-
-
-def quiet() -> ProgressLine:
-    return ProgressLine(None, 1, lambda text: None)
-
-
-def run(
-    inputs: list[Path], prefix: Path, options: EncodeOptions, workers: int = 1, block_bytes: int = 4096
-) -> PreprocessResult:
-    return preprocess(tuple(map(str, inputs)), str(prefix), options, workers, quiet(), block_bytes)
-
-
-def both(prefix: Path) -> tuple[bytes, bytes]:
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+from tests.corpus.preprocess_runs import pair_bytes, run, write_numbered_lines
+from tests.helpers.vocabulary import hard_documents
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
 def test_every_document_is_there_in_order(tmp_path: Path, choice: TokenizerChoice, append_eod: bool) -> None:
     texts = hard_documents(400)
     result = run(
-        [write_jsonl(tmp_path / "in.jsonl", texts)], tmp_path / "out", EncodeOptions(choice, append_eod=append_eod)
+        [write_numbered_lines(tmp_path / "in.jsonl", texts)],
+        tmp_path / "out",
+        EncodeOptions(choice, append_eod=append_eod),
     )
     tokenizer = build_tokenizer(choice)
     expected = [tokenizer.encode(text) + [tokenizer.eod_id] * append_eod for text in texts if text]
@@ -59,24 +35,24 @@ def test_every_document_is_there_in_order(tmp_path: Path, choice: TokenizerChoic
 
 def test_same_bytes_for_any_workers_blocks_and_compression(tmp_path: Path, choice: TokenizerChoice) -> None:
     texts = hard_documents(700)
-    plain = write_jsonl(tmp_path / "in.jsonl", texts)
-    first, second = write_jsonl(tmp_path / "1.jsonl", texts[:300]), tmp_path / "2.jsonl.gz"
-    second.write_bytes(gzip.compress(write_jsonl(tmp_path / "2.jsonl", texts[300:]).read_bytes()))
+    plain = write_numbered_lines(tmp_path / "in.jsonl", texts)
+    first, second = write_numbered_lines(tmp_path / "1.jsonl", texts[:300]), tmp_path / "2.jsonl.gz"
+    second.write_bytes(gzip.compress(write_numbered_lines(tmp_path / "2.jsonl", texts[300:]).read_bytes()))
     options = EncodeOptions(choice, append_eod=True)
     run([plain], tmp_path / "one", options)
-    expected = both(tmp_path / "one_text_document")
+    expected = pair_bytes(tmp_path / "one_text_document")
     for name, inputs, workers, block_bytes in (
         ("big", [plain], 1, 1 << 30),
         ("two", [plain], 2, 3000),
         ("three", [first, second], 3, 5000),
     ):
         run(inputs, tmp_path / name, options, workers, block_bytes)
-        assert both(tmp_path / f"{name}_text_document") == expected, name
+        assert pair_bytes(tmp_path / f"{name}_text_document") == expected, name
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_cached_layout_holds_the_same_documents(tmp_path: Path, choice: TokenizerChoice, workers: int) -> None:
-    path = write_jsonl(tmp_path / "in.jsonl", hard_documents(300))
+    path = write_numbered_lines(tmp_path / "in.jsonl", hard_documents(300))
     run([path], tmp_path / "mmap", EncodeOptions(choice, append_eod=True))
     run([path], tmp_path / "cached", EncodeOptions(choice, append_eod=True, is_cached=True), workers)
     mmap, cached = (IndexedDataset(tmp_path / f"{name}_text_document") for name in ("mmap", "cached"))
@@ -96,7 +72,7 @@ def test_several_keys_give_several_pairs(tmp_path: Path, choice: TokenizerChoice
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_line_is_named_and_nothing_is_published(tmp_path: Path, choice: TokenizerChoice, workers: int) -> None:
-    path = write_jsonl(tmp_path / "in.jsonl", ["some text"] * 500)
+    path = write_numbered_lines(tmp_path / "in.jsonl", ["some text"] * 500)
     start = path.stat().st_size
     with path.open("ab") as stream:
         stream.write(b'{"text": 5}\n{"text": "after"}\nnot json\n')
@@ -111,7 +87,7 @@ def test_a_bad_line_is_named_and_nothing_is_published(tmp_path: Path, choice: To
 def test_bad_lines_can_be_skipped_with_a_count(
     tmp_path: Path, choice: TokenizerChoice, workers: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_jsonl(tmp_path / "in.jsonl", ["some text"] * 500)
+    path = write_numbered_lines(tmp_path / "in.jsonl", ["some text"] * 500)
     with path.open("ab") as stream:
         stream.write(b'{"text": 5}\n{"text": "after"}\n' + b"\xff\n" * 300)
     result = run([path], tmp_path / "out", EncodeOptions(choice, skip_bad_lines=True), workers)
@@ -122,7 +98,7 @@ def test_bad_lines_can_be_skipped_with_a_count(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_line_numbers_start_again_in_each_file(tmp_path: Path, choice: TokenizerChoice, workers: int) -> None:
-    first = write_jsonl(tmp_path / "1.jsonl", ["some text"] * 300)
+    first = write_numbered_lines(tmp_path / "1.jsonl", ["some text"] * 300)
     second = tmp_path / "2.jsonl.gz"
     second.write_bytes(gzip.compress(first.read_bytes() + b"[]\n"))
     with pytest.raises(DataError, match=r"2\.jsonl\.gz:301: byte offset \d+: the line holds a JSON array"):

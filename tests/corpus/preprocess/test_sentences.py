@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -16,19 +15,14 @@ from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.merge import merge
 from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.preprocess.sentences import SentenceSplitter
-from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.errors import ConfigError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from tests.corpus.preprocess_runs import quiet, write_lines
+from tests.helpers.vocabulary import hard_documents
 
 TEXT = "Mr. Smith pays $3.50.  He says \u201cFine. I go.\u201d and goes!\nNext line.\n\nNew paragraph?\n"
-
-
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
 def test_sentences_without_and_with_the_whitespace_between_them() -> None:
@@ -140,13 +134,8 @@ def test_a_wrong_language_and_a_missing_library_are_named(monkeypatch: pytest.Mo
         SentenceSplitter()
 
 
-def write_lines(path: Path, texts: list[str]) -> str:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
-
-
 def run(path: str, prefix: Path, options: EncodeOptions, workers: int = 1, block_bytes: int = 4096) -> list[bytes]:
-    result = preprocess((path,), str(prefix), options, workers, ProgressLine(None, 1, lambda text: None), block_bytes)
+    result = preprocess((path,), str(prefix), options, workers, quiet(), block_bytes)
     assert result.prefixes == (f"{prefix}_text_sentence",)
     return [Path(f"{prefix}_text_sentence.{suffix}").read_bytes() for suffix in ("bin", "idx")]
 

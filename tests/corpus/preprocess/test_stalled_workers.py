@@ -20,14 +20,9 @@ from megatron.corpus.workers.pool import WorkerPool
 from megatron.corpus.workers.processes import WorkerError
 from megatron.corpus.workers.progress import ProgressLine
 from megatron.tokenizers.tokenizer import TokenizerChoice
-from tests.helpers.vocabulary import write_vocabulary
+from tests.corpus.preprocess_runs import quiet
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
-
-
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
 class Stopper(ProgressLine):
@@ -75,7 +70,7 @@ def test_a_stopped_worker_is_named_and_finishes_its_work_when_it_may(
     tmp_path: Path, choice: TokenizerChoice, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, options = inputs(tmp_path, is_streamed), EncodeOptions(choice)
-    preprocess(source, f"{tmp_path}/one", options, 1, ProgressLine(None, 1, lambda text: None))
+    preprocess(source, f"{tmp_path}/one", options, 1, quiet())
     stopper = Stopper(monkeypatch, signal.SIGCONT)
     preprocess(source, f"{tmp_path}/two", options, 2, stopper, 2 << 20)
     assert stopper.warnings[0].startswith(

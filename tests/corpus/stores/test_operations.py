@@ -17,41 +17,15 @@ import pytest
 
 from megatron.corpus.stores import operations as store
 from megatron.corpus.stores.operations import (
-    ImportOptions,
-    ImportResult,
     audit,
     fetch_samples,
-    import_files,
     time_fetches,
 )
-from megatron.corpus.stores.writers import open_writer
-from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_backend, open_store
 from megatron.errors import ConfigError, DataError, StorageError
+from tests.corpus.stores.imports import jsonl, problems_of, put, texts_of
 from tests.data.databases import Database, numbered
-
-
-def jsonl(path: Path, texts: list[Any], key: str = "text", **others: str) -> str:
-    path.write_text("".join(json.dumps({key: text, **others}) + "\n" for text in texts))
-    return str(path)
-
-
-def put(database: Database, collection: str, *paths: str, **options: Any) -> list[ImportResult]:
-    writer = open_writer(StoreAddress.of(database.base), collection, options.pop("takes_over", False))
-    progress = ProgressLine(None, 1, lambda text: None)
-    try:
-        return list(import_files(paths, writer, collection, ImportOptions(**options), progress))
-    finally:
-        writer.close()
-
-
-def texts_of(database: Database, *collections: str) -> list[str]:
-    return list(open_store(database.address(*collections)))
-
-
-def problems_of(database: Database, *names: str) -> dict[str, list[str]]:
-    return {found.name: found.problems for found in audit(open_backend(StoreAddress.of(database.base)), names)}
 
 
 def test_files_are_imported_in_order_and_once(database: Database, tmp_path: Path) -> None:

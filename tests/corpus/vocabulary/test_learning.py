@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from tokenizers import Tokenizer
 from megatron.corpus.vocabulary.learning import (
     byte_level_files,
     drawn_texts,
-    save_vocabulary,
     special_tokens,
     texts_of,
     train_byte_level,
@@ -21,27 +19,9 @@ from megatron.corpus.vocabulary.learning import (
 from megatron.corpus.vocabulary.unigram import train_unigram
 from megatron.corpus.vocabulary.wordpiece import train_wordpiece
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
-from tests.helpers.vocabulary import hard_documents
+from tests.corpus.vocabulary.learned import SOURCE, learned, load
 
-SOURCE = [Path(random.__file__).read_text(encoding="utf-8"), *hard_documents(100, seed=1)]
 SEED_ORDER = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>")
-
-
-def load(folder: Path, files: dict[str, bytes], kind: str, suffix: str) -> LibraryTokenizer:
-    save_vocabulary(str(folder / "v"), files)
-    path = str(folder / f"v{suffix}")
-    if suffix in (".model", "-tokenizer.json"):
-        return build_tokenizer(TokenizerChoice(kind, tokenizer_name_or_path=path))
-    return build_tokenizer(TokenizerChoice(kind, vocab_file=path, merge_file=str(folder / "v-merges.txt")))
-
-
-def learned(model_type: str, vocab_size: int = 900, special: tuple[str, ...] = ()) -> dict[str, bytes]:
-    if model_type == "unigram":
-        return train_unigram(SOURCE, vocab_size, special)
-    if model_type == "wordpiece":
-        return train_wordpiece(lambda: SOURCE, vocab_size, special=special, lower_case=True)
-    return byte_level_files(*train_byte_level(SOURCE, vocab_size, special=special), special)
 
 
 @pytest.mark.parametrize(

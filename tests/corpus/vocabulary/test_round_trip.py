@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
-from megatron.corpus.vocabulary.learning import (
-    byte_level_files,
-    save_vocabulary,
-    train_byte_level,
-)
 from megatron.corpus.vocabulary.round_trip import round_trip
-from megatron.corpus.vocabulary.unigram import train_unigram
-from megatron.corpus.vocabulary.wordpiece import train_wordpiece
-from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
+from tests.corpus.vocabulary.learned import learned, load
 from tests.helpers.vocabulary import hard_documents
-
-SOURCE = [Path(random.__file__).read_text(encoding="utf-8"), *hard_documents(100, seed=1)]
-
 
 WORLD = [
     "Pijamalı hasta yağız şoföre çabucak güvendi.",
@@ -27,22 +16,6 @@ WORLD = [
     "👩‍👩‍👧 👍🏽 🇹🇷",
     "a\r\n\tb  c\x00\u2028",
 ]
-
-
-def load(folder: Path, files: dict[str, bytes], kind: str, suffix: str) -> LibraryTokenizer:
-    save_vocabulary(str(folder / "v"), files)
-    path = str(folder / f"v{suffix}")
-    if suffix in (".model", "-tokenizer.json"):
-        return build_tokenizer(TokenizerChoice(kind, tokenizer_name_or_path=path))
-    return build_tokenizer(TokenizerChoice(kind, vocab_file=path, merge_file=str(folder / "v-merges.txt")))
-
-
-def learned(model_type: str, vocab_size: int = 900, special: tuple[str, ...] = ()) -> dict[str, bytes]:
-    if model_type == "unigram":
-        return train_unigram(SOURCE, vocab_size, special)
-    if model_type == "wordpiece":
-        return train_wordpiece(lambda: SOURCE, vocab_size, special=special, lower_case=True)
-    return byte_level_files(*train_byte_level(SOURCE, vocab_size, special=special), special)
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])

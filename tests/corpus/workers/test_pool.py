@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,44 +13,18 @@ import pytest
 from megatron.corpus.inputs.sources import Block
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions
 from megatron.corpus.preprocess.encode_work import EncodeWork
-from megatron.corpus.preprocess.run import PreprocessResult, preprocess
+from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.workers import pool as pool_module
 from megatron.corpus.workers import processes
 from megatron.corpus.workers.pool import WorkerPool
 from megatron.corpus.workers.processes import WorkerError
 from megatron.corpus.workers.progress import ProgressLine
 from megatron.tokenizers.tokenizer import TokenizerChoice
-from tests.helpers.vocabulary import write_vocabulary
-
-START_METHODS = ["spawn", "fork"] if sys.platform == "linux" else ["spawn"]
-
-
-@pytest.fixture(scope="module")
-def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
-    return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
-
-
-def write_jsonl(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text, "n": index}) + "\n" for index, text in enumerate(texts)))
-    return path
-
-
-def quiet() -> ProgressLine:
-    return ProgressLine(None, 1, lambda text: None)
-
-
-def run(
-    inputs: list[Path], prefix: Path, options: EncodeOptions, workers: int = 1, block_bytes: int = 4096
-) -> PreprocessResult:
-    return preprocess(tuple(map(str, inputs)), str(prefix), options, workers, quiet(), block_bytes)
-
-
-def both(prefix: Path) -> tuple[bytes, bytes]:
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+from tests.corpus.preprocess_runs import START_METHODS, endless, pair_bytes, run, write_numbered_lines
 
 
 def test_a_killed_worker_is_named_at_once(tmp_path: Path, choice: TokenizerChoice) -> None:
-    path = write_jsonl(tmp_path / "in.jsonl", ["some text " * 200] * 20_000)
+    path = write_numbered_lines(tmp_path / "in.jsonl", ["some text " * 200] * 20_000)
     killed: list[tuple[int, float]] = []
 
     class Killer(ProgressLine):
@@ -121,19 +93,12 @@ def test_no_more_workers_than_cores_or_blocks(
 
     monkeypatch.setattr(pool_module, "WorkerPool", Watched)
     monkeypatch.setattr(pool_module, "usable_cores", lambda: 3)
-    path = write_jsonl(tmp_path / "in.jsonl", ["some text"] * 100)
+    path = write_numbered_lines(tmp_path / "in.jsonl", ["some text"] * 100)
     run([path], tmp_path / "one", EncodeOptions(choice), 8, 1 << 20)
     assert asked == []
     run([path], tmp_path / "many", EncodeOptions(choice), 8, 1000)
-    assert asked == [3] and both(tmp_path / "one_text_document") == both(tmp_path / "many_text_document")
+    assert asked == [3] and pair_bytes(tmp_path / "one_text_document") == pair_bytes(tmp_path / "many_text_document")
     assert processes.usable_cores() >= 1 and processes.start_method() in ("fork", "spawn")
-
-
-def endless() -> Iterator[Block]:
-    """Blocks without end."""
-    data = b'{"text": "some text"}\n' * 1000
-    while True:
-        yield Block("<test>", 1, len(data), data, 0)
 
 
 def test_large_blocks_through_the_pipes_do_not_lock_up(choice: TokenizerChoice) -> None:

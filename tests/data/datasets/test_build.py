@@ -4,36 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.config import DataConfig
 from megatron.data.datasets import build as split_datasets
-from megatron.data.datasets.build import build_split_datasets, describe
+from megatron.data.datasets.build import describe
 from megatron.data.order.plan import DataPlan, segment_seed
 from megatron.errors import ConfigError, DataError, StorageError
 from tests.data.corpora import GOLDEN_LENGTHS, write_corpus
-
-SEQUENCE_LENGTH = 8
-
-
-def build(data: DataConfig, samples=(9, 0, 0), plan=None, seed=1234, sequence_length=SEQUENCE_LENGTH, **options):
-    return build_split_datasets(data, sequence_length, seed, samples, plan, **options)
-
-
-def config(*path: str, split: str = "1,0,0", **flags) -> DataConfig:
-    return DataConfig(seq_length=8, data_path=path, split=split, **flags)
-
-
-def rows_of(dataset, first: int = 0, last: int | None = None) -> list[list[int]]:
-    return [dataset[sample].tolist() for sample in range(first, len(dataset) if last is None else last)]
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> str:
-    return write_corpus(tmp_path / "corpus", GOLDEN_LENGTHS)
+from tests.data.datasets.token_datasets import SEQUENCE_LENGTH, build, config, rows_of
 
 
 def test_a_split_gives_three_disjoint_ranges(tmp_path):

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from megatron.config.sections.data import DataConfig
-from megatron.data.datasets.build import build_split_datasets
 from megatron.data.datasets.gpt import GPTDataset
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.order.index_map import Indices
 from megatron.errors import DataError
 from tests.data.corpora import GOLDEN_LENGTHS, write_corpus
-
-SEQUENCE_LENGTH = 8
-
-
-def build(data: DataConfig, samples=(9, 0, 0), plan=None, seed=1234, sequence_length=SEQUENCE_LENGTH, **options):
-    return build_split_datasets(data, sequence_length, seed, samples, plan, **options)
-
-
-def config(*path: str, split: str = "1,0,0", **flags) -> DataConfig:
-    return DataConfig(seq_length=8, data_path=path, split=split, **flags)
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> str:
-    return write_corpus(tmp_path / "corpus", GOLDEN_LENGTHS)
+from tests.data.datasets.token_datasets import build, config
 
 
 def test_samples_follow_the_golden_order(corpus):

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import resource
-
-import pytest
-
 from megatron.data.datasets.build import build_split_datasets, describe
 from tests.config.command_lines import small
 from tests.data.corpora import write_corpus
-
-SOURCES = 300
-
-
-@pytest.fixture
-def few_open_files():
-    """A limit below what the sources take."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, SOURCES), hard))
-    yield hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+from tests.data.datasets.token_datasets import MANY_SOURCES
 
 
 def test_three_hundred_sources_named_in_files(tmp_path, few_open_files):
     write_corpus(tmp_path / "part", [11, 5, 17] * 40)
     prefixes = []
-    for number in range(SOURCES):
+    for number in range(MANY_SOURCES):
         for suffix in (".bin", ".idx"):
             (tmp_path / f"part{number}{suffix}").symlink_to(tmp_path / f"part{suffix}")
         prefixes.append(str(tmp_path / f"part{number}"))
@@ -36,8 +22,8 @@ def test_three_hundred_sources_named_in_files(tmp_path, few_open_files):
     data = small(flags, drop="--data-path").data
     datasets, plan = build_split_datasets(data, 8, 1234, (900, 300, 0))
     taken = [datasets.train.source_of(sample) for sample in range(900)]
-    assert [taken.count(number) for number in range(SOURCES)] == [2, 4] * (SOURCES // 2)
+    assert [taken.count(number) for number in range(MANY_SOURCES)] == [2, 4] * (MANY_SOURCES // 2)
     assert len({tuple(datasets.train[sample]) for sample in range(900)}) == 4
     lines = describe(datasets, plan)
-    assert len(lines) == 2 * SOURCES
+    assert len(lines) == 2 * MANY_SOURCES
     assert f"train: {prefixes[299]} [0, 108): 4 samples (0.44%, asked 0.44%), 0.03 epochs of 1,188 tokens" in lines

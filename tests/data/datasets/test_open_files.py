@@ -7,22 +7,12 @@ import resource
 import pytest
 
 from megatron.data.datasets.open_files import allow_open_files
-
-SOURCES = 300
-
-
-@pytest.fixture
-def few_open_files():
-    """A limit below what the sources take."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, SOURCES), hard))
-    yield hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+from tests.data.datasets.token_datasets import MANY_SOURCES
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_may(few_open_files, capsys):
     allow_open_files(10)
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(SOURCES, few_open_files)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(MANY_SOURCES, few_open_files)
     if few_open_files == resource.RLIM_INFINITY:
         pytest.skip("this system sets no limit")
     allow_open_files(few_open_files + 1)

@@ -15,31 +15,9 @@ from megatron.data.formats import indexed, token_index
 from megatron.data.formats.indexed import IndexedDataset, IndexedWriter, width_for
 from megatron.errors import DataError, StorageError
 from tests.data.corpora import write_corpus
+from tests.data.formats.golden_pairs import GOLDEN_BIN, GOLDEN_CACHED_IDX, GOLDEN_IDX, altered, store
 
-GOLDEN_IDX = bytes.fromhex(
-    "4d4d49444944580000010000000000000008030000000000000003000000000000000300000002000000040000000000000000000000"
-    "06000000000000000a00000000000000000000000000000002000000000000000300000000000000"
-)
-GOLDEN_BIN = bytes.fromhex("010002000300040005000600070008000900")
-GOLDEN_CACHED_IDX = bytes.fromhex(
-    "544e54494458000001000000000000000400000000000000040000000000000003000000000000000300000000000000030000000000"
-    "000000000000000000000100000000000000020000000000000003000000000000000000000000000000030000000000000005000000"
-    "000000000900000000000000030000000000000002000000000000000400000000000000000000000000000002000000000000000300"
-    "000000000000"
-)
 FIXTURE = Path(__file__).parents[4] / "shared/data/megatron_fixture/meg-gpt2-openwebtext_text_document"
-
-
-def store(folder: Path, idx: bytes, tokens: bytes) -> str:
-    (folder / "pair.idx").write_bytes(idx)
-    (folder / "pair.bin").write_bytes(tokens)
-    return str(folder / "pair")
-
-
-def altered(offset: int, layout: str, value: int, idx: bytes = GOLDEN_IDX) -> bytes:
-    data = bytearray(idx)
-    struct.pack_into(layout, data, offset, value)
-    return bytes(data)
 
 
 def test_writer_gives_the_golden_bytes(tmp_path):

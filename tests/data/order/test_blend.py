@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
 
-from megatron.data.order import blend, index_map
+from megatron.data.order import blend
 from megatron.data.order.blend import blend_order
-
-
-@pytest.fixture(params=["compiled", "numpy"])
-def builder(request, monkeypatch):
-    """Runs a test with the compiled builder (skipping where it was not built) and without."""
-    if request.param == "numpy":
-        for module in (index_map, blend):
-            monkeypatch.setattr(module, "compiled_builder", lambda: None)
-    elif index_map.compiled_builder() is None:
-        pytest.skip("the compiled index builder is not built here")
-    return request.param
-
-
-def md5(array: np.ndarray) -> str:
-    return hashlib.md5(array.tobytes()).hexdigest()
+from tests.data.order.digests import md5
 
 
 def test_golden_blends(builder):

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
 
-from megatron.data.order import blend, index_map
+from megatron.data.order import index_map
 from megatron.data.order.index_map import build_indices, plan_epochs, sample_index
 from megatron.errors import DataError
 from tests.data.corpora import GOLDEN_LENGTHS
+from tests.data.order.digests import md5
 
 LENGTHS = np.array(GOLDEN_LENGTHS, np.int32)
 ONE_EPOCH_DOCUMENTS = [7, 2, 9, 1, 0, 8, 4, 5, 6, 3]
 ONE_EPOCH_ROWS = [(0, 0), (2, 1), (2, 9), (3, 6), (5, 0), (6, 0), (8, 0), (8, 8), (8, 16), (9, 4)]
 TWO_EPOCH_ROWS = [(10, 0), (11, 4), (12, 0), (13, 7), (14, 6), (15, 7), (17, 2), (18, 7), (18, 15), (19, 3)]
-
-
-@pytest.fixture(params=["compiled", "numpy"])
-def builder(request, monkeypatch):
-    """Runs a test with the compiled builder (skipping where it was not built) and without."""
-    if request.param == "numpy":
-        for module in (index_map, blend):
-            monkeypatch.setattr(module, "compiled_builder", lambda: None)
-    elif index_map.compiled_builder() is None:
-        pytest.skip("the compiled index builder is not built here")
-    return request.param
-
-
-def md5(array: np.ndarray) -> str:
-    return hashlib.md5(array.tobytes()).hexdigest()
 
 
 def test_golden_one_epoch(builder):

@@ -11,16 +11,7 @@ import pytest
 from megatron.data.stores.address import StoreAddress, is_store_address
 from megatron.data.stores.document_store import open_store
 from megatron.errors import ConfigError
-from tests.data.databases import Database, numbered
-
-WEB = [f"web {number} ğüşİ 🙂\n" for number in range(40)]
-
-
-NEWS = ["", "news 1", "한국어"]
-
-
-def both(database: Database, **options: Any) -> None:
-    database.write({"web": numbered(WEB), "news": numbered(NEWS)}, **options)
+from tests.data.databases import NEWS, WEB, Database, write_web_and_news
 
 
 def test_addresses(tmp_path: Path) -> None:
@@ -62,7 +53,7 @@ def test_addresses(tmp_path: Path) -> None:
 
 
 def test_a_configuration_file_may_name_a_sqlite_file(sqlite_database: Database, tmp_path: Path) -> None:
-    both(sqlite_database)
+    write_web_and_news(sqlite_database)
     path = tmp_path / "db.json"
     path.write_text(json.dumps({"MONGO_CONNECTION_STRING": sqlite_database.base, "COLLECTIONS": ["news", "web"]}))
     assert list(open_store(str(path))) == NEWS + WEB

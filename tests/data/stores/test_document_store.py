@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from typing import Any
 
 import pytest
 
 from megatron.data.stores.document_store import DocumentStore, open_store
 from megatron.errors import DataError
-from tests.data.databases import Database, numbered
-
-WEB = [f"web {number} ğüşİ 🙂\n" for number in range(40)]
-NEWS = ["", "news 1", "한국어"]
-
-
-def both(database: Database, **options: Any) -> None:
-    database.write({"web": numbered(WEB), "news": numbered(NEWS)}, **options)
+from tests.data.databases import NEWS, WEB, Database, numbered, write_web_and_news
 
 
 @pytest.mark.parametrize("counted", [None, {"web": 40, "news": 3}])
 def test_collections_share_one_index_space(database: Database, counted: dict[str, int] | None) -> None:
-    both(database, counted=counted)
+    write_web_and_news(database, counted=counted)
     store = open_store(database.address("web", "news"))
     assert [(one.name, one.first, one.last, len(one)) for one in store.collections] == [
         ("web", 0, 40, 40),
@@ -39,7 +31,7 @@ def test_collections_share_one_index_space(database: Database, counted: dict[str
 
 
 def test_without_names_all_collections_are_taken_in_the_order_of_meta_info(database: Database) -> None:
-    both(database, counted={"news": 3, "web": 40})
+    write_web_and_news(database, counted={"news": 3, "web": 40})
     assert [one.name for one in open_store(database.base).collections] == ["news", "web"]
 
 
@@ -53,7 +45,7 @@ def test_another_column_and_the_plain_one(database: Database) -> None:
 
 @pytest.mark.parametrize("number", [-44, 43, 10**20])
 def test_a_number_outside_is_named(database: Database, number: int) -> None:
-    both(database)
+    write_web_and_news(database)
     store = open_store(database.base)
     with pytest.raises(DataError, match=rf"there is no document {number};"):
         store[number]
@@ -81,7 +73,7 @@ def test_a_hole_and_a_duplicate_are_named(database: Database) -> None:
 
 
 def test_what_meta_info_says_is_compared(database: Database, capsys: pytest.CaptureFixture[str]) -> None:
-    both(database, counted={"web": 30, "news": 4})
+    write_web_and_news(database, counted={"web": 30, "news": 4})
     store = open_store(database.address("web"))
     assert len(store) == 30
     assert "'web' holds documents up to idx 39, but meta_info counts 30" in capsys.readouterr().err
@@ -96,7 +88,7 @@ def test_documents_that_begin_with_another_number(database: Database) -> None:
 
 
 def test_a_collection_without_an_index_is_refused(database: Database) -> None:
-    both(database, index=None)
+    write_web_and_news(database, index=None)
     with pytest.raises(DataError, match=r"collection 'web' has no index on idx.*CREATE UNIQUE INDEX"):
         open_store(database.address("web"))
 
@@ -104,7 +96,7 @@ def test_a_collection_without_an_index_is_refused(database: Database) -> None:
 def test_missing_collections_name_those_there_are(database: Database) -> None:
     with pytest.raises(DataError, match="there is no"):
         open_store(database.base)
-    both(database)
+    write_web_and_news(database)
     with pytest.raises(DataError, match=r"there is no collection 'wbe'; it has ('web', 'news'|'news', 'web')\."):
         open_store(database.address("wbe"))
 
@@ -127,7 +119,7 @@ def test_a_document_without_text_is_named(database: Database) -> None:
 
 
 def test_a_fingerprint_follows_what_the_store_holds(database: Database) -> None:
-    both(database)
+    write_web_and_news(database)
     store = open_store(database.address("web", "news"))
     assert store.fingerprint() == open_store(database.address("web", "news")).fingerprint()
     assert (
@@ -136,7 +128,7 @@ def test_a_fingerprint_follows_what_the_store_holds(database: Database) -> None:
 
 
 def test_threads_read_at_once(database: Database) -> None:
-    both(database)
+    write_web_and_news(database)
     store = open_store(database.address("web", "news"))
     wrong = []
 
@@ -154,7 +146,7 @@ def test_threads_read_at_once(database: Database) -> None:
 
 
 def test_a_forked_process_reads_with_a_connection_of_its_own(sqlite_database: Database) -> None:
-    both(sqlite_database)
+    write_web_and_news(sqlite_database)
     store = open_store(sqlite_database.address("web"))
     assert store[3] == WEB[3]
     context = multiprocessing.get_context("fork")
@@ -173,7 +165,7 @@ def test_many_documents_are_iterated_in_order(sqlite_database: Database) -> None
 
 
 def test_a_store_travels_to_another_process(database: Database) -> None:
-    both(database)
+    write_web_and_news(database)
     store = open_store(database.address("web"))
     rebuild, kind, state = store._backend.__reduce_ex__(2)[:3]  # what a spawned process is sent
     copy = rebuild(*kind)

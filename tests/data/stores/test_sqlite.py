@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.data.stores import sqlite as sqlite_store
 from megatron.data.stores.document_store import open_store
 from megatron.errors import DataError, StorageError
-from tests.data.databases import Database, new_database, numbered
-
-WEB = [f"web {number} ğüşİ 🙂\n" for number in range(40)]
-
-
-NEWS = ["", "news 1", "한국어"]
-
-
-def both(database: Database, **options: Any) -> None:
-    database.write({"web": numbered(WEB), "news": numbered(NEWS)}, **options)
+from tests.data.databases import WEB, Database, new_database, numbered, write_web_and_news
 
 
 def test_plain_tables_are_numbered_by_their_rows(tmp_path: Path) -> None:
@@ -44,7 +34,7 @@ def test_plain_tables_are_numbered_by_their_rows(tmp_path: Path) -> None:
 def test_a_sqlite_file_is_neither_made_nor_changed(tmp_path: Path, sqlite_database: Database) -> None:
     with pytest.raises(DataError, match=r"absent\.db: there is no such SQLite file\. Check the path"):
         open_store(f"sqlite:///{tmp_path}/absent.db")
-    both(sqlite_database)
+    write_web_and_news(sqlite_database)
     with pytest.raises(DataError, match=r"There is /.*store\.db: write four slashes"):
         open_store(f"sqlite://{sqlite_database.path}")
     assert [path.name for path in tmp_path.iterdir()] == ["store.db"]
@@ -81,7 +71,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 
 
 def test_a_locked_file_is_said_so(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    both(sqlite_database)
+    write_web_and_news(sqlite_database)
     writer = sqlite3.connect(sqlite_database.path, isolation_level=None)
     writer.execute("BEGIN EXCLUSIVE")
     monkeypatch.setattr(sqlite_store.SqliteCollections.__init__, "__defaults__", (0.05,))

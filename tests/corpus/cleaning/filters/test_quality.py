@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from megatron.corpus.cleaning.filters.quality import GopherQuality
-from tests.corpus.cleaning.texts import random_text, vocabulary
-
-PROSE = random_text(random.Random(1), vocabulary(2000, seed=2), 120) + " and that is the end of it, to be sure."
+from tests.corpus.cleaning.texts import PROSE
 
 
 @pytest.mark.parametrize(

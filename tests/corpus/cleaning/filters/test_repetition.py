@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
 import pytest
@@ -11,12 +10,9 @@ from hypothesis import strategies as st
 
 from megatron.corpus.cleaning.documents.words import WordSplitter
 from megatron.corpus.cleaning.filters.repetition import GopherRepetition, _shares_of_runs
-from tests.corpus.cleaning.texts import random_text, vocabulary
+from tests.corpus.cleaning.texts import PROSE
 
 SPLITTER = WordSplitter()
-
-
-PROSE = random_text(random.Random(1), vocabulary(2000, seed=2), 120) + " and that is the end of it, to be sure."
 
 
 @pytest.mark.parametrize(
