@@ -32,6 +32,7 @@ SHELL_FILES = (
     "examples/environment.sh",
     "tests/run.sh",
     "tests/check.sh",
+    "tests/other_pythons.sh",
     ".ci/run",
 )
 
