@@ -31,6 +31,7 @@ SHELL_FILES = (
     "examples/environment.sh",
     "tests/run.sh",
     "tests/check.sh",
+    "tests/other_pythons.sh",
     ".ci/run",
 )
 
