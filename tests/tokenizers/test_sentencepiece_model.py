@@ -31,7 +31,7 @@ def load(path: Path, kind: str = "GPTSentencePieceTokenizer", known_library: str
         {"remove_extra_whitespaces": False},
     ],
 )
-def test_other_models_are_not_cut(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_other_models_are_not_split(tmp_path: Path, options: dict[str, Any]) -> None:
     assert not load(write_model(tmp_path, **options)).is_cut_by_blanks
 
 

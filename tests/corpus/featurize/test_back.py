@@ -68,7 +68,7 @@ def small(**changed: Any) -> WindowOptions:
     return WindowOptions(**{"min_sequence_length": 8, "max_sequence_length": 32, "stride": 16, **changed})
 
 
-def test_windows_of_other_tools_become_a_document_each(tmp_path: Path) -> None:
+def test_each_window_of_other_tools_becomes_a_document(tmp_path: Path) -> None:
     path = str(tmp_path / "x.parquet")
     columns = {"input_ids": [[5, 6, 0], [9, 0, 0]], "attention_mask": [[0, 1, 1], [0, 0, 0]], "labels": [[5, 6, 0]] * 2}
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
@@ -93,7 +93,7 @@ def shards(tmp_path: Path) -> tuple[str, ...]:
     return featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(num_shards=3), 1).shards
 
 
-def test_windows_that_do_not_fit_together_are_refused(tmp_path: Path, shards: tuple[str, ...]) -> None:
+def test_incompatible_windows_are_rejected(tmp_path: Path, shards: tuple[str, ...]) -> None:
     out = f"{tmp_path}/out"
     with pytest.raises(DataError, match=r"w-00001-of-00003: row 0 does not follow the window before it"):
         windows_to_tokens(shards[1:], out)

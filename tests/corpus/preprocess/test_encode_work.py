@@ -76,7 +76,7 @@ def endless() -> Iterator[Block]:
         yield Block("<test>", 1, len(data), data, 0)
 
 
-def test_workers_say_what_is_wrong_with_the_tokenizer(tmp_path: Path) -> None:
+def test_workers_report_what_is_wrong_with_the_tokenizer(tmp_path: Path) -> None:
     choice = write_vocabulary(tmp_path)
     path = write_jsonl(tmp_path / "in.jsonl", ["a"])
     missing = TokenizerChoice("GPT2BPETokenizer", "/nowhere/v.json", "/nowhere/m.txt")

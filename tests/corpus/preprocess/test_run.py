@@ -43,7 +43,7 @@ def both(prefix: Path) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
-def test_every_document_is_there_in_order(tmp_path: Path, choice: TokenizerChoice, append_eod: bool) -> None:
+def test_every_document_is_present_in_order(tmp_path: Path, choice: TokenizerChoice, append_eod: bool) -> None:
     texts = hard_documents(400)
     result = run(
         [write_jsonl(tmp_path / "in.jsonl", texts)], tmp_path / "out", EncodeOptions(choice, append_eod=append_eod)

@@ -34,7 +34,7 @@ def corpus(tmp_path: Path) -> str:
     return write_corpus(tmp_path / "corpus", GOLDEN_LENGTHS)
 
 
-def test_the_fingerprint_tells_files_apart(tmp_path, corpus):
+def test_the_fingerprint_distinguishes_files(tmp_path, corpus):
     other = write_corpus(tmp_path / "other", list(reversed(GOLDEN_LENGTHS)))
     facts = data_fingerprint(config("1", corpus, "1", other))
     assert facts[corpus]["tokens"] == 80 and facts[corpus]["sequences"] == 10 and facts[corpus]["dtype"] == "int32"
