@@ -165,11 +165,11 @@ class CleanFlags(TokenizerFileFlags):
             self.decontaminate,
             run=self.ngram,
             shortest_run=self.min_ngram,
-            most_occurrences=self.ngram_occurrences,
+            maximum_occurrences=self.ngram_occurrences,
             drops=self.decontaminate_mode == "drop",
             margin=self.margin_characters,
             shortest_piece=self.min_piece_characters,
-            most_pieces=self.max_pieces,
+            maximum_pieces=self.max_pieces,
         )
         return CleanOptions(
             key=self.json_key,
@@ -189,14 +189,14 @@ class CleanFlags(TokenizerFileFlags):
                 TokenizerChoice.of(self) if self.tokenizer_type is not None else None,
             ),
             gopher_quality=self.gopher_quality,
-            least_stop_words=self.gopher_stop_words,
+            minimum_stop_words=self.gopher_stop_words,
             gopher_repetition=self.gopher_repetition,
             contamination=contamination if self.decontaminate else None,
             exact_duplicates=self.exact_duplicates,
             near=near if self.near_duplicates else None,
             skip_bad_lines=self.on_bad_line == "skip",
             keep_originals=self.dropped is not None,
-            most_examples=self.examples,
+            maximum_examples=self.examples,
         )
 
 

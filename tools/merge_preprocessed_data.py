@@ -59,7 +59,7 @@ def _merge_distributed(flags: MergeFlags) -> int:
     from megatron.corpus.preprocess.merge import merge
     from megatron.corpus.workers.ranks import JobRanks
     from megatron.parallel.joining import close_mesh, open_mesh
-    from megatron.parallel.messages import gather_json
+    from megatron.parallel.messages import all_gather_json
 
     mesh = open_mesh(
         ParallelRequest(
@@ -68,7 +68,7 @@ def _merge_distributed(flags: MergeFlags) -> int:
             local_rank=flags.local_rank,
         )
     )
-    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
+    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: all_gather_json(value, mesh.world))
     plan = merge(flags.datasets, flags.output_prefix, ranks)
     log.info(_summary(flags, plan.documents, plan.sequences, plan.tokens, plan.bin_bytes))
     close_mesh(mesh)

@@ -110,7 +110,7 @@ def main() -> int:
         log.warning("--torch-backend mpi: the ranks started by mpirun communicate over gloo.")
     from megatron.corpus.workers.ranks import JobRanks
     from megatron.parallel.joining import close_mesh, open_mesh
-    from megatron.parallel.messages import gather_json
+    from megatron.parallel.messages import all_gather_json
 
     log.interrupt_on_sigterm()
     mesh = open_mesh(
@@ -120,7 +120,7 @@ def main() -> int:
             local_rank=flags.local_rank,
         )
     )
-    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
+    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: all_gather_json(value, mesh.world))
     _preprocess(flags, ranks)
     close_mesh(mesh)
     return 0

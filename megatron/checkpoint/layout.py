@@ -19,7 +19,7 @@ _STAND_IN: dict[Kind, Kind] = {"weight": "master", "master": "weight"}
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece that lies in a file: `file` is its number in the manifest, `begin_bytes` its place in that file."""
+    """A piece in a file: `file` is the file's number in the manifest, `begin_bytes` the offset in it."""
 
     key: PieceKey
     dtype: str
@@ -29,7 +29,7 @@ class StoredPiece:
 
     @property
     def end_bytes(self) -> int:
-        """The first byte behind the piece."""
+        """The first byte after the piece."""
         return self.begin_bytes + self.key.numel * self.item_bytes
 
 
@@ -72,7 +72,7 @@ def plan_piece(wanted: PieceKey, catalogue: Catalogue) -> list[tuple[StoredPiece
     The stored shape may differ from the wanted one by merged dimensions, as in checkpoints of earlier programs.
 
     Raises:
-        CheckpointError: the tensor is not stored, has another shape, or some element is stored never or twice.
+        CheckpointError: the tensor is not stored, has another shape, or some element is not stored, or stored twice.
     """
     kind = catalogue.served_kind(wanted.name, wanted.kind)
     shape = catalogue.shape(wanted.name)
@@ -121,7 +121,7 @@ def whole(name: str, kind: Kind, shape: tuple[int, ...]) -> PieceKey:
 
 
 def key_problem(key: PieceKey) -> str | None:
-    """Why a piece's numbers make no sense, or None when they do: the box lies in the tensor, the range in the box."""
+    """What is wrong with the numbers of a piece, or None: the box must lie in the tensor, the range in the box."""
     if not len(key.shape) == len(key.start) == len(key.stop):
         return "shape, start and stop have different lengths"
     for size, start, stop in zip(key.shape, key.start, key.stop, strict=True):
@@ -215,5 +215,5 @@ def _box_text(start: tuple[int, ...], stop: tuple[int, ...]) -> str:
 
 
 def as_kind(text: object) -> Kind | None:
-    """The text as a kind, or None when it is not one."""
+    """The text as a kind, or None if it is not one."""
     return next((kind for kind in KINDS if kind == text), None)

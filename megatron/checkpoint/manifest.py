@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.checkpoint.layout import KINDS, StoredPiece, as_kind, key_problem
-from megatron.checkpoint.storage import Storage, opened, read_exactly
+from megatron.checkpoint.storage import Storage, opened, read_range
 from megatron.errors import CheckpointError, DamagedError, StorageError
 from megatron.parallel.pieces import PieceKey
 
@@ -54,7 +54,7 @@ _SEAL_BYTES = len(b'"digest": "') + 64 + len(b'"\n}\n')
 _FILE_NAME = re.compile(r"pieces_[0-9]{5,7}\.safetensors\Z")
 _FOLDER_NAME = re.compile(r"(?:iter_([0-9]{7,18})|\.old-iter_([0-9]{7,18})-[0-9a-f]+)\Z")
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
-# Errors of the operating system that are about this process, not about the file: an older checkpoint would not help.
+# Errors of the operating system that concern this process, not the file: an older checkpoint would not help.
 _NOT_THE_FILE = ("EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM")
 
 
@@ -141,7 +141,7 @@ def read_manifest(folder: Path, storage: Storage | None = None, known: Manifest 
         known: a manifest parsed before; returned instead of parsing the text again if it has the text's digest.
 
     Raises:
-        DamagedError: it is missing, changed, or says impossible things.
+        DamagedError: it is missing, was changed, or contains impossible values.
         CheckpointError: it was written in another format version.
         StorageError: the system refused for a reason that has nothing to do with the file.
     """
@@ -184,7 +184,7 @@ def file_name(rank: int) -> str:
 
 
 def unreadable(path: Path, failure: OSError) -> CheckpointError | StorageError:
-    """The error for a file that the system did not let us read: damage, or a trouble of this process."""
+    """The error for a file that the system did not let us read: damage, or a problem of this process."""
     if failure.errno is not None and _errno_name(failure.errno) in _NOT_THE_FILE:
         return StorageError(
             f"cannot read {path}: {failure.strerror} ({_errno_name(failure.errno)}). "
@@ -206,7 +206,7 @@ def _read_whole(storage: Storage, path: Path) -> bytes:
                     "Use another checkpoint."
                 )
             content = bytearray(size_bytes)
-            read_exactly(storage, handle, memoryview(content), 0)
+            read_range(storage, handle, memoryview(content), 0)
             return bytes(content)
     except OSError as failure:
         raise unreadable(path, failure) from failure
@@ -234,7 +234,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as failure:
         raise DamagedError(f"{path} is not a manifest: {failure}. Use another checkpoint.") from failure
-    return values  # an object for certain: the text ends with the brace that the seal has
+    return values  # certainly an object: the text ends with the brace of the seal
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -312,7 +312,7 @@ class _Parser:
             self._refuse(f"a piece of tensor {name}: {problem}")
         piece = StoredPiece(key, dtype, ITEM_BYTES[dtype], row[7], begin)
         if piece.end_bytes > file.size_bytes:
-            self._refuse(f"a piece of tensor {name} ends at byte {piece.end_bytes} of {file.name}, behind its end")
+            self._refuse(f"a piece of tensor {name} ends at byte {piece.end_bytes} of {file.name}, beyond its end")
         return piece
 
     def _rows(self, name: str, width: int) -> list[list[Any]]:
@@ -324,7 +324,7 @@ class _Parser:
     def _entry(self, table: Any, number: Any) -> Any:
         place = self._number(number, "an index")
         if not isinstance(table, list | tuple) or place >= len(table):
-            self._refuse(f"index {place} points behind its table")
+            self._refuse(f"index {place} points beyond its table")
         return table[place]
 
     def _numbers(self, values: Any, what: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Finds the checkpoint to go on from: the newest that verifies, never a silent fresh start."""
+"""Finds the checkpoint to continue from: the newest that verifies, never a silent fresh start."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
     """The checkpoint folders in a directory, newest first; none when it is absent or holds nothing of the kind.
 
     A directory that is a checkpoint folder itself is its own only candidate. The file
-    `latest_checkpointed_iteration.txt` is not asked.
+    `latest_checkpointed_iteration.txt` is not consulted.
 
     Raises:
         CheckpointError: there is no checkpoint folder, but something that looks like another program's checkpoint.
@@ -84,7 +84,7 @@ def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
         )
     if any(name.startswith(TEMPORARY_PREFIX) for name in names):
         log.warning(
-            f"{directory} holds an unfinished first save and nothing else: there is no checkpoint to go on from"
+            f"{directory} holds an unfinished first save and nothing else: there is no checkpoint to continue from"
         )
     return []
 
@@ -165,7 +165,7 @@ def _newest(directory: Path, attempt: Callable[[Path], Found], mesh: ParallelMes
 
 def _compare_with_hint(directory: Path, path: Path, skipped: list[str]) -> None:
     if skipped:
-        log.warning(f"going on from {path}, which is older than {len(skipped)} damaged checkpoint(s)")
+        log.warning(f"continuing from {path}, which is older than {len(skipped)} damaged checkpoint(s)")
     try:
         hint = (directory / HINT_NAME).read_text(errors="replace")[:40].strip()
     except OSError:

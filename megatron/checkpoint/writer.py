@@ -17,7 +17,7 @@ import torch
 from megatron.checkpoint.layout import StoredPiece
 from megatron.checkpoint.manifest import FORMAT, FORMAT_VERSION, ITEM_BYTES, StoredFile
 from megatron.checkpoint.snapshot import Snapshot, piece_name
-from megatron.checkpoint.storage import Storage, cannot_write, write_all
+from megatron.checkpoint.storage import Storage, append, cannot_write
 from megatron.parallel.pieces import PieceKey
 
 # Shorter buffers are hashed at once; for longer ones threads hash while this one writes (hashing releases the GIL).
@@ -79,7 +79,7 @@ def _write_tensor(file: _HashingFile, tensor: torch.Tensor, item_bytes: int) -> 
     while done < flat.numel():
         room = max(1, file.room_bytes() // item_bytes)
         part = flat[done : done + room].to("cpu")
-        if part.stride(0) != 1:  # also a single element can have another stride, and then has no view as bytes
+        if part.stride(0) != 1:  # even a single element can have another stride, and then it has no view as bytes
             part = torch.empty(part.shape, dtype=part.dtype).copy_(part)
         file.write(part.view(torch.uint8).numpy().data)
         done += part.numel()
@@ -129,14 +129,14 @@ class _HashingFile:
         if len(part) < _WORTH_A_THREAD_BYTES:
             self._whole.update(part)
             self._chunk.update(part)
-            write_all(self._storage, self._handle, part)
+            append(self._storage, self._handle, part)
             return
         work: list[Future[None]] = [
             self._threads.submit(self._whole.update, part),
             self._threads.submit(self._chunk.update, part),
         ]
         try:
-            write_all(self._storage, self._handle, part)
+            append(self._storage, self._handle, part)
         finally:  # the hashes read memory that the caller may change as soon as this returns
             for future in work:
                 future.result()

@@ -1,4 +1,4 @@
-"""What the user asked for: a frozen dataclass per section, the flags made from its fields, the rules between sections.
+"""Configuration: a frozen dataclass per section, the flags made from its fields, and the rules between sections.
 
 Imports neither torch nor numpy, reads no environment variable and opens no socket; `parse` sees flags and files only.
 """

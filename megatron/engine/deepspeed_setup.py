@@ -52,6 +52,7 @@ def initialize(settings: Mapping[str, Any], optim: OptimConfig, mesh: ParallelMe
         settings["gradient_clipping"] = _NO_CLIPPING
     # DeepSpeed counts samples over all ranks that average gradients, even if several of them share a sample.
     settings["train_batch_size"] = settings["train_batch_size"] // mesh.batch.size * mesh.gradient.size
+    _warn_of_narrow_accumulation(settings, mesh)
     with quiet():
         engine, *_ = deepspeed.initialize(
             model=module,
@@ -65,6 +66,15 @@ def initialize(settings: Mapping[str, Any], optim: OptimConfig, mesh: ParallelMe
         f"optimizer={type(engine.optimizer).__name__}, ZeRO stage={stage}"
     )
     return engine
+
+
+def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh) -> None:
+    accumulation = settings.get("data_types", {}).get("grad_accum_dtype", "fp32")
+    if accumulation != "fp32" and mesh.world.rank == 0:
+        log.warning(
+            f"gradients are accumulated in {accumulation}, as the --deepspeed_config file says (data_types, "
+            f"grad_accum_dtype): with many micro-batches small ones are lost. Remove the entry to accumulate in fp32."
+        )
 
 
 def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:

@@ -58,7 +58,7 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
 def _accumulation_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
     """Checks that the gradient accumulation steps agree with the micro-batch and global batch sizes."""
     theirs = extra.get("gradient_accumulation_steps", "auto")
-    samples_per_micro_step = config.optim.micro_batch_size * max(1, config.parallel.data_parallel_size)
+    samples_per_micro_step = config.optim.micro_batch_size * config.parallel.data_parallel_size
     ours = config.optim.global_batch_size // samples_per_micro_step
     if theirs in ("auto", None, ours):
         return []

@@ -1,1 +1,1 @@
-"""Text generation from a checkpoint; independent of `train`."""
+"""Generation: text out of a checkpoint. Imports nothing of `train`."""

@@ -1,4 +1,4 @@
-"""Reporting: turns one metrics record per step into console lines, JSON lines, TensorBoard, W&B and curves.
+"""Reports of a run: one metrics record per step in; console, JSON lines, TensorBoard, W&B and curves out.
 
-Only reports values: takes no training decisions and computes nothing on a device.
+Reads figures and writes them down; it makes no decision about training and computes nothing on a device.
 """

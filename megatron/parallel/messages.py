@@ -14,7 +14,13 @@ import torch.distributed as dist
 from megatron import device
 from megatron.parallel.mesh import Axis
 
-_LOST_PEER_TEXTS = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Connection refused")
+_LOST_PEER_TEXTS = (
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out waiting",  # a rank that hangs, once --distributed-timeout-minutes are over
+)
 
 
 def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -87,7 +93,7 @@ def broadcast_json(value: Any, axis: Axis, source: int = 0) -> Any:
     return json.loads(broadcast_bytes(content, axis, source))
 
 
-def gather_json(value: Any, axis: Axis) -> list[Any]:
+def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     """Gathers a JSON-serializable value from every rank of the axis, in axis order, on every rank.
 
     The bytes a rank receives grow with the size of the axis; if one rank suffices, `gather_bytes` is cheaper.
@@ -98,7 +104,7 @@ def gather_json(value: Any, axis: Axis) -> list[Any]:
 
 
 def is_lost_peer(failure: BaseException) -> bool:
-    """Whether a collective failed because another rank ended, judging by gloo's and NCCL's error messages."""
+    """Whether a collective failed because another rank ended or hangs, judging by gloo's and NCCL's error messages."""
     if isinstance(failure, dist.DistBackendError | dist.DistNetworkError):
         return True
     return isinstance(failure, RuntimeError) and any(text in str(failure) for text in _LOST_PEER_TEXTS)

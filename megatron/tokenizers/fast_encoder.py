@@ -1,7 +1,6 @@
-"""Encoding by `gigatoken`, as long as it provably gives the ids of `tokenizers`.
+"""Encoding by `gigatoken`, where it is checked to give the ids of `tokenizers`.
 
-Its cache of already seen words grows without limit, so the tokenizer inside is replaced when the process has grown too
-much.
+Its cache of words grows without limit, so the tokenizer inside is replaced when the process has grown too much.
 """
 
 from __future__ import annotations
@@ -54,7 +53,9 @@ class FastEncoder:
         return (np.concatenate(rows) if rows else np.empty(0, dtype=np.uint32)), lengths
 
     def _encode_batch(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """Half the time of a call a text where they are short; its result loads a package, which takes 0.3 s once."""
+        """Takes half the time of one call per text where texts are short; its result loads a package, which takes 0.3 s
+        once.
+        """
         layout = self._library.encode_batch(list(texts), parallel=False).layout
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
@@ -76,7 +77,7 @@ class FastEncoder:
 
 
 def fast_encoder(reference: Any) -> tuple[FastEncoder | None, str]:
-    """A fast encoder for the reference tokenizer, or None and the reason in words.
+    """A fast encoder for the reference tokenizer, or None and the reason.
 
     Args:
         reference: a `tokenizers.Tokenizer`.
@@ -94,7 +95,7 @@ def fast_encoder(reference: Any) -> tuple[FastEncoder | None, str]:
 def agreeing_encoder(
     description: str, texts: Sequence[str], right_ids: Callable[[str], list[int]]
 ) -> tuple[FastEncoder | None, str]:
-    """A fast encoder if it gives the right ids for all texts, else None and the reason in words.
+    """A fast encoder if it gives the right ids for all texts, else None and the reason.
 
     Args:
         description: the contents of a tokenizer.json.
@@ -117,7 +118,7 @@ def agreeing_encoder(
 
 
 def hard_texts(special_tokens: Sequence[str]) -> list[str]:
-    """Texts on which two tokenizers differ if they differ anywhere: scripts, spaces, runs, special tokens.
+    """Texts on which two different tokenizers are likely to differ: scripts, spaces, runs, special tokens.
 
     Deterministic; about 40 KB, so that checking them takes some 30 ms.
     """
@@ -170,7 +171,7 @@ def added_ids(reference: Any) -> tuple[list[int], list[int]]:
 
 
 def without_panics(load: Callable[[], Any]) -> Any:
-    """Runs code of a Rust library, whose panics are no `Exception`; whatever it raises becomes a `ValueError`."""
+    """Runs code of a Rust library, whose panics are not `Exception`s; anything it raises becomes a `ValueError`."""
     try:
         return load()
     except (ImportError, KeyboardInterrupt, SystemExit, GeneratorExit):

@@ -55,7 +55,7 @@ def parse_json(text: str, path: str | Path) -> Any:
 
 
 def canonical(content: Any) -> str:
-    """JSON in a form that does not depend on blanks and the order of keys."""
+    """JSON in a form that does not depend on white space and the order of keys."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 

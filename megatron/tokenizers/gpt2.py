@@ -85,7 +85,7 @@ def _gpt2_merges(path: str, vocabulary: dict[str, int], vocab_file: str) -> list
             continue
         left, _, right = line.partition(" ")
         if not left or not right or " " in right:
-            raise DataError(f"{path}:{number} (--merge-file) is not two tokens with one blank between: {line[:80]!r}.")
+            raise DataError(f"{path}:{number} (--merge-file) is not two tokens with one space between: {line[:80]!r}.")
         for token in (left, right, left + right):
             if token not in vocabulary:
                 raise DataError(

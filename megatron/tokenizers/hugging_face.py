@@ -104,7 +104,9 @@ def _converted_by_transformers(source: str) -> Any:
 def _reference_from_json(description: Any, path: str) -> Any:
     from tokenizers import Tokenizer as Reference
 
-    if isinstance(description, dict):  # these cut or fill texts; a corpus must have all of each text and nothing else
+    if isinstance(
+        description, dict
+    ):  # these truncate or pad texts; a corpus must have all of each text and nothing else
         description = {**description, "truncation": None, "padding": None}
     try:
         return without_panics(lambda: Reference.from_str(json.dumps(description)))
@@ -144,7 +146,7 @@ def _is_exact(description: Mapping[str, Any]) -> bool:
 
 
 def _unknown_id(reference: Any, description: Mapping[str, Any]) -> int | None:
-    """The id of what the vocabulary cannot write; a Unigram model names it by its number, the others by its text."""
+    """The id for text outside the vocabulary; a Unigram model names it by its number, the others by its text."""
     model = description.get("model")
     model = model if isinstance(model, dict) else {}
     if isinstance(model.get("unk_id"), int):

@@ -1,4 +1,4 @@
-"""A tokenizer behind a library, with a faster library doing its encoding where that gives the same ids."""
+"""A tokenizer that wraps a library, with a faster library for encoding where that gives the same ids."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron import log
 from megatron.errors import ConfigError
 from megatron.tokenizers.fast_encoder import FastEncoder, added_ids, fast_encoder
 from megatron.tokenizers.files import sha256
-from megatron.tokenizers.long_text import is_cut_by_blanks
+from megatron.tokenizers.long_text import can_cut_before_spaces
 
 _ANY_LETTER = "a"
 
@@ -27,7 +27,7 @@ class ReferenceLibrary(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def is_cut_by_blanks(self) -> bool: ...
+    def can_cut_before_spaces(self) -> bool: ...
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -45,10 +45,10 @@ class LibraryTokenizer:
         fast: gives the ids of the reference faster; None where nothing does.
         added: ids that the reference adds before and after every text.
         eod_id: ends a document; None where the tokenizer has no such token.
-        identity: what the fingerprint is taken over; asked for once, when somebody wants the fingerprint.
+        identity: what the fingerprint is taken over; computed when the fingerprint is first asked for.
         vocab_size: one more than the largest id.
         is_exact: whether decoding gives back every text byte for byte.
-        unknown_id: stands for what the vocabulary cannot write; None where there is no such thing.
+        unknown_id: the id for text outside the vocabulary; None where there is none.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class LibraryTokenizer:
         return "gigatoken" if self._fast is not None else self._reference.name
 
     @property
-    def is_cut_by_blanks(self) -> bool:
-        """Whether a text may be encoded in pieces that begin with a blank, see `long_text.is_cut_by_blanks`."""
-        return self._reference.is_cut_by_blanks
+    def can_cut_before_spaces(self) -> bool:
+        """Whether a text may be encoded in pieces that begin with a space, see `long_text.can_cut_before_spaces`."""
+        return self._reference.can_cut_before_spaces
 
     @property
     def eod_id(self) -> int:
@@ -121,9 +121,9 @@ class LibraryTokenizer:
         return surround(ids, lengths, *self.added) if any(self.added) else (ids, lengths)
 
     def encode_rest(self, text: str) -> Ids:
-        """Ids of the rest of a text that was cut before a blank, as they are in the whole (see `is_cut_by_blanks`).
+        """Ids of the rest of a text that was cut before a space, as in the whole text (see `can_cut_before_spaces`).
 
-        A letter before it keeps what is put before texts away from it.
+        A letter in front of it takes what is put before texts.
         """
         return self.encode_flat([f"{_ANY_LETTER}{text}"])[0][len(self.encode(_ANY_LETTER)) :]
 
@@ -141,9 +141,9 @@ class RustReference:
         self._tokenizer = tokenizer
 
     @cached_property
-    def is_cut_by_blanks(self) -> bool:
-        """See `long_text.is_cut_by_blanks`."""
-        return is_cut_by_blanks(self._tokenizer)
+    def can_cut_before_spaces(self) -> bool:
+        """See `long_text.can_cut_before_spaces`."""
+        return can_cut_before_spaces(self._tokenizer)
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         """Ids of all texts back to back, and how many belong to each."""

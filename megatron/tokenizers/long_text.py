@@ -13,17 +13,17 @@ import numpy.typing as npt
 
 _PIECE_BYTES = 4 << 20
 _MARK_OF_A_SPACE = "\u2581"  # is one to SentencePiece
-# Split patterns in which a blank that follows something else than white space always begins a new match, and which
+# Split patterns in which a space that follows anything but white space always begins a new match, and which
 # look only forward: GPT-2's own (in `ByteLevel`), and those of Llama 3 and Qwen 2 as their tokenizer.json has them.
 _CONTRACTIONS_AND_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SIGNS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_PATTERNS_CUT_BY_BLANKS = frozenset(
+_PATTERNS_SPLIT_BEFORE_SPACES = frozenset(
     _CONTRACTIONS_AND_WORDS + digits + _SIGNS_AND_SPACES for digits in (r"\p{N}{1,3}", r"\p{N}")
 )
 
 
 class LongText:
-    """A text held as UTF-8, given out once and freed on the way.
+    """A text held as UTF-8, consumed once and freed as it is.
 
     Args:
         utf8: its bytes, valid UTF-8; owned by this object from now on.
@@ -33,17 +33,17 @@ class LongText:
         self._utf8 = utf8
 
     def __len__(self) -> int:
-        """Bytes that have not been given out."""
+        """Bytes that have not been consumed."""
         return len(self._utf8)
 
     def whole(self) -> str:
-        """The text in one."""
+        """The whole text."""
         text = self._utf8.decode()
         self._utf8 = bytearray()
         return text
 
     def pieces(self, piece_bytes: int = _PIECE_BYTES) -> Iterator[str]:
-        """The text, cut before blanks that follow something else than white space."""
+        """The text, cut before spaces that follow anything but white space."""
         while (cut := self._next_cut(piece_bytes)) is not None:
             piece = self._utf8[:cut].decode()
             del self._utf8[:cut]  # cheap: only the beginning moves, and memory is given back now and then
@@ -62,14 +62,14 @@ class LongText:
 def encode_long(tokenizer: Any, text: LongText, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """The ids of a long text, those that `tokenizer.encode_flat` gives for the whole.
 
-    Where it is certain that the ids of the pieces are the ids of the whole (see `is_cut_by_blanks`), memory is that of
-    the ids and of one piece.
+    Where it is certain that the ids of the pieces are the ids of the whole (see `can_cut_before_spaces`), memory is
+    that of the ids and of one piece.
 
     Args:
         tokenizer: a `LibraryTokenizer`.
         dtype: of the result.
     """
-    if not tokenizer.is_cut_by_blanks:
+    if not tokenizer.can_cut_before_spaces:
         return np.asarray(tokenizer.encode_flat([text.whole()])[0].astype(dtype))
     ids = bytearray()  # grows in place, where an array would be copied
     pieces = text.pieces()
@@ -79,11 +79,11 @@ def encode_long(tokenizer: Any, text: LongText, dtype: npt.DTypeLike) -> npt.NDA
     return np.frombuffer(ids, dtype)
 
 
-def is_cut_by_blanks(reference: Any) -> bool:
-    """Whether every blank after something else than white space certainly separates the ids before and after it.
+def can_cut_before_spaces(reference: Any) -> bool:
+    """Whether every space after anything but white space is sure to separate the ids before and after it.
 
     It does where the text is not changed before it is split, the split is one of those known to begin anew at such a
-    blank, nothing is added at the ends, and no added token holds or swallows a blank.
+    space, nothing is added at the ends, and no added token holds or swallows a space.
 
     Args:
         reference: a `tokenizers.Tokenizer`.
@@ -96,12 +96,12 @@ def is_cut_by_blanks(reference: Any) -> bool:
     if reference.encode("a", add_special_tokens=True).ids != reference.encode("a", add_special_tokens=False).ids:
         return False
     try:
-        return _splits_at_blanks(json.loads(reference.pre_tokenizer.__getstate__()))
+        return _splits_at_spaces(json.loads(reference.pre_tokenizer.__getstate__()))
     except (AttributeError, ValueError, TypeError, KeyError):
         return False
 
 
-def _splits_at_blanks(rule: dict[str, Any]) -> bool:
+def _splits_at_spaces(rule: dict[str, Any]) -> bool:
     if rule["type"] == "ByteLevel":
         return bool(rule["use_regex"]) and not rule["add_prefix_space"]
     if rule["type"] != "Sequence" or len(rule["pretokenizers"]) != 2:
@@ -109,7 +109,7 @@ def _splits_at_blanks(rule: dict[str, Any]) -> bool:
     split, byte_level = rule["pretokenizers"]
     return (
         split["type"] == "Split"
-        and split["pattern"].get("Regex") in _PATTERNS_CUT_BY_BLANKS
+        and split["pattern"].get("Regex") in _PATTERNS_SPLIT_BEFORE_SPACES
         and split["behavior"] == "Isolated"
         and not split["invert"]
         and byte_level["type"] == "ByteLevel"

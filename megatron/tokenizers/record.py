@@ -1,4 +1,4 @@
-"""Which tokenizer made ids: what is stored beside data and checkpoints, and the check that a run uses the same one."""
+"""Which tokenizer made ids: the record stored with data and checkpoints, and the check that a run uses the same one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TokenizerRecord:
         """The record that was stored as JSON.
 
         Raises:
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: it is not one.
         """
         fingerprint, eod_id = value["fingerprint"], value.get("eod_id")
         return TokenizerRecord(

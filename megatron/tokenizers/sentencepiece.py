@@ -2,7 +2,7 @@
 
 Source: NVIDIA/Megatron-LM `megatron/training/tokenizer/tokenizer.py`, the same three types:
 
-* `SentencePieceTokenizer` adds `<CLS> <SEP> <EOD> <MASK>` behind the model's pieces, and `<PAD> <BOS> <EOS>` where the
+* `SentencePieceTokenizer` adds `<CLS> <SEP> <EOD> <MASK>` after the model's pieces, and `<PAD> <BOS> <EOS>` where the
   model has none; `<EOD>` ends a document. Upstream turns these strings, and `<s>`, `</s>`, inside a text into the
   special ids; here they stay text.
 * `GPTSentencePieceTokenizer` has the model's pieces only; its end of sequence (`</s>`) ends a document.
@@ -25,7 +25,7 @@ from megatron.tokenizers.files import canonical, read_tokenizer_bytes
 from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, surround
 from megatron.tokenizers.sentencepiece_model import (
     SPACE,
-    is_cut_by_blanks,
+    can_cut_before_spaces,
     needs_normalizing,
     read_model,
     tokenizer_json,
@@ -75,7 +75,7 @@ class SentencePieceReference:
 
     Args:
         prefix: ids before every text.
-        added_tokens: strings of the ids behind those of the model.
+        added_tokens: strings of the ids after those of the model.
     """
 
     name = "sentencepiece"
@@ -86,10 +86,10 @@ class SentencePieceReference:
         self._added_tokens = tuple(added_tokens)
 
     @cached_property
-    def is_cut_by_blanks(self) -> bool:
-        """See `sentencepiece_model.is_cut_by_blanks`."""
+    def can_cut_before_spaces(self) -> bool:
+        """See `sentencepiece_model.can_cut_before_spaces`."""
         try:
-            return is_cut_by_blanks(read_model(self._processor.serialized_model_proto()))
+            return can_cut_before_spaces(read_model(self._processor.serialized_model_proto()))
         except ValueError:
             return False
 
@@ -135,7 +135,7 @@ def _processor(content: bytes, model_file: str) -> Any:
         processor = SentencePieceProcessor(model_proto=content)
         size = len(processor)
         processor.id_to_piece(list(range(size)))  # each must be UTF-8
-        processor.normalize(hard_texts([]))  # a damaged table of letters gives bytes that are no text
+        processor.normalize(hard_texts([]))  # a damaged table of characters gives bytes that are nott text
     except (RuntimeError, ValueError, IndexError) as failure:
         size, reason = 0, str(failure).splitlines()[0][:200] if str(failure) else type(failure).__name__
     else:
@@ -148,7 +148,7 @@ def _processor(content: bytes, model_file: str) -> Any:
 
 
 def _added_tokens(processor: Any) -> list[str]:
-    """Tokens that upstream puts behind the model's pieces, in its order: those that are no piece yet."""
+    """Tokens that upstream puts after the model's pieces, in its order: those that are not pieces yet."""
     ends = ((processor.pad_id(), "<PAD>"), (processor.bos_id(), "<BOS>"), (processor.eos_id(), "<EOS>"))
     wanted = [*_ADDED_TOKENS, *(token for number, token in ends if number < 0)]
     return [token for token in wanted if _id_of(token, processor, ()) is None]

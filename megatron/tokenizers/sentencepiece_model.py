@@ -16,7 +16,7 @@ SPACE = "\u2581"
 _BPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 _PLAIN_KINDS = frozenset((_NORMAL, _UNKNOWN, _CONTROL, _BYTE))
-_KNOWN_RULES = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")  # none of them holds a space behind another letter
+_KNOWN_RULES = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")  # none of them holds a space after another character
 _KINDS = {1: "unigram", _BPE: "bpe", 3: "word", 4: "char"}
 
 
@@ -35,15 +35,15 @@ class SentencePieceModel:
 
     Args:
         kind: unigram, bpe, word or char.
-        spaces_behind: whether words end with the mark of a space, instead of beginning with it.
-        changes_letters: whether the normalizer has rules for letters; `rules` is their name.
+        spaces_after: whether words end with the mark of a space, instead of beginning with it.
+        changes_letters: whether the normalizer has rules for characters; `rules` is their name.
     """
 
     pieces: tuple[Piece, ...]
     kind: str
     byte_fallback: bool
     unknown: str
-    spaces_behind: bool
+    spaces_after: bool
     changes_letters: bool
     rules: str
     adds_space_before: bool
@@ -73,8 +73,8 @@ def needs_normalizing(model: SentencePieceModel) -> bool:
     return model.changes_letters or model.joins_spaces
 
 
-def is_cut_by_blanks(model: SentencePieceModel) -> bool:
-    """Whether a blank behind something else than a space always begins a new piece, so that texts may be cut there.
+def can_cut_before_spaces(model: SentencePieceModel) -> bool:
+    """Whether a space after anything but a space always begins a new piece, so that texts may be cut there.
 
     Of Unigram models it does too, but the sums of scores over a very long text are rounded, and then differ.
     """
@@ -85,15 +85,15 @@ def is_cut_by_blanks(model: SentencePieceModel) -> bool:
         and SPACE in known
         and not any(SPACE in text.lstrip(SPACE) for text in known)
         and model.marks_spaces
-        and not model.spaces_behind
+        and not model.spaces_after
         and (not model.changes_letters or (model.rules in _KNOWN_RULES and model.joins_spaces))
     )
 
 
 def tokenizer_json(model: SentencePieceModel) -> tuple[str | None, str]:
-    """The same tokenizer as the contents of a `tokenizer.json`; None and the reason in words where there is none.
+    """The same tokenizer as the contents of a `tokenizer.json`; None and the reason where there is none.
 
-    It holds no rules for letters and runs of spaces: other libraries apply them in another way than SentencePiece, so
+    It holds no rules for characters and runs of spaces: other libraries apply them differently from SentencePiece, so
     texts are normalized by SentencePiece itself where there are any (see `needs_normalizing`).
     """
     kinds = {piece.kind for piece in model.pieces}
@@ -104,7 +104,7 @@ def tokenizer_json(model: SentencePieceModel) -> tuple[str | None, str]:
         reason = "no faster library reads models without byte fallback"
     elif not kinds <= _PLAIN_KINDS:
         reason = "it has user-defined or unused pieces"
-    elif model.spaces_behind or not model.marks_spaces:
+    elif model.spaces_after or not model.marks_spaces:
         reason = "it marks spaces in its own way"
     if reason:
         return None, reason
@@ -145,7 +145,7 @@ def _read(content: bytes) -> SentencePieceModel:
         kind=_KINDS.get(trainer.get(3, 1), "unknown"),
         byte_fallback=bool(trainer.get(35, 0)),
         unknown=trainer.get(45, b"<unk>").decode(),
-        spaces_behind=bool(trainer.get(24, 0)),
+        spaces_after=bool(trainer.get(24, 0)),
         changes_letters=bool(normalizer.get(2, b"")),
         rules=normalizer.get(1, b"").decode(),
         adds_space_before=bool(normalizer.get(3, 1)),

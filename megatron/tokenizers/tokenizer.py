@@ -1,4 +1,4 @@
-"""Text to token ids and back: one small protocol, and behind it the families of tokenizers that Megatron knows.
+"""Text to token ids and back: one small protocol, and the families of tokenizers that Megatron knows.
 
 Each family has a reference library that defines what the right ids are: `tokenizers`, or `sentencepiece` for its own
 models. `gigatoken` encodes where it is installed, supports the tokenizer and agrees with the reference on a fixed set
@@ -55,7 +55,7 @@ class TokenizerFlags(Protocol):
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """The four flags by themselves, small enough to hand to another process.
+    """The four flags by themselves, small enough to send to another process.
 
     Args:
         tokenizer_name_or_path: also spelled `--tokenizer-model`; of the SentencePiece types it is the .model file.
@@ -68,7 +68,7 @@ class TokenizerChoice:
 
     @staticmethod
     def of(flags: TokenizerFlags) -> TokenizerChoice:
-        """Copies the four flags out of a larger bag of them."""
+        """Copies the four flags out of a larger set."""
         return TokenizerChoice(flags.tokenizer_type, flags.vocab_file, flags.merge_file, flags.tokenizer_name_or_path)
 
 

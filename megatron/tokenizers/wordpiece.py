@@ -1,7 +1,7 @@
 """BERT's WordPiece from a `vocab.txt`: one token a line, the line's number is its id.
 
 Source: google-research/bert `tokenization.py` (`FullTokenizer`); Megatron-DeepSpeed `megatron/tokenizer/tokenizer.py`
-(`_BertWordPieceTokenizer`), which adds `[BOS]` and `[EOS]` behind the vocabulary.
+(`_BertWordPieceTokenizer`), which appends `[BOS]` and `[EOS]` to the vocabulary.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, RustRefe
 UNKNOWN_TOKEN = "[UNK]"
 ADDED_TOKENS = ("[BOS]", "[EOS]")
 CONTINUATION = "##"
-_LONGEST_WORD = 200  # letters; a longer word is unknown
+_LONGEST_WORD = 200  # characters; a longer word is unknown
 _MOST_WORDS = 1 << 17  # in memory, about 40 MB
-_LONGEST_KNOWN = 64  # letters; longer ones hardly come again
-_NO_BLANKS = re.compile("[\x0b\x0c\x1c-\x1f\x85]")  # blanks to Python, but BERT drops them without cutting
+_LONGEST_KNOWN = 64  # characters; longer ones are rarely repeated
+_DROPPED_SPACES = re.compile("[\x0b\x0c\x1c-\x1f\x85]")  # white space to Python, but BERT drops them without cutting
 
 
 def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | None) -> LibraryTokenizer:
@@ -55,7 +55,7 @@ def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | 
 
 
 def wordpiece(vocabulary: dict[str, int], lower_case: bool) -> Any:
-    """BERT's rules in `tokenizers`: clean, cut at blanks, punctuation and Chinese letters, longest piece first."""
+    """BERT's rules in `tokenizers`: clean, split at spaces, punctuation and Chinese characters, longest piece first."""
     from tokenizers import Tokenizer as Reference
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -68,9 +68,9 @@ def wordpiece(vocabulary: dict[str, int], lower_case: bool) -> Any:
 
 
 class WordByWord(RustReference):
-    """BERT's rules with a memory for words: what stands between two blanks has the same ids wherever it stands."""
+    """BERT's rules with a memory for words: what is between two spaces has the same ids wherever it is."""
 
-    is_cut_by_blanks = True
+    can_cut_before_spaces = True
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
@@ -82,7 +82,7 @@ class WordByWord(RustReference):
         lengths = np.empty(len(texts), np.int64)
         for number, text in enumerate(texts):
             before = len(flat)
-            if _NO_BLANKS.search(text):
+            if _DROPPED_SPACES.search(text):
                 flat.extend(self._tokenizer.encode(text).ids)
             else:
                 flat.extend(chain.from_iterable(map(self._words.__getitem__, text.split())))

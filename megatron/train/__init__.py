@@ -1,1 +1,1 @@
-"""The training program: construction, the training loop, reporting, and stop conditions."""
+"""The training program: wiring, the loop, evaluation, saving, resuming, and when to stop."""

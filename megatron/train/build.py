@@ -190,8 +190,8 @@ def _explain_lost_peers() -> Iterator[None]:
             raise
         reason = str(failure).strip().splitlines()[0]
         raise PeerLostError(
-            f"another rank of this run has ended, so this one cannot continue ({reason}). See that rank's own message "
-            f"for the cause; saved checkpoints are intact: run the same command again."
+            f"another rank of this run ended or stopped answering, so this one cannot continue ({reason}). See that "
+            f"rank's own message for the cause; saved checkpoints are intact: run the same command again."
         ) from failure
 
 

@@ -45,13 +45,18 @@ def test_a_reader_reads_only_the_chunks_it_needs(tmp_path: Path) -> None:
     assert storage.read_bytes - manifest_bytes <= 2 * piece_bytes + 2 * chunk_bytes
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """How much more memory a forked child ever held while it did the work than when it began."""
+def peak_bytes(warm_up: Callable[[], object], work: Callable[[], object]) -> int:
+    """How much more memory a forked child ever held during the work than before it.
+
+    A forked child maps the pages of shared libraries anew when it first uses them, up to 50 MiB of torch's: that is not
+    memory of the work, so something alike and small is done first, in the child.
+    """
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            warm_up()
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             work()
             os.write(sending, str((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024).encode())
@@ -83,12 +88,14 @@ def test_memory_stays_near_one_piece_and_one_chunk(tmp_path: Path) -> None:
         column = PieceKey("big", "weight", shape, (0, 256), (4 * rows, 512), 0, rows * 1024)
         load(path, [(column, lambda _: None)], MESH)
 
-    load(
-        path, [(PieceKey("big", "weight", shape, (0, 0), (1, 8), 0, 8), lambda _: None)], MESH
-    )  # imports what it needs
-    slack = 12 * 2**20
+    def load_little() -> None:
+        column = PieceKey("big", "weight", shape, (0, 0), (2, 8), 0, 16)
+        load(path, [(column, lambda _: None)], MESH)
+
+    load_little()  # imports what it needs
+    slack = 2 * 2**20
     for work in (load_rows, load_column):
-        assert piece_bytes / 2 < peak_bytes(work) <= piece_bytes + 2 * chunk_bytes + slack
+        assert piece_bytes / 2 < peak_bytes(load_little, work) <= piece_bytes + 2 * chunk_bytes + slack
 
 
 def test_column_slices_are_read_with_one_chunk_in_memory(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron.checkpoint import load_newest, newest_record, save
-from megatron.config import ParallelConfig
 from megatron.errors import CheckpointError
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.pieces import PieceKey
 from tests.checkpoint.saved_state import MESH
+from tests.helpers.layouts import Layout
 from tests.helpers.message_sizes import MessageSizes, count_messages
 from tests.helpers.ranks import run_ranks
 
@@ -40,7 +40,7 @@ def test_an_invalid_save_is_rejected_and_leaves_nothing(
 
 def count_a_save(rank: int, directory: str) -> tuple[MessageSizes, MessageSizes, MessageSizes]:
     """Saves and loads a tensor of which every rank holds an equal part; counts the messages of each half."""
-    mesh = open_mesh(ParallelConfig())
+    mesh = open_mesh(Layout())
     rows = 4000 // mesh.world.size
     key = PieceKey("weight", "weight", (4000,), (rank * rows,), ((rank + 1) * rows,), 0, rows)
     record = {"config": "x" * 1000}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron.config import ParallelConfig
 from megatron.errors import CheckpointError, ConfigError, DamagedError, DataError, MegatronError, StorageError
 from megatron.parallel.agreement import gather_on_first, is_same_on_all, run_on_all, run_on_first
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
+from tests.helpers.layouts import Layout
 from tests.helpers.message_sizes import MessageSizes, count_messages
 from tests.helpers.ranks import run_ranks
 
@@ -40,7 +40,7 @@ def caught(call: Callable[..., Any], *arguments: Any) -> tuple[str, str]:
 
 
 def agree(rank: int) -> dict[str, Any]:
-    mesh = open_mesh(ParallelConfig())
+    mesh = open_mesh(Layout())
     size = mesh.control.size
     met: dict[str, Any] = {
         "own": run_on_all(mesh, lambda: {rank}),  # need not be JSON: it travels nowhere
@@ -115,7 +115,7 @@ def test_a_single_process_reraises_without_a_process_group() -> None:
 
 
 def count(rank: int) -> dict[str, MessageSizes]:
-    mesh = open_mesh(ParallelConfig())
+    mesh = open_mesh(Layout())
     with count_messages() as on_all:
         run_on_all(mesh, lambda: "x" * 10_000)
     with count_messages() as on_first:

@@ -21,7 +21,7 @@ from tests.helpers.ranks import run_ranks
 def _describe(rank: int, tp: int, pp: int) -> dict[str, Any]:
     mesh = open_mesh(Layout(tp, pp))
     total = messages.all_reduce_sum(torch.tensor([float(rank)]), mesh.dp)
-    words = messages.gather_json({"rank": rank, "pad": "x" * rank}, mesh.tp)
+    words = messages.all_gather_json({"rank": rank, "pad": "x" * rank}, mesh.tp)
     told = messages.broadcast_json({"from": rank}, mesh.world, source=mesh.world.size - 1)
     largest = messages.all_reduce_max(torch.tensor([rank]), mesh.world)
     copied = messages.broadcast(torch.tensor([rank]), mesh.pp, source=mesh.pp.size - 1)

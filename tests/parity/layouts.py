@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.data.loader import Batch
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.shard_spec import shard_spec_of
 from megatron.train.build import build_engine
+from tests.helpers.networks import build_gpt
 from tests.parity.reference import Recipe, batch_mask, batch_tokens
 
 # tp, pp, dp with a world of at most four processes
@@ -80,6 +83,18 @@ def local_batches(recipe: Recipe, config: RunConfig, mesh: ParallelMesh, step: i
             )
         )
     return batches
+
+
+def initial_weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The weights every layout starts from, under their global names, without vocabulary padding."""
+    config = layout_config(recipe, (1, 1, 1), 0, [])
+    module = build_gpt(config.model, ParallelMesh.single())
+    return {
+        parameter.global_name: parameter.detach()
+        .view(-1)[: shard_spec_of(parameter).box_numel]
+        .view(-1, *parameter.shape[1:])
+        for parameter in module.parameters()
+    }
 
 
 def train_layouts(

@@ -6,11 +6,8 @@ import dataclasses
 
 import pytest
 
-from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.shard_spec import shard_spec_of
-from tests.helpers.networks import build_gpt
 from tests.helpers.ranks import run_ranks
-from tests.parity.layouts import LAYOUTS, layout_config, layout_name, legal_zero_stages, train_layouts
+from tests.parity.layouts import LAYOUTS, initial_weights, layout_name, legal_zero_stages, train_layouts
 from tests.parity.reference import Recipe, train_reference
 
 RECIPE = Recipe()
@@ -18,18 +15,6 @@ LOSS_RATIO = 1.0e-5
 NORM_RATIO = 1.0e-4
 # bf16 keeps 8 bits: one rounding is 4e-3; the losses of 20 steps stay within a few of them.
 BF16_LOSS_RATIO = 3.0e-2
-
-
-def initial_weights(recipe: Recipe):
-    """The weights every layout starts from, under their global names, without vocabulary padding."""
-    config = layout_config(recipe, (1, 1, 1), 0, [])
-    module = build_gpt(config.model, ParallelMesh.single())
-    return {
-        parameter.global_name: parameter.detach()
-        .view(-1)[: shard_spec_of(parameter).box_numel]
-        .view(-1, *parameter.shape[1:])
-        for parameter in module.parameters()
-    }
 
 
 @pytest.fixture(scope="module")

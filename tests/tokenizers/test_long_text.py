@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Reference
 
 from megatron.tokenizers import long_text
 from megatron.tokenizers.library import LibraryTokenizer, rust_tokenizer
-from megatron.tokenizers.long_text import LongText, encode_long, is_cut_by_blanks
+from megatron.tokenizers.long_text import LongText, can_cut_before_spaces, encode_long
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
 
@@ -45,7 +45,7 @@ def test_pieces_are_the_text(text: str, piece_bytes: int) -> None:
 @settings(deadline=None)
 @given(text=TEXTS)
 def test_pieces_give_the_ids_of_the_whole(_gpt2: LibraryTokenizer, text: str) -> None:
-    assert _gpt2.is_cut_by_blanks
+    assert _gpt2.can_cut_before_spaces
     for tokenizer in (_gpt2, _tokenizer(_llama(_gpt2))):
         whole, _ = tokenizer.encode_flat([text])
         with pytest.MonkeyPatch.context() as patch:
@@ -63,7 +63,7 @@ def _llama(gpt2: LibraryTokenizer) -> Reference:
     reference = Reference.from_str(gpt2._reference._tokenizer.to_str())
     split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
     reference.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    assert is_cut_by_blanks(reference)
+    assert can_cut_before_spaces(reference)
     return reference
 
 
@@ -85,12 +85,12 @@ def _llama(gpt2: LibraryTokenizer) -> Reference:
 def test_other_tokenizers_get_the_text_in_one_piece(_gpt2: LibraryTokenizer, change: object) -> None:
     reference = Reference.from_str(_gpt2._reference._tokenizer.to_str())
     change(reference)
-    assert not is_cut_by_blanks(reference)
+    assert not can_cut_before_spaces(reference)
     tokenizer = _tokenizer(reference)
     text = "some words and some more words " * 3
     assert encode_long(tokenizer, LongText(bytearray(text.encode())), np.int32).tolist() == tokenizer.encode(text)
 
 
 def test_a_model_without_pre_tokenization_is_not_split() -> None:
-    assert not is_cut_by_blanks(Reference(models.BPE()))
+    assert not can_cut_before_spaces(Reference(models.BPE()))
     assert long_text._PIECE_BYTES < 16 << 20

@@ -92,7 +92,7 @@ def test_long_texts_may_be_split_before_spaces(
     if without:
         monkeypatch.setitem(sys.modules, without, None)
     tokenizer = load(write_model(tmp_path, **options), "Llama2Tokenizer")
-    assert tokenizer.is_cut_by_blanks
+    assert tokenizer.can_cut_before_spaces
     marks = " a \u2581 b \u200b c  d\u3000 e \u0301 f \xa0 g \t h"
     for text in [
         *hard_documents(60),

@@ -32,7 +32,7 @@ def load(path: Path, kind: str = "GPTSentencePieceTokenizer", known_library: str
     ],
 )
 def test_other_models_are_not_split(tmp_path: Path, options: dict[str, Any]) -> None:
-    assert not load(write_model(tmp_path, **options)).is_cut_by_blanks
+    assert not load(write_model(tmp_path, **options)).can_cut_before_spaces
 
 
 def test_damaged_models_are_refused_or_work(tmp_path: Path) -> None:
@@ -63,5 +63,5 @@ def test_a_model_only_sentencepiece_can_read_is_left_to_it(
     with pytest.raises(ValueError, match="its file cannot be read here"):
         read_model(b"\x0a\xff")
     monkeypatch.setattr(module, "read_model", lambda content: read_model(b"\x0a\xff"))
-    assert load(path).library == "sentencepiece" and not load(path).is_cut_by_blanks
+    assert load(path).library == "sentencepiece" and not load(path).can_cut_before_spaces
     assert "its file cannot be read here" in capsys.readouterr().err

@@ -107,7 +107,7 @@ def test_known_words_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert tokenizer.encode_flat([])[0].tolist() == []
     whole = " \u0301".join(texts)
     pieces = list(LongText(bytearray(whole.encode())).pieces(60))
-    assert tokenizer.is_cut_by_blanks and len(pieces) > 300
+    assert tokenizer.can_cut_before_spaces and len(pieces) > 300
     assert np.concatenate(tokenizer.encode_batch(pieces)).tolist() == tokenizer.encode(whole)
 
 

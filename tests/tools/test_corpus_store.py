@@ -91,7 +91,7 @@ def test_import_stat_bench_and_fetch(tool: Tool, folder: Path) -> None:
 def test_unknown_commands_are_reported(tool: Tool, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"the command 'imprt' is not known\. Use one of: import, stat"):
         tool("imprt")
-    with pytest.raises(ConfigError, match=r"nothing\.json is no document store"):
+    with pytest.raises(ConfigError, match=r"nothing\.json is not a document store"):
         tool("import", "corpus/a.jsonl", "--config", "nothing.json", "--collection", "web")
     assert tool("import", "corpus/a.jsonl", "--config", "db.json", "--collection", "books")[0] == 0
     assert "--collection books is not among the collections listed in db.json?collection=web,news" in tool.complaints

@@ -142,7 +142,7 @@ def test_a_partitioned_run_continues_where_it_stopped(tmp_path: Path, choice: To
     words = command(choice, "--input", "in.jsonl", "--output-prefix", "out", "--partitions", "4", "--workers", "2")
     done = run(words, tmp_path)
     assert done.returncode == 65
-    assert b"3 of 4 parts are finished and stay in .out_text_document.parts; the same command goes on" in done.stderr
+    assert b"3 of 4 parts are finished and stay in .out_text_document.parts; the same command continues" in done.stderr
     done = run([*words, "--append-eod"], tmp_path)
     assert done.returncode == 64 and b"with other --append-eod: false then, true now" in done.stderr
     done = run([*words, "--on-bad-line", "skip"], tmp_path)
@@ -180,7 +180,7 @@ def test_a_corpus_without_tokens_warns_once(tmp_path: Path, choice: TokenizerCho
         (["--input", "in.jsonl", "--workers", "0"], "--workers 0 is out of range"),
         (["--input", "in.jsonl", "--dataset-impl", "best"], "--dataset-impl best is not known"),
         (["--input", "in.jsonl", "--tokenizer-type", "Parrot"], "--tokenizer-type Parrot is not known"),
-        (["--input", "in.jsonl", "--split-sentences", "--lang", "x"], "--lang x is no language"),
+        (["--input", "in.jsonl", "--split-sentences", "--lang", "x"], "--lang x is not a language"),
         (["--input", "in.jsonl", "--json-keys", "a", "a"], "names a key twice"),
         (
             ["--input", "in.jsonl", "--json-keys", "a", "b", "--document-separator", "x"],

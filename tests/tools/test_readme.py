@@ -83,7 +83,7 @@ def check_tool(path: str, words: list[str]) -> None:
         parse_over(flags, words, path)
         return
     if words and not words[0].startswith("-"):
-        names = [field.name for field in dataclasses.fields(flags)]  # tools whose first flag's name may be left out
+        names = list(flags.__annotations__)  # tools whose first flag's name may be left out; inherited flags come later
         first = "input" if "input" in names else names[0]
         words = ["--" + first.replace("_", "-"), *words]
     parse_flags(flags, words)

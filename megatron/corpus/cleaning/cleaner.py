@@ -1,4 +1,4 @@
-"""Blocks of documents to cleaned lines and the hashes that find duplicates: the part that runs in every worker."""
+"""The part of cleaning that runs in every worker: blocks of documents to cleaned lines and hashes for duplicates."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _COMPARED_CHARACTERS = 8**4
 
 
 class Dropped(NamedTuple):
-    """A document of a block that goes no further.
+    """A document of a block that is dropped.
 
     Args:
         number: of the document in its block, from 0.
@@ -68,7 +68,7 @@ class Changed(NamedTuple):
 
 @dataclass
 class CleanedBlock:
-    """What became of the documents of a block, as far as each is looked at by itself.
+    """The result of cleaning a block, as far as each document is looked at by itself.
 
     Args:
         documents: documents read, bad lines included.
@@ -126,7 +126,7 @@ class Cleaner:
         self._splitter = WordSplitter() if needs_words else None
 
     def clean(self, block: Block) -> CleanedBlock:
-        """Repairs and judges every document of a block.
+        """Repairs and filters every document of a block.
 
         Raises:
             DataError: the block cannot be read.
@@ -196,7 +196,7 @@ class Cleaner:
         if choice.drops:
             return Rejection(CONTAMINATED, shown)
         found = pieces_around(text, matches, choice)
-        if not found or len(found) > choice.most_pieces:
+        if not found or len(found) > choice.maximum_pieces:
             return Rejection(CONTAMINATED, f"{len(found)} pieces left: {shown}")
         pieces[number] = found
         cleaned.changed.append(Changed(number, CUT, shown[:SHOWN_CHARACTERS], f"{len(found)} pieces left"))
@@ -217,7 +217,7 @@ class Cleaner:
 
     @staticmethod
     def _drop(texts: dict[int, str], rejections: Sequence[Rejection | None], cleaned: CleanedBlock) -> None:
-        """Takes out of `texts` what has a rejection."""
+        """Removes rejected texts from `texts`."""
         for number, rejection in zip(list(texts), rejections, strict=True):
             if rejection is not None:
                 shown = texts.pop(number)[:SHOWN_CHARACTERS]
@@ -250,7 +250,7 @@ class Cleaner:
 def text_digest(text: str) -> bytes:
     """Sixteen bytes that two texts share if they differ only in spaces and in how characters are composed (NFC).
 
-    BLAKE2b: that two of n other texts share them by chance has a probability of about n² / 2^129.
+    BLAKE2b: the probability that two of n other texts share them by chance is about n² / 2^129.
     """
     plain = " ".join(text.split())
     if not plain.isascii():
@@ -266,14 +266,14 @@ def _filters(options: CleanOptions) -> list[DocumentFilter]:
     """The filters that were asked for, cheap ones first."""
     lengths = options.lengths
     filters: list[DocumentFilter] = []
-    if lengths.least_characters is not None or lengths.most_characters is not None:
+    if lengths.minimum_characters is not None or lengths.maximum_characters is not None:
         filters.append(CharacterCount(lengths))
-    if lengths.least_words is not None or lengths.most_words is not None:
+    if lengths.minimum_words is not None or lengths.maximum_words is not None:
         filters.append(WordCount(lengths))
-    if lengths.least_tokens is not None or lengths.most_tokens is not None:
+    if lengths.minimum_tokens is not None or lengths.maximum_tokens is not None:
         filters.append(TokenCount(lengths))
     if options.gopher_quality:
-        filters.append(GopherQuality(options.least_stop_words))
+        filters.append(GopherQuality(options.minimum_stop_words))
     if options.language is not None:
         choice = options.language
         filters.append(

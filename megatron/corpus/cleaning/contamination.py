@@ -1,4 +1,4 @@
-"""Evaluation texts inside training texts: runs of words that both have, and how documents are cut around them.
+"""Evaluation texts inside training texts: runs of words that both contain, and how documents are cut around them.
 
 Source: upstream's `tools/openwebtext/filter_ngrams.py` and its defaults; the idea is Brown et al. 2020, Language Models
 are Few-Shot Learners, appendix C.
@@ -113,7 +113,7 @@ class EvaluationSets:
         Shapes:
             occurrences: int64 [len(self)].
         """
-        too_many = occurrences > self.choice.most_occurrences
+        too_many = occurrences > self.choice.maximum_occurrences
         self.sets = [
             replace(run_set, ignored=too_many[run_set.first : run_set.first + len(run_set.hashes)])
             for run_set in self.sets

@@ -1,4 +1,4 @@
-"""Documents that were there before: the part that must see all documents in order, so it runs in the parent."""
+"""Duplicates: the part of cleaning that must see all documents in order, so it runs in the parent."""
 
 from __future__ import annotations
 

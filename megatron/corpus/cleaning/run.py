@@ -1,4 +1,4 @@
-"""The whole way from input files to one cleaned jsonl file and the report about it."""
+"""A cleaning run: from input files to one cleaned jsonl file and a report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.corpus.cleaning.output import check_output, write_lines
 from megatron.corpus.cleaning.report import CleaningReport
 from megatron.corpus.inputs.files import STANDARD_INPUT
 from megatron.corpus.inputs.sources import Block, blocks, check_inputs
-from megatron.corpus.workers.pool import run_blocks, worth_workers
+from megatron.corpus.workers.pool import choose_workers, run_blocks
 from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import check_writable, remove_leftovers, write_atomically
 from megatron.errors import ConfigError, DataError
@@ -97,14 +97,14 @@ def clean_corpus(
     evaluation = None
     if options.contamination is not None:
         evaluation = EvaluationSets(options.contamination)
-        if options.contamination.most_occurrences:
+        if options.contamination.maximum_occurrences:
             _check_twice_readable(inputs)
             counter = Cleaner(options.only_counting(), evaluation, counts=True)
             source = blocks(inputs, block_bytes, options.document_separator, keys)
             _ignore_frequent_runs(evaluation, counter, source, workers)
-    report = CleaningReport(options.most_examples)
+    report = CleaningReport(options.maximum_examples)
     source = blocks(inputs, block_bytes, options.document_separator, keys)
-    source, workers = worth_workers(source, workers)
+    source, workers = choose_workers(source, workers)
     with run_blocks(CleanWork(Cleaner(options, evaluation)), source, workers) as cleaned:
         _write(cleaned, outputs, options, report, progress)
     if outputs.report is not None:
@@ -129,7 +129,7 @@ def _ignore_frequent_runs(evaluation: EvaluationSets, counter: Cleaner, source: 
     log.info(f"Counting {len(evaluation):,} word runs of the evaluation texts in the input")
     occurrences = np.zeros(len(evaluation), np.int64)
     copies = ExactDuplicates() if counter.options.exact_duplicates else None
-    source, workers = worth_workers(source, workers)
+    source, workers = choose_workers(source, workers)
     with run_blocks(CleanWork(counter), source, workers) as counted:
         for _, result in counted:
             runs = result.runs
@@ -191,7 +191,7 @@ class _Writer:
                 f"{block.source}:{line + entry.number + 1}: byte offset {block.start + entry.offset}: {entry.detail}"
             )
             if not self.options.skip_bad_lines:
-                raise DataError(f"{where}. Mend the line, or leave such lines out with --on-bad-line skip.")
+                raise DataError(f"{where}. Fix the line, or leave such lines out with --on-bad-line skip.")
             if known + count < _SHOWN_BAD_LINES:
                 self.progress.clear()
                 log.warning(f"{where}; skipped")

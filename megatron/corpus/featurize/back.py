@@ -1,7 +1,7 @@
-"""Windows in Parquet files back to a `.bin/.idx` pair.
+"""Converting windows in Parquet files back to a `.bin/.idx` pair.
 
-Files of `tools/featurize.py` give back the documents that they were cut from: special tokens, padding and what two
-windows share are taken off. Of other tools' files each window becomes a document with all ids that its mask keeps.
+Files of `tools/featurize.py` give back the documents that they were cut from: special tokens, padding and overlaps of
+windows are removed. Of other tools' files each window becomes a document with all ids that its mask keeps.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _documents(
 
 
 class _Assembly:
-    """Puts the windows of documents together, as they come.
+    """Reassembles documents from their windows, as these arrive.
 
     Shapes:
         body: [rows, tokens_per_window], the tokens of windows without beginnings and ends.
@@ -171,7 +171,7 @@ class _Assembly:
     def add(
         self, windows: Windows, offsets: Numbers, where: str, first: int
     ) -> tuple[npt.NDArray[np.integer], Numbers]:
-        """Takes windows in and gives the documents that are complete now.
+        """Adds windows and returns the documents that are complete.
 
         Raises:
             DataError: they do not follow the windows before, or say other tokens than those where both hold them.
@@ -196,7 +196,7 @@ class _Assembly:
         return self._complete(body[new], sizes - shared, np.flatnonzero(~goes_on))
 
     def rest(self) -> tuple[npt.NDArray[np.integer], Numbers]:
-        """The last document, when no window comes any more."""
+        """The last document, when there are no more windows."""
         tokens = np.concatenate([*self._unfinished, np.empty(0, np.int32)])
         return tokens, np.array([len(tokens)] if len(tokens) else [], dtype=np.int64)
 

@@ -136,7 +136,7 @@ def _pieces(
         if encoded.bad and not options.skip_bad_lines:
             bad = encoded.bad[0]
             raise DataError(
-                f"{block.source}: byte offset {block.start + bad.offset}: {bad.reason}. Mend the line, or leave such "
+                f"{block.source}: byte offset {block.start + bad.offset}: {bad.reason}. Fix the line, or leave such "
                 "lines out with --on-bad-line skip."
             )
         counts["empty"] += encoded.empty
@@ -204,7 +204,7 @@ def _size(path: str) -> int:
 
 
 def _works(inputs: Sequence[str], encoding: EncodeOptions, shards: int | None) -> Iterator[dict[str, Any]]:
-    """What each shard is made of.
+    """The inputs of each shard.
 
     Raises:
         ConfigError: an input does not exist, or is standard input.
@@ -239,7 +239,7 @@ def _pipeline_options(words: Sequence[str]) -> Any:
 
 
 def _understood(failure: Exception) -> Exception:
-    """What a worker had to say, out of the runner's report."""
+    """The worker's own error, taken out of the runner's report."""
     if isinstance(failure, MegatronError):
         return type(failure)(str(failure).partition(" [while running")[0])
     found = _FAILURE.findall(str(failure))
@@ -339,7 +339,7 @@ def _publish(output_path: str, temporaries: Sequence[str], finals: Sequence[str]
 
 
 def _remove(paths: Sequence[str]) -> None:
-    """Removes files that are there."""
+    """Removes those files that exist."""
     for path in paths:
         if not _is_address(path):
             Path(path).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Text, or a `.bin/.idx` pair, to windows of one length in Parquet shards: what is asked for, and the whole way.
+"""Text, or a `.bin/.idx` pair, to windows of one length in Parquet shards: the options, and the run.
 
 Text is first encoded into a pair beside the shards, by the engine of `tools/preprocess_data.py`; then the number of
 windows is known and they are divided among the shards. The pair takes 2 or 4 bytes a token and is removed at the end.
@@ -33,7 +33,7 @@ ROWS_PER_SHARD = 1 << 16
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """What the windows shall be; see the flags of `tools/featurize.py`.
+    """How windows are made; see the flags of `tools/featurize.py`.
 
     Args:
         stride: tokens between the starts of two windows; None for windows that do not overlap.
@@ -108,7 +108,7 @@ class WindowOptions:
         last = LARGEST_ID if tokenizer is None else tokenizer.vocab_size - 1
         given = (("--bos-id", self.bos_id), ("--eos-id", self.eos_id), ("--pad-id", self.pad_id))
         problems += [
-            f"{flag} {value} is no id of the vocabulary, whose ids are 0 to {last}."
+            f"{flag} {value} is not in the vocabulary, whose ids are 0 to {last}."
             for flag, value in given
             if value is not None and not 0 <= value <= last
         ]
@@ -130,7 +130,7 @@ class WindowOptions:
         return Cutting(facts, self.min_sequence_length, self.drop_short)
 
     def shards_for(self, rows: int) -> int:
-        """How many shards so many windows make."""
+        """How many shards a number of windows makes."""
         return self.num_shards or max(1, math.ceil(rows / self.rows_per_shard))
 
 

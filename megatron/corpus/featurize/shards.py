@@ -73,7 +73,7 @@ class WindowPlan:
         """The windows [first, last) with their offsets, in pieces of `rows_at_once` but for the last.
 
         Raises:
-            DataError: the pair is damaged, or its ids are no tokens.
+            DataError: the pair is damaged, or it does not hold token ids.
         """
         yield from regrouped(self._pieces(first, last), self.cutting.rows_at_once)
 

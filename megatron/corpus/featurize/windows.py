@@ -26,7 +26,7 @@ class Cutting:
     Args:
         shortest: least positions of a window, special tokens included; a shorter one is short.
         drop_short: leave short windows out, with the tokens that no other window holds.
-        positions_at_once: about so many positions make a row group.
+        positions_at_once: about this many positions make a row group.
     """
 
     facts: WindowFacts
@@ -42,7 +42,7 @@ class Cutting:
 
 @dataclass(frozen=True)
 class Tally:
-    """What became of documents; the counts of parts add up.
+    """Counts of what cutting documents gave; the parts add up.
 
     Args:
         documents: with tokens in them.

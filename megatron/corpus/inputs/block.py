@@ -1,4 +1,4 @@
-"""What is handed from who cuts the inputs to who reads the documents in them."""
+"""A block: a stretch of an input, as it passes from the code that cuts inputs to the code that reads documents."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ class Block:
         if len(data) != self.size:
             raise DataError(
                 f"{self.source}: ended at byte offset {self.start + len(data)} instead of "
-                f"{self.start + self.size}: it was cut while "
-                "it was read. Start again when nothing writes to it."
+                f"{self.start + self.size}: it was truncated while it was read. Start again when nothing writes to it."
             )
         return data
 

@@ -1,6 +1,6 @@
-"""Compressed files as streams of bytes, read to their very end: what is damaged or cut is refused, never left out.
+"""Compressed files as streams of bytes, read to their very end: damaged or truncated data is refused, never left out.
 
-The standard library's readers stop without a word at damage between two members of a .bz2 or .xz file, of which
+The standard library's readers stop silently at damage between two members of a .bz2 or .xz file, of which
 parallel compressors write many; here that is an error.
 """
 
@@ -39,7 +39,7 @@ def decompressing(raw: BufferedReader, path: str) -> Any:
 
 
 def check_decompressor(path: str) -> None:
-    """Checks that the package is there which a file's suffix needs.
+    """Checks that the package that a file's suffix needs is installed.
 
     Raises:
         ConfigError: it is not.
@@ -61,7 +61,7 @@ class _Members:
         self._member = new_member()
 
     def read(self, size: int) -> bytes:
-        """At most so many bytes of text; none at the end of the file.
+        """At most `size` bytes of text; none at the end of the file.
 
         Raises:
             EOFError: the file ends inside a member.
@@ -79,7 +79,7 @@ class _Members:
             elif self._member.needs_input:
                 piece = self._raw.read(_RAW_BYTES)
                 if not piece:
-                    raise EOFError("the file ends before what it holds does")
+                    raise EOFError("the file is truncated")
             else:
                 piece = b""
             text: bytes = self._member.decompress(piece, size)

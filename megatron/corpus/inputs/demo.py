@@ -1,4 +1,4 @@
-"""The embedded corpus: text that every Python installation carries, its sources and docstrings.
+"""The demo corpus: text that comes with every Python installation, its sources and docstrings.
 
 Standard library only, so that it works before anything is installed.
 """
@@ -51,7 +51,7 @@ def write_demo_corpus(path: Path, wanted_bytes: int) -> DemoCorpus:
 
     Raises:
         DataError: this Python carries less than 10 MB of text.
-        StorageError: the file cannot be written; said before the work where it can be known.
+        StorageError: the file cannot be written; checked before the work where possible.
     """
     check_writable(path)
     try:

@@ -1,4 +1,4 @@
-"""The texts of a block, however its input writes documents."""
+"""The texts of a block, whatever the layout of its input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parse_block(
     """Takes the texts under `keys` out of every document of a block; plain text has one, which every key gets.
 
     Args:
-        skip_bad: go on after a bad document; else stop at it.
+        skip_bad: continue after a bad document; otherwise stop at it.
         separator: what ends a document in plain text.
         hold_long: a very long text is given as a `LongText`.
 
@@ -52,13 +52,13 @@ def _parse_text(
         except UnicodeDecodeError as failure:
             reason = f"not UTF-8: byte 0x{data[start + failure.start]:02x} ({failure.reason})"
             note(parsed, BadLine(number, start + failure.start, reason))
-    if len(keys) > 1:  # whoever encodes a list empties it
+    if len(keys) > 1:  # encoding a list empties it
         parsed.texts = [list(texts) for _ in keys]
     return parsed
 
 
 def _pieces(data: bytes, start: int, ending: bytes) -> Iterator[tuple[int, int]]:
-    """Where each document begins and stops; nothing behind the last ending is no document."""
+    """Where each document begins and stops; an empty rest after the last separator is not a document."""
     while (stop := data.find(ending, start)) >= 0:
         yield start, stop
         start = stop + len(ending)
@@ -99,7 +99,7 @@ def _parse_rows(columns: list[list[Any]], keys: Sequence[str], skip_bad: bool) -
                 texts.append(value)
             continue
         value = values[list(keys).index(wrong)]
-        what = "bytes that are no" if isinstance(value, bytes) else f"a {type(value).__name__}, not a"
+        what = "bytes that are not" if isinstance(value, bytes) else f"a {type(value).__name__}, not a"
         kind = "is null or missing" if value is None else f"holds {what} text"
         note(parsed, BadLine(number, 0, f"column {wrong!r} {kind} in this row"))
         if not skip_bad:

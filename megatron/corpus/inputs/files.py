@@ -44,7 +44,7 @@ class InputPart:
 
 @dataclass(frozen=True)
 class Shard:
-    """One of several equal shares of the inputs, counted from 1."""
+    """One of several equal shards of the inputs, counted from 1."""
 
     number: int
     count: int
@@ -169,7 +169,7 @@ def share_of(paths: Sequence[str], shard: Shard, separator: str | None = None) -
 
 
 def _matches(pattern: str) -> list[str]:
-    """What a pattern gives, in order; `**` goes into every folder but through no link, which may lead in a circle."""
+    """What a pattern gives, in order; `**` descends into every folder but follows no links, which may form a cycle."""
     if "**" not in pattern:
         return sorted(glob.glob(pattern))
     parts = Path(pattern).parts
@@ -183,7 +183,7 @@ def _files_of_match(match: str, separator: str | None) -> list[str]:
 
 
 def _files_below(folder: str, separator: str | None) -> list[str]:
-    """The inputs in a folder and below it; what our tools write beside token files is none."""
+    """The inputs in a folder and below it; what our tools write beside token files is left out."""
     wanted = (*_FOUND_IN_FOLDERS, ".txt") if separator is not None else _FOUND_IN_FOLDERS
     endings = tuple(suffix + packed for suffix in wanted for packed in ("", *COMPRESSIONS))
     found = []
@@ -200,5 +200,5 @@ def _files_below(folder: str, separator: str | None) -> list[str]:
                 others[Path(name).suffix or name] += 1
     if found and others:
         shown = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(8))
-        log.info(f"{folder}: {others.total()} files that are no inputs are left out ({shown}).")
+        log.info(f"{folder}: {others.total()} files that are not inputs are left out ({shown}).")
     return sorted(found)

@@ -90,7 +90,7 @@ def open_rows(inputs: Sequence[str], split: str | None) -> HubRows:
     """
     if len(inputs) > 1 and not all(map(os.path.isfile, inputs)):
         raise ConfigError(f"--input {' '.join(inputs[:3])}: give files of one kind, or one data set.")
-    library = datasets_library(f"--input {inputs[0]} (a name that is no file, or --split, --count or --shuffle)")
+    library = datasets_library(f"--input {inputs[0]} (a name that is not a file, or --split, --count or --shuffle)")
     wanted = split or _DEFAULT_SPLIT
     title = f"{', '.join(inputs[:3])}{', ...' * (len(inputs) > 3)} ({wanted})"
     try:
@@ -105,7 +105,7 @@ def open_rows(inputs: Sequence[str], split: str | None) -> HubRows:
             table = library.load_dataset(name, configuration or None, split=wanted)
     except (ConfigError, DataError, KeyboardInterrupt):
         raise
-    except Exception as failure:  # the library and those beneath it raise of every kind
+    except Exception as failure:  # the library and its dependencies raise errors of every kind
         raise DataError(
             f"--input {' '.join(inputs[:3])} (--split {wanted}) cannot be read by the datasets library: "
             f"{_first_line(failure)}. Give files, a folder, or the name of a data set of the Hugging Face hub that can "

@@ -1,4 +1,4 @@
-"""Lines of JSON to texts, and where exactly a bad line is.
+"""Parsing lines of JSON into texts, with the exact place of a bad line.
 
 `orjson` parses where it is installed. A line that it refuses is tried again by the standard library, which upstream
 uses and which accepts more (NaN, for one); a line is bad when both refuse it.
@@ -65,7 +65,7 @@ def parse_lines(
     Args:
         keys: `a.b` is the key of that name or, where there is none, key b of the object under a.
         is_first: the block starts its file, so a byte order mark may come first.
-        skip_bad: go on after a bad line; else stop at it.
+        skip_bad: continue after a bad line; otherwise stop at it.
         hold_long: a very long text is given as a `LongText`.
     """
     skipped_bytes = len(_BYTE_ORDER_MARK) if is_first and data.startswith(_BYTE_ORDER_MARK) else 0
@@ -75,7 +75,7 @@ def parse_lines(
         lines = data.split(b"\n")
         if not lines[-1]:
             lines.pop()
-    else:  # one line, which may be so long that a copy counts; its newline does no harm
+    else:  # a single line, which may be too long to copy; its newline does no harm
         lines = [data] if data else []
     if max(map(len, lines), default=0) >= LONG_LINE_BYTES:
         parsed = _parse_keys(lines, keys, skip_bad, hold_long)
@@ -172,7 +172,7 @@ def _bad_piece(failure: BadPieceError, key: str, number: int) -> BadLine:
     found = _parse_slowly(failure.piece, number)
     if isinstance(found, BadLine):
         return BadLine(number, failure.offset + found.offset, found.reason)
-    surrogate = _LONE_SURROGATE.search(str(found))  # the only thing in which the parsers differ here
+    surrogate = _LONE_SURROGATE.search(str(found))  # the only difference between the parsers here
     reason = _surrogate_reason(key, surrogate) if surrogate else f"key {key!r} holds no JSON string"
     return BadLine(number, 0, reason)
 
@@ -202,7 +202,7 @@ def _texts(entry: Any, keys: Sequence[str], number: int, may_hold_surrogates: bo
 
 
 def _surrogate_reason(key: str, surrogate: re.Match[str]) -> str:
-    return f"key {key!r} holds the lone surrogate U+{ord(surrogate.group()):04X}, which is no character"
+    return f"key {key!r} holds the lone surrogate U+{ord(surrogate.group()):04X}, which is not a character"
 
 
 def _nested(entry: dict[str, Any], key: str) -> Any:

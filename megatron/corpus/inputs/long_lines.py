@@ -1,4 +1,4 @@
-"""Lines of JSON that are many megabytes long: their long strings never become a `str` in one.
+"""Lines of JSON that are many megabytes long: their long strings never become a single `str`.
 
 A long string is cut out of the line and decoded to UTF-8 piece by piece; what is left of the line, with a name in its
 place, is parsed as usual.

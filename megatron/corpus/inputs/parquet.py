@@ -1,6 +1,6 @@
 """Parquet files to blocks and blocks to texts, with the optional package pyarrow.
 
-The process that cuts the inputs decodes only the wanted columns and hands rows on in Arrow's own form, which a worker
+The process that cuts the inputs decodes only the wanted columns and passes rows on in Arrow's own form, which a worker
 reads without parsing.
 """
 
@@ -56,7 +56,7 @@ def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[t
             rows += sum(batch.num_rows for batch in held)
         if rows != file.metadata.num_rows:
             raise DataError(
-                f"{path}: its footer tells of {file.metadata.num_rows} rows, but row {rows} is the last that could be "
+                f"{path}: its footer counts {file.metadata.num_rows} rows, but row {rows} is the last that could be "
                 "read. The file is damaged; fetch it again or leave it out."
             )
 
@@ -133,7 +133,7 @@ def _open(path: str) -> Any:
 
 
 def _check_counts(metadata: Any, path: str) -> None:
-    """Checks that the numbers of rows in a footer agree; the library would leave rows out without a word.
+    """Checks that the numbers of rows in a footer agree; the library would leave rows out silently.
 
     Raises:
         DataError: they do not.
@@ -141,7 +141,7 @@ def _check_counts(metadata: Any, path: str) -> None:
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     if sum(group.num_rows for group in groups) != metadata.num_rows:
         raise DataError(
-            f"{path}: its footer tells of {metadata.num_rows} rows, but the row groups hold "
+            f"{path}: its footer counts {metadata.num_rows} rows, but the row groups hold "
             f"{sum(group.num_rows for group in groups)}. The file is damaged; fetch it again or leave it out."
         )
     for number, group in enumerate(groups):

@@ -1,7 +1,7 @@
 """Input files to blocks of whole lines, in order, with memory that does not grow with the file.
 
-A plain file is cut by looking only at the neighbourhood of the cuts: who encodes a block reads it. A compressed file or
-standard input is read once, here, and its blocks carry their bytes.
+A plain file is cut by looking only at the neighbourhood of the cuts: the worker that encodes a block reads it. A
+compressed file or standard input is read once, here, and its blocks carry their bytes.
 """
 
 from __future__ import annotations
@@ -177,14 +177,14 @@ def _stream(path: str, block_bytes: int) -> Iterator[Block]:
 
 
 def _cut_off(held: bytearray, end: int) -> bytearray:
-    """Takes away and gives what stands behind `end`."""
+    """Removes and returns what follows `end`."""
     rest = held[end:]
     del held[end:]
     return rest
 
 
 def _stream_text(path: str, block_bytes: int, separator: bytes) -> Iterator[Block]:
-    """Reads plain text once and cuts it behind a separator.
+    """Reads plain text once and cuts it after a separator.
 
     Separators are found from the left, as splitting finds them, so that one which overlaps itself (two newlines) cuts
     the same documents for every size of a block.
@@ -213,7 +213,7 @@ def _stream_text(path: str, block_bytes: int, separator: bytes) -> Iterator[Bloc
 
 
 def _check_length(path: str, start: int, held_bytes: int) -> None:
-    """Checks that a document can be held at all: what has no end of a line is probably no text.
+    """Checks that a document can be held in memory: what has no line end is probably not text.
 
     Raises:
         DataError: it is longer than any document.
@@ -227,7 +227,7 @@ def _check_length(path: str, start: int, held_bytes: int) -> None:
 
 
 def _warn_of_line_ends(path: str, held: bytearray, separated_bytes: int, separator: bytes) -> None:
-    """Says why a text whose lines end as on Windows has become one document."""
+    """Warns that a text with Windows line ends has become one document."""
     if not separated_bytes and b"\n" in separator and b"\r" not in separator and b"\r\n" in held:
         log.warning(
             f"{shown_path(path)}: --document-separator does not occur in it, so all of it is one document. Its lines "
@@ -236,7 +236,7 @@ def _warn_of_line_ends(path: str, held: bytearray, separated_bytes: int, separat
 
 
 def _check_no_bomb(path: str, start: int, held_bytes: int, input_bytes: int) -> None:
-    """Checks that a compressed file does not fill the memory with one document out of next to nothing.
+    """Refuses a compressed file that expands a few bytes into one huge document.
 
     Raises:
         DataError: it does.

@@ -1,10 +1,11 @@
-"""Inputs that are no files: tables of databases (see `store_address`) and data sets of the `datasets` library.
+"""Inputs that are not files: tables of databases (see `data/stores/address.py`) and data sets of the `datasets`
+library.
 
     sqlite:///corpus.db?table=web      mongodb://host/corpus?collection=web      db.json
     hf://name, hf://name:split, hf://name:configuration:split, hf://folder
 
-Rows of a database are handed on as lines of JSON, so that whoever reads lines reads them; those of a data set in
-Arrow's form, as those of Parquet files. They come in order of idx or of their place, with memory that does not grow.
+Rows of a database are passed on as lines of JSON, so that the reader of lines reads them too; those of a data set in
+Arrow's form, like those of Parquet files. They come in order of idx or of their place, with memory that does not grow.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def tables_of(value: str) -> list[str]:
     """The tables that a value of `--input` names, each as an input of its own.
 
     Raises:
-        ConfigError: it is no address.
+        ConfigError: it is not an address.
         DataError: a table is missing.
         StorageError: the database cannot be reached, or is locked.
     """
@@ -73,7 +74,7 @@ def open_table(path: str) -> Table:
     """Opens one of the inputs that `tables_of` gives.
 
     Raises:
-        ConfigError: it is no address, names several tables, or a package is missing.
+        ConfigError: it is not an address, names several tables, or a package is missing.
         DataError: there is no such table.
         StorageError: the database cannot be reached, or is locked.
     """
@@ -206,7 +207,7 @@ def _text(value: Any) -> str:
 
 
 def _written(value: Any) -> bytes:
-    """A value as JSON; what is no text keeps a form that readers of lines refuse with the right words."""
+    """A value as JSON; what is not text keeps a form that readers of lines refuse with a fitting message."""
     if isinstance(value, bytes):
         try:
             value = value.decode("utf-8")

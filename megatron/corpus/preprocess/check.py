@@ -1,4 +1,4 @@
-"""Looks through a finished pair of token files: counts, lengths, ids that are no ids, documents that recur.
+"""Examines a finished pair of token files: counts, lengths, ids outside the vocabulary, documents that recur.
 
 Memory: eight bytes a document for the duplicates, and a few megabytes of tokens at a time.
 """
@@ -65,7 +65,7 @@ def examine(prefix: str, vocab_size: int | None = None) -> Examination:
         found = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
         if found != (sidecar.sequences, sidecar.documents, sidecar.tokens):
             raise DataError(
-                f"{prefix}.json tells of {sidecar.sequences} sequences, {sidecar.documents} documents and "
+                f"{prefix}.json lists {sidecar.sequences} sequences, {sidecar.documents} documents and "
                 f"{sidecar.tokens} tokens; the pair has {found[0]}, {found[1]} and {found[2]}. One is of another "
                 "run: preprocess the corpus again, or remove the .json."
             )

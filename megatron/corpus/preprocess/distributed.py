@@ -1,4 +1,4 @@
-"""One corpus preprocessed by several ranks: each encodes a share of its own, then the shares are merged."""
+"""Preprocessing one corpus on several ranks: each encodes its own share, then the shares are merged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Draw:
 
     Args:
         split: of a data set; None is its training split.
-        count: the first so many only.
+        count: only the first this many.
         seed: of the order; with None and `is_shuffled`, one is drawn and told.
     """
 
@@ -42,7 +42,7 @@ class Draw:
 
     @property
     def is_everything(self) -> bool:
-        """Whether nothing was asked of the documents."""
+        """Whether all documents are taken in their order."""
         return self.split is None and self.count is None and not self.is_shuffled
 
 
@@ -93,7 +93,7 @@ def preprocess_on_ranks(
         scratch: folder for the pairs of the ranks; beside the output if None.
 
     Returns:
-        what all ranks wrote together, on every rank.
+        what all ranks wrote in total, on every rank.
 
     Raises:
         ConfigError, DataError, StorageError, JobError: a rank failed; every rank raises then.
@@ -144,7 +144,7 @@ def _merge(parts: Sequence[str], whole: str, copy: str, merging: str, ranks: Job
 
 
 def _check_same(whole: str, copy: str) -> None:
-    """Compares the results of two ways to merge; the first is taken away when they differ.
+    """Compares the results of two ways to merge; the first is removed when they differ.
 
     Raises:
         StorageError: they differ.
@@ -154,8 +154,8 @@ def _check_same(whole: str, copy: str) -> None:
         if place is not None:
             remove_pair(whole)
             raise StorageError(
-                f"{whole}.{suffix}: what all ranks wrote together differs at byte offset {place} from what one rank "
-                "wrote. The file system does not keep what several nodes write to one file; use --merge serial. "
+                f"{whole}.{suffix}: what the ranks wrote in parallel differs at byte offset {place} from what one rank "
+                "wrote. The file system loses what several nodes write to one file; use --merge serial. "
                 f"{whole} was removed."
             )
     log.info(f"{whole} (.bin, .idx): merged in parallel and serially, with the same bytes.")

@@ -69,7 +69,7 @@ class EncodedKey:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """What became of one block.
+    """The result of encoding a block.
 
     Args:
         keys: one entry for each key.
@@ -123,7 +123,7 @@ class BlockEncoder:
         return EncodedBlock(tuple(keys), parsed.lines, empty, tuple(parsed.bad), parsed.bad_count)
 
     def _encode_texts(self, texts: list[str | LongText]) -> EncodedKey:
-        """Encodes texts and forgets them: a very long one should not be held longer than needed."""
+        """Encodes texts and frees them: a very long one should not be held longer than needed."""
         if self.options.sentences is not None:
             return self._encode_sentences(texts, self.options.sentences)
         ids, lengths = self._encode_flat(texts)
@@ -168,7 +168,7 @@ class BlockEncoder:
     def _ended(
         self, ids: npt.NDArray[np.integer], lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
     ) -> EncodedKey:
-        """Puts the end-of-document id behind the last sentence of each document."""
+        """Puts the end-of-document id after the last sentence of each document."""
         if self._suffix and len(counts):
             last = np.cumsum(counts) - 1
             ids = np.insert(ids, np.cumsum(lengths)[last], self._suffix[0])

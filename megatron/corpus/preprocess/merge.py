@@ -1,7 +1,8 @@
-"""Several `.bin/.idx` pairs into one that is byte for byte what preprocessing all of it at once would have written.
+"""Merging several `.bin/.idx` pairs into the one that preprocessing all of it at once would have written, byte for
+byte.
 
 Memory does not grow with the data: tables are mapped and moved in pieces, token ids are copied by the system. Every
-number is an integer of Python or int64, so that 2^31 tokens or bytes are nothing special. Several ranks may share the
+number is an integer of Python or int64, so that there is no limit at 2^31 tokens or bytes. Several ranks may share the
 copying; each then writes its own stretches of the same two files.
 """
 
@@ -59,7 +60,7 @@ class MergePart:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Which pairs become which, and where the parts of each lie in the result."""
+    """Which pairs are merged into which file, and where each part goes."""
 
     output_prefix: str
     parts: tuple[MergePart, ...]
@@ -188,7 +189,7 @@ def _merged_sidecar(plan: MergePlan) -> Sidecar | None:
     for part, sidecar in found:
         if (sidecar.sequences, sidecar.tokens) != (part.sequences, part.tokens):
             raise DataError(
-                f"{part.prefix}.json tells of {sidecar.sequences} sequences and {sidecar.tokens} tokens, but the pair "
+                f"{part.prefix}.json lists {sidecar.sequences} sequences and {sidecar.tokens} tokens, but the pair "
                 f"has {part.sequences} and {part.tokens}: they do not belong together. Remove or restore the .json."
             )
         ours, theirs = found[0][1].tokenizer, sidecar.tokenizer
@@ -232,7 +233,7 @@ class _Start:
 
 @contextmanager
 def _temporaries(plan: MergePlan, ranks: JobRanks) -> Iterator[tuple[str, str]]:
-    """The two files of the result under temporary names, at full size and filled with zeros; gone in the end."""
+    """The two files of the result under temporary names, at full size and filled with zeros; removed at the end."""
     own = [temporary_beside(Path(f"{plan.output_prefix}.{suffix}")) for suffix in ("bin", "idx")]
     try:
         names = ranks.run_on_first(lambda: _create(plan, *own))
@@ -280,7 +281,7 @@ def _copy_part(plan: MergePlan, part: MergePart, before: _Start, target: int, in
     dataset = IndexedDataset(part.prefix)
     if _facts(dataset) != part:
         raise DataError(
-            f"{part.prefix} was written anew while it was being merged. Start again when nothing writes to it."
+            f"{part.prefix} was rewritten while it was being merged. Start again when nothing writes to it."
         )
     sequences, documents, tokens = before.sequences, before.documents, before.tokens
     itemsize = plan.dtype.itemsize

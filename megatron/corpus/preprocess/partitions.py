@@ -1,4 +1,4 @@
-"""Preprocessing in parts that stay: a killed run goes on behind its last finished part and gives the same bytes.
+"""Preprocessing in parts that are kept: a killed run continues after its last finished part and gives the same bytes.
 
 The inputs are divided into shares in their order. Each share becomes pairs of its own, which are published as soon as
 they are complete, in a hidden folder beside the output; in the end they are merged and the folder is removed. The
@@ -55,7 +55,8 @@ Shares = tuple[tuple[InputPart, ...], ...]
 def divide(
     paths: Sequence[str], partitions: int, shard: Shard | None, separator: str | None, keys: Sequence[str]
 ) -> Shares:
-    """Divides inputs, or one shard's share of them, into so many parts of about equal bytes; fewer if some are empty.
+    """Divides inputs, or one shard's share of them, into a number of parts of about equal size; fewer if some are
+    empty.
 
     Args:
         keys: a Parquet input must have a column for each.
@@ -122,7 +123,9 @@ def preprocess_in_parts(
 
 def _say_what_stays(folder: Path, finished: int, count: int) -> None:
     if finished:
-        log.info(f"{finished} of {count} parts are finished and stay in {folder}; the same command goes on from there.")
+        log.info(
+            f"{finished} of {count} parts are finished and stay in {folder}; the same command continues from there."
+        )
     else:
         _remove(folder)
 
@@ -172,11 +175,12 @@ def _take_over(folder: Path, description: Mapping[str, Any], wholes: Sequence[st
     saved = _read_manifest(folder)
     if visible and not saved:
         raise ConfigError(
-            f"{folder} exists and holds {visible[0].name} without a {_MANIFEST}: it is not this tool's. Remove it, or "
+            f"{folder} exists and holds {visible[0].name} without a {_MANIFEST}: this tool did not write it. Remove "
+            f"it, or "
             "choose another --output-prefix."
         )
     if saved == {**description, _MERGED: True} and all(map(_sidecar_of, wholes)):
-        log.info(f"An earlier run of this command had done all but remove {folder}; now that is done too.")
+        log.info(f"An earlier run of this command had done all but remove {folder}; it is removed now.")
         _remove(folder)
         return True
     differing = [name for name in description if saved.get(name) != description[name]]
@@ -259,10 +263,10 @@ def _remove(folder: Path, *, keeps_lock: bool = False) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Makes the folder and keeps other runs out of it; the system lets go of it however this process ends.
+    """Makes the folder and locks it against other runs; the system releases the lock however this process ends.
 
     Raises:
-        ConfigError: another run is at work in it.
+        ConfigError: another run is using it.
         StorageError: it cannot be made.
     """
     try:
@@ -275,12 +279,12 @@ def _held(folder: Path) -> Iterator[None]:
             import fcntl
 
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # a system without it
+        except ImportError:  # not available on this system
             pass
         except OSError as failure:
             if failure.errno in (errno.EACCES, errno.EAGAIN):
                 raise ConfigError(
                     f"Another run writes its parts to {folder}, for the same output. Wait until it has finished, or "
                     "choose another --output-prefix."
-                ) from failure  # any other: a file system that knows no locks
+                ) from failure  # any other: a file system without locks
         yield

@@ -17,7 +17,7 @@ _PACKAGES = ("numpy", "tokenizers", "gigatoken", "sentencepiece", "sentencex")
 
 
 class SourceLog:
-    """Takes note of blocks as they pass: how many bytes of text each source gave, and their XXH3 hash.
+    """Records blocks as they pass: how many bytes of text each source gave, and their XXH3 hash.
 
     The text is hashed as it is encoded, uncompressed, so that the same lines have the same hash however they were
     packed. It costs less than a hundredth of encoding; without the xxhash package it is left out.
@@ -29,7 +29,7 @@ class SourceLog:
         self._new_hash = _hash_maker()
 
     def watch(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """Hands the blocks on unchanged."""
+        """Passes the blocks on unchanged."""
         for block in blocks:
             self._note(block)
             yield block
@@ -61,7 +61,7 @@ class SourceLog:
         try:
             for piece in _pieces(block):
                 running.update(piece)
-        except OSError:  # whoever encodes the block meets the same and says so
+        except OSError:  # encoding the block meets the same error and reports it
             self._hashes[block.source] = None
 
 

@@ -1,4 +1,4 @@
-"""The whole way from input files to published `.bin/.idx` pairs."""
+"""A preprocessing run: from input files to published `.bin/.idx` pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.corpus.inputs.sources import Block, blocks, check_inputs
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions
 from megatron.corpus.preprocess.encode_work import EncodeWork
 from megatron.corpus.preprocess.provenance import SourceLog, versions
-from megatron.corpus.workers.pool import run_blocks, worth_workers
+from megatron.corpus.workers.pool import choose_workers, run_blocks
 from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.indexed import IndexedWriter, publish_pairs
 from megatron.data.formats.sidecar import Sidecar, check_replaceable
@@ -80,7 +80,7 @@ def preprocess(
 
 
 def warn_of_no_tokens(prefixes: Sequence[str], tokens: Sequence[int], empty: int, skipped: int) -> None:
-    """Warns once of all data prefixes that hold no token: they are valid files that nobody can train on.
+    """Warns once of all data prefixes that hold no token: they are valid files, but cannot be trained on.
 
     Not done by `preprocess` itself: the share of one rank may well be empty.
     """
@@ -110,7 +110,7 @@ def preprocess_blocks(
         check_replaceable(prefix)
     encoder = encoder or BlockEncoder(options)
     sources = SourceLog()
-    source, workers = worth_workers(sources.watch(source), workers)
+    source, workers = choose_workers(sources.watch(source), workers)
     with ExitStack() as stack:
         writers = [
             stack.enter_context(IndexedWriter(prefix, encoder.dtype, is_cached=options.is_cached))
@@ -154,7 +154,7 @@ def _write(
             number = _newlines(path, bytes_before) + line + bad.line + 1
             where = f"{path}:{number}: byte offset {block.start + bad.offset}: {bad.reason}"
             if not options.skip_bad_lines:
-                raise DataError(f"{where}. Mend the line, or leave such lines out with --on-bad-line skip.")
+                raise DataError(f"{where}. Fix the line, or leave such lines out with --on-bad-line skip.")
             if skipped < _SHOWN_BAD_LINES:
                 progress.clear()
                 log.warning(f"{where}; skipped")
@@ -178,7 +178,7 @@ def _write(
 
 
 def _newlines(path: str, size: int) -> int:
-    """Newlines in the first bytes of a file: looked at only when a line is bad and the work began after them."""
+    """Newlines in the first bytes of a file; counted only when a line is bad and the work began after them."""
     count = 0
     if size:
         with open(path, "rb", buffering=0) as file:

@@ -34,7 +34,7 @@ class SentenceSplitter:
             back are the text; otherwise it is dropped, also at both ends of the text.
 
     Raises:
-        ConfigError: the language is written as none, or the library is not installed.
+        ConfigError: the language is not written as a language code, or the library is not installed.
     """
 
     language: str = "en"
@@ -43,7 +43,8 @@ class SentenceSplitter:
     def __post_init__(self) -> None:
         if not _LANGUAGE.fullmatch(_code(self.language)):
             raise ConfigError(
-                f"--lang {self.language} is no language. Give a code of ISO 639 like en, tr or zh, or one of the names "
+                f"--lang {self.language} is not a language. Give a code of ISO 639 like en, tr or zh, or one of the "
+                f"names "
                 f"{', '.join(_CODE_OF_NAME)}."
             )
         _library()
@@ -53,7 +54,9 @@ class SentenceSplitter:
         return [sentence for batch in self.batches(text) for sentence in batch]
 
     def batches(self, text: str) -> Iterator[list[str]]:
-        """The sentences of a text, some millions of letters at a time: its paragraphs do not depend on each other."""
+        """The sentences of a text, some millions of characters at a time: its paragraphs do not depend on each
+        other.
+        """
         leading = ""
         for part in _parts(text):
             if not self.keep_newlines:
@@ -78,14 +81,14 @@ class SentenceSplitter:
         narrow = _WIDE_SPACE.sub(" ", text) if has_wide else text
         try:
             found: list[str] = without_panics(lambda: _library().segment(_code(self.language), narrow))
-        except ValueError:  # whatever it stumbled over: lines are an honest second best, the same in every run
+        except ValueError:  # whatever it failed on: splitting at line ends is the fallback, the same in every run
             return text.splitlines(keepends=True)
         pieces = found if sum(map(len, found)) == len(text) else _with_gaps(narrow, found)
         return list(_stretches(text, pieces)) if has_wide else pieces
 
 
 def _parts(text: str) -> Iterator[str]:
-    """A text, cut behind the end of a paragraph whenever it has got long."""
+    """A text, cut after the end of a paragraph whenever it has become long."""
     start = 0
     while len(text) - start > _PART_LETTERS and (end := _PARAGRAPH_END.search(text, start + _PART_LETTERS)):
         yield text[start : end.end()]

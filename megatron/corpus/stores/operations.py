@@ -1,4 +1,4 @@
-"""What is done with a document store: importing files into it, examining its numbers, timing it, drawing samples.
+"""Operations on a document store: importing files, auditing document numbers, timing reads, drawing samples.
 
 Source: `fetch_samples` writes what dsGPT2's `vocab_downloader.py` writes.
 """
@@ -61,7 +61,7 @@ class ImportOptions:
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What became of one file: `record` is None if its contents were there already."""
+    """The import of one file: `record` is None if its contents were in the collection already."""
 
     source: str
     record: ImportRecord | None
@@ -71,7 +71,7 @@ class ImportResult:
 def import_files(
     paths: Sequence[str], writer: StoreWriter, collection: str, options: ImportOptions, progress: ProgressLine
 ) -> Iterator[ImportResult]:
-    """Adds files to a collection, each as a whole or not at all; what is there already is not added again.
+    """Adds files to a collection, each as a whole or not at all; what is in the collection already is not added again.
 
     A file is known by the hash of its bytes and the key, whatever its name. Standard input and databases are known by
     the hash of what they give, so they are read before that is found out.
@@ -116,7 +116,7 @@ def _import_one(
             where = f"{block.source}:{lines + bad.line + 1}: byte offset {block.start + bad.offset}: {bad.reason}"
             if not options.skip_bad_lines:
                 raise DataError(
-                    f"{where}. Nothing of this file was imported. Mend the line, or leave such lines out with "
+                    f"{where}. Nothing of this file was imported. Fix the line, or leave such lines out with "
                     "--on-bad-line skip."
                 )
             if skipped < _SHOWN_BAD_LINES:
@@ -152,7 +152,7 @@ def _refuse_changed(writer: StoreWriter, path: str, fingerprint: str, options: I
 
 
 def _file_fingerprint(path: str) -> str | None:
-    """Hash of a file's bytes as they lie on disk; None for what is no regular file."""
+    """Hash of a file's bytes on disk; None for what is not a regular file."""
     if not Path(path).is_file() or total_bytes([path]) is None:
         return None
     running = hashlib.blake2b(digest_size=16)
@@ -208,7 +208,7 @@ class Audit:
 
 
 def audit(backend: StoreBackend, names: Sequence[str] = ()) -> list[Audit]:
-    """Goes through the numbers of collections (all there are, if none is named), with memory that does not grow.
+    """Audits the document numbers of collections (all, if none is named) in constant memory.
 
     Raises:
         DataError: a collection is missing.

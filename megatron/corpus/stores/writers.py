@@ -1,4 +1,4 @@
-"""Adding a file's documents to a collection of a store: all of them or none, whatever kills the process.
+"""Adding a file's documents to a collection of a store: all of them or none, even if the process is killed.
 
 SQLite holds one transaction open for the whole file; new pages are not kept in its journal, so that costs neither
 memory nor time. MongoDB has no transactions on a single server: documents are added above the number that `meta_info`
@@ -60,11 +60,11 @@ class StoreWriter(Protocol):
         ...
 
     def abort(self) -> None:
-        """Takes back what was added since `begin`."""
+        """Removes what was added since `begin`."""
         ...
 
     def close(self) -> None:
-        """Lets go of the database."""
+        """Closes the connection to the database."""
         ...
 
 
@@ -72,11 +72,11 @@ def open_writer(address: StoreAddress, collection: str, takes_over: bool = False
     """A writer for a collection, which need not exist; nor need the SQLite file.
 
     Args:
-        takes_over: go on although another machine's import seems to be at work.
+        takes_over: continue although another machine's import seems to be running.
 
     Raises:
         ConfigError: the collection's name cannot be used.
-        DataError: a table of this name is no collection of documents.
+        DataError: a table of this name is not a collection of documents.
         StorageError: the database cannot be reached or written.
     """
     if (
@@ -275,7 +275,7 @@ class _MongoWriter:
         self._backend.close()
 
     def _hold(self) -> None:
-        """Writes this process into the collection's entry, in the place of nobody or of a process that is gone."""
+        """Writes this process into the collection's entry, where there is none, or one that is gone."""
         entries = self._backend.database[META_COLLECTION]
         holder = entries.find_one({"collection_name": self._collection}).get(_IMPORTER)
         if holder is not None and not self._takes_over:
@@ -312,7 +312,8 @@ def _check_columns(shown: str, name: str, columns: set[str]) -> None:
     missing = [column for column in ("idx", ORIGINAL_COLUMN, FILTERED_COLUMN) if column not in columns]
     if missing:
         raise DataError(
-            f"{shown}: {name!r} is no collection of a document store: it lacks {', '.join(map(repr, missing))}. Choose "
+            f"{shown}: {name!r} is not a collection of a document store: it lacks {', '.join(map(repr, missing))}. "
+            f"Choose "
             "another --collection."
         )
 

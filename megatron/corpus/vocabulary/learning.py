@@ -63,7 +63,7 @@ def texts_of(
             bad = parsed.bad[0]
             raise DataError(
                 f"{block.source}:{line + bad.line + 1}: byte offset {block.start + bad.offset}: "
-                f"{bad.reason}. Mend the line, or "
+                f"{bad.reason}. Fix the line, or "
                 "leave such lines out with --on-bad-line skip."
             )
         line += parsed.lines
@@ -114,7 +114,7 @@ def special_tokens(names: Sequence[str], unused: int | None) -> tuple[str, ...]:
         elif _is_one_word(token):
             problems.append(
                 f"--special-tokens {token!r} could be learned as an ordinary word of the text. Write it as marks and "
-                "letters without blanks, like <name> or [NAME]."
+                f"letters without spaces, like <name> or [NAME]."
             )
     if problems:
         raise ConfigError(problems)

@@ -1,4 +1,4 @@
-"""How well a tokenizer writes texts: whether they come back, in how many tokens, and how fast."""
+"""How well a tokenizer encodes texts: whether they come back, in how many tokens, and how fast."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Difference:
 
     Args:
         document: its number, from 0.
-        place: the first letter that differs.
-        was, became: some letters from there on.
+        place: the first character that differs.
+        was, became: some characters from there on.
     """
 
     document: int
@@ -36,7 +36,7 @@ class RoundTrip:
     """Counts over all texts; `seconds` are those of encoding alone.
 
     Args:
-        inexact: texts that did not come back letter by letter.
+        inexact: texts that did not come back character by character.
         differences: the first few of them.
     """
 

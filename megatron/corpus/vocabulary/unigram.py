@@ -2,11 +2,11 @@
 
 SentencePiece's own trainer is used because it gives the same vocabulary for the same text every time; the one of
 `tokenizers` does not. Texts are not changed before they are cut (no case folding, no joining of spaces, no space put
-before them), and what the pieces cannot write is written byte by byte, so there are no unknown tokens. The one letter
-that does not come back is U+2581, which stands for a space.
+before them), and what the pieces cannot represent is written byte by byte, so there are no unknown tokens. The one
+character that does not come back is U+2581, which stands for a space.
 
 The two files cut nearly all texts alike, but choose differently between cuts that are equally good: a corpus and the
-runs on it must use the same of the two.
+runs on it must use the same one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.sentencepiece_model import SPACE, SentencePieceModel, is_ordinary, read_model
 
-_LONGEST_LINE = 4000  # letters; the trainer keeps whole lines in memory and leaves out those it finds too long
+_LONGEST_LINE = 4000  # characters; the trainer keeps whole lines in memory and leaves out those it finds too long
 _LINE_BYTES = 4 * _LONGEST_LINE + 16
 _THREADS = 8  # always: the sums of its steps, and so the pieces, depend on their number
 _KNOWN = ("<unk>", "<s>", "</s>", "<pad>")
@@ -38,7 +38,7 @@ def train_unigram(texts: Iterable[str], vocab_size: int, special: Sequence[str] 
         The contents of its files by suffix.
 
     Raises:
-        ConfigError: the package is missing, or the size does not hold the letters of the text.
+        ConfigError: the package is missing, or the size does not hold the characters of the text.
         DataError: there is no text.
     """
     try:

@@ -23,9 +23,10 @@ def train_wordpiece(
     lower_case: bool = False,
     show_progress: bool = False,
 ) -> dict[str, bytes]:
-    """Learns a vocabulary: special tokens, letters, letters inside words, pieces in the order in which they were found.
+    """Learns a vocabulary: special tokens, characters, characters inside words, then pieces in the order in which they
+    were found.
 
-    The texts are read twice, first for their letters: their order would otherwise depend on chance.
+    The texts are read twice, first for their characters: the order of these would otherwise be random.
 
     Args:
         vocab_size: entries in all; fewer come out when the text has no more pieces.
@@ -36,7 +37,7 @@ def train_wordpiece(
         The contents of its files by suffix.
 
     Raises:
-        ConfigError: the size does not hold the special tokens and the letters of the text.
+        ConfigError: the size does not hold the special tokens and the characters of the text.
         DataError: there is no text.
     """
     from tokenizers import Tokenizer, models, trainers
@@ -74,7 +75,7 @@ def train_wordpiece(
 
 
 def _tokenizer_json(names: Sequence[str], special: Sequence[str], lower_case: bool) -> dict[str, bytes]:
-    """The same ids for the `tokenizers` library, with upstream's two tokens behind them, and special tokens found."""
+    """The same ids for the `tokenizers` library, with upstream's two tokens appended, and special tokens found."""
     everything = [*names, *(token for token in ADDED_TOKENS if token not in names)]
     tokenizer = wordpiece({name: number for number, name in enumerate(everything)}, lower_case)
     tokenizer.add_special_tokens([*special, *(token for token in ADDED_TOKENS if token not in special)])

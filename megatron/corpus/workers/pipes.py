@@ -1,7 +1,7 @@
-"""Bytes through the pipes between the program and its workers, and waiting that says for whom.
+"""Reading and writing the pipes between the program and its workers, and waiting that reports who does not answer.
 
-A worker may be busy with a very long document, starved by the machine, or stopped by somebody who looks into it. None
-of that is an error, but nobody should have to guess why nothing moves.
+A worker may be busy with a very long document, starved by the machine, or stopped in a debugger. None of that is an
+error, but the user should not have to guess why nothing moves.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ Ready = TypeVar("Ready")
 
 
 def wait_for(wait: Callable[[float], Ready], workers: Sequence[tuple[str, int | None]]) -> Ready:
-    """Waits as long as it takes; says after a minute of silence, then at twice the time each, who has not answered.
+    """Waits as long as it takes; warns after a minute of silence, then at doubling intervals, which worker has not
+    answered.
 
     Args:
-        wait: waits for so many seconds; what it returns is false as long as nothing is ready.
+        wait: waits for a number of seconds; returns something false while nothing is ready.
         workers: titles and process ids of those that should answer.
     """
     seconds = silence = PATIENCE_SECONDS
@@ -38,7 +39,7 @@ def wait_for(wait: Callable[[float], Ready], workers: Sequence[tuple[str, int | 
 
 
 def can_write(pipe: Connection, seconds: float) -> bool:
-    """Whether a pipe takes a short message (or has lost its reader) within so many seconds."""
+    """Whether a pipe takes a short message (or has lost its reader) within a number of seconds."""
     poll = select.poll()
     poll.register(pipe.fileno(), select.POLLOUT)
     return bool(poll.poll(seconds * 1000))
@@ -68,7 +69,7 @@ def write_to_pipe(pipe: Connection, data: Any, wait: Callable[[], Any] | None = 
 
 
 def read_from_pipe(pipe: Connection, size: int, wait: Callable[[], Any] | None = None) -> bytearray:
-    """Reads so many bytes straight into their place.
+    """Reads exactly `size` bytes.
 
     Args:
         wait: called before each read; without it the system waits.
@@ -91,10 +92,11 @@ def read_from_pipe(pipe: Connection, size: int, wait: Callable[[], Any] | None =
 def _likely_cause(process_id: int | None) -> str:
     if _state_of(process_id) in ("T", "t"):
         return (
-            f"It is stopped, by a signal or a debugger: `kill -CONT {process_id}` lets it go on, and nothing is lost; "
+            f"It is stopped, by a signal or a debugger: `kill -CONT {process_id}` lets it continue, and nothing is "
+            f"lost; "
             f"`kill {process_id}` ends the run."
         )
-    return "It may have a very long document, or the machine too little memory. The run goes on when it answers."
+    return "It may have a very long document, or the machine too little memory. The run continues when it answers."
 
 
 def _state_of(process_id: int | None) -> str:

@@ -103,10 +103,10 @@ def run_blocks(
         yield pool.run(blocks)
 
 
-def worth_workers(blocks: Iterator[Block], most_workers: int) -> tuple[Iterator[Block], int]:
-    """The same blocks, and how many workers they are worth: 1 for a single block, no more than there are cores."""
+def choose_workers(blocks: Iterator[Block], maximum_workers: int) -> tuple[Iterator[Block], int]:
+    """The same blocks, and how many workers to use for them: 1 for a single block, no more than there are cores."""
     first = list(islice(blocks, 2))
-    return chain(first, blocks), min(most_workers, usable_cores()) if len(first) > 1 else 1
+    return chain(first, blocks), min(maximum_workers, usable_cores()) if len(first) > 1 else 1
 
 
 @dataclass
@@ -147,13 +147,13 @@ class WorkerPool(Generic[Result]):
     memory is shared. A process with several threads is not forked.
 
     Args:
-        most_workers: most processes.
+        maximum_workers: most processes.
         method: "fork" or "spawn"; chosen by `start_method` if left out.
     """
 
-    def __init__(self, work: BlockWork[Result], most_workers: int, method: str | None = None) -> None:
+    def __init__(self, work: BlockWork[Result], maximum_workers: int, method: str | None = None) -> None:
         self._work = work
-        self._most_workers = most_workers
+        self._maximum_workers = maximum_workers
         self._method = method
         self._workers: list[_Worker] = []
 
@@ -179,14 +179,14 @@ class WorkerPool(Generic[Result]):
             WorkerError: a worker died; the text names it.
             MegatronError: what the work raised in a worker.
         """
-        most_under_way = (_BLOCKS_PER_WORKER + 1) * self._most_workers
+        maximum_under_way = (_BLOCKS_PER_WORKER + 1) * self._maximum_workers
         source = iter(blocks)
         sent: dict[int, Block] = {}
         results: dict[int, Result] = {}
         next_out = next_in = 0
         is_exhausted = False
         while True:
-            while not is_exhausted and next_in - next_out < most_under_way and self._has_room():
+            while not is_exhausted and next_in - next_out < maximum_under_way and self._has_room():
                 block = next(source, None)
                 if block is None:
                     is_exhausted = True
@@ -214,13 +214,13 @@ class WorkerPool(Generic[Result]):
         self._workers.clear()
 
     def _has_room(self) -> bool:
-        return len(self._workers) < self._most_workers or any(
+        return len(self._workers) < self._maximum_workers or any(
             len(worker.blocks) < _BLOCKS_PER_WORKER for worker in self._workers
         )
 
     def _least_busy(self) -> _Worker:
         """The worker with the fewest blocks; a new one if all have some and there may be more."""
-        if len(self._workers) < self._most_workers and all(worker.blocks for worker in self._workers):
+        if len(self._workers) < self._maximum_workers and all(worker.blocks for worker in self._workers):
             self._start()
         return min(self._workers, key=lambda worker: len(worker.blocks))
 
@@ -293,7 +293,7 @@ class WorkerPool(Generic[Result]):
         worker.unfinished += 1
 
     def _death(self, worker: _Worker) -> MegatronError:
-        try:  # what it had to say before it ended
+        try:  # what it reported before it ended
             while worker.incoming.poll():
                 self._take_in(worker, {})
         except MegatronError as failure:

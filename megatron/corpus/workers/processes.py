@@ -1,6 +1,6 @@
-"""Starting and ending the processes of a corpus tool, and what they say when they fail.
+"""Starting and ending the processes of a corpus tool, and reporting their failures.
 
-Every tool's workers behave alike: the keyboard's interrupt is the parent's to answer, SIGTERM ends them, an error of
+Every tool's workers behave alike: the parent handles keyboard interrupts, SIGTERM ends them, an error of
 theirs arrives with its type, and one that died is named with what killed it.
 """
 
@@ -56,12 +56,12 @@ def start_method() -> str:
 def start_process(
     method: str, body: Callable[..., None], words: Sequence[Any], keep: Callable[[BaseProcess], None]
 ) -> None:
-    """Starts a worker; no signal can meet a forked one while it still has this process's way to answer it.
+    """Starts a worker; a forked one receives no signal while it still has this process's signal handlers.
 
     Args:
         method: "fork" or "spawn".
         words: arguments of `body`, which calls `enter_worker` first.
-        keep: takes the started process in, before a signal can make this one forget it.
+        keep: records the started process, before a signal can interrupt this one.
     """
     context = multiprocessing.get_context(method)
     process: BaseProcess = context.Process(target=body, args=tuple(words), daemon=True)  # type: ignore[attr-defined]
@@ -85,12 +85,12 @@ def enter_worker(inherited: Iterable[Connection] = ()) -> None:
     Args:
         inherited: the parent's pipe ends that were forked along; left open, no pipe would ever close.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OUR_SIGNALS)
     for end in inherited:
         end.close()
-    gc.freeze()  # leaves the pages of what was inherited alone, so that they stay shared
+    gc.freeze()  # does not touch inherited pages, so that they stay shared
 
 
 def stop_processes(processes: Iterable[BaseProcess]) -> None:
@@ -106,7 +106,7 @@ def stop_processes(processes: Iterable[BaseProcess]) -> None:
 
 
 def death_of(title: str, process: BaseProcess, workers_flag: str = "--workers") -> WorkerError:
-    """The error for a worker that ended without having said why."""
+    """The error for a worker that ended without reporting why."""
     process.join(STOP_SECONDS)
     code = process.exitcode
     how = f"was killed by {_signal_name(-code)}" if code is not None and code < 0 else f"ended with exit code {code}"
@@ -117,12 +117,12 @@ def death_of(title: str, process: BaseProcess, workers_flag: str = "--workers") 
 
 
 def failure_message(failure: MegatronError) -> dict[str, Any]:
-    """What a worker says of an error, as JSON."""
+    """A worker's error as a JSON message."""
     return {"failure": describe_failure(failure, _KINDS)}
 
 
 def raise_failure(message: dict[str, Any]) -> None:
-    """Raises the error that a worker's message tells of, if it does."""
+    """Raises the error that a worker's message describes, if it describes one."""
     if "failure" in message:
         raise rebuild_failure(message["failure"], _KINDS, WorkerError)
 

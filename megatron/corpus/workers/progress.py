@@ -1,4 +1,4 @@
-"""How far a long job over documents has come: a bar on a terminal, plain lines elsewhere."""
+"""The progress of a long job over documents: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ class ProgressLine:
             self._write_line(self.line())
 
     def leave_out(self, input_bytes: int) -> None:
-        """Makes the whole smaller by what need not be done."""
+        """Takes work that need not be done out of the total."""
         if self._total_bytes is not None:
             self._total_bytes -= input_bytes
 
     def finish(self) -> None:
-        """Takes the bar away and leaves the last counts as a line."""
+        """Removes the bar and leaves the last counts as a line."""
         if self._write_bar is not None:
             self._write_bar("\r\x1b[K")
         self._write_line(self.line())
 
     def clear(self) -> None:
-        """Takes the bar away, so that an error stands alone."""
+        """Removes the bar, so that an error stands alone."""
         if self._write_bar is not None:
             self._write_bar("\r\x1b[K")
 

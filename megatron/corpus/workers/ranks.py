@@ -1,6 +1,6 @@
 """The ranks that share one corpus job, as a rank, a size and a way to exchange small values.
 
-`corpus` knows no process groups: a program that runs on several ranks passes the exchange in.
+`corpus` knows no process groups: a program on several ranks passes in the exchange.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class JobRanks:
         failure: BaseException | None = None
         try:
             value = work()
-        except BaseException as error:  # of any kind: the other ranks must hear of it, or they wait forever
+        except BaseException as error:  # of any kind: the other ranks must learn of it, or they wait forever
             failure = error
         report = None if failure is None else describe_failure(failure, _KINDS)
         answers = self.gather([report, value])

@@ -61,12 +61,12 @@ class BlendedDataset:
         return self._places[int(self._sources[sample])]
 
     def locate(self, sample: int, position: int) -> str:
-        """Where a token of a sample is stored, in words."""
+        """Describes where a token of a sample is stored."""
         chosen, number = self._place(sample)
         return self.datasets[chosen].locate(number, position)
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        """What a sample is put together from, in the order of its tokens."""
+        """The stretches of documents that make up a sample, in the order of its tokens."""
         chosen, number = self._place(sample)
         return self.datasets[chosen].spans(number)
 
@@ -81,7 +81,7 @@ class PhasedDataset:
 
     Args:
         firsts: the first sample of each phase.
-        earlier: samples of the phases that are over, each numbered from 0; None for one that was not opened.
+        earlier: samples of the completed phases, each numbered from 0; None for one that was not opened.
         newest: samples of the last phase, numbered from 0.
     """
 
@@ -113,12 +113,12 @@ class PhasedDataset:
         return phase.source_of(number)
 
     def locate(self, sample: int, position: int) -> str:
-        """Where a token of a sample is stored, in words."""
+        """Describes where a token of a sample is stored."""
         phase, number = self._place(sample)
         return phase.locate(number, position)
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        """What a sample is put together from, in the order of its tokens."""
+        """The stretches of documents that make up a sample, in the order of its tokens."""
         phase, number = self._place(sample)
         return phase.spans(number)
 
@@ -130,6 +130,6 @@ class PhasedDataset:
         if phase is None:
             raise DataError(
                 f"Sample {sample} was consumed before the blend changed at sample {self.firsts[number + 1]}; the data "
-                "of that time were not opened."
+                f"of that phase were not opened."
             )
         return phase, sample - self.firsts[number]

@@ -105,7 +105,7 @@ def data_prefixes(data: DataConfig) -> list[str]:
 
 
 def check_sources(data: DataConfig, sequence_length: int) -> None:
-    """Looks for the sources by name, so that a wrong one is refused before anything heavy is imported or built.
+    """Checks that the sources exist, so that a wrong one is refused before anything heavy is imported or built.
 
     Raises:
         ConfigError, DataError: see `check_source`.

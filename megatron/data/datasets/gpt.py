@@ -73,7 +73,7 @@ class GPTDataset:
         return 0
 
     def locate(self, sample: int, position: int) -> str:
-        """Where a token of a sample is stored, in words: file, sequence, token, byte offset."""
+        """Describes where a token of a sample is stored: file, sequence, token, byte offset."""
         for sequence, offset, length in self.spans(sample):
             if position < length:
                 token = offset + position
@@ -83,7 +83,7 @@ class GPTDataset:
         raise IndexError(f"A sample has {self.sequence_length + 1} tokens; it has no token {position} beyond its end.")
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        """What a sample is put together from, in the order of its tokens."""
+        """The stretches of documents that make up a sample, in the order of its tokens."""
         return list(self._spans(sample))
 
     def _spans(self, sample: int) -> Iterator[DocumentSpan]:

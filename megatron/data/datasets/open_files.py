@@ -10,7 +10,7 @@ _OTHER_FILES = 256  # libraries, connections, checkpoints
 
 
 def allow_open_files(count: int) -> None:
-    """Raises this process's limit of open files, if need be, as far as it may."""
+    """Raises this process's limit of open files, if need be, as far as the system allows."""
     needed = count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

@@ -4,9 +4,9 @@ A label counts where it is not the ignored one and the attention mask is 1 at it
 in files that do not describe themselves they may also stand beside the input that they follow, as in those of
 jax-lm-training, which the rows tell.
 
-A group of rows is the least that can be decoded of a Parquet file. So rows are read a chunk of the order at a time,
-every group once, and what is held is that chunk. Groups of half a million tokens, as tools/featurize.py makes them, are
-decoded once in an epoch; a larger one once for every half million tokens in it.
+A row group is the smallest part of a Parquet file that can be decoded. So rows are read a chunk of the order at a time,
+every group once, and only that chunk is held in memory. Groups of half a million tokens, as tools/featurize.py makes
+them, are decoded once in an epoch; a larger one once for every half million tokens in it.
 
 Source: codertimo/jax-lm-training `jax_lm/preprocess.py` (`PaddingAndPackagingDoFN`).
 """
@@ -136,7 +136,7 @@ class ParquetRows:
         return tokens, mask
 
     def locate(self, row: int, position: int) -> str:
-        """Where a token of a row is stored, in words."""
+        """Describes where a token of a row is stored."""
         number = bisect_right(self._starts, row) - 1
         return f"{self._shards[number].path}: position {position} of row {row - self._starts[number]}"
 

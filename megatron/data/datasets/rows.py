@@ -34,7 +34,7 @@ class RowSource(Protocol):
 
     @property
     def chunk_rows(self) -> int:
-        """About so many rows are shuffled together; part of the order, as the blocks are."""
+        """About this many rows are shuffled together; part of the order, as the blocks are."""
 
     @property
     def reads_chunks(self) -> bool:
@@ -58,7 +58,7 @@ class RowSource(Protocol):
         """
 
     def locate(self, row: int, position: int) -> str:
-        """Where a token of a row is stored, in words."""
+        """Describes where a token of a row is stored."""
 
 
 @dataclass
@@ -132,7 +132,7 @@ class RowDataset:
         return 0
 
     def locate(self, sample: int, position: int) -> str:
-        """Where a token of a sample is stored, in words."""
+        """Describes where a token of a sample is stored."""
         chunk, place = self._place(sample)
         return self.source.locate(int(chunk.rows[place]), position)
 

@@ -1,4 +1,4 @@
-"""What a data set gives for a number: the tokens of one sample and, where not all of its labels count, a mask."""
+"""What a data set returns for a number: the tokens of one sample and, where not all of its labels count, a mask."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class SampleDataset(Protocol):
         """Which source of its group (`GroupPlan.sources`) a sample comes from."""
 
     def locate(self, sample: int, position: int) -> str:
-        """Where a token of a sample is stored, in words."""
+        """Describes where a token of a sample is stored."""
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        """What a sample is put together from, in the order of its tokens."""
+        """The stretches of documents that make up a sample, in the order of its tokens."""
 
 
 class SourceDataset(SampleDataset, Protocol):

@@ -30,7 +30,7 @@ class DataSources:
         tokenizer: of the run; without it no document store can be read, and windows are not checked to be of it.
 
     Raises:
-        ConfigError, DataError, StorageError: on access, what the source's class says.
+        ConfigError, DataError, StorageError: on access, see the source's class.
     """
 
     def __init__(self, sequence_length: int, layout: str, tokenizer: Tokenizer | None) -> None:
@@ -84,27 +84,29 @@ def check_layout(indexed: IndexedDataset, data_impl: str) -> None:
 
 
 def check_source(prefix: str, sequence_length: int) -> None:
-    """Looks for the files of a source by name, and into the first file of windows for their length.
+    """Checks that the files of a source exist, and the length of windows in their first file.
 
     Raises:
-        ConfigError: windows have another length, an address is none, or pyarrow is missing.
+        ConfigError: windows have another length, an address cannot be read, or pyarrow is missing.
         DataError: a file is missing.
     """
     if is_store_address(prefix):
         address = StoreAddress.of(prefix)
         if address.kind == "sqlite" and not os.path.isfile(address.place):
-            open_store(address)  # knows what to say
+            open_store(address)  # raises the error
         return
     if _is_windows(prefix):
         with WindowFile(expand_windows([prefix])[0]) as file:
             check_window_length(prefix, file.sequence_length, sequence_length)
     elif not all(Path(prefix + suffix).is_file() for suffix in (".idx", ".bin")):
-        IndexedDataset(prefix)  # knows what to say
+        IndexedDataset(prefix)  # raises the error
 
 
 @functools.lru_cache(maxsize=1024)
 def source_facts(prefix: str) -> tuple[tuple[str, int | str], ...]:
-    """Facts that identify the data of a prefix; kept, since every save asks for them and a run's data do not change."""
+    """Facts that identify the data of a prefix; cached, since every save asks for them and a run's data do not
+    change.
+    """
     if is_store_address(prefix):
         store = open_store(prefix)
         return ("documents", len(store)), ("sha256", store_fingerprint(store))
@@ -121,7 +123,7 @@ def source_facts(prefix: str) -> tuple[tuple[str, int | str], ...]:
 
 
 def source_folder(prefix: str) -> Path:
-    """The folder that a source lies in; the present one for a database that is no file."""
+    """The folder that a source lies in; the current one for a database that is not a file."""
     if is_store_address(prefix):
         address = StoreAddress.of(prefix)
         return Path(address.place).parent if address.kind == "sqlite" else Path()

@@ -1,7 +1,7 @@
 """Documents of a store as rows of training: fetched and encoded when they are read, nothing is preprocessed.
 
-A row is the ids that preprocessing with `--append-eod` would give a document, cut or filled to the sample's length.
-What is cut off is never seen, and what is filled costs time without training anything: the price of having no token
+A row is the ids that preprocessing with `--append-eod` would give a document, truncated or padded to the sample's
+length. What is cut off is never seen, and padding costs time without training anything: the price of having no token
 files.
 
 Source: jisngprk/dsGPT2 trains on its MongoDB collections in this way.
@@ -43,7 +43,7 @@ class DocumentEncoder:
         self._lock = threading.Lock()
 
     def encode(self, text: str) -> tuple[npt.NDArray[np.int64], int]:
-        """The sample of a text [s + 1], filled with end-of-document, and how many ids the text has with its end."""
+        """The sample of a text [s + 1], padded with end-of-document, and how many ids the text has with its end."""
         sample = np.full(self.length, self._eod_id, np.int64)
         with self._lock:
             ids, _ = self._tokenizer.encode_flat([text])
@@ -58,7 +58,7 @@ class StoreRows:
         prefix: address of the store, or path of its configuration file.
 
     Raises:
-        ConfigError: the address is none, or a driver is missing.
+        ConfigError: the address cannot be read, or a driver is missing.
         DataError: the store is empty or damaged.
         StorageError: the database cannot be reached.
     """
@@ -82,7 +82,7 @@ class StoreRows:
         return len(self._store)
 
     def blocks(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Stretches of 64 documents: any document is fetched as quickly as any other, but pages are read whole."""
+        """Stretches of 64 documents: every document is fetched equally fast, but pages are read whole."""
         return np.append(np.arange(first, last, _BLOCK_DOCUMENTS), last)
 
     def read(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
@@ -104,7 +104,7 @@ class StoreRows:
         return tokens, mask
 
     def locate(self, row: int, position: int) -> str:
-        """Where a token of a row is stored, in words."""
+        """Describes where a token of a row is stored."""
         return f"{self.prefix}: token {position} of document {row}"
 
     def _warn_of_long_documents(self) -> None:

@@ -1,6 +1,6 @@
 """Files that appear under their final name only when they are complete.
 
-Every file is written beside its final place under a temporary name, synced, then renamed; a reader never meets half of
+Every file is written beside its final place under a temporary name, synced, then renamed; a reader never sees half of
 one.
 """
 
@@ -36,8 +36,7 @@ def temporary_beside(path: Path) -> Path:
 def remove_leftovers(path: Path) -> list[Path]:
     """Removes the temporary files (and folders) of `path` that processes of this machine left when they were killed.
 
-    One is left alone unless its process is known to be gone: another machine, or another container, may still be
-    writing it.
+    One is kept unless its process is known to be gone: another machine or container may still be writing it.
 
     Returns:
         what was removed.
@@ -50,7 +49,7 @@ def remove_leftovers(path: Path) -> list[Path]:
         leftover = path.with_name(name)
         try:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        except OSError:  # another run was quicker, or the folder cannot be written, which the work itself will say
+        except OSError:  # another run was faster, or the folder cannot be written, which the work itself will report
             continue
         removed.append(leftover)
     return removed
@@ -64,12 +63,12 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def is_running(process_id: int) -> bool:
-    """Whether a process of this machine lives."""
+    """Whether a process of this machine is running."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # it is somebody else's
+    except (OSError, OverflowError):  # it belongs to another user
         return True
     return True
 
@@ -87,9 +86,8 @@ THIS_MACHINE = _this_machine()
 
 
 def check_writable(path: Path) -> None:
-    """Checks that a file could be written at `path`, before the work whose result it will hold.
-
-    Folders that are missing are not made yet: then the nearest one above them must take a file.
+    """Checks that a file could be written at `path`, before the work whose result it will hold. Missing folders are not
+    made yet: the nearest existing one above them must accept a file.
 
     Raises:
         StorageError: `path` is a folder, or the file system refuses new files there.
@@ -111,11 +109,11 @@ def check_writable(path: Path) -> None:
 def write_atomically(
     path: Path, write: Callable[[BinaryIO], None], needed_bytes: int | None = None, *, durable: bool = True
 ) -> None:
-    """Writes a file through `write` and gives it its name once it is on disk.
+    """Writes a file through `write` and renames it into place once it is on disk.
 
     Args:
         durable: false does not wait for the disk; a crash of the machine may then leave the name with other content.
-        needed_bytes: size of the file, for the sentence of a full disk; None when unknown.
+        needed_bytes: size of the file, for the message of a full disk; None when unknown.
 
     Raises:
         StorageError: the file system refused; nothing is left behind.
@@ -134,7 +132,7 @@ def write_atomically(
 def write_temporary(
     path: Path, write: Callable[[BinaryIO], None], needed_bytes: int | None = None, *, durable: bool = True
 ) -> Path:
-    """Writes the contents that a file is to have through `write`, under a temporary name beside it, and syncs them.
+    """Writes the contents of a file through `write` under a temporary name beside it, and syncs them.
 
     Args:
         needed_bytes, durable: see `write_atomically`.
@@ -161,14 +159,13 @@ def write_temporary(
 
 
 def publish_together(files: Sequence[tuple[Path, Path]], removed: Sequence[Path] = ()) -> None:
-    """Gives complete files, which lie under temporary names in one folder, their names, in order.
-
-    What bore these names is put aside first, the last one before the others, and comes back if a step is refused. A
-    crash in between leaves the last name without a file.
+    """Renames complete files, which have temporary names in one folder, to their final names, in order. Older files of
+    these names are moved aside first, the last one before the others, and restored if a step fails. A crash in between
+    leaves the last name without a file.
 
     Args:
         files: (temporary name, final name).
-        removed: what is to go together with the older files; it need not exist.
+        removed: files to remove together with the older ones; they need not exist.
 
     Raises:
         StorageError: the file system refused; the older files are as they were.
@@ -192,7 +189,7 @@ def publish_together(files: Sequence[tuple[Path, Path]], removed: Sequence[Path]
         for final in placed:
             discard(final)
         for place, older in reversed(aside):
-            with contextlib.suppress(OSError):  # the file keeps its temporary name, which is better than to lose it
+            with contextlib.suppress(OSError):  # the file keeps its temporary name, which is better than losing it
                 place.replace(older)
         if isinstance(failure, OSError):
             raise storage_error(files[-1][1], failure) from failure
@@ -203,13 +200,13 @@ def publish_together(files: Sequence[tuple[Path, Path]], removed: Sequence[Path]
 
 
 def discard(temporary: Path) -> None:
-    """Removes a file that is not needed any more; that it cannot be removed is not what anybody must hear of."""
+    """Removes a file that is no longer needed; a failure to remove it is not reported."""
     with contextlib.suppress(OSError):
         temporary.unlink()
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes renames and removals in a folder durable; file systems that cannot sync a folder are left alone."""
+    """Makes renames and removals in a folder durable; file systems that cannot sync a folder are ignored."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -223,9 +220,8 @@ def sync_directory(directory: Path) -> None:
 
 
 def start_write_back(descriptor: int, start: int, size: int) -> None:
-    """Asks the system to begin writing a range of a file to disk now (Linux; nothing elsewhere), without waiting.
-
-    So a sync at the end finds little left to do.
+    """Asks the system to begin writing a range of a file to disk now (Linux only), without waiting, so that a sync at
+    the end finds little left to do.
 
     Args:
         start, size: bytes.
@@ -246,10 +242,10 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def storage_error(path: Path, failure: OSError, needed_bytes: int | None = None) -> StorageError:
-    """Turns a refused write into a sentence with the path and the reason; with the free space where that is one.
+    """The error for a refused write, with the path, the reason and, where it matters, the free space.
 
     Args:
-        needed_bytes: what the file takes, or at least takes; None when unknown.
+        needed_bytes: size of the file, or a lower bound of it; None when unknown.
     """
     reason = failure.strerror or str(failure)
     if failure.errno == errno.EISDIR:

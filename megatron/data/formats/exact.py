@@ -1,4 +1,4 @@
-"""Reading and writing exactly so many bytes, however many system calls that takes.
+"""Reading and writing an exact number of bytes, however many system calls that takes.
 
 A system call may move fewer bytes than it was asked to. Each function takes the call itself, so that files at an
 offset, pipes and storage with injected faults share one loop.
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def read_exactly(read: Callable[[int, int], bytes], size_bytes: int) -> bytes:
-    """Reads so many bytes, or as many as there are.
+    """Reads `size_bytes` bytes, or as many as there are.
 
     Args:
-        read: reads at most so many bytes (first argument) behind those already read (second); b"" at the end.
+        read: reads at most a number of bytes (first argument) after those already read (second); b"" at the end.
     """
     data = read(size_bytes, 0)
     if len(data) == size_bytes or not data:
@@ -32,7 +32,7 @@ def read_into(read: Callable[[memoryview, int], int], target: memoryview) -> int
     """Fills `target` in place and returns how many bytes were read: fewer than its length only at the end of the data.
 
     Args:
-        read: reads into the rest of the target (first argument), behind the bytes already read (second), and returns
+        read: reads into the rest of the target (first argument), after the bytes already read (second), and returns
             how many came; 0 at the end.
     """
     done = 0
@@ -48,7 +48,7 @@ def write_all(write: Callable[[memoryview, int], int], data: Any) -> None:
     """Writes all bytes.
 
     Args:
-        write: writes some of the rest (first argument) behind the bytes already written (second), and returns how many.
+        write: writes some of the rest (first argument) after the bytes already written (second), and returns how many.
         data: bytes, or anything with a contiguous buffer.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The bytes of an `.idx` file for the sequences it lists: which tables there are, where each begins, what stands in it.
+"""The bytes of an `.idx` file for the sequences it lists: which tables there are, where each begins, and what it holds.
 
 Nothing here touches a file: a writer or a merge asks for the bytes of some sequences and puts them where they belong,
 in any order and from several processes.
@@ -29,7 +29,7 @@ Entries = Iterator[tuple[int, bytes]]
 
 @dataclass(frozen=True)
 class IndexLayout:
-    """Where everything stands in the `.idx` file of so many sequences and documents.
+    """Where everything is in the `.idx` file of a given number of sequences and documents.
 
     Args:
         is_cached: upstream's older layout, which its "cached" and "lazy" readers share.
@@ -51,8 +51,9 @@ class IndexLayout:
         return self._at_modes + (self.sequences if self.has_modes else 0)
 
     def frame(self) -> Entries:
-        """What no sequence brings along, as (byte offset, bytes): the header, the 0 that begins the document table, and
-        the sums that end the offsets of the cached layout."""
+        """What does not depend on the sequences, as (byte offset, bytes): the header, the 0 that begins the document
+        table, and the sums that end the offsets of the cached layout.
+        """
         code = CODE_OF_DTYPE[self.dtype]
         entries = self.documents + 1
         if self.is_cached:

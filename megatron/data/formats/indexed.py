@@ -54,8 +54,8 @@ def width_for(vocab_size: int | None, *, is_cached: bool = False) -> np.dtype:
 class IndexedDataset:
     """Random access to the sequences of one `.bin/.idx` pair, checked when it is opened.
 
-    The tables are mapped; token ids are read with exact-length positioned reads, so that a file cut while it is in use
-    gives an error and neither a bus error nor stray memory. Safe to use from several threads.
+    The tables are mapped; token ids are read with exact-length positioned reads, so that a file truncated while in use
+    gives an error, not a bus error or stray memory. Safe to use from several threads.
 
     Shapes:
         lengths: int32 [N]; pointers: int64 [N] in bytes; documents: int64 [D].
@@ -119,7 +119,7 @@ class IndexedDataset:
 
         Raises:
             IndexError: the sequence, or the range inside it, does not exist.
-            DataError: one of the two files was cut since it was opened.
+            DataError: one of the two files was truncated since it was opened.
         """
         sequence, offset = operator.index(sequence), operator.index(offset)
         if not 0 <= sequence < len(self):
@@ -167,7 +167,7 @@ class IndexedDataset:
         if len(data) < size:
             raise DataError(
                 f"{self.bin_path}: the file ended {size - len(data)} bytes short of byte offset {start + size}. "
-                "It was cut while it was in use: restore it and start again."
+                "It was truncated while in use: restore it and start again."
             )
         return data
 
@@ -270,7 +270,7 @@ class IndexedWriter:
     def reserve(
         self, lengths: Sequence[int] | np.ndarray, sequences_per_document: ArrayLike | None = None
     ) -> tuple[str, int]:
-        """Appends sequences whose tokens somebody else writes, in `dtype`, before this writer is left.
+        """Appends sequences whose tokens another process writes, in `dtype`, before this writer is closed.
 
         Shapes:
             as in `add_batch`.
@@ -420,7 +420,7 @@ class IndexedWriter:
 
 
 def publish_pairs(writers: Sequence[IndexedWriter]) -> None:
-    """Finishes writers of one folder and gives all their files their names, or, where the disk refuses, none.
+    """Completes writers of one folder and publishes all their files, or, where the disk refuses, none.
 
     Of each pair the `.idx` comes last, so that a crash in between leaves no pair that does not match.
 

@@ -1,7 +1,8 @@
-"""The sidecar of a token file: `<prefix>.json` says what the pair `<prefix>.bin/.idx` was made from, and with what.
+"""The sidecar of a token file: `<prefix>.json` says what the pair `<prefix>.bin/.idx` was made from and with which
+tokenizer.
 
-Training reads it for one thing: the ids of a corpus mean words only under the tokenizer that made them. A pair without
-a sidecar (another tool's) is not checked.
+Training reads it to check the tokenizer: ids mean the same words only under the tokenizer that made them. A pair
+without a sidecar (another tool's) is not checked.
 """
 
 from __future__ import annotations
@@ -115,15 +116,15 @@ def write_temporary_sidecar(prefix: str | Path, sidecar: Sidecar) -> Path:
 
 
 def check_replaceable(prefix: str | Path) -> None:
-    """Checks that writing the sidecar of a prefix destroys nobody else's file.
+    """Checks that writing the sidecar of a prefix overwrites no other file.
 
     Raises:
-        DataError: a file of that name exists and is no sidecar.
+        DataError: a file of that name exists and is not a sidecar.
     """
     path = sidecar_path(prefix)
     if path.exists() and not _is_sidecar(_parsed(path)):
         raise DataError(
-            f"{path} exists and is no description of token files, so it will not be overwritten. Move it away, or "
+            f"{path} exists and is not a description of token files, so it will not be overwritten. Move it away, or "
             "choose another --output-prefix."
         )
 
@@ -150,13 +151,13 @@ def check_tokenizer_fits(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
 
 
 def _describes(prefix: str, sidecar: Sidecar) -> bool:
-    """Whether a sidecar is of the pair beside it; another tool may have written the pair anew."""
+    """Whether a sidecar describes the pair beside it; another tool may have rewritten the pair."""
     path = Path(f"{prefix}.bin")
     size = path.stat().st_size if path.is_file() else 0
     if sidecar.tokens == 0 or size in (sidecar.tokens * width for width in (1, 2, 4, 8)):
         return True
     log.warning(
-        f"{sidecar_path(prefix)} tells of {sidecar.tokens} tokens, which do not make up the {size} bytes of {path}: "
+        f"{sidecar_path(prefix)} lists {sidecar.tokens} tokens, which do not make up the {size} bytes of {path}: "
         "it describes other data and is ignored."
     )
     return False

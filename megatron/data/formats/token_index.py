@@ -2,8 +2,7 @@
 
 Two layouts exist in the Megatron family: `MMIDIDX` (written by every current preprocessing tool) and the older `TNTIDX`
 ("cached" and "lazy"); `index_layout.py` writes both. Every entry of every table is checked against the sizes of both
-files when an index is opened, so that a damaged pair is refused at the start and not on the day its bad sequence is
-drawn.
+files when an index is opened, so that a damaged pair is refused at the start and not when its bad sequence is drawn.
 
 Source: bigscience Megatron-DeepSpeed `megatron/data/indexed_dataset.py`; NVIDIA Megatron-LM
 `megatron/core/datasets/indexed_dataset.py`.
@@ -82,13 +81,13 @@ class TokenIndex:
         """Checks that the file still is as long as it was: reading a map beyond its end would kill the process.
 
         Raises:
-            DataError: it was cut.
+            DataError: it was truncated.
         """
         mapped = self.raw.obj
         if isinstance(mapped, mmap.mmap) and mapped.size() < len(self.raw):
             raise DataError(
                 f"{self.path}: the file has {mapped.size()} bytes and had {len(self.raw)} when it was opened (byte "
-                f"offset {mapped.size()} is its end now). It was cut while it was in use: restore it and start again."
+                f"offset {mapped.size()} is its end now). It was truncated while in use: restore it and start again."
             )
 
     def fingerprint(self) -> str:
@@ -125,7 +124,7 @@ def read_token_index(path: Path, bin_path: Path, bin_bytes: int) -> TokenIndex:
         return _read_cached_layout(path, raw, bin_path, bin_bytes)
     raise DataError(
         f"{path}: the file ({size} bytes) begins with {bytes(raw[:9])!r}; a token index begins with {MMAP_MAGIC!r} "
-        f"or {CACHED_MAGIC!r}. It is no index or its beginning is damaged: preprocess the corpus again."
+        f"or {CACHED_MAGIC!r}. It is not an index, or its beginning is damaged: preprocess the corpus again."
     )
 
 
@@ -142,7 +141,8 @@ def _read_mmap_layout(path: Path, raw: memoryview, bin_path: Path, bin_bytes: in
     if len(raw) not in (end, end + sequences):
         raise DataError(
             f"{path}: the header (byte offset 18) announces {sequences} sequences and {entries} document entries, "
-            f"which take {end} bytes; the file has {len(raw)}. It was cut or overwritten: copy or preprocess it again."
+            f"which take {end} bytes; the file has {len(raw)}. It was truncated or overwritten: copy or preprocess it "
+            f"again."
         )
     lengths = _table(raw, "<i4", MMAP_HEADER.size, sequences)
     _check_lengths(path, lengths, MMAP_HEADER.size, 4)
@@ -169,7 +169,8 @@ def _read_cached_layout(path: Path, raw: memoryview, bin_path: Path, bin_bytes: 
     if len(raw) != end:
         raise DataError(
             f"{path}: the header (byte offset 32) announces {sequences} sequences, {sizes_count} sizes and {entries} "
-            f"document entries, which take {end} bytes; the file has {len(raw)}. It was cut or overwritten: copy or "
+            f"document entries, which take {end} bytes; the file has {len(raw)}. It was truncated or overwritten: copy "
+            f"or "
             "preprocess it again."
         )
     if sizes_count != sequences:
@@ -219,7 +220,7 @@ def _token_count(lengths: np.ndarray) -> int:
 def _check_header_fits(path: Path, raw: memoryview, needed: int) -> None:
     if len(raw) < needed:
         raise DataError(
-            f"{path}: the file has {len(raw)} bytes, its header alone takes {needed}. It was cut: copy it again."
+            f"{path}: the file has {len(raw)} bytes, its header alone takes {needed}. It was truncated: copy it again."
         )
 
 
@@ -279,8 +280,8 @@ def _check_offsets(
             entry = start + int(beyond[0])
             raise DataError(
                 f"{path}: sequence {entry} ({what} at byte offset {table_offset + 8 * entry}) ends at "
-                f"{int(ends[beyond[0]])}, but {bin_path} ends at {bin_units}. One of the two files was cut or is of "
-                "another run: copy both again."
+                f"{int(ends[beyond[0]])}, but {bin_path} ends at {bin_units}. One of the two files was truncated or is "
+                f"from another run: copy both again."
             )
         total = int(ends[-1])
     if total != bin_units:

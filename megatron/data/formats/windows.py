@@ -2,7 +2,7 @@
 
 Any tool may have written them; `labels` repeat `input_ids` where there is something to learn and hold the ignore label
 elsewhere (the shift by one happens in the model). Files of `tools/featurize.py` also say, in their footer, how the
-windows were cut and where in its document each of them begins, so that the documents can be put together again.
+windows were cut and where in its document each of them begins, so that the documents can be reassembled.
 
 Source: the columns and the shard names `<path>-00000-of-00003` are those of jax-lm-training's `preprocess.py` (Apache
 Beam's `WriteToParquet`).
@@ -60,7 +60,7 @@ class WindowFacts:
         sequence_length: positions of every window.
         special_tokens: ids put around the tokens of a window: 2 is `bos_id` and `eos_id`, 1 is `eos_id`, 0 none.
         stride: tokens from the start of a window to the start of the next one of the document.
-        pad_id: fills short windows; what is padding is said by `attention_mask` and `labels`, never by this id.
+        pad_id: fills short windows; `attention_mask` and `labels` mark padding, never this id.
         mask_overlap: tokens that stood in the window before have the ignore label.
         document_begin, document_end: ids that began and ended every document and were taken off, as `bos_id` and
             `eos_id` say the same; None where none was.
@@ -218,7 +218,7 @@ class WindowFile:
             vocab_size: ids must be below it; they are never negative.
 
         Raises:
-            DataError: the group is damaged, or holds nulls, rows of several lengths or ids that are none.
+            DataError: the group is damaged, or holds nulls, rows of several lengths, or ids outside the vocabulary.
         """
         first = sum(self.group_rows[:group])
         try:
@@ -228,7 +228,7 @@ class WindowFile:
         return self._windows(table, first, vocab_size)
 
     def batches(self, rows: int, vocab_size: int | None = None, group: int | None = None) -> Iterator[Windows]:
-        """All windows, or those of one row group, at most so many rows at once, however large it is; see `read`."""
+        """All windows, or those of one row group, at most `rows` rows at once, however large it is; see `read`."""
         first = sum(self.group_rows[:group]) if group is not None else 0
         groups = None if group is None else [group]
         source = self._file.iter_batches(
@@ -320,7 +320,7 @@ class WindowFile:
 
 
 class WindowWriter:
-    """Writes windows into one Parquet file that somebody else opened and will name; use as a context manager.
+    """Writes windows into a Parquet file that the caller opened and will name; use as a context manager.
 
     Args:
         stream: open for writing bytes.
@@ -340,7 +340,7 @@ class WindowWriter:
             self._schema,
             compression="zstd",
             compression_level=1,
-            write_statistics=False,  # the least and the largest id of a page help nobody
+            write_statistics=False,  # the smallest and the largest id of a page are of no use
             write_page_checksum=True,
         )
 
@@ -389,7 +389,7 @@ class WindowWriter:
     def _quietly_close(self) -> None:
         try:
             self._writer.close()
-        except (OSError, ValueError):  # the failure that ended the work is the one to tell of
+        except (OSError, ValueError):  # the failure that ended the work is the one to report
             return
 
 

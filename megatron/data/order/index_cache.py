@@ -2,7 +2,7 @@
 
 A name is the hash of everything that determines the content, so a stale file cannot be taken for a fresh one. Arrays
 are written first and a description with their checksums last, each by temporary file and rename: what has a description
-is complete. Nothing waits for the disk: what a crash of the machine takes fails its checksum and is built again.
+is complete. Nothing waits for the disk: what a crash of the machine damages fails its checksum and is built again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class IndexCache:
         """Returns the arrays that `description` determines: from disk (mapped, verified) or made by `make`.
 
         Args:
-            kind: first part of the file names, for people.
+            kind: first part of the file names, for readers.
             description: JSON-able; everything the content depends on.
 
         Raises:
@@ -113,7 +113,7 @@ class IndexCache:
         write_atomically(self._description_path(stem), functools.partial(_write_all, text.encode()), durable=False)
 
     def _load(self, stem: str, record: dict[str, object]) -> Arrays | None:
-        """Maps and verifies stored arrays; None if there are none or they are damaged (which is said once)."""
+        """Maps and verifies stored arrays; None if there are none or they are damaged (which is logged once)."""
         path = self._description_path(stem)
         try:
             stored = json.loads(path.read_bytes())
@@ -125,7 +125,7 @@ class IndexCache:
         problem = self._problem(stem, stored, record)
         try:
             arrays = {} if problem else {name: _load_array(self._array_path(stem, name)) for name in stored["files"]}
-        except Exception as failure:  # NumPy has many ways to say that a header is none
+        except Exception as failure:  # NumPy reports a bad header in many ways
             problem = f"{type(failure).__name__}: {failure}"
         if problem:
             log.warning(f"the index {path} is damaged ({problem[:300]}) and is built again.")

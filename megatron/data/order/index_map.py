@@ -191,7 +191,7 @@ def _sample_index_numpy(
 
 
 def shuffle(random: np.random.RandomState, values: np.ndarray) -> None:
-    """Does what `random.shuffle(values)` does, to the values and to `random`; several times faster where compiled.
+    """The same as `random.shuffle(values)`, for the values and for `random`; several times faster where compiled.
 
     The draws are NumPy's own, taken in chunks; the last chunk is taken again as far as it was used.
 

@@ -1,7 +1,7 @@
-"""Index files that bigscience Megatron-DeepSpeed left beside a corpus: read when they fit this data, never written.
+"""Index files that bigscience Megatron-DeepSpeed left beside a corpus: read where they match this data, never written.
 
-Their names say nothing of the split or the range, so upstream takes files of an earlier split without noticing. Here
-they are taken only after their content was checked: every document the right number of times, the end of the shuffle
+Their names say nothing about the split or the range, so upstream uses files of an earlier split without noticing. Here
+they are used only after their content was checked: every document the right number of times, the end of the shuffle
 recomputed from the seed, and the samples measured against the lengths of their documents.
 
 Source: names, `megatron/data/gpt_dataset.py` (`_build_index_mappings`) of bigscience Megatron-DeepSpeed; the shuffle is
@@ -82,7 +82,7 @@ def _mapped(path: Path) -> np.ndarray:
         size = stream.seek(0, 2)
     found = _HEADER.match(start)
     if found is None:
-        raise ValueError(f"{path.name} begins with {start[:16]!r} and is no array of integers")
+        raise ValueError(f"{path.name} begins with {start[:16]!r} and is not an array of integers")
     dtype = np.dtype(found["dtype"].decode())
     shape = tuple(int(number) for number in found["shape"].replace(b"L", b"").split(b",") if number.strip())
     offset = _FIXED_BYTES + int.from_bytes(found["length"], "little")

@@ -2,14 +2,14 @@
 
 Megatron's order depends on the number of samples asked for, so that asking for more on a resume repeats and skips data.
 Here every source has an order of its own, a list of segments. The first is Megatron's order for the samples planned at
-the start; a prolonged run appends another segment of whole further epochs with a seed of its own, and all samples of a
-segment are used before the next begins. Whatever was once planned is never reordered.
+the start; an extended run appends another segment of whole further epochs with a seed of its own, and all samples of a
+segment are used before the next begins. What has been planned is never reordered.
 
 How the sources are mixed is a list of phases. A run has one, unless its blend is changed at a resume: then a phase with
 the new weights begins at the consumed samples of that checkpoint, and the phases before it stay as they were. In the
-new phase a source that was there before goes on at the sample up to which it was consumed, so none of its samples is
+new phase a source that was there before continues at the sample up to which it was consumed, so none of its samples is
 skipped, and none repeated before its epochs say so; a new source begins at its first sample; one that is left out is
-remembered, and goes on where it stood if it comes back. A phase is fixed by its first sample, its weights and the
+remembered, and continues where it stopped if it comes back. A phase is fixed by its first sample, its weights and the
 consumed counts, all of which are stored, so every resume from one checkpoint gives the same order.
 """
 
@@ -183,7 +183,7 @@ class DataPlan:
     test: tuple[GroupPlan, ...]
 
     def extended(self, samples: tuple[int, int, int]) -> DataPlan:
-        """The plan continued to at least so many training, validation and test samples (per group)."""
+        """The plan extended to at least these numbers of training, validation and test samples (per group)."""
         settings = (self.sequence_length, self.seed, self.epoch_rule)
         train, valid, test = samples
         return dataclasses.replace(
@@ -208,7 +208,7 @@ class DataPlan:
         if version not in (_FORMAT_WITHOUT_PHASES, FORMAT_VERSION):
             raise DataError(
                 f"The stored data plan has format {version!r}; this version reads {_FORMAT_WITHOUT_PHASES} and "
-                f"{FORMAT_VERSION}. Go on with the version of the program that wrote it, or with --finetune."
+                f"{FORMAT_VERSION}. Continue with the version of the program that wrote it, or with --finetune."
             )
         try:
             return DataPlan(

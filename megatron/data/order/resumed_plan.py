@@ -1,6 +1,6 @@
-"""The stored plan of a run meets the data that the resumed run names: the same, moved, or another blend.
+"""Reconciling the stored plan of a run with the data that the resumed run names: the same, moved, or another blend.
 
-What is compared is the content of the files, never their place. See `plan.py` for what a changed blend does.
+The content of the files is compared, never their location. See `plan.py` for what a changed blend does.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _change_text(stored: GroupPlan, changed: GroupPlan) -> str:
     for member in phase.members:
         old = f"{then[member.source]:.4g} -> " if member.source in then else ""
         count = phase.consumed_of(member.source)
-        what = f"goes on after {count:,} of its samples" if count else "begins at its first sample"
+        what = f"continues after {count:,} of its samples" if count else "begins at its first sample"
         source = changed.sources[member.source]
         for other in stored.sources:
             if other.fingerprint == source.fingerprint and other.identity() != source.identity() and not count:
@@ -164,7 +164,8 @@ def _other_data_text(stored: GroupPlan, fresh: GroupPlan | None) -> str:
     if fresh is None:
         return f"{text}."
     return (
-        f"{text}; or add --change-data-blend to go on with this blend from here, each source where it stands; or start "
+        f"{text}; or add --change-data-blend to continue with this blend from here, each source where it stopped; or "
+        f"start "
         "a new order with --finetune."
     )
 

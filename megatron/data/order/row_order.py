@@ -1,8 +1,8 @@
 """The order in which a row source (Parquet windows, a document store) gives its rows: a new permutation each epoch.
 
-A permutation of all rows at once would cost memory for every row and jump over the whole source at every step, which
-files that are stored in groups of rows punish. So the source names blocks of consecutive rows that are cheap to read
-together; the blocks are shuffled, and the rows of so many blocks as make a chunk are shuffled among themselves. A
+A permutation of all rows at once would cost memory for every row and jump over the whole source at every step, which is
+slow for files that are stored in row groups. So the source names blocks of consecutive rows that are cheap to read
+together; the blocks are shuffled, and the rows of as many blocks as make up a chunk are shuffled among themselves. A
 source of one chunk is shuffled as a whole. Each part is computed when it is reached, from the seed, the epoch and its
 number alone.
 """
@@ -17,7 +17,7 @@ class RowOrder:
 
     Args:
         edges: first row of every block, then the end of the last, int64 [blocks + 1]; no block is empty.
-        chunk_rows: about so many rows are shuffled together, in whole blocks.
+        chunk_rows: about this many rows are shuffled together, in whole blocks.
         seed: of the segment, 0 to 2^32 - 1.
         epoch: its number within the segment.
     """

@@ -104,7 +104,7 @@ def without_password(text: str) -> str:
 
 
 def _without_our_options(text: str) -> tuple[str, tuple[str, ...], str | None, str]:
-    """What stands before the options, the collections and the column they name, and the options that are left."""
+    """The part before the options, the collections and the column that the options name, and the other options."""
     base, _, query = (text, "", "") if os.path.isfile(text) else text.partition("?")
     collections: list[str] = []
     column = None
@@ -153,7 +153,8 @@ def _configured(path: str, text: str, options: str) -> StoreAddress:
     content = _configuration(path)
     if content is None:
         raise ConfigError(
-            f"{without_password(text)} is no document store: neither sqlite:///file.db nor mongodb://host/database nor "
+            f"{without_password(text)} is not a document store: neither sqlite:///file.db nor mongodb://host/database "
+            f"nor "
             f"a JSON file with the keys {CONNECTION_KEY}, {DATABASE_KEY} and {COLLECTIONS_KEY}."
         )
     problems = _config_problems(path, content)
@@ -166,7 +167,7 @@ def _configured(path: str, text: str, options: str) -> StoreAddress:
         address = _mongodb_address(base, rest, content.get(DATABASE_KEY))
     else:
         raise ConfigError(
-            f"{path}: {CONNECTION_KEY} {without_password(base)!r} is no address. Write mongodb://host:27017 or "
+            f"{path}: {CONNECTION_KEY} {without_password(base)!r} is not an address. Write mongodb://host:27017 or "
             "sqlite:///file.db."
         )
     return replace(

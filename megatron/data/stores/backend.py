@@ -1,4 +1,4 @@
-"""What a document store asks of the database beneath it.
+"""What a document store needs from its database.
 
 Source: the schema is dsGPT2's: documents `{_id, idx, form, filt_text}` and a collection `meta_info` with
 `{collection_name, num_docs}`. `idx` counts from 0 in every collection, without holes.
@@ -93,5 +93,5 @@ class StoreBackend(Protocol):
         ...
 
     def close(self) -> None:
-        """Gives back what is open; the next read opens it again."""
+        """Closes what is open; the next read opens it again."""
         ...

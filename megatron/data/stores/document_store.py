@@ -1,7 +1,7 @@
 """Documents in a database, read by number: collections one after the other in one index space, fetched when asked for.
 
-`open_store("sqlite:///corpus.db?table=web,news")` gives a `DocumentStore`; see `store_address` for other addresses.
-Nothing is held but the sizes of the collections.
+`open_store("sqlite:///corpus.db?table=web,news")` gives a `DocumentStore`; see `address.py` for other addresses.
+Only the sizes of the collections are held in memory.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class DocumentStore:
         return hashlib.sha256(json.dumps([facts, imports]).encode()).hexdigest()[:32]
 
     def close(self) -> None:
-        """Gives back what this thread has open; the next read opens it again."""
+        """Closes what this thread has open; the next read opens it again."""
         self._backend.close()
 
     def _texts(self, collection: Collection, wanted: range, rows: Sequence[tuple[int, Any]]) -> list[str]:
@@ -176,10 +176,10 @@ class DocumentStore:
 
 
 def open_store(address: str | StoreAddress) -> DocumentStore:
-    """Opens the store that an address or a configuration file names; nothing is read but the sizes.
+    """Opens the store that an address or a configuration file names; only the sizes are read.
 
     Raises:
-        ConfigError: it is no address, or pymongo is missing.
+        ConfigError: it is not an address, or pymongo is missing.
         DataError, StorageError: see `DocumentStore`.
     """
     address = StoreAddress.of(address) if isinstance(address, str) else address
@@ -228,7 +228,7 @@ def text_column(shown: str, name: str, columns: Sequence[str], wanted: str | Non
 
 
 def _check_no_holes(backend: StoreBackend, name: str, size: int) -> None:
-    """Counts the documents of a collection: a hole should be met before training, not in it."""
+    """Counts the documents of a collection: a hole should be found before training, not during it."""
     missing = size - backend.count(name, size)
     if missing > 0:
         raise DataError(
@@ -274,7 +274,7 @@ def _as_text(value: Any, place: str, column: str, idx: int) -> str:
         except UnicodeDecodeError as failure:
             raise DataError(
                 f"{place}: idx {idx}: {column} is not UTF-8: byte 0x{value[failure.start]:02x} at {failure.start}. "
-                "Mend the document."
+                "Fix the document."
             ) from failure
     kind = "is null or missing" if value is None else f"holds a {type(value).__name__}, not a text"
-    raise DataError(f"{place}: idx {idx}: {column} {kind}. Mend the document, or choose another column.")
+    raise DataError(f"{place}: idx {idx}: {column} {kind}. Fix the document, or choose another column.")

@@ -160,7 +160,7 @@ def connect(connection: str, shown: str) -> Any:
 
 @contextmanager
 def explained(shown: str) -> Iterator[None]:
-    """Turns what the driver raises into a sentence with the address.
+    """Turns what the driver raises into an error with the address.
 
     Raises:
         DataError: the server refused, two documents have the same idx, or one is too long.

@@ -1,7 +1,7 @@
 """A document store in one SQLite file: a table a collection, read without ever changing the file.
 
-Every thread of every process opens a connection of its own when it first reads, so a store may be handed to threads and
-across a fork. Nothing is mapped and SQLite's cache is small: memory does not grow with the store.
+Every thread of every process opens a connection of its own when it first reads, so a store may be shared with threads
+and across a fork. Nothing is mapped and SQLite's cache is small: memory does not grow with the store.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def quoted_name(name: str) -> str:
 
 
 def sqlite_error(path: str, failure: sqlite3.Error, busy_seconds: float) -> MegatronError:
-    """What SQLite refused, in a sentence with the file and the way out."""
+    """The error for what SQLite refused, with the file and what to do."""
     reason = str(failure)
     if "locked" in reason or "busy" in reason:
         return StorageError(

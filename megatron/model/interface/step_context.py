@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 import torch
 
@@ -39,7 +40,7 @@ class StepContext:
 
     Attributes:
         sample_ids: index of each sample in the sample order of the run; together with the seed it determines dropout.
-        first_sample: the first sample id, as a Python integer.
+        known_first_sample: the first sample id if the host knows it; `first_sample` reads it otherwise.
         seed: seed of dropout.
         position_offset: position of the first token in its sequence (after cached tokens, or in a later part of the
             sequence).
@@ -53,7 +54,7 @@ class StepContext:
     """
 
     sample_ids: torch.Tensor
-    first_sample: int
+    known_first_sample: int | None = None
     seed: int = 0
     position_offset: int = 0
     position_ids: torch.Tensor | None = None
@@ -63,6 +64,11 @@ class StepContext:
     recompute: Recompute = Recompute.NONE
     caches: Sequence[KeyValueCache] | None = None
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
+
+    @cached_property
+    def first_sample(self) -> int:
+        """The first sample id; on a GPU the host waits for it, once, where it was not known."""
+        return int(self.sample_ids[0]) if self.known_first_sample is None else self.known_first_sample
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -119,7 +125,7 @@ class StepSettings:
         separate = self.mask is MaskKind.DOCUMENTS and segment_ids is not None
         return StepContext(
             sample_ids=sample_ids,
-            first_sample=int(sample_ids[0]) if first_sample is None else first_sample,
+            known_first_sample=first_sample,
             seed=self.seed,
             position_offset=caches[0].length if caches else 0,
             position_ids=restarted_positions(segment_ids)

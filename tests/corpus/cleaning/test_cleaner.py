@@ -23,7 +23,7 @@ def test_lines_that_do_not_change_keep_their_bytes() -> None:
 
 
 def test_filters_reject_and_say_why() -> None:
-    kept, dropped = clean(CleanOptions(skip_bad_lines=True, lengths=LengthLimits(least_words=3)))
+    kept, dropped = clean(CleanOptions(skip_bad_lines=True, lengths=LengthLimits(minimum_words=3)))
     assert kept == ['{"text": "long enough text"}'] and (0, "too few words") in dropped
 
 

@@ -8,7 +8,7 @@ from megatron.corpus.cleaning.report import CleaningReport
 
 
 def filled() -> CleaningReport:
-    report = CleaningReport(most_examples=1, read=10, kept=7, written=8, changed_documents=1)
+    report = CleaningReport(maximum_examples=1, read=10, kept=7, written=8, changed_documents=1)
     for line in range(2):
         report.drop("empty", f"a.jsonl:{line}", "", "")
     report.drop("too few words", "a.jsonl:5", "one", "1")
@@ -20,7 +20,7 @@ def test_all_are_counted_and_the_first_is_shown() -> None:
     report = filled()
     assert report.dropped_documents == 3 and len(report.dropped["empty"].examples) == 1
     assert not report.wants_example("empty") and report.wants_example("language")
-    assert not CleaningReport(most_examples=0).wants_example("empty")
+    assert not CleaningReport(maximum_examples=0).wants_example("empty")
 
 
 def test_the_json_holds_what_was_counted() -> None:

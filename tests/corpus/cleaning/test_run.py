@@ -22,7 +22,7 @@ from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
 EVERYTHING = CleanOptions(
     normalize_space=True,
-    lengths=LengthLimits(least_characters=3, most_characters=2000, least_words=1, most_words=300),
+    lengths=LengthLimits(minimum_characters=3, maximum_characters=2000, minimum_words=1, maximum_words=300),
     gopher_repetition=True,
     exact_duplicates=True,
     near=NearChoice(),
@@ -67,7 +67,7 @@ def test_the_bytes_do_not_depend_on_workers_and_blocks(tmp_path: Path) -> None:
 def test_kept_and_dropped_are_what_was_read(documents: list[object], block_bytes: int, least: int) -> None:
     options = CleanOptions(
         normalize_space=True,
-        lengths=LengthLimits(least_characters=least),
+        lengths=LengthLimits(minimum_characters=least),
         exact_duplicates=True,
         near=NearChoice(threshold=0.5, permutations=16, shingle=1, unit="character"),
         skip_bad_lines=True,
@@ -89,7 +89,7 @@ def test_kept_and_dropped_are_what_was_read(documents: list[object], block_bytes
 
 
 def test_lengths_have_both_ends(tmp_path: Path) -> None:
-    limits = LengthLimits(least_characters=3, most_characters=9, least_words=2, most_words=3)
+    limits = LengthLimits(minimum_characters=3, maximum_characters=9, minimum_words=2, maximum_words=3)
     texts = ["ab", "abc", "a b", "a b c d", "a b c", "abcd efgh", "abcd efghi"]
     kept, report = clean_texts(tmp_path, texts, CleanOptions(lengths=limits))
     assert kept == ["a b", "a b c", "abcd efgh"]
@@ -105,7 +105,7 @@ def test_lengths_have_both_ends(tmp_path: Path) -> None:
 
 
 def test_lengths_in_tokens(tmp_path: Path) -> None:
-    limits = LengthLimits(least_tokens=3, most_tokens=5, tokenizer=write_vocabulary(tmp_path, 300))
+    limits = LengthLimits(minimum_tokens=3, maximum_tokens=5, tokenizer=write_vocabulary(tmp_path, 300))
     kept, report = clean_texts(
         tmp_path, ["\x01\x02", "\x01\x02\x03", "\x01\x02\x03\x04\x05\x06"], CleanOptions(lengths=limits)
     )

@@ -165,8 +165,8 @@ def test_wide_ids_keep_their_width(tmp_path: Path) -> None:
         ({"ignore_label": 0}, RECORD, "--ignore-label 0 is a token's id"),
         ({}, None, "--eos-id is not known.*--bos-id is not known|--eos-id is not known"),
         ({"num_special_token_reserved": 1}, TokenizerRecord("no end", None, 9, None), "--eos-id is not known"),
-        ({"pad_id": 600}, RECORD, "--pad-id 600 is no id of the vocabulary, whose ids are 0 to 599"),
-        ({"bos_id": -1}, None, "--bos-id -1 is no id of the vocabulary, whose ids are 0 to 2147483647"),
+        ({"pad_id": 600}, RECORD, "--pad-id 600 is not in the vocabulary, whose ids are 0 to 599"),
+        ({"bos_id": -1}, None, "--bos-id -1 is not in the vocabulary, whose ids are 0 to 2147483647"),
     ],
 )
 def test_contradicting_options_are_a_one_sentence_error(

@@ -301,4 +301,4 @@ def test_files_skipped_in_a_folder_are_reported(tmp_path: Path, capsys: pytest.C
     for name in ("a.jsonl", "b.csv", "c.csv", "notes.txt", ".hidden", "d.idx", "d.bin", "d.json"):
         (tmp_path / name).touch()
     assert expand_inputs([str(tmp_path)]) == (str(tmp_path / "a.jsonl"),)
-    assert "3 files that are no inputs are left out (2 .csv, 1 .txt)" in capsys.readouterr().err
+    assert "3 files that are not inputs are left out (2 .csv, 1 .txt)" in capsys.readouterr().err

@@ -106,6 +106,6 @@ def test_errors_are_sentences(source: str, tmp_path: Path, monkeypatch: pytest.M
         texts([source], None, range(1), "words")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
-        ConfigError, match=r"--input a/b \(a name that is no file.* needs the datasets package: pip inst"
+        ConfigError, match=r"--input a/b \(a name that is not a file.* needs the datasets package: pip inst"
     ):
         open_rows(["a/b"], None)

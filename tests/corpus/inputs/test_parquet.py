@@ -31,11 +31,11 @@ def test_texts_that_are_not_utf8_are_bad_rows(tmp_path: Path) -> None:
     parsed = parse_block(block, ["text"], True)
     assert parsed.texts == [["good", "too"]]
     assert [(bad.line, bad.reason) for bad in parsed.bad] == [
-        (1, "column 'text' holds bytes that are no text in this row")
+        (1, "column 'text' holds bytes that are not text in this row")
     ]
     assert parse_block(block, ["a.b"], True).bad_count == 1
     (block,) = blocks([path], 1 << 20, keys=["c"])
-    assert "'c' holds bytes that are no text" in parse_block(block, ["c"], False).bad[0].reason
+    assert "'c' holds bytes that are not text" in parse_block(block, ["c"], False).bad[0].reason
 
 
 class _Lying:
@@ -52,7 +52,7 @@ class _Lying:
 def test_a_footer_whose_counts_disagree_is_damaged(tmp_path: Path) -> None:
     metadata = parquet.ParquetFile(write(tmp_path / "in.parquet", ["a"] * 10)).metadata
     parquet_module._check_counts(metadata, "in.parquet")
-    with pytest.raises(DataError, match=r"in\.parquet: its footer tells of 11 rows, but the row groups hold 10"):
+    with pytest.raises(DataError, match=r"in\.parquet: its footer counts 11 rows, but the row groups hold 10"):
         parquet_module._check_counts(_Lying(metadata, num_rows=11), "in.parquet")
     groups = [_Lying(metadata.row_group(number)) for number in range(3)]
     groups[1].num_rows, groups[2].num_rows = 3, 3
@@ -79,5 +79,5 @@ def test_missing_rows_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             return list(self.file.iter_batches(**{**more, "batch_size": 4}))[:-1]
 
     monkeypatch.setattr(parquet_module, "_open", Forgetful)
-    with pytest.raises(DataError, match=r"tells of 10 rows, but row 8 is the last that could be read"):
+    with pytest.raises(DataError, match=r"counts 10 rows, but row 8 is the last that could be read"):
         list(parquet_module.parquet_rows(path, ["text"], 1 << 20))

@@ -60,7 +60,7 @@ def test_the_sidecar_gives_the_vocabulary_and_must_agree(prefix: str) -> None:
     write_sidecar(prefix, ours)
     assert examine(prefix).vocab_size == 8
     write_sidecar(prefix, replace(ours, tokens=111))
-    with pytest.raises(DataError, match=r"data\.json tells of 7 sequences, 7 documents and 111 tokens; the pair has 7"):
+    with pytest.raises(DataError, match=r"data\.json lists 7 sequences, 7 documents and 111 tokens; the pair has 7"):
         examine(prefix)
 
 

@@ -19,7 +19,7 @@ from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
 from megatron.data.formats.sidecar import Sidecar, read_sidecar, write_sidecar
 from megatron.data.formats.token_index import MMAP_HEADER, MMAP_MAGIC
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.parallel.messages import gather_json
+from megatron.parallel.messages import all_gather_json
 from megatron.tokenizers.record import TokenizerRecord
 from tests.helpers.ranks import run_ranks
 
@@ -195,7 +195,7 @@ def test_lost_and_changed_bytes_are_detected(
     surveyed = merge_module._survey
     with monkeypatch.context() as patch:
         patch.setattr(merge_module, "_survey", lambda prefix: [*surveyed(prefix)[:4], 0, False, False])
-        with pytest.raises(DataError, match=r"part0 was written anew while it was being merged"):
+        with pytest.raises(DataError, match=r"part0 was rewritten while it was being merged"):
             merge(parts[0], str(tmp_path / "out"))
     assert names(tmp_path) == before
 
@@ -223,10 +223,10 @@ def test_sidecars_are_merged_with_the_pairs(
     with pytest.raises(DataError, match=r"part0 was made with the tokenizer GPT2.* and .*part2 with .*0000"):
         merge(parts[0], str(tmp_path / "out"))
     write_sidecar(parts[0][2], replace(given[2], tokens=5, sequences=5))
-    with pytest.raises(DataError, match=r"part2\.json tells of 5 sequences and 5 tokens, but the pair has"):
+    with pytest.raises(DataError, match=r"part2\.json lists 5 sequences and 5 tokens, but the pair has"):
         merge(parts[0], str(tmp_path / "out"))
     (tmp_path / "mine.json").write_text("{}")
-    with pytest.raises(DataError, match=r"mine\.json exists and is no description of token files"):
+    with pytest.raises(DataError, match=r"mine\.json exists and is not a description of token files"):
         merge(parts[0], str(tmp_path / "mine"))
 
 
@@ -235,7 +235,7 @@ def merge_on_rank(rank: int, prefixes: list[str], output: str, broken: bool) -> 
     from megatron.parallel.joining import close_mesh, open_mesh
 
     mesh = open_mesh(ParallelRequest(distributed_backend="gloo"))
-    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
+    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: all_gather_json(value, mesh.world))
     try:
         merge([*prefixes, f"{output}-gone"] if broken else prefixes, output, ranks)
     except DataError as failure:

@@ -278,7 +278,7 @@ def test_a_foreign_folder_is_not_modified(tmp_path: Path, options: EncodeOptions
     folder = tmp_path / "out" / ".o_a_document.parts"
     folder.mkdir(parents=True)
     (folder / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds mine\.txt without a manifest\.json: it is not this tool's"):
+    with pytest.raises(ConfigError, match=r"holds mine\.txt without a manifest\.json: this tool did not write it"):
         in_parts(tmp_path, options)
     assert (folder / "mine.txt").read_text() == "mine"
     (folder / "mine.txt").unlink()

@@ -64,7 +64,7 @@ def test_a_foreign_table_is_not_a_collection(sqlite_database: Database, tmp_path
     connection.execute("CREATE TABLE web (text TEXT)")
     connection.commit()
     with pytest.raises(
-        DataError, match=r"'web' is no collection of a document store: it lacks 'idx', 'form', 'filt_text'"
+        DataError, match=r"'web' is not a collection of a document store: it lacks 'idx', 'form', 'filt_text'"
     ):
         put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
     assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("web",)]

@@ -85,7 +85,7 @@ def test_the_tokenizer_that_made_the_data_fits_and_no_other(prefix: str, tmp_pat
 def test_a_sidecar_of_other_data_is_ignored_with_a_warning(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_sidecar(prefix, replace(SIDECAR, tokens=7))
     check_tokenizer_fits([prefix], Fake(vocab_size=501))
-    assert "tells of 7 tokens, which do not make up the 12 bytes" in capsys.readouterr().err
+    assert "lists 7 tokens, which do not make up the 12 bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "not json", "[" * 100_000, '{"format": "other"}'])
@@ -95,7 +95,7 @@ def test_other_files_of_that_name_are_left_alone(tmp_path: Path, text: str) -> N
     assert read_sidecar(tmp_path / "mine") is None
     remove_sidecar(tmp_path / "mine")
     assert path.read_text() == text
-    with pytest.raises(DataError, match=r"mine\.json exists and is no description of token files"):
+    with pytest.raises(DataError, match=r"mine\.json exists and is not a description of token files"):
         check_replaceable(tmp_path / "mine")
 
 

@@ -108,7 +108,7 @@ def test_an_idx_file_cut_while_it_is_open_gives_an_error_and_no_signal(tmp_path,
     os.truncate(prefix + ".idx", 100)
     with pytest.raises(DataError, match=r"pair\.idx: the file has 100 bytes and had \d+ when it was opened"):
         dataset.get(4999)
-    with pytest.raises(DataError, match=r"It was cut while it was in use"):
+    with pytest.raises(DataError, match=r"It was truncated while in use"):
         _ = dataset.fingerprint
 
 

@@ -166,10 +166,10 @@ STRANGERS: dict[str, tuple[Callable[[str], None], str]] = {
     "shuffle twice": (changed("shuffle", lambda values: put(0, values[1])(values)), "it leaves out sample"),
     "shuffle outside": (changed("shuffle", put(0, 461)), r"it puts a sample outside \[0, "),
     "cut": (cut, r"sample_idx.npy has 200 bytes; its header announces \[462, 2\] int32"),
-    "zip": (zipped, r"doc_idx.npy begins with b'PK.* and is no array of integers"),
+    "zip": (zipped, r"doc_idx.npy begins with b'PK.* and is not an array of integers"),
     "column": (changed("shuffle", lambda values: np.stack([values, values], 1)), r"is uint32 \[461, 2\]; .* \[461\]"),
     "lost": (lost, "No such file"),
-    "pickle": (pickled, "doc_idx.npy begins with .* and is no array of integers"),
+    "pickle": (pickled, "doc_idx.npy begins with .* and is not an array of integers"),
 }
 
 

@@ -93,10 +93,11 @@ def test_a_removed_source_is_remembered(prefixes, capsys):
     assert counts_of(rows) == [25, 25, 0, 0] and len({tuple(row) for row in rows}) == 50
     text = capsys.readouterr().err
     assert (
-        f"changes at sample 20: {prefixes[0]} (0.5 -> 1) goes on after 10 of its samples; {prefixes[1]} is left" in text
+        f"changes at sample 20: {prefixes[0]} (0.5 -> 1) continues after 10 of its samples; {prefixes[1]} is left"
+        in text
     )
     assert (
-        f"changes at sample 30: {prefixes[0]} (1 -> 0.25) goes on after 20 of its samples; {prefixes[1]}-away" in text
+        f"changes at sample 30: {prefixes[0]} (1 -> 0.25) continues after 20 of its samples; {prefixes[1]}-away" in text
     )
 
 
@@ -127,7 +128,7 @@ def test_data_of_an_earlier_phase_is_opened_only_when_needed(prefixes):
 
 def test_a_change_without_the_flag_is_refused(prefixes):
     _, plan = build(blend("3", prefixes[0], "1", prefixes[1]), 20)
-    message = r"it had 0\.75 × .*part0 .*now there is 0\.5 × .*add --change-data-blend to go on .*--finetune"
+    message = r"it had 0\.75 × .*part0 .*now there is 0\.5 × .*add --change-data-blend to continue .*--finetune"
     with pytest.raises(DataError, match=message):
         build(blend("1", prefixes[0], "1", prefixes[1], change=False), 40, plan, consumed=20)
 

@@ -76,7 +76,7 @@ def test_a_configuration_file_may_name_a_sqlite_file(sqlite_database: Database, 
         ("sqlite:///", r"sqlite:/// names no file"),
         ("sqlite:///f.db?tabel=web", r"sqlite:///f\.db: the option tabel=web is not known"),
         ("mongodb://u:pw@host?collection=web", r"mongodb://u:\*\*\*@host names no database"),
-        ("corpus.jsonl", r"corpus\.jsonl is no document store"),
+        ("corpus.jsonl", r"corpus\.jsonl is not a document store"),
     ],
 )
 def test_wrong_addresses(text: str, message: str) -> None:
@@ -91,7 +91,7 @@ def test_wrong_addresses(text: str, message: str) -> None:
         ({"COLLECTIONS": ["web", "web"]}, r"COLLECTIONS names a collection twice: web, web"),
         ({"MONGO_CONNECTION_DB": 5}, r"MONGO_CONNECTION_DB holds 5; it must be a text"),
         ({"COLLECTION": ["web"]}, r"the key 'COLLECTION' is not known"),
-        ({"MONGO_CONNECTION_STRING": "redis://h"}, r"MONGO_CONNECTION_STRING 'redis://h' is no address"),
+        ({"MONGO_CONNECTION_STRING": "redis://h"}, r"MONGO_CONNECTION_STRING 'redis://h' is not an address"),
         ({"MONGO_CONNECTION_STRING": "mongodb://h"}, r"mongodb://h names no database"),
     ],
 )

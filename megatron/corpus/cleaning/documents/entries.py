@@ -1,4 +1,4 @@
-"""The documents of a block together with the lines they came from, so that whatever else a line holds is kept."""
+"""The documents of a block with the lines they came from, so that everything else in a line is kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Entry:
     Args:
         text: its text; None if it is bad.
         raw: its line of JSON without the newline; None where the input has no lines of JSON.
-        others: what else the output's line shall hold, where there is no `raw`.
+        others: what else the output's line holds, where there is no `raw`.
         bad: what is wrong with it; `offset` is inside the block.
     """
 

@@ -1,4 +1,4 @@
-"""What a cleaning run is asked to do, as plain values that every worker gets."""
+"""The options of a cleaning run, as plain values that every worker gets."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class LengthLimits:
         tokenizer: what counts tokens; needed for a limit in tokens.
     """
 
-    least_characters: int | None = None
-    most_characters: int | None = None
-    least_words: int | None = None
-    most_words: int | None = None
-    least_tokens: int | None = None
-    most_tokens: int | None = None
+    minimum_characters: int | None = None
+    maximum_characters: int | None = None
+    minimum_words: int | None = None
+    maximum_words: int | None = None
+    minimum_tokens: int | None = None
+    maximum_tokens: int | None = None
     tokenizer: TokenizerChoice | None = None
 
 
@@ -59,21 +59,21 @@ class ContaminationChoice:
     Args:
         files: evaluation texts: jsonl or .txt files, patterns, folders.
         run: words a run; `shortest_run` of evaluation texts that have fewer.
-        most_occurrences: runs that the corpus has more often are common phrases and stay; 0: none is too common.
+        maximum_occurrences: runs that the corpus has more often are common phrases and stay; 0: none is too common.
         drops: drop such documents; else they are cut around the runs, see `pieces_around`.
         margin: characters that are cut away on each side of a run.
         shortest_piece: least characters a piece.
-        most_pieces: documents that would fall into more are dropped.
+        maximum_pieces: documents that would fall into more are dropped.
     """
 
     files: tuple[str, ...]
     run: int = 13
     shortest_run: int = 8
-    most_occurrences: int = 10
+    maximum_occurrences: int = 10
     drops: bool = False
     margin: int = 200
     shortest_piece: int = 200
-    most_pieces: int = 10
+    maximum_pieces: int = 10
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class CleanOptions:
         document_separator: what ends a document in inputs of plain text.
         fix_text, straighten_quotes: see `TextRepair`.
         normalize_space: see `with_plain_spaces`.
-        gopher_quality: whether the rules of `GopherQuality` hold, with `least_stop_words`.
+        gopher_quality: whether the rules of `GopherQuality` hold, with `minimum_stop_words`.
         gopher_repetition: whether those of `GopherRepetition` hold.
         exact_duplicates: whether documents with the text of an earlier one are dropped.
         skip_bad_lines: leave bad lines out instead of stopping at the first.
         keep_originals: whether dropped documents are wanted as they were read.
-        most_examples: examples a reason in the report.
+        maximum_examples: examples a reason in the report.
     """
 
     key: str = "text"
@@ -103,14 +103,14 @@ class CleanOptions:
     language: LanguageChoice | None = None
     lengths: LengthLimits = LengthLimits()
     gopher_quality: bool = False
-    least_stop_words: int = 2
+    minimum_stop_words: int = 2
     gopher_repetition: bool = False
     contamination: ContaminationChoice | None = None
     exact_duplicates: bool = False
     near: NearChoice | None = None
     skip_bad_lines: bool = False
     keep_originals: bool = False
-    most_examples: int = 3
+    maximum_examples: int = 3
 
     def only_counting(self) -> CleanOptions:
         """What is needed to read documents and to find evaluation texts in them.

@@ -1,4 +1,4 @@
-"""Texts made whole: characters that were decoded wrongly, control characters, odd spaces.
+"""Repairing texts: characters that were decoded wrongly, control characters, odd spaces.
 
 Source: the defaults of ftfy's `fix_text`, which upstream's `cleanup_dataset.py` calls (`tools/openwebtext/`).
 """
@@ -64,8 +64,8 @@ def with_plain_spaces(text: str) -> str:
     """The text with one kind of space and of line end, and without characters that are not seen.
 
     Indentation and runs of spaces inside a line stay: they mean something in code and tables. Spaces at the ends of
-    lines go, of many blank lines two stay, and none at the ends of the text. The joiners of Arabic and Indian scripts
-    and of emoji (U+200C, U+200D) stay.
+    lines go, of several blank lines two stay, and none at the ends of the text. The joiners of Arabic and Indian
+    scripts and of emoji (U+200C, U+200D) stay.
     """
     if not text.replace("\n", "").replace("\t", "").isprintable():  # what is replaced below is not printable
         text = _LINE_ENDS.sub("\n", text)

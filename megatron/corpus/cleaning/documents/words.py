@@ -19,7 +19,7 @@ Hashes = npt.NDArray[np.uint64]
 Positions = npt.NDArray[np.int64]
 
 _CODES = 0x110000
-_CASED_CODES = 0x20000  # no plane above has letters with case, or anything but ideographs that makes words
+_CASED_CODES = 0x20000  # no plane above has cased letters, or anything but ideographs that forms words
 _IDEOGRAPHIC_CODES = (0x20000, 0x40000)
 _CHUNK_CHARACTERS = 1 << 18
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
@@ -147,7 +147,7 @@ def mixed(hashes: Hashes) -> Hashes:
 
 
 def _chunks(text: str) -> Iterator[tuple[int, str]]:
-    """Pieces of a text that end behind a space or a newline where one is near, and where they begin."""
+    """Pieces of a text that end after a space or a newline where one is near, and where they begin."""
     start = 0
     while start < len(text):
         stop = start + _CHUNK_CHARACTERS

@@ -30,7 +30,8 @@ class LanguageFilter:
         unknown = sorted(set(languages) - set(self._identifier.labels))
         if unknown:
             raise ConfigError(
-                f"--language {','.join(languages)}: {', '.join(unknown)} is no language that can be told. Known are "
+                f"--language {','.join(languages)}: {', '.join(unknown)} is not a language that can be detected. Known "
+                f"are "
                 f"{' '.join(sorted(self._identifier.labels))}."
             )
         self._languages = frozenset(languages)
@@ -51,7 +52,7 @@ class LanguageFilter:
 
 
 def sample(text: str, characters: int) -> str:
-    """Four stretches of a text, evenly from its beginning to its end, of so many characters together; 0 is all."""
+    """Four stretches of a text, evenly from its beginning to its end, of this many characters in total; 0 is all."""
     if not characters or len(text) <= characters:
         return text
     size = max(1, characters // _STRETCHES)

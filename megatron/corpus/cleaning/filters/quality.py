@@ -27,11 +27,11 @@ class GopherQuality:
     """Drops texts that break one of seven rules.
 
     Args:
-        least_stop_words: how many of eight frequent English words must occur; 0 for other languages.
+        minimum_stop_words: how many of eight frequent English words must occur; 0 for other languages.
     """
 
-    def __init__(self, least_stop_words: int) -> None:
-        self._least_stop_words = least_stop_words
+    def __init__(self, minimum_stop_words: int) -> None:
+        self._minimum_stop_words = minimum_stop_words
 
     def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
         """A rejection for each text, None where it stays."""
@@ -58,8 +58,8 @@ class GopherQuality:
         with_letter = sum(word.isalpha() or _LETTER.search(word) is not None for word in words) / count
         if with_letter < _LEAST_WORDS_WITH_LETTER:
             return Rejection("quality: words with a letter", f"{with_letter:.2f}")
-        if self._least_stop_words:
+        if self._minimum_stop_words:
             found = len(_STOP_WORDS.intersection(map(str.lower, words)))
-            if found < self._least_stop_words:
+            if found < self._minimum_stop_words:
                 return Rejection("quality: stop words", str(found))
         return None

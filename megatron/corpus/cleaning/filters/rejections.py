@@ -1,4 +1,4 @@
-"""What is said about one document, and the filters that say it."""
+"""Why a document is rejected, and the filters of length and language."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ CUT = "contamination cut out"
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a document is dropped: a reason out of few, which is counted, and what was found in this document."""
+    """Why a document is dropped: one of a few reasons, which are counted, and what was found in this document."""
 
     reason: str
     detail: str = ""
 
 
 class DocumentFilter(Protocol):
-    """Judges documents one by one, of which it gets many at a time."""
+    """Decides about each document by itself; gets many at a time."""
 
     def rejections(self, texts: Sequence[str]) -> list[Rejection | None]: ...
 
@@ -51,7 +51,7 @@ class CharacterCount:
     """Drops texts with too few or too many characters."""
 
     def __init__(self, limits: LengthLimits) -> None:
-        self._least, self._most = limits.least_characters, limits.most_characters
+        self._least, self._most = limits.minimum_characters, limits.maximum_characters
 
     def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
         """A rejection for each text, None where it stays."""
@@ -62,7 +62,7 @@ class WordCount:
     """Drops texts with too few or too many words, which are what spaces separate."""
 
     def __init__(self, limits: LengthLimits) -> None:
-        self._least, self._most = limits.least_words, limits.most_words
+        self._least, self._most = limits.minimum_words, limits.maximum_words
 
     def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
         """A rejection for each text, None where it stays."""
@@ -78,7 +78,7 @@ class TokenCount:
     """
 
     def __init__(self, limits: LengthLimits) -> None:
-        self._least, self._most = limits.least_tokens, limits.most_tokens
+        self._least, self._most = limits.minimum_tokens, limits.maximum_tokens
         self._tokenizer: Tokenizer = build_tokenizer(limits.tokenizer)  # type: ignore[arg-type]
 
     def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:

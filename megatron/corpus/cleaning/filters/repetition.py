@@ -1,8 +1,8 @@
-"""Texts that say the same again and again: repeated lines, paragraphs and runs of words.
+"""Repetitive texts: repeated lines, paragraphs and runs of words.
 
 Source: Rae et al. 2021, Scaling Language Models: Methods, Analysis & Insights from Training Gopher, table A1. What it
-leaves open is read so: the first of several equal lines, paragraphs or runs is no repetition; words are those of
-`WordSplitter`; the characters of runs are those of their words, as a share of the characters of all words.
+leaves open is interpreted as follows: the first of several equal lines, paragraphs or runs is no repetition; words are
+those of `WordSplitter`; the characters of runs are those of their words, as a share of the characters of all words.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ Signatures = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class _Newcomers:
-    """Documents of one block that are to be judged, with what is known about their bands.
+    """Documents of one block that are to be looked up, with what is known about their bands.
 
     Args:
         heads: 1 + the row of the newest kept document with the same band, 0 if there is none.
@@ -108,7 +108,7 @@ class NearIndex:
         return (int(known[similar == best].min()), best) if best >= self._threshold else None
 
     def _rows_below(self, heads: npt.NDArray[np.uint32], steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows that share a band, the newest of each band and so many before it."""
+        """Rows that share a band, the newest of each band and a number of rows before it."""
         bands = np.flatnonzero((heads > 0) & (steps > 0))
         rows = heads[bands].astype(np.int64) - 1
         parts = []

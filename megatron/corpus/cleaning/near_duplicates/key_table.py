@@ -1,4 +1,4 @@
-"""A set or map of random keys in two arrays: many are looked up at once, and a key costs little more than its bytes.
+"""A set or map of random keys in two arrays: many are looked up at once, and a key takes little more than its bytes.
 
 Open addressing with linear probing; the table doubles when three quarters are used, so it is at least three eighths
 full and a key of w words takes 8 w / 0.75 to 8 w / 0.375 bytes (values likewise; half as much again while it doubles).

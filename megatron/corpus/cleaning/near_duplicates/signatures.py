@@ -1,4 +1,4 @@
-"""MinHash signatures: short vectors that agree in as many places as two texts share of their runs of words.
+"""MinHash signatures: short vectors that agree in the share of places in which the word runs of two texts overlap.
 
 Source: Broder 1997, On the resemblance and containment of documents; banding: Leskovec, Rajaraman and Ullman, Mining of
 Massive Datasets, § 3.4; 16 of 32 bits are kept: Li and König 2010, b-Bit Minwise Hashing.
@@ -39,7 +39,7 @@ class Signer:
         self._letters = WordSplitter(each_character=True) if choice.unit == "character" else None
 
     def sign(self, texts: Sequence[str], words: Words) -> tuple[npt.NDArray[np.uint16], Hashes]:
-        """Signatures, and the keys of their bands; the keys of a text without a word are 0.
+        """Signatures, and the keys of their bands; the keys of a text without words are 0.
 
         Args:
             words: of the texts, as `WordSplitter` finds them.
@@ -69,7 +69,7 @@ class Signer:
 
 
 def band_shape(permutations: int, threshold: float) -> tuple[int, int]:
-    """How many bands of how many rows: as many rows as still let 95 of 100 pairs at the threshold meet."""
+    """Number of bands and of rows in each: as many rows as let 95 of 100 pairs at the threshold still share a band."""
     best = (permutations, 1)
     for rows in range(2, permutations + 1):
         bands = permutations // rows

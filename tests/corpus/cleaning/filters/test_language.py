@@ -46,7 +46,7 @@ def test_the_threshold_is_a_probability() -> None:
 
 
 def test_an_unknown_language() -> None:
-    with pytest.raises(ConfigError, match="--language en,klingon: klingon is no language.* de .* tr "):
+    with pytest.raises(ConfigError, match="--language en,klingon: klingon is not a language.* de .* tr "):
         LanguageFilter(["en", "klingon"], 0.5, 0)
 
 

@@ -21,19 +21,19 @@ TEXTS = ["", "a b", "a b c d e"]
 
 
 def test_characters_are_counted() -> None:
-    found = CharacterCount(LengthLimits(least_characters=1, most_characters=8)).rejections(TEXTS)
+    found = CharacterCount(LengthLimits(minimum_characters=1, maximum_characters=8)).rejections(TEXTS)
     assert found == [Rejection("too few characters", "0"), None, Rejection("too many characters", "9")]
 
 
 def test_words_are_separated_by_whitespace() -> None:
-    found = WordCount(LengthLimits(least_words=2, most_words=4)).rejections(TEXTS)
+    found = WordCount(LengthLimits(minimum_words=2, maximum_words=4)).rejections(TEXTS)
     assert found == [Rejection("too few words", "0"), None, Rejection("too many words", "5")]
 
 
 def test_tokens_are_counted_by_the_tokenizer(tmp_path: Path) -> None:
     choice = write_vocabulary(tmp_path)
     count = len(build_tokenizer(choice).encode(TEXTS[2]))
-    found = TokenCount(LengthLimits(least_tokens=1, most_tokens=count - 1, tokenizer=choice)).rejections(TEXTS)
+    found = TokenCount(LengthLimits(minimum_tokens=1, maximum_tokens=count - 1, tokenizer=choice)).rejections(TEXTS)
     assert found == [Rejection("too few tokens", "0"), None, Rejection("too many tokens", str(count))]
 
 
