@@ -202,7 +202,7 @@ def sources(patterns: tuple[str, ...]) -> tuple[Source, ...]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_house_holds(rule: Rule) -> None:
+def test_the_project_follows_the_rules(rule: Rule) -> None:
     files = sources(EVERYTHING if rule in MEASURED_EVERYWHERE else PRODUCT)
     findings = [f"{source.path}:{line}: {text}" for source in files for line, text in rule(source)]
     assert not findings, f"{rule.__doc__}\n" + "\n".join(findings)
@@ -214,7 +214,7 @@ def test_each_rule_can_fail(rule: Rule, path: str, text: str, says: str) -> None
     assert any(says in sentence for sentence in sentences), f"{rule.__name__} said {sentences}"
 
 
-def test_no_rule_is_without_an_offender() -> None:
+def test_every_rule_has_a_violating_example() -> None:
     assert {rule for rule, *_ in OFFENDERS} == set(RULES)
 
 
@@ -234,7 +234,7 @@ def test_the_files_are_found() -> None:
     } <= paths
 
 
-def test_every_room_says_what_lives_there() -> None:
+def test_every_package_has_a_docstring() -> None:
     rooms = [path for path in (ROOT / "megatron").iterdir() if path.is_dir() and any(path.glob("*.py"))]
     missing = [room.name for room in rooms if not (room / "__init__.py").is_file()]
     assert not missing, f"rooms without __init__.py: {missing}"
@@ -252,12 +252,12 @@ def test_every_subpackage_has_a_place() -> None:
     assert found == {parent: set(order) - {"."} for parent, order in house_rules.SUBPACKAGE_ORDER.items()}
 
 
-def test_no_folder_is_crowded() -> None:
+def test_no_folder_is_overfull() -> None:
     paths = [source.path for source in sources(("megatron/**/*.py",))]
     assert not list(house_rules.crowded_folders(paths))
 
 
-def test_a_crowded_folder_is_named() -> None:
+def test_an_overfull_folder_is_named() -> None:
     paths = [f"megatron/data/order/file{number}.py" for number in range(16)]
     assert list(house_rules.crowded_folders(paths)) == ["megatron/data/order has 16 files; a folder has at most 15"]
     assert not list(house_rules.crowded_folders(paths[1:]))
@@ -287,7 +287,7 @@ def test_flags_are_read_without_torch_and_numpy() -> None:
     )
 
 
-def test_the_data_side_does_without_torch() -> None:
+def test_the_data_packages_do_not_need_torch() -> None:
     modules = [
         source.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for source in sources(("megatron/tokenizers/*.py", "megatron/data/**/*.py", "megatron/corpus/**/*.py"))

@@ -29,7 +29,7 @@ from tests.helpers.ranks import run_ranks
         ([((4,), (0,), (4,), 0, 4)], {}, -1, "of step -1"),
     ],
 )
-def test_a_wrong_save_is_refused_and_leaves_nothing(
+def test_an_invalid_save_is_rejected_and_leaves_nothing(
     tmp_path: Path, pieces: list[tuple], record: dict, step: int, text: str
 ) -> None:
     given_pieces = [(key := PieceKey("a", "weight", *piece), torch.zeros(key.numel)) for piece in pieces]

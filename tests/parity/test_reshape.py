@@ -154,7 +154,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
-def test_another_layout_goes_on_the_same(source, target, saved):
+def test_another_layout_continues_identically(source, target, saved):
     folder, curve, _ = saved(source)
     layout, stage = CASES[target]
     resumed = run_ranks(load_and_train, world(layout), layout, stage, [], str(folder))

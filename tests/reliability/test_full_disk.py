@@ -178,7 +178,7 @@ def without_locks(found: Contents) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("is_there", [True, False], ids=["over older files", "new"])
-def test_every_operation_is_refused_in_turn(tmp_path: Path, inputs: Path, name: str, is_there: bool) -> None:
+def test_a_failure_of_each_operation(tmp_path: Path, inputs: Path, name: str, is_there: bool) -> None:
     job, out = JOBS[name], tmp_path / "out"
     (tmp_path / "whole").mkdir()
     job.run(inputs, tmp_path / "whole", 2)
@@ -243,14 +243,14 @@ def test_short_writes_are_finished(tmp_path: Path, inputs: Path, name: str) -> N
     assert without_locks(contents(tmp_path / "one")) == without_locks(contents(tmp_path / "two"))
 
 
-def test_looking_through_a_pair_changes_nothing(tmp_path: Path, inputs: Path) -> None:
+def test_inspecting_a_pair_does_not_modify_it(tmp_path: Path, inputs: Path) -> None:
     disk = FaultyDisk(inputs)
     with faulty_disk(disk):
         examine(str(inputs / "pair1"))
     assert disk.operations == 0
 
 
-def test_an_index_cache_that_nobody_asked_for_is_done_without(tmp_path: Path, inputs: Path) -> None:
+def test_an_optional_index_cache_is_skipped_on_failure(tmp_path: Path, inputs: Path) -> None:
     def make() -> dict[str, np.ndarray]:
         return {"sample": np.arange(1000)}
 

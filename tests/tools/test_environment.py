@@ -125,7 +125,7 @@ def test_a_chosen_index_for_torch(tmp_path: Path) -> None:
     assert "example.org" not in project
 
 
-def test_a_failed_installation_is_said_and_tried_again(tmp_path: Path) -> None:
+def test_a_failed_installation_is_reported_and_retried(tmp_path: Path) -> None:
     active = FakeEnvironment.make(tmp_path / "active", torch="2.9.1")
     broken = active.packages / "pip.fails"
     broken.touch()
@@ -146,7 +146,7 @@ def test_packages_that_disappeared_are_installed_again(tmp_path: Path) -> None:
     assert len(active.pip_calls) == 2
 
 
-def test_no_python_is_said(tmp_path: Path) -> None:
+def test_a_missing_python_is_reported(tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("bash", "dirname", "cat", "uname", "grep"):

@@ -173,7 +173,7 @@ def test_the_single_node_script_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (75, True), (77, False)])
-def test_slurm_queues_the_job_again_when_it_is_resumable(code: int, requeued: bool, tmp_path: Path) -> None:
+def test_slurm_requeues_the_job_when_it_is_resumable(code: int, requeued: bool, tmp_path: Path) -> None:
     text = (ROOT / "examples/pretrain_gpt.slurm").read_text().replace('exit "$code"', 'echo "$code" >code')
     commands = recorded(text, tmp_path, SLURM_JOB_ID="4711", SLURM_SUBMIT_DIR=str(tmp_path), STAND_IN_CODE=str(code))
     assert (["scontrol", "requeue", "4711"] in commands) is requeued

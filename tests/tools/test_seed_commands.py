@@ -77,12 +77,12 @@ def pair(folder: Path, name: str) -> list[bytes]:
 
 
 @pytest.mark.skipif(not GUIDE.is_file(), reason=f"the guide is not in {GUIDE}")
-def test_these_are_the_words_of_the_guide() -> None:
+def test_the_commands_match_the_guide() -> None:
     text = GUIDE.read_text()
     assert all(command in text for command in (PREPROCESS, MERGE, OTHER_TOKENIZER))
 
 
-def test_every_document_comes_back(folder: Path) -> None:
+def test_every_document_round_trips(folder: Path) -> None:
     tokenizer = build_tokenizer(
         TokenizerChoice("GPT2BPETokenizer", f"{folder}/gpt2-vocab.json", f"{folder}/gpt2-merges.txt")
     )
@@ -93,7 +93,7 @@ def test_every_document_comes_back(folder: Path) -> None:
         assert ids[-1] == tokenizer.eod_id and tokenizer.decode(ids[:-1]) == text
 
 
-def test_workers_and_the_other_doors_give_the_same_bytes(folder: Path) -> None:
+def test_workers_and_the_other_tools_give_the_same_bytes(folder: Path) -> None:
     for name, workers, tool in (
         ("one", "1", "preprocess_data"),
         ("two", "2", "preprocess_data"),

@@ -25,7 +25,7 @@ def engine_with(blocks: int) -> Engine:
     return cast(Engine, fake)
 
 
-def test_all_layers_are_there() -> None:
+def test_all_layers_are_built() -> None:
     check_layers(engine_with(12), 12)
 
 
