@@ -33,6 +33,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_demo_corpus_is_real_large_and_the_same_again(demo: Path, tmp_path: Path) -> None:
     assert demo.stat().st_size >= 10_000_000
     documents = [json.loads(line) for line in demo.read_bytes().splitlines()]
