@@ -1,7 +1,7 @@
-# An image that trains, on the CPU by default. Not built by the project's own tests (they run without a container engine).
+# An image for training, on the CPU by default. The project's own tests do not build it (they need no container engine).
 #
 #   docker build --tag trident-megatron .
-#   docker run --rm trident-megatron                                 says what works in it (tools/doctor.py)
+#   docker run --rm trident-megatron                                 shows what works in it (tools/doctor.py)
 #   docker run --rm --shm-size 1g -v "$PWD/data:/data" trident-megatron python pretrain_gpt.py ...
 #
 # For GPUs take the CUDA build of torch, which brings CUDA's libraries with it; the host needs a driver and the container toolkit:
@@ -15,7 +15,7 @@ RUN pip install --no-cache-dir --index-url "$TORCH_INDEX_URL" torch==2.13.0
 
 WORKDIR /opt/trident-megatron
 COPY . .
-# The compiled index builder wants a C++ compiler while it is built, and not afterwards.
+# The index builder needs a C++ compiler only while it is compiled.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && pip install --no-cache-dir --editable ".[plot]" \

@@ -1,4 +1,4 @@
-# Thin names for the commands of README and CONTRIBUTING; nothing here is needed to install or to train.
+# Shortcuts for the commands in README and CONTRIBUTING; installing and training need none of them.
 .PHONY: quickstart test check doctor
 
 quickstart:

@@ -1,6 +1,6 @@
 """Pretrains a GPT language model: flags in, checkpoints and metrics out.
 
-Only `megatron.config` is imported before the flags are known to be good, so `--help` and a wrong flag answer at once.
+Only `megatron.config` is imported before the flags have been checked, so `--help` and flag errors appear at once.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from megatron.config import parse
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the flags, builds the run, trains it, and returns the exit code of `megatron.errors.ExitCode`."""
-    config = parse(sys.argv[1:] if argv is None else argv)
+    request = parse(sys.argv[1:] if argv is None else argv)
 
-    from megatron.data.split_datasets import check_sources
+    from megatron.data.datasets.build import check_sources
 
-    check_sources(config.data, config.model.seq_length)
+    check_sources(request.data, request.data.seq_length)
     from megatron import device
 
     device.choose_accelerator()
     from megatron.train.build import open_run
     from megatron.train.loop import run_to_end
 
-    with open_run(config) as run:
+    with open_run(request) as run:
         return run_to_end(run)
 
 

@@ -1,7 +1,7 @@
 """Builds the optional compiled index builder; everything else about the package is in pyproject.toml.
 
 The build needs a C++17 compiler and pybind11 (a build requirement), not torch and not CUDA. Without a compiler the
-package installs all the same and NumPy does the work, with the same results.
+package is still installed and uses NumPy, with the same results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SKIP_VARIABLE = "MEGATRON_SKIP_EXTENSIONS"
 
 
 class OptionalBuild(build_ext):
-    """Turns the failure of an extension into a warning that says what is slower without it."""
+    """Turns a failed build of an extension into a warning about what is slower without it."""
 
     def run(self) -> None:
         if os.environ.get(SKIP_VARIABLE):
@@ -28,7 +28,7 @@ class OptionalBuild(build_ext):
     def build_extension(self, extension: Extension) -> None:
         try:
             super().build_extension(extension)
-        except Exception as failure:  # a compiler that is missing or broken shows itself in many ways
+        except Exception as failure:  # a missing or broken compiler causes various exceptions
             self.extensions = [other for other in self.extensions if other is not extension]
             _warn(f"{type(failure).__name__}: {str(failure)[:200]}")
 
@@ -59,14 +59,14 @@ def _warn(reason: str) -> None:
 def _compile_flags() -> list[str]:
     if sys.platform == "win32":
         return ["/std:c++17", "/O2", "/fp:precise"]
-    # Contracting multiply and subtract into one rounding would change the blend order on CPUs that can.
+    # Fused multiply-add instructions would round differently and change the blend order on CPUs that have them.
     return ["-std=c++17", "-O2", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"]
 
 
 setup(
     ext_modules=[
         Extension(
-            "megatron.data._index_builder",
+            "megatron.data.order._index_builder",
             sources=["csrc/index_builder/index_builder.cpp"],
             include_dirs=[pybind11.get_include()],
             extra_compile_args=_compile_flags(),

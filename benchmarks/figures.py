@@ -1,4 +1,4 @@
-"""What the benchmarks share: the form of a figure, and the small model and data that quickstart trains."""
+"""Shared by the benchmarks: the output format of a measurement, and the model and data of the quickstart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from examples.kill_and_resume import Demo, DemoFlags
 def print_figure(
     benchmark: str, figure: str, value: float, unit: str, *, spread: tuple[float, float] | None = None, **more: object
 ) -> None:
-    """Prints one figure as a JSON line; `spread` is the smallest and the largest measurement."""
+    """Prints a measurement as a JSON line; `spread` is the minimum and maximum over repetitions."""
     record: dict[str, object] = {
         "benchmark": benchmark,
         "figure": figure,
@@ -29,7 +29,7 @@ def print_figure(
 
 
 def quickstart_data(folder: Path) -> Demo:
-    """Prepares the data of examples/quickstart.sh in a folder; its output goes to standard error."""
+    """Prepares the data of examples/quickstart.sh in a folder, with all output on standard error."""
     demo = Demo(DemoFlags(), folder / "data", folder)
     demo.data.mkdir()
     for command in demo.data_commands():

@@ -1,10 +1,10 @@
-"""Seconds and memory from opening a large corpus to its first batch, and index building next to a plain NumPy cumsum.
+"""Time and memory from opening a large corpus to its first batch, and of index building relative to a NumPy cumsum.
 
     python benchmarks/index.py --documents 10000000
 
-One JSON line a figure. The corpus is fabricated: a true `.idx` of documents of 1 to 1999 tokens, and a `.bin` of the
-right size without blocks on the disk. Every measured start is a process of its own: the first one finds no index
-cache, the second one does. `peak_own_memory` is what the process allocated; `peak_resident_memory` also counts the
+Prints one JSON line per measurement. The corpus is synthetic: a valid `.idx` of documents of 1 to 1999 tokens, and a
+sparse `.bin` of the right size. Every start is measured in a new process: the first one finds no index cache, the
+second one does. `peak_own_memory` is the memory that the process allocated; `peak_resident_memory` also counts the
 pages of mapped files.
 """
 
@@ -28,13 +28,12 @@ import numpy as np
 
 from benchmarks.figures import print_figure
 from megatron import log
-from megatron.config.data import DataConfig
-from megatron.config.flags import Area, flag, parse_flags
-from megatron.data.index_map import build_indices
-from megatron.data.indexed import IndexedDataset
+from megatron.config import ConfigSection, DataConfig, flag, parse_flags
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.token_index import MMAP_HEADER, MMAP_MAGIC
 from megatron.data.loader import BatchLoader
-from megatron.data.split_datasets import build_split_datasets
-from megatron.data.token_index import MMAP_HEADER, MMAP_MAGIC
+from megatron.data.order.index_map import build_indices
 
 _CHUNK_DOCUMENTS = 1 << 22
 _LONGEST_TOKENS = 1999
@@ -43,15 +42,15 @@ _SEED = 1234
 
 
 @dataclass(frozen=True)
-class IndexFlags(Area):
+class IndexFlags(ConfigSection):
     """Flags of this program."""
 
-    documents: int = flag(10_000_000, "documents of the fabricated corpus, of 1000 tokens on average", at_least=100)
+    documents: int = flag(10_000_000, "documents of the synthetic corpus, of 1000 tokens on average", at_least=100)
     seq_length: int = flag(2048, "tokens of a sample", at_least=1)
-    epochs: float = flag(1.0, "how often the run reads the corpus", above=0)
-    repeats: int = flag(3, "builds in memory and cumsums; the fastest counts", at_least=1)
-    folder: str | None = flag(None, "where the temporary files go; the system's place if unset")
-    start: str | None = flag(None, "used by the program itself: measure one start on this corpus")
+    epochs: float = flag(1.0, "epochs over the corpus", above=0)
+    repeats: int = flag(3, "repetitions of the in-memory build and the cumsum; the fastest counts", at_least=1)
+    folder: str | None = flag(None, "folder for temporary files; by default the system's")
+    start: str | None = flag(None, "internal: measure one start on this corpus")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=flags.folder) as name:
         prefix = str(Path(name) / "corpus")
         tokens = fabricate(prefix, flags.documents)
-        os.sync()  # a corpus is on the disk before a run begins
+        os.sync()  # in a real run, the corpus is already on disk
         index_bytes = Path(prefix + ".idx").stat().st_size
         common = {"documents": flags.documents, "tokens": tokens, "index_file_megabytes": round(index_bytes / 1e6, 1)}
         for state in ("cold", "warm"):
@@ -86,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fabricate(prefix: str, documents: int) -> int:
-    """Writes the two files chunk by chunk; returns the tokens they claim to hold."""
+    """Writes the two files in chunks; returns their number of tokens."""
     drawn = np.random.default_rng(0)
     lengths = drawn.integers(1, _LONGEST_TOKENS + 1, documents, dtype=np.int32)
     tokens = 0
@@ -106,7 +105,7 @@ def fabricate(prefix: str, documents: int) -> int:
 
 
 def started(prefix: str, flags: IndexFlags) -> dict[str, float]:
-    """Seconds of a process from its start to its first batch, and the memory it took."""
+    """Time of a process from its start to its first batch, and its memory."""
     words = [sys.executable, __file__, "--start", prefix, "--seq-length", flags.seq_length, "--epochs", flags.epochs]
     began = time.perf_counter()
     text = subprocess.run([str(word) for word in words], check=True, stdout=subprocess.PIPE).stdout
@@ -114,11 +113,14 @@ def started(prefix: str, flags: IndexFlags) -> dict[str, float]:
 
 
 def measured_start(prefix: str, flags: IndexFlags) -> dict[str, float]:
-    """Opens the corpus, reads the first batch, and says how much memory that took at most."""
+    """Opens the corpus, reads the first batch, and returns the peak memory."""
     watch = _OwnMemory()
     samples = int(flags.epochs * (Path(prefix + ".bin").stat().st_size // 2 - 1) // flags.seq_length)
     datasets, _ = build_split_datasets(
-        DataConfig(data_path=(prefix,), split="1,0,0"), flags.seq_length, _SEED, (samples, 0, 0)
+        DataConfig(seq_length=flags.seq_length, data_path=(prefix,), split="1,0,0"),
+        flags.seq_length,
+        _SEED,
+        (samples, 0, 0),
     )
     with BatchLoader(datasets.train, micro_batch_size=8, read_ahead=False) as loader:
         loader.micro_batches(0, 8)
@@ -127,9 +129,9 @@ def measured_start(prefix: str, flags: IndexFlags) -> dict[str, float]:
 
 
 def build_seconds(prefix: str, flags: IndexFlags) -> tuple[float, float]:
-    """Processor seconds to build the three index arrays in memory, and of a cumsum over the same lengths.
+    """CPU seconds of building the three index arrays in memory, and of a cumsum over the same lengths.
 
-    Both use one core; processor time is not disturbed by what else the machine does.
+    Both use one core; CPU time is not affected by other load on the machine.
     """
     indexed = IndexedDataset(prefix)
     lengths, documents = np.array(indexed.lengths), np.arange(len(indexed), dtype=np.int32)
@@ -146,7 +148,7 @@ def build_seconds(prefix: str, flags: IndexFlags) -> tuple[float, float]:
 
 
 class _OwnMemory:
-    """Watches the memory that this process allocated (mapped files left out), where /proc says it."""
+    """Tracks the memory that this process allocated, without mapped files, on systems with /proc."""
 
     def __init__(self) -> None:
         self._most = 0
@@ -155,7 +157,7 @@ class _OwnMemory:
         self._thread.start()
 
     def stop(self) -> int:
-        """The most bytes that were seen."""
+        """Stops and returns the peak in bytes."""
         self._stopped.set()
         self._thread.join()
         return self._most

@@ -1,4 +1,4 @@
-"""A corpus of real, distinct text for benchmarks: sources and documentation that lie on this machine."""
+"""A corpus of real, distinct text for benchmarks, from source code and documentation on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LONGEST_FILE_BYTES = 2_000_000
 
 
 def write_installed_text(path: Path, wanted_bytes: int) -> int:
-    """Writes jsonl lines {"text", "source"}, each text once, until there are enough bytes; gives their number."""
+    """Writes jsonl lines {"text", "source"} with distinct texts until there are enough bytes; returns their number."""
     size = 0
     with path.open("wb") as stream:
         for source, text in _distinct_texts():

@@ -1,4 +1,4 @@
-"""The quickstart's model in plain PyTorch, written for speed: what `train_cpu.py` compares with."""
+"""The quickstart's model in plain PyTorch, optimized for speed: the baseline of `train_cpu.py`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PlainGPT(nn.Module):
 
 
 class PlainTraining:
-    """A plain training loop: AdamW with two groups, gradient accumulation, clipping."""
+    """A plain training loop: AdamW with two parameter groups, gradient accumulation, clipping."""
 
     def __init__(self, config: ModelConfig, optim: OptimConfig) -> None:
         self.model = PlainGPT(config)

@@ -1,10 +1,11 @@
-"""Speed and memory of tools/preprocess_data.py, next to the raw rate of the tokenizer library on the same file.
+"""Speed and memory of tools/preprocess_data.py, relative to the raw rate of the tokenizer library on the same file.
 
     python benchmarks/preprocess.py --megabytes 50
 
-One JSON line a figure. The raw rate is `gigatoken.encode_files` on the whole file, in memory and on all cores, without
-the time to load the tokenizer; ours is from the start of the command until both files are published. Peers (see
-`preprocess_peers.py`) that are installed run on the first megabytes of the corpus, and so does ours, right after.
+Prints one JSON line per measurement. The raw rate is that of `gigatoken.encode_files` on the whole file, in memory and
+on all cores, without loading the tokenizer; ours is measured from the start of the command until both files are in
+place. Installed peers (see `preprocess_peers.py`) run on the first megabytes of the corpus, followed by ours on the
+same data.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.figures import print_figure
 from benchmarks.installed_text import write_installed_text
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import DataError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,28 +52,28 @@ print(json.dumps([seconds, used, int(len(result.layout.content.data))]))
 
 
 @dataclass(frozen=True)
-class BenchmarkFlags(Area):
-    """What this benchmark asks for."""
+class BenchmarkFlags(ConfigSection):
+    """Flags of this benchmark."""
 
     megabytes: float = flag(
         50.0,
-        "size of the corpus (1 MB = 10^6 bytes), made of files of this machine",
+        "size of the corpus (1 MB = 10^6 bytes), built from files on this machine",
         at_least=10.0,
     )
-    workers: int = flag(os.cpu_count() or 1, "processes of the tool", at_least=1)
-    peer_megabytes: float = flag(30.0, "of the corpus for the peers; 0 leaves them out", at_least=0.0)
-    repeats: int = flag(3, "runs of each; the fastest counts", at_least=1)
-    input: str | None = flag(None, "a jsonl file to use instead of the made one")
+    workers: int = flag(os.cpu_count() or 1, "worker processes of the tool", at_least=1)
+    peer_megabytes: float = flag(30.0, "megabytes of the corpus for the peers; 0 skips them", at_least=0.0)
+    repeats: int = flag(3, "repetitions of each; the fastest counts", at_least=1)
+    input: str | None = flag(None, "jsonl file to use instead of the generated one")
     vocab_file: str | None = flag(
-        None, "vocabulary; GPT-2's from ../shared/data if there, else one is trained", spelled=("--vocab",)
+        None, "vocabulary; by default GPT-2's if available, otherwise one is trained", spelled=("--vocab",)
     )
-    merge_file: str | None = flag(None, "merges that belong to the vocabulary", spelled=("--merge",))
-    folder: str | None = flag(None, "where the temporary files go; the system's place if unset")
+    merge_file: str | None = flag(None, "merges of the vocabulary", spelled=("--merge",))
+    folder: str | None = flag(None, "folder for temporary files; by default the system's")
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What one run took: `peak_bytes` is the memory of all its processes together."""
+    """Measurements of one run; `peak_bytes` is the total memory of all its processes."""
 
     seconds: float
     cpu_seconds: float
@@ -124,7 +125,7 @@ def _compare_with_peers(flags: BenchmarkFlags, corpus: Path, vocabulary: tuple[P
     more = {"megabytes": round(size / 1e6, 1), "workers": flags.workers}
     for peer in ("datatrove", "tokenizers"):
         if importlib.util.find_spec(peer) is None:
-            log.info(f"{peer} is not installed and not measured (pip install {peer}).")
+            log.info(f"{peer} is not installed, so it is not measured (pip install {peer}).")
             continue
         words = [sys.executable, str(Path(__file__).with_name("preprocess_peers.py")), peer]
         words += [str(parts), str(tokenizer_file), str(flags.workers)]
@@ -147,7 +148,7 @@ def _longest_line_bytes(corpus: Path) -> int:
 
 
 def _write_parts(corpus: Path, folder: Path, count: int, wanted_bytes: int) -> int:
-    """Copies the first lines of the corpus into so many files of about one size; gives the bytes copied."""
+    """Copies the first lines of the corpus to `count` files of about equal size; returns the number of bytes."""
     folder.mkdir()
     copied = 0
     with corpus.open("rb") as lines, ExitStack() as stack:
@@ -172,7 +173,7 @@ def _vocabulary(flags: BenchmarkFlags, folder: Path) -> tuple[Path, Path]:
 
 
 def _cpu_of_children() -> float:
-    """Processor seconds of all processes that this one started and that have ended, theirs included."""
+    """CPU seconds of all terminated descendants of this process."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -184,7 +185,7 @@ def _reference(vocab_file: Path, merge_file: Path) -> Tokenizer:
 
 
 def _raw(vocab_file: Path, merge_file: Path, corpus: Path) -> _Run:
-    """The library alone."""
+    """Runs the library alone."""
     words = [sys.executable, "-c", _RAW, str(vocab_file), str(merge_file), str(corpus)]
     seconds, used, tokens = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
     return _Run(seconds, used, tokens, 0)
@@ -211,11 +212,11 @@ def _ours(vocab_file: Path, merge_file: Path, inputs: list[Path], prefix: Path, 
 
 
 def _tree_bytes(pid: int) -> int:
-    """Memory of a process and its children, a page that n of them share counted as 1/n for each; 0 where unknown."""
+    """Memory of a process and its children, with shared pages counted proportionally (PSS); 0 if unknown."""
     total = 0
-    for one in (pid, *_children(pid)):
+    for process_id in (pid, *_children(pid)):
         try:
-            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
+            lines = Path(f"/proc/{process_id}/smaps_rollup").read_text().splitlines()
         except OSError:
             continue
         total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

@@ -1,10 +1,10 @@
-"""What other software from PyPI needs for the same: jsonl to Megatron's token files, on two tasks or processes.
+"""Runs other PyPI packages on the same job: converting jsonl to Megatron's token files.
 
     python benchmarks/preprocess_peers.py {datatrove,tokenizers} FOLDER TOKENIZER_JSON WORKERS
 
-FOLDER holds `part*.jsonl`; one JSON object with seconds and tokens goes to standard output. `datatrove` is Hugging
-Face's pipeline with its writer of Megatron files. `tokenizers` is the loop that Megatron's own tool has around the Rust
-library: a pool, one line a task in chunks of 25, ids back to the parent, which writes them.
+FOLDER contains `part*.jsonl`; the result is a JSON object with seconds and tokens on standard output. `datatrove` is
+Hugging Face's pipeline with its writer of Megatron files. `tokenizers` is the loop of Megatron's own tool around the
+Rust library: a process pool with one line per task in chunks of 25, which returns ids to the parent for writing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Samples per second that a rank reads in shuffled order: a token file, Parquet windows and a document store.
+"""Samples per second that a rank reads in shuffled order from a token file, Parquet windows and a document store.
 
     python benchmarks/rows.py
 
-One JSON line a figure, over the text of examples/quickstart.sh repeated. `ratio_to_token_file` is the rate next to that
-of the token file. `seconds_to_first_sample` includes opening and, of windows, reading the first chunk of the order,
-which is in the rate too. `grown_by` is the most that the process, a new one for each source, grew by.
+Prints one JSON line per measurement, on the repeated text of examples/quickstart.sh. `ratio_to_token_file` is the rate
+relative to that of the token file. `seconds_to_first_sample` includes opening the source and, for windows, reading the
+first chunk of the order, which the rate also includes. `grown_by` is the peak memory growth of the process; each source
+gets a new one.
 """
 
 from __future__ import annotations
@@ -26,28 +27,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
-from megatron.config.data import DataConfig
-from megatron.config.flags import Area, flag, parse_flags
-from megatron.data.fast_encoder import resident_bytes
-from megatron.data.indexed import IndexedDataset, IndexedWriter
-from megatron.data.split_datasets import build_split_datasets
-from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
-from megatron.data.windows import WindowFacts, Windows, WindowWriter
+from megatron.config import ConfigSection, DataConfig, flag, parse_flags
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.data.formats.windows import WindowFacts, Windows, WindowWriter
+from megatron.tokenizers.fast_encoder import resident_bytes
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
 _PIECE_CHARACTERS = 800
 
 
 @dataclass(frozen=True)
-class RowsFlags(Area):
+class RowsFlags(ConfigSection):
     """Flags of this program."""
 
     seq_length: int = flag(256, "tokens of a sample", at_least=1)
-    repeats: int = flag(20, "how often the text is repeated", at_least=1)
-    samples: int = flag(200_000, "samples read of each source, at most one epoch", at_least=1)
+    repeats: int = flag(20, "repetitions of the text", at_least=1)
+    samples: int = flag(200_000, "samples to read from each source, at most one epoch", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the sources, reads each and prints the figures."""
+    """Writes the sources, reads each, and prints the measurements."""
     words = sys.argv[1:] if argv is None else argv
     flags = parse_flags(RowsFlags, words, prog="rows.py", description=__doc__ or "")
     with tempfile.TemporaryDirectory() as name:
@@ -74,11 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(kind: str, prefix: str, flags: RowsFlags, tokenizer: TokenizerChoice) -> float:
-    """Reads samples of a source in order, in a process of its own; gives samples per second."""
+    """Reads the samples of a source in order, in a separate process; returns samples per second."""
     encoder = build_tokenizer(tokenizer)
     before = resident_bytes() or 0
     started_at = time.perf_counter()
-    data = DataConfig(data_path=(prefix,), split="1,0,0")
+    data = DataConfig(seq_length=flags.seq_length, data_path=(prefix,), split="1,0,0")
     datasets, _ = build_split_datasets(data, flags.seq_length, 1, (flags.samples, 0, 0), tokenizer=encoder)
     if datasets.train is None:
         raise RuntimeError(f"{prefix} gives no training samples")
@@ -96,13 +96,13 @@ def measure(kind: str, prefix: str, flags: RowsFlags, tokenizer: TokenizerChoice
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held, in bytes; Linux only."""
+    """Peak memory of this process in bytes; Linux only."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def write_tokens(prefix: Path, stream: np.ndarray, repeats: int) -> str:
-    """A token file of documents of 1,000 tokens."""
+    """Writes a token file of documents of 1,000 tokens."""
     lengths = [1000] * (len(stream) // 1000)
     with IndexedWriter(prefix, np.uint16) as writer:
         for _ in range(repeats):
@@ -111,7 +111,7 @@ def write_tokens(prefix: Path, stream: np.ndarray, repeats: int) -> str:
 
 
 def write_windows(path: Path, stream: np.ndarray, flags: RowsFlags, group_rows: int) -> str:
-    """A Parquet file of windows, in groups of so many rows."""
+    """Writes a Parquet file of windows, with `group_rows` rows per row group."""
     length = flags.seq_length
     facts = WindowFacts(length, 0, length, -100, None, None, 0)
     size = length * group_rows
@@ -125,7 +125,7 @@ def write_windows(path: Path, stream: np.ndarray, flags: RowsFlags, group_rows: 
 
 
 def write_store(path: Path, corpus: Path, repeats: int) -> str:
-    """A SQLite store of the corpus in pieces of a few hundred tokens."""
+    """Writes a SQLite store of the corpus in pieces of a few hundred tokens."""
     texts = [json.loads(line)["text"] for line in corpus.open(encoding="utf-8")]
     pieces = [text[at : at + _PIECE_CHARACTERS] for text in texts for at in range(0, len(text), _PIECE_CHARACTERS)]
     connection = sqlite3.connect(path)

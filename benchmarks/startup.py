@@ -1,9 +1,9 @@
-"""Seconds from the command to the first logged iteration: plain `python pretrain_gpt.py`, one process on the CPU.
+"""Seconds from the start of `python pretrain_gpt.py`, one process on the CPU, to the first logged iteration.
 
     python benchmarks/startup.py
 
-One JSON line a figure. The data are prepared before the clock starts; the index cache is cold in the first run and warm
-in the others. `import_torch_and_deepspeed` is the part of it that no program of this kind can avoid.
+Prints one JSON line per measurement. The data is prepared before timing starts; the index cache is cold in the first
+run and warm in the others. `import_torch_and_deepspeed` is the part that no such program can avoid.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_ITERATION = " iteration        1/"
 
 
 @dataclass(frozen=True)
-class StartupFlags(Area):
+class StartupFlags(ConfigSection):
     """Flags of this program."""
 
-    repeats: int = flag(5, "starts with a warm index cache, after a cold one", at_least=1)
+    repeats: int = flag(5, "starts with a warm index cache, after one with a cold cache", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Starts the trainer several times and prints the figures."""
+    """Starts the trainer several times and prints the measurements."""
     words = sys.argv[1:] if argv is None else argv
     flags = parse_flags(StartupFlags, words, prog="startup.py", description=__doc__ or "")
     with tempfile.TemporaryDirectory() as name:
@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def seconds_to_first_iteration(flags: Sequence[object]) -> float:
-    """Starts the trainer, waits for the line of its first iteration, and ends it.
+    """Starts the trainer, waits for the log line of its first iteration, and kills it.
 
     Raises:
-        RuntimeError: it ended without one.
+        RuntimeError: it ended before its first iteration.
     """
     started_at = time.perf_counter()
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *map(str, flags)]
@@ -79,7 +79,7 @@ def seconds_to_first_iteration(flags: Sequence[object]) -> float:
 
 
 def seconds_of_imports() -> float:
-    """How long a bare interpreter takes to load torch and DeepSpeed."""
+    """The time to import torch and DeepSpeed in a new interpreter."""
     started_at = time.perf_counter()
     subprocess.run(
         [sys.executable, "-c", "import torch, deepspeed"], check=True, capture_output=True, env=environment()
@@ -88,14 +88,14 @@ def seconds_of_imports() -> float:
 
 
 def seconds_to_refuse() -> float:
-    """How long a misspelt flag takes to be refused."""
+    """The time to reject a misspelled flag."""
     started_at = time.perf_counter()
     subprocess.run([sys.executable, str(ROOT / "pretrain_gpt.py"), "--num-layer", "2"], capture_output=True)
     return time.perf_counter() - started_at
 
 
 def environment() -> dict[str, str]:
-    """One thread, on the CPU."""
+    """The environment of one thread on the CPU."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 

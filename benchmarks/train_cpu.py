@@ -1,10 +1,10 @@
-"""Tokens per second of one process of ours, next to the same model in plain PyTorch, in turns within one run.
+"""Tokens per second of one process, compared with the same model in plain PyTorch, alternating within one run.
 
     python benchmarks/train_cpu.py
 
-One JSON line a figure. Both train the model of examples/quickstart.sh (dropout 0, fp32, AdamW, clipping) with the same
-number of threads. Ours is the whole step: reading the batch, DeepSpeed, the loss of the step. The plain loop is written
-as one would write it for speed: fused attention, fused AdamW, one matrix product for query, key and value.
+Prints one JSON line per measurement. Both train the model of examples/quickstart.sh (dropout 0, fp32, AdamW, clipping)
+with the same number of threads. Ours is the whole step: reading the batch, DeepSpeed, the loss of the step. The plain
+loop is optimized: fused attention, fused AdamW, one matrix product for query, key and value.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import log
-from megatron.config import RunConfig, parse
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, RunRequest, flag, parse, parse_flags
 
 if TYPE_CHECKING:
     from benchmarks.plain_gpt import PlainTraining
@@ -32,17 +31,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TrainFlags(Area):
+class TrainFlags(ConfigSection):
     """Flags of this program."""
 
-    rounds: int = flag(8, "turns of each", at_least=2)
-    steps: int = flag(3, "steps in a turn", at_least=1)
+    rounds: int = flag(8, "rounds of each", at_least=2)
+    steps: int = flag(3, "steps per round", at_least=1)
     micro_batch_size: int = flag(8, "samples per forward pass, of a global batch of 8", at_least=1, at_most=8)
     threads: int = flag(1, "threads of each process", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains both in turns and prints the figures."""
+    """Trains both alternately and prints the measurements."""
     words = sys.argv[1:] if argv is None else argv
     flags = parse_flags(TrainFlags, words, prog="train_cpu.py", description=__doc__ or "")
     os.environ.update(OMP_NUM_THREADS=str(flags.threads), DS_ACCELERATOR="cpu")
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 1
             plain = PlainTraining(run.config.model, run.config.optim)
             rates = in_turns(flags, run, plain)
-    tokens = run.config.optim.global_batch_size * run.config.model.seq_length
+    tokens = run.config.optim.global_batch_size * run.config.data.seq_length
     settings = {"tokens_per_step": tokens, "micro_batch_size": flags.micro_batch_size, "threads": flags.threads}
     for name, found in rates.items():
         spread = (min(found), max(found))
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def training_config(folder: Path, flags: TrainFlags) -> RunConfig:
+def training_config(folder: Path, flags: TrainFlags) -> RunRequest:
     """The model and data of quickstart, without dropout and without saving."""
     demo = quickstart_data(folder)
     words = [str(word) for word in demo.training_flags("run")]
@@ -87,14 +86,14 @@ def training_config(folder: Path, flags: TrainFlags) -> RunConfig:
 
 
 def in_turns(flags: TrainFlags, run: Run, plain: PlainTraining) -> dict[str, list[float]]:
-    """Tokens per second of every turn; the first turn of each warms up and is left out."""
-    from megatron.train.progress import learning_rate
+    """Tokens per second of every round; the first round of each is a warm-up and is not counted."""
+    from megatron.config.schedule import learning_rate
 
     def ours() -> None:
         rate = learning_rate(run.config.optim, run.progress.consumed_samples)
         step = run.engine.train_batch(run.train_batches(), rate)
         run.progress = run.progress.after(
-            step.sample_count, step.sample_count * run.config.model.seq_length, step.skipped
+            step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
         )
 
     batches = [list(run.train_batches())]
@@ -112,12 +111,12 @@ def in_turns(flags: TrainFlags, run: Run, plain: PlainTraining) -> dict[str, lis
 
 
 def timed(step: Callable[[], Any], steps: int, run: Run) -> float:
-    """Tokens per second of some steps."""
+    """Tokens per second over `steps` steps."""
     started_at = time.perf_counter()
     for _ in range(steps):
         step()
     seconds = time.perf_counter() - started_at
-    return steps * run.config.optim.global_batch_size * run.config.model.seq_length / seconds
+    return steps * run.config.optim.global_batch_size * run.config.data.seq_length / seconds
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-# Sourced by examples/quickstart.sh and tests/run.sh: finds or makes a Python environment that can run the project.
+# Sourced by examples/quickstart.sh and tests/run.sh: finds or creates a Python environment for the project.
 #
 #   prepare_environment EXTRA     sets PYTHON to an interpreter with the project and its EXTRA installed
 #
@@ -32,7 +32,7 @@ sys.exit(tuple(map(int, re.findall(r"\d+", found)[:2])) < tuple(map(int, sys.arg
 PY
 }
 
-# The first supported interpreter, one with a usable torch before one without.
+# The first supported interpreter, preferably one with a usable torch.
 find_python() {
     local candidate first=""
     for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10 python; do
@@ -65,7 +65,7 @@ active_python() {
     printf '%s' "$prefix/bin/python"
 }
 
-# Makes $VENV_DIR, also on systems whose Python came without ensurepip.
+# Creates $VENV_DIR, also on systems whose Python has no ensurepip.
 make_venv() {
     local base="$1"
     local -a options=()
@@ -73,18 +73,18 @@ make_venv() {
         say "Using the torch $(torch_version "$base") that is installed for $(command -v "$base")."
         options=(--system-site-packages)
     fi
-    say "Making $VENV_DIR with $("$base" --version 2>&1)."
-    local folder="$VENV_DIR.making.$$"   # renamed when complete, so that an interrupted run leaves no half environment
+    say "Creating $VENV_DIR with $("$base" --version 2>&1)."
+    local folder="$VENV_DIR.making.$$"   # renamed when complete, so that an interrupted run leaves no incomplete environment
     rm -rf "$folder"
     if ! "$base" -m venv ${options[@]+"${options[@]}"} "$folder" >/dev/null 2>&1; then
         rm -rf "$folder"
         { "$base" -m venv --without-pip ${options[@]+"${options[@]}"} "$folder" &&
             "$base" -m pip --python "$folder/bin/python" install --quiet pip; } >&2 ||
-            { rm -rf "$folder"; fail "$base cannot make a virtual environment. On Debian or Ubuntu: apt install python3-venv."; }
+            { rm -rf "$folder"; fail "$base cannot create a virtual environment. On Debian or Ubuntu: apt install python3-venv."; }
     fi
     rm -rf "$VENV_DIR"
     mv "$folder" "$VENV_DIR"
-    # Scripts remember the folder they were made in; pip and torchrun are only ever called as python -m.
+    # Scripts contain the folder they were created in; pip and torchrun are therefore only called as python -m.
 }
 
 # Runs pip in the environment, whatever it was made with.
@@ -100,7 +100,7 @@ install_packages() {
 
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
 
-# Options that let pip find a CPU build of torch (200 MB instead of 3 GB) where that is wanted and reachable.
+# Options that let pip find a CPU build of torch (200 MB instead of 3 GB) if that is wanted and reachable.
 torch_source() {
     if [ -n "${TORCH_INDEX_URL:-}" ]; then
         printf '%s\n' --index-url "$TORCH_INDEX_URL"
@@ -111,7 +111,7 @@ torch_source() {
     chosen="${PIP_INDEX_URL:-}${PIP_FIND_LINKS:-}${PIP_NO_INDEX:-}$("$PYTHON" -m pip config list 2>/dev/null || true)"
     case "$chosen" in
         "") ;;
-        *://* | *index* | *find-links* | /*) return 0 ;;   # this machine's owner has said where packages come from
+        *://* | *index* | *find-links* | /*) return 0 ;;   # the user has configured a package source
     esac
     local cpu_index="https://download.pytorch.org/whl/cpu"
     if "$PYTHON" -c "import urllib.request; urllib.request.urlopen('$cpu_index/torch/', timeout=5)" >/dev/null 2>&1; then
@@ -134,7 +134,7 @@ install_torch() {
         fail "torch could not be installed (see above). Install any torch >= $OLDEST_TORCH yourself and run this again."
 }
 
-# A text that changes when what has to be installed changes.
+# A digest of everything that determines what must be installed.
 wanted_state() {
     "$PYTHON" - "$PROJECT_DIR" "$1" <<'PY'
 import hashlib
@@ -168,7 +168,7 @@ install_project() {
     printf 'torch==%s\n' "$(torch_version "$PYTHON")" >"$constraint"
     say "Installing the project with its \"$extra\" extra into $("$PYTHON" -c 'import sys; print(sys.prefix)')."
     install_packages --constraint "$constraint" --editable "$PROJECT_DIR[$extra]" ||
-        fail "the installation failed (see above). Nothing outside the environment was changed; run this again to go on."
+        fail "the installation failed (see above). Nothing outside the environment was changed; run this again to continue."
     printf '%s\n' "$state" >"$stamps/$extra.$$" && mv "$stamps/$extra.$$" "$stamps/$extra"
     say "Installed in $((SECONDS - started)) s."
 }

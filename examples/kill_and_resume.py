@@ -1,11 +1,10 @@
-"""The main job in one go: text to tokens to training on four ranks, a kill, a resume on one rank, and the proof.
+"""A complete demonstration: preprocess text, train on four ranks, kill the run, resume on one rank, compare the losses.
 
     python examples/kill_and_resume.py --work-dir runs/quickstart
 
 Trains a small GPT as 2 tensor-parallel x 2 pipeline ranks, kills the launcher (SIGKILL) some steps after a save,
 resumes the checkpoint in a single process, and compares, step by step, the losses of the resumed run with those that
-the killed run had logged after its last save. Runs on the CPU, also where there is a GPU, so that it shows the same
-everywhere.
+the killed run had logged after its last save. Always runs on the CPU, so that the result is the same everywhere.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import MegatronError, StorageError
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ("def ", "import ", '    """Return ')
 SECONDS_TO_DIE = 10.0
-# Two sums of the same numbers in another order differ in the last bits, and training carries that on from step to step.
+# Summing the same numbers in a different order changes the last bits, and training propagates the difference.
 LOSS_TOLERANCE, NORM_TOLERANCE = "1e-5", "1e-3"
 
 
 @dataclass(frozen=True)
-class DemoFlags(Area):
+class DemoFlags(ConfigSection):
     """Flags of this program."""
 
-    work_dir: str = flag(
-        "runs/quickstart", "folder for data, checkpoints and runs; the data of an earlier run is used again"
+    work_dir: str = flag("runs/quickstart", "folder for data, checkpoints and runs; data of an earlier run is reused")
+    steps: int = flag(
+        120, "total training steps; the run saves after half of them and is killed an eighth later", at_least=8
     )
-    steps: int = flag(120, "training steps in all; saved at half of them, killed an eighth later", at_least=8)
     num_layers: int = flag(4, "transformer blocks", at_least=2)
     hidden_size: int = flag(256, "width of the model", at_least=4)
     seq_length: int = flag(256, "tokens per sample", at_least=8)
-    vocab_size: int = flag(8000, "entries of the vocabulary that is trained", at_least=300)
+    vocab_size: int = flag(8000, "size of the trained vocabulary", at_least=300)
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
@@ -56,7 +55,7 @@ class DemoFlags(Area):
 
 @dataclass(frozen=True)
 class Demo:
-    """The folders and commands of one demonstration."""
+    """The folders and commands of the demonstration."""
 
     flags: DemoFlags
     data: Path
@@ -69,16 +68,16 @@ class Demo:
 
     @property
     def kill_step(self) -> int:
-        """The run is killed when this step is logged."""
+        """The step after whose log line the run is killed."""
         return self.save_step + max(2, self.flags.steps // 8)
 
     @property
     def checkpoints(self) -> Path:
-        """Where both runs save."""
+        """The checkpoint folder of both runs."""
         return self.run / "checkpoints"
 
     def prepare_data(self) -> None:
-        """Corpus, vocabulary and token files, unless an earlier run of the same size left them."""
+        """Prepares corpus, vocabulary and token files, unless an earlier run left them."""
         done = self.data / "complete"
         if done.exists():
             say(f"using the data of an earlier run in {self.data}")
@@ -89,7 +88,7 @@ class Demo:
         done.touch()
 
     def data_commands(self) -> list[list[str]]:
-        """What makes the data out of nothing."""
+        """The commands that prepare the data."""
         corpus, prefix = self.data / "demo.jsonl", self.data / "demo"
         vocabulary = ["--output-prefix", prefix, "--vocab-size", self.flags.vocab_size]
         output = ["--output-prefix", prefix, "--dataset-impl", "mmap", "--append-eod", "--workers", 2]
@@ -106,7 +105,7 @@ class Demo:
         return ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab_file, "--merge-file", merge_file]
 
     def training_flags(self, run_name: str) -> list[object]:
-        """The same job for both runs: only the layout, and where it reports to, differ."""
+        """The training flags of both runs, which differ only in layout and run directory."""
         flags = self.flags
         return [
             *("--num-layers", flags.num_layers, "--hidden-size", flags.hidden_size, "--num-attention-heads", 4),
@@ -135,7 +134,7 @@ class Demo:
         ]
 
     def start_on_four_ranks(self) -> subprocess.Popen[bytes]:
-        """Starts training as TP 2 x PP 2 under torchrun."""
+        """Starts training with TP 2 x PP 2 under torchrun."""
         launcher = [
             *("-m", "torch.distributed.run", "--nproc-per-node", 4, "--master-addr", "127.0.0.1"),
             *("--master-port", free_port(), ROOT / "pretrain_gpt.py"),
@@ -146,7 +145,7 @@ class Demo:
         return subprocess.Popen(command, cwd=ROOT)
 
     def resume_on_one_rank(self) -> None:
-        """Goes on from the checkpoint in one process, without a launcher."""
+        """Resumes from the checkpoint in one process, without a launcher."""
         layout = ["--tensor-model-parallel-size", 1, "--pipeline-model-parallel-size", 1, "--micro-batch-size", 8]
         call(python(core_count(), ROOT / "pretrain_gpt.py", *layout, *self.training_flags("resumed")))
 
@@ -165,25 +164,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         train_and_kill(demo)
     with phase(f"Resuming the checkpoint of step {demo.save_step} on 1 rank (TP 1 x PP 1)"):
         demo.resume_on_one_rank()
-    with phase("The losses the killed run had logged after its last save, and those of the resumed run"):
+    with phase("Comparing the losses that the killed run logged after its last save with those of the resumed run"):
         bounds = ["--tolerance", LOSS_TOLERANCE, "--norm-tolerance", NORM_TOLERANCE]
         call(tool("compare_runs.py", demo.run / "killed", demo.run / "resumed", "--after", demo.save_step, *bounds))
-    with phase("The loss"):
+    with phase("Loss curve"):
         picture = demo.run / "loss.png"
         call(tool("plot_run.py", demo.run / "killed", demo.run / "resumed", "--output", picture))
-    with phase("A sample of text"):
+    with phase("Generated text"):
         show_samples(demo)
     say(f"\nEverything is in {demo.run}\n  loss curve   {picture}\n  checkpoints  {demo.checkpoints}")
     return 0
 
 
 def train_and_kill(demo: Demo) -> None:
-    """Trains until some steps after the save, then kills the launcher and sees all ranks go.
+    """Trains until some steps after the save, then kills the launcher and checks that all ranks end.
 
     Raises:
-        DemoError: training ended by itself, or a rank outlived its launcher.
+        DemoError: training ended early, or a rank outlived its launcher.
     """
-    from megatron.train.metrics_file import read_steps
+    from megatron.observe.metrics_file import read_steps
 
     metrics = demo.run / "killed" / "metrics.jsonl"
     saved = demo.checkpoints / f"iter_{demo.save_step:07d}"
@@ -192,8 +191,7 @@ def train_and_kill(demo: Demo) -> None:
         while not (saved.exists() and max(read_steps(metrics), default=0) >= demo.kill_step):
             if launcher.poll() is not None:
                 raise DemoError(
-                    f"training ended by itself with exit code {launcher.returncode} before it could be "
-                    "killed; see above."
+                    f"training ended with exit code {launcher.returncode} before it could be killed; see above."
                 )
             time.sleep(0.2)
         ranks = children_of(launcher.pid)
@@ -210,7 +208,7 @@ def train_and_kill(demo: Demo) -> None:
                 os.kill(process, signal.SIGKILL)
             if sys.platform.startswith("linux"):
                 raise DemoError(f"ranks {alive} were still running {SECONDS_TO_DIE} s after their launcher was killed.")
-            say(f"this system does not end the children of a killed process; killed ranks {alive} too")
+            say(f"this system does not end the children of a killed process; also killed ranks {alive}")
         time.sleep(0.05)
     say(
         f"all {len(ranks)} ranks are gone; the last logged step is {max(read_steps(metrics))}, "
@@ -219,7 +217,7 @@ def train_and_kill(demo: Demo) -> None:
 
 
 def show_samples(demo: Demo) -> None:
-    """Continues the prompts and shows them."""
+    """Generates continuations of the prompts and prints them."""
     prompts = demo.run / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS) + "\n")
     call(
@@ -234,12 +232,12 @@ def show_samples(demo: Demo) -> None:
 
 
 class DemoError(MegatronError):
-    """The demonstration did not show what it should."""
+    """The demonstration failed."""
 
 
 @contextlib.contextmanager
 def phase(title: str) -> Iterator[None]:
-    """A titled part of the demonstration, timed."""
+    """A titled and timed part of the demonstration."""
     say(f"\n=== {title} ===")
     started_at = time.monotonic()
     yield
@@ -247,12 +245,12 @@ def phase(title: str) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Prints at once, in order with what the programs print."""
+    """Prints with flushing, so that the order with the programs' output is kept."""
     print(text, flush=True)
 
 
 def python(threads: int, *words: object) -> list[str]:
-    """A command of this interpreter, on the CPU with so many threads."""
+    """A command that runs this interpreter on the CPU with `threads` threads."""
     settings = [
         f"OMP_NUM_THREADS={threads}",
         "OMP_WAIT_POLICY=passive",
@@ -263,12 +261,12 @@ def python(threads: int, *words: object) -> list[str]:
 
 
 def tool(name: str, *words: object) -> list[str]:
-    """A command of one of the project's tools."""
+    """A command that runs one of the project's tools."""
     return python(core_count(), ROOT / "tools" / name, *words)
 
 
 def call(command: Sequence[str]) -> None:
-    """Runs a command to its end.
+    """Runs a command and waits for it.
 
     Raises:
         DemoError: it failed.
@@ -280,30 +278,30 @@ def call(command: Sequence[str]) -> None:
 
 
 def show(command: Sequence[str]) -> None:
-    """Prints a command as one would type it."""
+    """Prints a command as typed in a shell."""
     words = command[command.index(sys.executable) + 1 :]
     say("$ python " + " ".join(word.replace(f"{ROOT}/", "") for word in words))
 
 
 def core_count() -> int:
-    """Cores this process may use."""
+    """Number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
+    """A TCP port of this machine that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def children_of(parent: int) -> list[int]:
-    """The processes a process has started, from /proc or, where there is none, from ps."""
+    """The children of a process, from /proc or, if there is none, from ps."""
     return sorted(process for process, (its_parent, _) in process_table().items() if its_parent == parent)
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process runs; one that ended and was not yet waited for does not."""
+    """Whether a process is running; zombies are not."""
     _, state = process_table().get(process, (0, "Z"))
     return state != "Z"
 
@@ -327,7 +325,7 @@ def process_table() -> dict[int, tuple[int, str]]:
         try:
             listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,state="], capture_output=True, text=True).stdout
         except OSError as failure:
-            raise StorageError(f"neither /proc nor ps is there to watch the ranks with: {failure}.") from failure
+            raise StorageError(f"neither /proc nor ps is available to watch the ranks: {failure}.") from failure
         for line in listing.splitlines():
             pid, ppid, state = line.split()
             table[int(pid)] = (int(ppid), state[0])

@@ -4,7 +4,7 @@
 #   one node:    bash examples/pretrain_gpt_distributed.sh
 #   two nodes:   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 bash examples/pretrain_gpt_distributed.sh    (and NODE_RANK=1 on the other)
 #
-# 8 GPUs a node: 2 tensor-parallel x 2 pipeline ranks hold a copy of the model; the rest is data parallel, with ZeRO 1.
+# 8 GPUs per node: 2 tensor-parallel x 2 pipeline ranks hold a model replica; the rest is data parallel, with ZeRO 1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # README's first command: installs (once), then trains a small GPT on this machine's CPU, kills it, resumes it in another layout,
-# proves that nothing was lost, and shows the loss and a sample of text. Needs Python 3.10-3.13 with pip, and nothing else.
+# checks that nothing was lost, and shows the loss curve and generated text. Needs only Python 3.10-3.13 with pip.
 #
 #   bash examples/quickstart.sh [--steps N] [--work-dir DIR]
 #
-# See examples/environment.sh for where things are installed and how to choose another place.
+# See examples/environment.sh for where things are installed and how to change that.
 set -euo pipefail
 
 caller_dir="$PWD"
@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
 prepare_environment plot
 
-# A relative --work-dir is meant from where the user stands.
+# A relative --work-dir is relative to the caller's folder.
 arguments=()
 while [ $# -gt 0 ]; do
     if [ "$1" = --work-dir ] && [ $# -gt 1 ]; then

@@ -1,7 +1,8 @@
 """3D-parallel GPT pretraining on PyTorch and DeepSpeed.
 
-Rooms, from the left: `errors`, `device`, `log` < `config` < `kernels` < `data` < `corpus` < `parallel` < `model` <
-`engine` < `checkpoint` < `train` | `inference`. A room imports only rooms to its left; nothing here runs at import.
+Packages in import order: `errors`, `log`, `device`, `config`, `kernels`, `tokenizers`, `data`, `corpus`, `parallel`,
+`model`, `objective`, `engine`, `checkpoint`, `observe`, `train` and `inference`. A package imports only earlier ones;
+importing this one runs nothing.
 """
 
 __version__ = "0.1.0"

@@ -1,31 +1,32 @@
-"""CPU or CUDA: which device a process computes on, what it can do, and the environment variables it reads.
+"""CPU or CUDA: the device a process computes on, what it supports, and access to environment variables.
 
-With `kernels.py` the only place that calls `torch.cuda`.
+Only this file and `kernels.py` call `torch.cuda`.
 """
 
 from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 
 from megatron.errors import LaunchError
 
 
 def environment(name: str, default: str | None = None) -> str | None:
-    """Value of an environment variable; an empty one counts as not set."""
+    """Value of an environment variable; an empty one counts as unset."""
     return os.environ.get(name) or default
 
 
 def device_type() -> str:
-    """`"cuda"` if a GPU is usable and `DS_ACCELERATOR=cpu` does not forbid it, else `"cpu"`."""
+    """`"cuda"` if a GPU is usable and `DS_ACCELERATOR` is not `cpu`, else `"cpu"`."""
     if environment("DS_ACCELERATOR") == "cpu":
         return "cpu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def choose_accelerator() -> None:
-    """Tells DeepSpeed which device to use, so that it neither guesses nor warns; to be called before it is imported."""
+    """Tells DeepSpeed which device to use, so that it neither guesses nor warns; call it before importing DeepSpeed."""
     os.environ.setdefault("DS_ACCELERATOR", device_type())
 
 
@@ -39,7 +40,8 @@ def local_device(local_rank: int, *, one_device_per_process: bool = False) -> to
 
     Args:
         local_rank: number of this process on its node.
-        one_device_per_process: the launcher may show each process only its own GPU, so a single visible one is it.
+        one_device_per_process: whether a launcher may expose only its own GPU to each process, so that a single
+            visible GPU is the right one.
 
     Raises:
         LaunchError: more processes on this node than GPUs.
@@ -65,7 +67,7 @@ def current_device() -> torch.device:
 
 
 def device_name() -> str:
-    """What the device calls itself, for reports."""
+    """Name of the device, for reports."""
     return torch.cuda.get_device_name() if device_type() == "cuda" else "cpu"
 
 
@@ -85,19 +87,47 @@ def supports_bf16() -> bool:
 
 
 def synchronize() -> None:
-    """Waits until the device has done all that was asked of it."""
+    """Waits until the device has finished all queued work."""
     if device_type() == "cuda":
         torch.cuda.synchronize()
 
 
 def memory_allocated_bytes() -> int:
-    """Bytes held by tensors on the GPU; 0 on CPU."""
+    """Bytes allocated to tensors on the GPU now; 0 on CPU."""
     return torch.cuda.memory_allocated() if device_type() == "cuda" else 0
 
 
 def peak_memory_allocated_bytes() -> int:
-    """The most bytes tensors have held on the GPU so far; 0 on CPU."""
+    """The most bytes allocated to tensors on the GPU so far; 0 on CPU."""
     return torch.cuda.max_memory_allocated() if device_type() == "cuda" else 0
+
+
+def copy_to_device(array: np.ndarray, target: torch.device) -> torch.Tensor:
+    """An array as a tensor on a device; to a GPU through pinned memory, so that nobody waits for the copy."""
+    tensor = torch.from_numpy(array)
+    if target.type != "cuda":
+        return tensor.to(target)
+    return tensor.pin_memory().to(target, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor's values on the host; they travel while the device goes on, and reading them waits for their arrival."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._values = tensor.detach()
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor.detach(), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> torch.Tensor:
+        """The values, on the CPU."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self._values
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -1,16 +1,17 @@
-"""Everything a user can meet: the typed errors and the exit codes they end the program with.
+"""The errors a user may see, and the exit code each of them ends a program with.
 
 An error text says what is wrong with its values and flags, what must hold, and what to do about it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class ExitCode(IntEnum):
-    """How a program ended; schedulers act on these (75 means: queue the job again)."""
+    """How a program ended; schedulers act on it (75: requeue the job)."""
 
     DONE = 0
     USAGE = 64
@@ -23,16 +24,16 @@ class ExitCode(IntEnum):
 
 
 class MegatronError(Exception):
-    """Base of all errors that are shown as one text without a traceback."""
+    """Base class of the errors that are shown as text, without a traceback."""
 
     exit_code = ExitCode.HUMAN
 
 
 class ConfigError(MegatronError):
-    """One or more flags, config-file entries or combinations of them that cannot be honoured.
+    """Flags, entries of a config file or combinations of them that cannot be used.
 
     Args:
-        problems: one sentence each; they are shown together.
+        problems: one sentence each, all of them shown.
     """
 
     exit_code = ExitCode.USAGE
@@ -43,13 +44,13 @@ class ConfigError(MegatronError):
 
 
 class LaunchError(MegatronError):
-    """The ranks that were started do not form the layout that was asked for."""
+    """The processes that were started cannot form the run: launcher, machine, layout or another job prevents it."""
 
     exit_code = ExitCode.USAGE
 
 
 class PeerLostError(MegatronError):
-    """Another rank of the run is gone; what was saved is intact, so the job may simply be started again."""
+    """Another rank of the run ended; saved checkpoints are intact, so the job can be started again as it is."""
 
     exit_code = ExitCode.REQUEUE
 
@@ -61,7 +62,7 @@ class DataError(MegatronError):
 
 
 class StorageError(MegatronError):
-    """A write or read that the file system refused: path, need and reason are in the text."""
+    """A read or write that the file system refused; the text names the path and the reason."""
 
     exit_code = ExitCode.STORAGE
 
@@ -72,13 +73,79 @@ class CheckpointError(MegatronError):
     exit_code = ExitCode.STORAGE
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose bytes are not those that were written; an older one may still be good."""
+
+
 class NumericsError(MegatronError):
-    """Training produced values it cannot go on with."""
+    """Training produced values that it cannot continue from."""
 
     exit_code = ExitCode.NUMERICS
 
 
-class HangError(MegatronError):
-    """A rank stopped making progress."""
+class FailureReport(NamedTuple):
+    """A failure as another process can be told of it: the name of its type, and its text."""
 
-    exit_code = ExitCode.HANG
+    kind: str
+    text: str
+
+
+def describe_failure(failure: BaseException, kinds: Sequence[type[MegatronError]]) -> FailureReport:
+    """Describes a failure for other processes, as the nearest of its types that is among `kinds`."""
+    for kind in type(failure).__mro__:
+        if kind in kinds:
+            return FailureReport(kind.__name__, str(failure))
+    return FailureReport(type(failure).__name__, str(failure))
+
+
+def rebuild_failure(
+    report: Sequence[str], kinds: Sequence[type[MegatronError]], fallback: type[MegatronError], where: str = ""
+) -> MegatronError:
+    """The error that another process described; one of an unknown type becomes a `fallback` that names the type.
+
+    Args:
+        report: kind and text, as `describe_failure` gave them; also what JSON makes of that.
+        where: put before the text, for example "rank 3: ".
+    """
+    kind, text = report
+    for known in kinds:
+        if known.__name__ == kind:
+            return known(where + text)
+    return fallback(f"{where}{kind}: {text}")
+
+
+def raise_on_all_ranks(
+    reports: Sequence[Sequence[str] | None],
+    rank: int,
+    own_failure: BaseException | None,
+    kinds: Sequence[type[MegatronError]],
+    fallback: type[MegatronError],
+) -> None:
+    """Raises the same failure on every rank if at least one failed, so that none waits for another.
+
+    It is the failure whose type stands first in `kinds` (an unknown type counts as `fallback`), and that of the lowest
+    rank among equals. Its own rank raises the exception itself, the others rebuild it with "rank N: " before its text.
+    An interrupt of this rank is raised as it is.
+
+    Args:
+        reports: of all ranks, in rank order, on every rank the same; None where a rank succeeded.
+        rank: this rank.
+        own_failure: what this rank caught.
+        kinds: the types that are rebuilt as they were.
+    """
+    if own_failure is not None and not isinstance(own_failure, Exception):
+        raise own_failure
+    names = [kind.__name__ for kind in kinds]
+    unknown = names.index(fallback.__name__) if fallback in kinds else len(names)
+    failures = [
+        (names.index(report[0]) if report[0] in names else unknown, number, report)
+        for number, report in enumerate(reports)
+        if report is not None
+    ]
+    if not failures:
+        return
+    _, failed, report = min(failures, key=lambda entry: entry[:2])
+    if own_failure is not None and failed == rank:
+        raise own_failure
+    where = f"rank {failed}: " if len(reports) > 1 else ""
+    raise rebuild_failure(report, kinds, fallback, where) from own_failure

@@ -1,7 +1,7 @@
-"""Each operation that could be fused, and which implementation of it is in use here.
+"""Operations that have fused implementations, and a report of which implementation is in use.
 
-Today all run as plain torch, whose attention, GELU and layer norm are single kernels on GPU and CPU. An own or an apex
-kernel is added behind the same function; `kernel_report` says which one runs and why.
+All currently use plain torch, whose attention, GELU and layer norm are single kernels on GPU and CPU. Custom or apex
+kernels can be added behind the same functions; `kernel_report` reports which one runs and why.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.device import device_type
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """One operation, the implementation in use, and a sentence on why or what would be faster."""
+    """An operation, its implementation in use, and a note on why, or on what would be faster."""
 
     operation: str
     implementation: str
@@ -27,7 +27,7 @@ class KernelChoice:
 
 
 def gelu(x: torch.Tensor, tanh_form: bool) -> torch.Tensor:
-    """GELU, exact or in its tanh form.
+    """GELU, exact or with the tanh approximation.
 
     Source: Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2.
     """
@@ -47,18 +47,18 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     causal: bool = False,
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """Softmax attention scaled by 1/sqrt(d), the softmax in float32.
 
-    Shapes: query `[b, a, s, d]`, key and value `[b, a, k, d]`, mask `[b or 1, 1, s, k]` bool, True where a query sees a
-    key.
+    Shapes: query `[b, a, s, d]`, key and value `[b, a, k, d]`, bias `[b or 1, 1, s, k]` in the query's dtype,
+    added to the scores.
 
     Source: Vaswani et al., "Attention is all you need", 2017, equation 1.
     """
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=causal)
 
 
 def explicit_attention(
@@ -67,23 +67,24 @@ def explicit_attention(
     value: torch.Tensor,
     drop: Callable[[torch.Tensor], torch.Tensor],
     *,
-    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same attention with its probabilities in memory and `drop` applied to them; causal without a mask.
+    """The same attention, with materialized probabilities to which `drop` is applied; causal if there is no bias.
 
-    For CPUs, where torch's fused attention has no dropout and its fallback draws one random number after the other:
+    For CPUs, where torch's fused attention does not support dropout and its fallback draws random numbers serially;
     this takes about half the time.
 
     Shapes: as in `attention`; `drop` maps `[b, a, s, k]` to the same.
     """
     batch, heads, length, size = query.shape
-    if mask is None:
-        mask = torch.ones(length, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - length)
-        mask = mask[None, None]
-    bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, float("-inf"))
-    bias = bias.expand(batch, heads, -1, -1).reshape(-1, *mask.shape[2:]) if batch > 1 < mask.shape[0] else bias[0]
+    if bias is None:
+        bias = torch.full((length, key.shape[2]), float("-inf"), dtype=query.dtype, device=query.device)
+        bias = bias.triu_(key.shape[2] - length + 1)[None, None]
+    flat_bias = bias[0]
+    if batch > 1 < bias.shape[0]:
+        flat_bias = bias.expand(batch, heads, -1, -1).reshape(-1, *bias.shape[2:])  # [b*a, s, k]
     flat_query, flat_key, flat_value = (part.reshape(-1, part.shape[2], size) for part in (query, key, value))
-    scores = torch.baddbmm(bias, flat_query, flat_key.transpose(1, 2), alpha=1 / math.sqrt(size))  # [b*a, s, k]
+    scores = torch.baddbmm(flat_bias, flat_query, flat_key.transpose(1, 2), alpha=1 / math.sqrt(size))  # [b*a, s, k]
     probabilities = drop(scores.softmax(dim=-1).view(batch, heads, length, -1))
     return torch.bmm(probabilities.view(scores.shape), flat_value).view(query.shape)  # [b, a, s, d]
 
@@ -91,7 +92,7 @@ def explicit_attention(
 def masked_scale(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
     """`x * scale` where `keep`, else 0; one kernel on a GPU.
 
-    Shapes: x and keep (bool) alike.
+    Shapes: x and keep (bool) have the same shape.
     """
     if x.is_cuda:
         return torch.ops.aten.native_dropout_backward(x, keep, scale)  # type: ignore[no-any-return]
@@ -99,14 +100,14 @@ def masked_scale(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Ten
 
 
 def kernel_report() -> list[KernelChoice]:
-    """Which implementation each operation uses on this machine."""
+    """The implementation that each operation uses on this machine."""
     on_gpu = device_type() == "cuda"
     attention_note = (
         "flash, memory-efficient or cuDNN attention, chosen by torch for the shapes"
         if on_gpu
-        else "torch's CPU flash attention; with --attention-dropout above 0 an explicit one, which is slower"
+        else "torch's CPU flash attention; with --attention-dropout above 0, explicit attention, which is slower"
     )
-    apex = "apex is installed and not needed" if is_installed("apex") else "apex is not installed and not needed"
+    apex = "apex is installed but not needed" if is_installed("apex") else "apex is not installed and not needed"
     return [
         KernelChoice("attention", "torch scaled_dot_product_attention", attention_note),
         KernelChoice("gelu", "torch", "fused forward and backward; the bias is added by the matrix product"),
@@ -118,7 +119,7 @@ def kernel_report() -> list[KernelChoice]:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package could be imported, found out without importing it."""
+    """Whether a package can be found, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):

@@ -1,8 +1,8 @@
 """The only way to print.
 
-Progress lines go to standard output, everything else to standard error. Before the mesh is open every process writes;
-once `set_rank` was called, `info` and `line` speak on one rank only, while `warning` and `error` always speak and name
-theirs. `copy_to` keeps a file of what this process was told to say, lines that another rank prints included.
+Result lines go to standard output, everything else to standard error. Before `set_rank` is called every process prints.
+Afterwards one rank prints `info` and one prints `line`; every rank prints `warning` and `error`, with its number.
+`copy_to` appends the messages of this process to a file, including result lines that another rank prints.
 """
 
 from __future__ import annotations
@@ -22,61 +22,61 @@ _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 
 @dataclass
-class _Voice:
-    """What this process may say: which rank it is and the least severe message it shows."""
+class _Output:
+    """What this process prints: its rank, and the least severe level shown."""
 
     rank: int | None = None
-    speaks_info: bool = True
-    speaks_lines: bool = True
+    prints_info: bool = True
+    prints_lines: bool = True
     level: int = _LEVELS["info"]
     copy: TextIO | None = None
 
 
-_VOICE = _Voice()
+_OUTPUT = _Output()
 
 
 def set_rank(rank: int, world_size: int) -> None:
-    """Tells the log which rank this is: rank 0 speaks `info`, the last rank speaks `line` (upstream's habit)."""
-    _VOICE.rank = rank if world_size > 1 else None
-    _VOICE.speaks_info = rank == 0
-    _VOICE.speaks_lines = rank == world_size - 1
+    """Tells the log which rank this is: rank 0 prints `info`, the last rank prints `line`, as Megatron-LM does."""
+    _OUTPUT.rank = rank if world_size > 1 else None
+    _OUTPUT.prints_info = rank == 0
+    _OUTPUT.prints_lines = rank == world_size - 1
 
 
 def set_level(level: str) -> None:
-    """Sets the least severe message shown: debug, info, warning, error or critical."""
-    _VOICE.level = _LEVELS[level]
+    """Sets the least severe level shown: debug, info, warning, error or critical."""
+    _OUTPUT.level = _LEVELS[level]
 
 
 def copy_to(path: str | os.PathLike[str] | None) -> None:
-    """Appends every further message to a file as well; None ends that. Meant for one rank."""
-    if _VOICE.copy is not None:
-        _VOICE.copy.close()
-    _VOICE.copy = None if path is None else open(path, "a", encoding="utf-8", errors="backslashreplace")
+    """Also appends all later messages to a file; None stops that. For one rank only."""
+    if _OUTPUT.copy is not None:
+        _OUTPUT.copy.close()
+    _OUTPUT.copy = None if path is None else open(path, "a", encoding="utf-8", errors="backslashreplace")
 
 
 def line(text: str) -> None:
     """Prints a result line to standard output, from the last rank only."""
-    if _VOICE.speaks_lines:
+    if _OUTPUT.prints_lines:
         _write(sys.stdout, text)
     else:
-        _keep(text)
+        _append(text)
 
 
 def info(text: str) -> None:
     """Prints a message to standard error, from rank 0 only."""
-    if _VOICE.speaks_info and _VOICE.level <= _LEVELS["info"]:
+    if _OUTPUT.prints_info and _OUTPUT.level <= _LEVELS["info"]:
         _write(sys.stderr, text)
 
 
 def debug(text: str) -> None:
     """Prints a message to standard error from rank 0, if the level is debug."""
-    if _VOICE.speaks_info and _VOICE.level <= _LEVELS["debug"]:
+    if _OUTPUT.prints_info and _OUTPUT.level <= _LEVELS["debug"]:
         _write(sys.stderr, text)
 
 
 def warning(text: str) -> None:
     """Prints a warning to standard error, from any rank."""
-    if _VOICE.level <= _LEVELS["warning"]:
+    if _OUTPUT.level <= _LEVELS["warning"]:
         _write(sys.stderr, f"{_rank_prefix()}warning: {text}")
 
 
@@ -86,19 +86,19 @@ def error(text: str) -> None:
 
 
 def terminal_writer() -> Callable[[str], object] | None:
-    """Writes as it is, for a line that moves; None where standard error is no terminal."""
+    """A function that writes text unchanged, for a line that is redrawn; None where standard error is no terminal."""
     if not sys.stderr.isatty():
         return None
     return lambda text: os.write(sys.stderr.fileno(), text.encode())
 
 
 def interrupt_on_sigterm() -> None:
-    """Makes SIGTERM what the keyboard's interrupt is, so that a program takes back what it began."""
+    """Handles SIGTERM like Ctrl-C, so that a program cleans up before it ends."""
     signal.signal(signal.SIGTERM, _interrupt)
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which programs answer as they answer the keyboard."""
+    """SIGTERM, handled like Ctrl-C."""
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
@@ -108,8 +108,8 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
     """Runs an entry point and ends the process with its exit code.
 
-    A `MegatronError` is shown as its text; anything else with its traceback. The process leaves without running exit
-    handlers when it failed: a distributed one would otherwise wait there for ranks that are gone.
+    A `MegatronError` is shown as its text, anything else with its traceback. A process that failed ends without running
+    exit handlers: there a distributed one would wait for ranks that have ended.
     """
     try:
         code = int(main() or 0)
@@ -133,18 +133,18 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
 
 
 def _rank_prefix() -> str:
-    return "" if _VOICE.rank is None else f"[rank {_VOICE.rank}] "
+    return "" if _OUTPUT.rank is None else f"[rank {_OUTPUT.rank}] "
 
 
 def _write(stream: TextIO, text: str) -> None:
     stream.write(text if text.endswith("\n") else text + "\n")
     stream.flush()
-    _keep(text)
+    _append(text)
 
 
-def _keep(text: str) -> None:
-    """Adds a message to the copy; a full disk must not end training for the sake of a log."""
-    if _VOICE.copy is not None:
+def _append(text: str) -> None:
+    """Adds a message to the copy; a full disk must not end training because of a log."""
+    if _OUTPUT.copy is not None:
         with contextlib.suppress(OSError):
-            _VOICE.copy.write(text if text.endswith("\n") else text + "\n")
-            _VOICE.copy.flush()
+            _OUTPUT.copy.write(text if text.endswith("\n") else text + "\n")
+            _OUTPUT.copy.flush()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.stores import KINDS, Database, new_database
+from tests.data.databases import KINDS, Database, new_database
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -38,6 +38,24 @@ OFFENDERS: tuple[tuple[Rule, str, str, str], ...] = (
     (house_rules.imports_only_to_the_left, "megatron/train/x.py", "import pretrain_gpt", "imports the program"),
     (house_rules.imports_only_to_the_left, "megatron/train/x.py", "import tests.helpers", "imports its tests"),
     (house_rules.imports_only_to_the_left, "megatron/attic.py", "import megatron.log", "is no room"),
+    (
+        house_rules.subpackages_import_only_to_the_left,
+        "megatron/data/formats/x.py",
+        "from megatron.data.order.plan import DataPlan",
+        "formats imports order",
+    ),
+    (
+        house_rules.subpackages_import_only_to_the_left,
+        "megatron/data/datasets/x.py",
+        "from megatron.data import loader",
+        "datasets imports .,",
+    ),
+    (
+        house_rules.subpackages_import_only_to_the_left,
+        "megatron/corpus/cleaning/filters/x.py",
+        "import megatron.corpus.cleaning.near_duplicates.index",
+        "filters imports near_duplicates",
+    ),
     (house_rules.one_place_per_foreign_thing, "megatron/data/x.py", "import argparse", "argparse"),
     (house_rules.one_place_per_foreign_thing, "tools/x.py", "from argparse import ArgumentParser", "argparse"),
     (house_rules.one_place_per_foreign_thing, "megatron/train/x.py", "from deepspeed import comm", "deepspeed"),
@@ -129,8 +147,8 @@ OFFENDERS: tuple[tuple[Rule, str, str, str], ...] = (
     (
         house_rules.entry_points_start_light,
         "tools/x.py",
-        "from megatron.data.indexed import A",
-        "megatron.data.indexed at the top",
+        "from megatron.data.formats.indexed import A",
+        "megatron.data.formats.indexed at the top",
     ),
     (house_rules.entry_points_start_light, "tools/x.py", "if True:\n    import numpy", "numpy at the top"),
     (house_rules.config_is_pure, "megatron/config/x.py", "import numpy", "config imports numpy"),
@@ -166,8 +184,13 @@ INNOCENT: tuple[tuple[str, str], ...] = (
         "megatron/train/x.py",
         '"""A."""\nNAMES = {"a": 1}\n\ndef _f(seen):\n    seen.append(NAMES["a"])\n    model.eval()',
     ),
-    ("tools/x.py", '"""A."""\nfrom megatron.config.flags import flag\ndef _f():\n    import torch\n    print(torch)'),
-    ("megatron/data/tokenizer_gpt2.py", '"""A."""\ndef _f():\n    import tokenizers'),
+    (
+        "tools/x.py",
+        '"""A."""\nfrom megatron.config.flags.command_line import flag\ndef _f():\n    import torch\n    print(torch)',
+    ),
+    ("megatron/data/loader.py", '"""A."""\nfrom megatron.data.datasets import sample'),
+    ("megatron/data/order/x.py", '"""A."""\nfrom megatron.data.formats.sidecar import a'),
+    ("megatron/tokenizers/gpt2.py", '"""A."""\ndef _f():\n    import tokenizers'),
 )
 
 
@@ -203,7 +226,12 @@ def test_what_is_allowed_stays_allowed(path: str, text: str) -> None:
 
 def test_the_files_are_found() -> None:
     paths = {source.path for source in sources(EVERYTHING)}
-    assert {"pretrain_gpt.py", "megatron/log.py", "megatron/config/flags.py", "tests/test_architecture.py"} <= paths
+    assert {
+        "pretrain_gpt.py",
+        "megatron/log.py",
+        "megatron/config/flags/command_line.py",
+        "tests/test_architecture.py",
+    } <= paths
 
 
 def test_every_room_says_what_lives_there() -> None:
@@ -212,6 +240,27 @@ def test_every_room_says_what_lives_there() -> None:
     assert not missing, f"rooms without __init__.py: {missing}"
     unplaced = [room.name for room in rooms if room.name not in house_rules.ROOM_PLACES]
     assert not unplaced, f"rooms without a place among the others: {unplaced}"
+
+
+def test_every_subpackage_has_a_place() -> None:
+    folders = [path.parent for path in (ROOT / "megatron").glob("*/**/__init__.py")]
+    parents = {folder.parent for folder in folders if folder.parent.parent != ROOT}
+    found = {
+        ".".join(parent.relative_to(ROOT).parts): {folder.name for folder in folders if folder.parent == parent}
+        for parent in parents
+    }
+    assert found == {parent: set(order) - {"."} for parent, order in house_rules.SUBPACKAGE_ORDER.items()}
+
+
+def test_no_folder_is_crowded() -> None:
+    paths = [source.path for source in sources(("megatron/**/*.py",))]
+    assert not list(house_rules.crowded_folders(paths))
+
+
+def test_a_crowded_folder_is_named() -> None:
+    paths = [f"megatron/data/order/file{number}.py" for number in range(16)]
+    assert list(house_rules.crowded_folders(paths)) == ["megatron/data/order has 16 files; a folder has at most 15"]
+    assert not list(house_rules.crowded_folders(paths[1:]))
 
 
 def test_only_the_engine_needs_deepspeed() -> None:
@@ -241,7 +290,7 @@ def test_flags_are_read_without_torch_and_numpy() -> None:
 def test_the_data_side_does_without_torch() -> None:
     modules = [
         source.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for source in sources(("megatron/data/**/*.py", "megatron/corpus/**/*.py"))
+        for source in sources(("megatron/tokenizers/*.py", "megatron/data/**/*.py", "megatron/corpus/**/*.py"))
     ]
     _run_python(
         f"import importlib, sys\nsys.modules['torch'] = None\n[importlib.import_module(name) for name in {modules!r}]\n"

@@ -23,9 +23,10 @@ def build_extension(folder: Path, **variables: str) -> subprocess.CompletedProce
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    (folder / "megatron/data").mkdir(parents=True)
+    (folder / "megatron/data/order").mkdir(parents=True)
     shutil.copy(ROOT / "megatron/__init__.py", folder / "megatron")
     (folder / "megatron/data/__init__.py").touch()
+    (folder / "megatron/data/order/__init__.py").touch()
     return subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
         cwd=folder,
@@ -53,7 +54,7 @@ def test_with_a_compiler_the_extension_lies_beside_its_room(tmp_path):
         pytest.skip("there is no C++ compiler here")
     done = build_extension(tmp_path)
     assert done.returncode == 0, done.stderr
-    (built,) = (tmp_path / "megatron/data").glob("_index_builder*")
+    (built,) = (tmp_path / "megatron/data/order").glob("_index_builder*")
     code = f"""
 import importlib.machinery, importlib.util
 loader = importlib.machinery.ExtensionFileLoader("_index_builder", {str(built)!r})

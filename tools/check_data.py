@@ -1,11 +1,11 @@
-"""Checks preprocessed corpora and shows what is in them.
+"""Checks preprocessed corpora and shows their contents.
 
     python tools/check_data.py my-gpt2_text_document
     python tools/check_data.py my-gpt2_text_document --show 3 --vocab-file vocab.json --merge-file merges.txt \
         --tokenizer-type GPT2BPETokenizer
 
-Ends with 0 when all is well and with 65 when a file is damaged, holds ids that are not in the vocabulary, or was made
-with another tokenizer. Duplicates are counted, but are no error.
+The exit code is 0 on success and 65 if a file is damaged, contains ids outside the vocabulary, or was made with another
+tokenizer. Duplicates are counted, but are not an error.
 """
 
 from __future__ import annotations
@@ -19,25 +19,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 from megatron.errors import DataError, ExitCode
 
 _SHOWN_LETTERS = 400
 
 
 @dataclass(frozen=True)
-class CheckFlags(Area):
+class CheckFlags(TokenizerFileFlags):
     """Flags of this program."""
 
     prefixes: tuple[str, ...] = flag(
         help="data prefixes, without .bin/.idx; the flag's name may be left out", nargs="+"
     )
     show: int = flag(0, "documents of each prefix to decode and show", at_least=0)
-    tokenizer_type: str | None = flag(None, "tokenizer that made the data", choices=TOKENIZERS)
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
+    tokenizer_type: str | None = optional_tokenizer_type("tokenizer that made the data")
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
@@ -51,7 +48,7 @@ def main() -> int:
     if words and not words[0].startswith("-"):
         words.insert(0, "--prefixes")
     flags = parse_flags(CheckFlags, words, prog="check_data.py", description=__doc__ or "")
-    from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
     tokenizer = build_tokenizer(TokenizerChoice.of(flags)) if flags.tokenizer_type else None
     wrong = 0
@@ -65,10 +62,10 @@ def main() -> int:
 
 
 def _check(prefix: str, show: int, tokenizer: Any) -> int:
-    """Checks one prefix; returns 1 if it holds ids that are none."""
-    from megatron.corpus.check import examine, report, sample_documents
-    from megatron.data.indexed import IndexedDataset
-    from megatron.data.sidecar import check_tokenizer_fits
+    """Checks one prefix; returns 1 if it contains ids outside the vocabulary."""
+    from megatron.corpus.preprocess.check import examine, report, sample_documents
+    from megatron.data.formats.indexed import IndexedDataset
+    from megatron.data.formats.sidecar import check_tokenizer_fits
 
     found = examine(prefix, None if tokenizer is None else tokenizer.vocab_size)
     for text in report(found):
@@ -77,8 +74,8 @@ def _check(prefix: str, show: int, tokenizer: Any) -> int:
         check_tokenizer_fits([prefix], tokenizer)
     if found.out_of_range:
         log.error(
-            f"{prefix} holds {found.out_of_range} ids outside of its vocabulary. Preprocess it again with the "
-            "tokenizer that training uses."
+            f"{prefix} contains {found.out_of_range} ids outside of its vocabulary. Preprocess it again with the "
+            f"tokenizer that training uses."
         )
         return 1
     for number, ids in sample_documents(IndexedDataset(prefix), show) if show else ():

@@ -1,12 +1,12 @@
-"""Encodes and decodes texts: do they come back, in how many tokens, and how fast.
+"""Encodes and decodes texts, and reports round-trip differences, token counts and speed.
 
     python tools/check_tokenizer.py --tokenizer-type GPT2BPETokenizer --vocab-file demo-vocab.json \
         --merge-file demo-merges.txt --input corpus.jsonl
     python tools/check_tokenizer.py --tokenizer-type HFTokenizer --tokenizer-name-or-path demo-tokenizer.json \
         --text 'Merhaba dünya' '안녕 세상아 👍🏽'
 
-Ends with 65 if a text does not come back byte for byte although the tokenizer promises it (byte-level ones do), or any
-does not and --require-exact is given; else with 0.
+The exit code is 65 if a text does not round-trip byte for byte although the tokenizer guarantees it (byte-level ones
+do) or --require-exact is given; otherwise 0.
 """
 
 from __future__ import annotations
@@ -20,30 +20,27 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 from megatron.errors import ExitCode
 
 if TYPE_CHECKING:
-    from megatron.corpus.round_trip import RoundTrip
+    from megatron.corpus.vocabulary.round_trip import RoundTrip
 
 
 @dataclass(frozen=True)
-class CheckTokenizerFlags(Area):
+class CheckTokenizerFlags(TokenizerFileFlags):
     """Flags of this program."""
 
-    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
+    tokenizer_type: str = required_tokenizer_type()
     text: tuple[str, ...] = flag((), "texts to encode; their ids are shown", nargs="+")
-    input: tuple[str, ...] = flag((), "inputs as preprocess_data.py reads them; - is standard input", nargs="+")
-    json_keys: tuple[str, ...] = flag(("text",), "keys whose texts are used", nargs="+", spelled=("--json-key",))
+    input: tuple[str, ...] = flag((), "inputs, as for preprocess_data.py; - is standard input", nargs="+")
+    json_keys: tuple[str, ...] = flag(("text",), "JSON keys of the texts to use", nargs="+", spelled=("--json-key",))
     document_separator: str | None = flag(
         None, r"reads .txt files and standard input as plain text whose documents end with this (\n is a newline)"
     )
-    max_documents: int | None = flag(None, "stop after so many documents of --input", at_least=1)
-    require_exact: bool = flag(False, "a text that does not come back is an error for every tokenizer")
+    max_documents: int | None = flag(None, "maximum number of documents of --input", at_least=1)
+    require_exact: bool = flag(False, "treat a text that does not round-trip as an error for every tokenizer")
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
@@ -56,10 +53,10 @@ def main() -> int:
     flags = parse_flags(CheckTokenizerFlags, sys.argv[1:], prog="check_tokenizer.py", description=__doc__ or "")
     from itertools import islice
 
-    from megatron.corpus.inputs import read_separator
-    from megatron.corpus.round_trip import round_trip
-    from megatron.corpus.vocab import texts_of
-    from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+    from megatron.corpus.inputs.files import read_separator
+    from megatron.corpus.vocabulary.learning import texts_of
+    from megatron.corpus.vocabulary.round_trip import round_trip
+    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
     tokenizer = build_tokenizer(TokenizerChoice.of(flags))
     log.line(
@@ -71,23 +68,26 @@ def main() -> int:
         for text in flags.text:
             ids = tokenizer.encode(text)
             log.line(f"{text!r} -> {' '.join(map(str, ids))} -> {tokenizer.decode(ids)!r}")
-        wrong += _said(round_trip(tokenizer, flags.text))
+        wrong += _print_result(round_trip(tokenizer, flags.text))
     if flags.input:
         separator = None if flags.document_separator is None else read_separator(flags.document_separator)
         texts = texts_of(flags.input, flags.json_keys, 1.0, False, separator=separator)
-        wrong += _said(round_trip(tokenizer, islice(texts, flags.max_documents)))
+        wrong += _print_result(round_trip(tokenizer, islice(texts, flags.max_documents)))
     if wrong and (tokenizer.is_exact or flags.require_exact):
-        log.error(f"{wrong} texts do not come back byte for byte from {tokenizer.name}.")
+        log.error(f"{wrong} texts do not round-trip byte for byte through {tokenizer.name}.")
         return int(ExitCode.DATA)
     return int(ExitCode.DONE)
 
 
-def _said(found: RoundTrip) -> int:
-    """Shows the counts and the first differences; returns how many texts did not come back."""
+def _print_result(found: RoundTrip) -> int:
+    """Prints the counts and the first differences; returns the number of texts that did not round-trip."""
     for line in found.report():
         log.line(line)
-    for one in found.differences:
-        log.line(f"  document {one.document}, letter {one.place}: {one.was!r} became {one.became!r}")
+    for difference in found.differences:
+        log.line(
+            f"  document {difference.document}, character {difference.place}: {difference.was!r} became "
+            f"{difference.became!r}"
+        )
     return found.inexact
 
 

@@ -1,10 +1,10 @@
-"""Cleans raw text before it is preprocessed: repairs, filters, takes duplicates out, and reports what it did and why.
+"""Cleans raw text before preprocessing: repairs, filters, removes duplicates, and reports what it did and why.
 
     python tools/clean_corpus.py --input raw/*.jsonl --output clean.jsonl --fix-text --language en \
         --min-characters 200 --exact-duplicates --report report.json --workers 8
 
-Every step has a flag of its own and none runs without it. Lines keep all their keys and their order; the output does
-not depend on --workers. Documents without any text are always left out.
+Each step runs only if its flag is given. Lines keep all their keys and their order; the output does not depend on
+--workers. Documents without any text are always dropped.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 
 if TYPE_CHECKING:
-    from megatron.corpus.cleaning.options import CleanOptions
+    from megatron.corpus.cleaning.documents.options import CleanOptions
 
 
 @dataclass(frozen=True)
-class CleanFlags(Area):
+class CleanFlags(TokenizerFileFlags):
     """Flags of this program."""
 
     input: tuple[str, ...] = flag(
@@ -34,7 +34,7 @@ class CleanFlags(Area):
         "sqlite:///file.db?table=name, mongodb://host/database, db.json; hf://name:split",
         nargs="+",
     )
-    output: str = flag(help="jsonl file to write; .gz and .zst are compressed")
+    output: str = flag(help="jsonl file to write; compressed if it ends in .gz or .zst")
     report: str | None = flag(None, "JSON file for counts and examples of what was dropped and changed")
     dropped: str | None = flag(None, "jsonl file for the dropped documents, each with its reason")
     examples: int = flag(3, "examples shown for each reason", at_least=0)
@@ -47,78 +47,89 @@ class CleanFlags(Area):
     )
     on_bad_line: str = flag(
         "error",
-        "what a line that is no good JSON document does: stop, or be left out and counted",
+        "invalid lines: error stops the run, skip drops and counts them",
         choices=("error", "skip"),
     )
-    workers: int = flag(1, "processes that clean; 1 cleans in this one. The output does not depend on it", at_least=1)
-    log_interval: int = flag(1000, "documents between two progress lines (at most one a second)", at_least=1)
+    workers: int = flag(
+        1, "number of worker processes; 1 cleans in this process. The output does not depend on it", at_least=1
+    )
+    log_interval: int = flag(1000, "documents between progress lines (at most one line per second)", at_least=1)
 
-    fix_text: bool = flag(False, "repair characters that were decoded wrongly, entities and the like (ftfy)")
-    keep_curly_quotes: bool = flag(False, "--fix-text leaves curly quotes as they are; else they become straight")
+    fix_text: bool = flag(False, "repair wrongly decoded characters, HTML entities and the like (ftfy)")
+    keep_curly_quotes: bool = flag(False, "keep curly quotes, which --fix-text otherwise straightens")
     normalize_space: bool = flag(
-        False, "one kind of space and line end, no control characters, at most two blank lines; indentation stays"
+        False,
+        "normalize spaces and line ends, remove control characters, keep at most two blank lines and all indentation",
     )
     language: tuple[str, ...] = flag(
-        (), "keep only these languages: ISO 639 codes, with commas or spaces between (py3langid)", nargs="+"
+        (), "keep only these languages: ISO 639 codes, separated by commas or spaces (py3langid)", nargs="+"
     )
-    language_threshold: float = flag(0.5, "least probability of the most probable language", at_least=0, at_most=1)
+    language_threshold: float = flag(0.5, "minimum probability of the most probable language", at_least=0, at_most=1)
     language_sample: int = flag(
-        1000, "characters looked at to tell the language, in four stretches; 0: the whole text", at_least=0
+        1000,
+        "characters used to identify the language, from four places in the text; 0 uses the whole text",
+        at_least=0,
     )
-    min_characters: int | None = flag(None, "least characters a document", at_least=0)
-    max_characters: int | None = flag(None, "most characters a document", at_least=1)
-    min_words: int | None = flag(None, "least words (what spaces separate) a document", at_least=0)
-    max_words: int | None = flag(None, "most words a document", at_least=1)
-    min_tokens: int | None = flag(None, "least tokens a document; upstream drops those below 128", at_least=0)
-    max_tokens: int | None = flag(None, "most tokens a document", at_least=1)
-    tokenizer_type: str | None = flag(None, "tokenizer that counts tokens", choices=TOKENIZERS)
-    vocab_file: str | None = flag(None, "vocabulary file (vocab.json)", spelled=("--vocab",))
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = flag(
-        None, "folder, tokenizer.json or hub name of a Hugging Face tokenizer", spelled=("--tokenizer-model",)
-    )
+    min_characters: int | None = flag(None, "minimum number of characters of a document", at_least=0)
+    max_characters: int | None = flag(None, "maximum number of characters of a document", at_least=1)
+    min_words: int | None = flag(None, "minimum number of whitespace-separated words of a document", at_least=0)
+    max_words: int | None = flag(None, "maximum number of words of a document", at_least=1)
+    min_tokens: int | None = flag(None, "minimum number of tokens of a document; upstream uses 128", at_least=0)
+    max_tokens: int | None = flag(None, "maximum number of tokens of a document", at_least=1)
+    tokenizer_type: str | None = optional_tokenizer_type("tokenizer that counts tokens")
     gopher_quality: bool = flag(
-        False, "drop what is no prose: number and length of words, symbols, bullets, ellipses, stop words (Gopher)"
+        False, "drop non-prose by number and length of words, symbols, bullets, ellipses and stop words (Gopher)"
     )
     gopher_stop_words: int = flag(
         2,
-        "how many of eight frequent English words --gopher-quality asks for; 0 for other languages",
+        "how many of eight frequent English words --gopher-quality requires; 0 for other languages",
         at_least=0,
         at_most=8,
     )
-    gopher_repetition: bool = flag(False, "drop what repeats too many lines, paragraphs or runs of words (Gopher)")
+    gopher_repetition: bool = flag(False, "drop documents with too many repeated lines, paragraphs or n-grams (Gopher)")
     decontaminate: tuple[str, ...] = flag(
-        (), "evaluation texts, jsonl or .txt, of which no run of words may stay; patterns; folders", nargs="+"
+        (), "evaluation texts whose n-grams are removed: jsonl or .txt; patterns; folders", nargs="+"
     )
-    decontaminate_mode: str = flag("split", "cut documents around such runs, or drop them", choices=("split", "drop"))
-    ngram: int = flag(13, "words a run", spelled=("--max-ngram-size",), at_least=1, at_most=100)
+    decontaminate_mode: str = flag(
+        "split", "split documents around such n-grams, or drop them", choices=("split", "drop")
+    )
+    ngram: int = flag(13, "words per n-gram", spelled=("--max-ngram-size",), at_least=1, at_most=100)
     min_ngram: int = flag(
-        8, "least words of an evaluation text that is shorter than a run", spelled=("--min-ngram-size",), at_least=1
+        8,
+        "minimum number of words of an evaluation text that is shorter than an n-gram",
+        spelled=("--min-ngram-size",),
+        at_least=1,
     )
     ngram_occurrences: int = flag(
         10,
-        "runs that the input has more often are common phrases and stay; 0: none is, and the input is read once",
+        "n-grams that occur more often in the input are kept as common phrases; 0 keeps none and reads the input once",
         spelled=("--key-threshold",),
         at_least=0,
     )
     margin_characters: int = flag(
-        200, "cut away on each side of a run", spelled=("--remove-char-each-side",), at_least=0
+        200, "characters removed on each side of an n-gram", spelled=("--remove-char-each-side",), at_least=0
     )
     min_piece_characters: int = flag(
-        200, "least characters of a piece that is left", spelled=("--filter-text-char-len",), at_least=1
+        200, "minimum number of characters of a remaining piece", spelled=("--filter-text-char-len",), at_least=1
     )
     max_pieces: int = flag(
-        10, "documents that would fall into more pieces are dropped", spelled=("--splits-count",), at_least=1
+        10, "documents that would be split into more pieces are dropped", spelled=("--splits-count",), at_least=1
     )
-    exact_duplicates: bool = flag(False, "drop documents whose text (spaces aside) an earlier one has")
-    near_duplicates: bool = flag(False, "drop documents that are almost like an earlier one (MinHash-LSH)")
-    near_threshold: float = flag(0.7, "least estimated Jaccard similarity of near duplicates", above=0, at_most=1)
-    near_shingle: int = flag(5, "words (or characters) in a row that are compared", at_least=1, at_most=100)
-    near_unit: str = flag("word", "what shingles are made of", choices=("word", "character"))
+    exact_duplicates: bool = flag(
+        False, "drop documents whose text equals that of an earlier one, apart from whitespace"
+    )
+    near_duplicates: bool = flag(False, "drop documents that are nearly identical to an earlier one (MinHash LSH)")
+    near_threshold: float = flag(0.7, "minimum estimated Jaccard similarity of near duplicates", above=0, at_most=1)
+    near_shingle: int = flag(5, "consecutive words (or characters) per shingle", at_least=1, at_most=100)
+    near_unit: str = flag("word", "unit of shingles", choices=("word", "character"))
     near_permutations: int = flag(
-        128, "length of a signature: more are exacter and slower", spelled=("--num-perm",), at_least=16, at_most=4096
+        128,
+        "length of a signature: longer ones are more accurate and slower",
+        spelled=("--num-perm",),
+        at_least=16,
+        at_most=4096,
     )
-    seed: int = flag(1234, "of the permutations of --near-duplicates", at_least=0, at_most=2**32 - 1)
+    seed: int = flag(1234, "seed of the permutations of --near-duplicates", at_least=0, at_most=2**32 - 1)
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
@@ -130,23 +141,23 @@ class CleanFlags(Area):
         for unit in ("characters", "words", "tokens"):
             least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             if least is not None and most is not None and least > most:
-                yield f"--min-{unit} {least} is more than --max-{unit} {most}, so no document could stay."
+                yield f"--min-{unit} {least} is more than --max-{unit} {most}, so no document could be kept."
         if self.decontaminate and self.min_ngram > self.ngram:
             yield f"--min-ngram {self.min_ngram} is more than --ngram {self.ngram}; it must be at most that."
         if self.keep_curly_quotes and not self.fix_text:
-            yield "--keep-curly-quotes changes what --fix-text does; give both."
+            yield "--keep-curly-quotes only affects --fix-text; give both."
 
     def options(self) -> CleanOptions:
-        """What the flags ask for."""
-        from megatron.corpus.cleaning.options import (
+        """The cleaning options of the flags."""
+        from megatron.corpus.cleaning.documents.options import (
             CleanOptions,
             ContaminationChoice,
             LanguageChoice,
             LengthLimits,
             NearChoice,
         )
-        from megatron.corpus.inputs import read_separator
-        from megatron.data.tokenizer import TokenizerChoice
+        from megatron.corpus.inputs.files import read_separator
+        from megatron.tokenizers.tokenizer import TokenizerChoice
 
         languages = tuple(code for value in self.language for code in value.replace(",", " ").split())
         near = NearChoice(self.near_threshold, self.near_permutations, self.near_shingle, self.near_unit, self.seed)
@@ -154,11 +165,11 @@ class CleanFlags(Area):
             self.decontaminate,
             run=self.ngram,
             shortest_run=self.min_ngram,
-            most_occurrences=self.ngram_occurrences,
+            maximum_occurrences=self.ngram_occurrences,
             drops=self.decontaminate_mode == "drop",
             margin=self.margin_characters,
             shortest_piece=self.min_piece_characters,
-            most_pieces=self.max_pieces,
+            maximum_pieces=self.max_pieces,
         )
         return CleanOptions(
             key=self.json_key,
@@ -178,29 +189,29 @@ class CleanFlags(Area):
                 TokenizerChoice.of(self) if self.tokenizer_type is not None else None,
             ),
             gopher_quality=self.gopher_quality,
-            least_stop_words=self.gopher_stop_words,
+            minimum_stop_words=self.gopher_stop_words,
             gopher_repetition=self.gopher_repetition,
             contamination=contamination if self.decontaminate else None,
             exact_duplicates=self.exact_duplicates,
             near=near if self.near_duplicates else None,
             skip_bad_lines=self.on_bad_line == "skip",
             keep_originals=self.dropped is not None,
-            most_examples=self.examples,
+            maximum_examples=self.examples,
         )
 
 
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(CleanFlags, sys.argv[1:], prog="clean_corpus.py", description=__doc__ or "")
-    from megatron.corpus.cleaning.clean import CleanOutputs, clean_corpus
-    from megatron.corpus.inputs import expand_inputs
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.sources import total_bytes
+    from megatron.corpus.cleaning.run import CleanOutputs, clean_corpus
+    from megatron.corpus.inputs.files import expand_inputs
+    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.workers.progress import ProgressLine
 
     log.interrupt_on_sigterm()
     options = flags.options()
     files = expand_inputs(flags.input, options.document_separator)
-    progress = Progress(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
     outputs = CleanOutputs(flags.output, flags.dropped, flags.report)
     try:
         report = clean_corpus(files, outputs, options, flags.workers, progress)
@@ -212,7 +223,7 @@ def main() -> int:
         log.info(text)
     log.info(f"Wrote {flags.output}: {report.written:,} documents, {report.output_bytes:,} bytes.")
     if report.read and not report.kept:
-        log.warning(f"No document was kept of {report.read:,}; the table says why.")
+        log.warning(f"None of the {report.read:,} documents was kept; the table above shows why.")
     return 0
 
 

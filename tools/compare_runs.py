@@ -1,8 +1,8 @@
-"""Compares what two runs logged, step by step; exit code 0 if they agree, 77 if not.
+"""Compares the logged steps of two runs; exit code 0 if they agree, 77 if not.
 
     python tools/compare_runs.py killed/metrics.jsonl resumed/metrics.jsonl --after 60 --tolerance 1e-6
 
-With one run, which was resumed in its own folder, the steps that it logged twice are compared.
+Given a single run that was resumed in its own folder, compares the steps that it logged twice.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import ExitCode
 
 
 @dataclass(frozen=True)
-class CompareFlags(Area):
+class CompareFlags(ConfigSection):
     """Flags of this program."""
 
     runs: tuple[str, ...] = flag(
         help="one or two run directories or metrics.jsonl; the flag's name may be left out", nargs="+"
     )
-    after: int = flag(0, "compare only steps after this one, the last that was saved", at_least=0)
+    after: int = flag(0, "compare only steps after this one, normally the last saved step", at_least=0)
     tolerance: float = flag(1e-6, "largest relative difference of a loss", at_least=0)
     norm_tolerance: float = flag(1e-4, "largest relative difference of a gradient norm", at_least=0)
 
@@ -41,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and not words[0].startswith("-"):
         words.insert(0, "--runs")
-    flags = parse_flags(CompareFlags, words, description="Compares what two runs logged, step by step.")
+    flags = parse_flags(CompareFlags, words, description="Compares the logged steps of two runs.")
 
-    from megatron.train.comparison import pair_up, read_pair, table, verdict
+    from megatron.observe.comparison import pair_up, read_pair, table, verdict
 
     pairs = pair_up(*read_pair(flags.runs), after=flags.after)
     agree, sentence = verdict(pairs, flags.tolerance, flags.norm_tolerance)

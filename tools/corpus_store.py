@@ -1,4 +1,4 @@
-"""Keeps a corpus in a database instead of in files: documents with numbers, which training and preprocessing can read.
+"""Manages a corpus in a database: numbered documents that training and preprocessing can read.
 
     python tools/corpus_store.py import corpus/*.jsonl --config db.json --collection web
     python tools/corpus_store.py stat --config db.json
@@ -6,7 +6,7 @@
     python tools/corpus_store.py fetch --config db.json --nsample 50000 --num-process 2 --output-prefix vocab/part
 
 --config is a JSON file with MONGO_CONNECTION_STRING (mongodb://host:27017, or sqlite:///file.db for a store in one
-file), MONGO_CONNECTION_DB and COLLECTIONS, or such an address itself. Importing a file twice does not double it.
+file), MONGO_CONNECTION_DB and COLLECTIONS, or such an address itself. Importing a file twice adds it only once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import ConfigError, ExitCode
 
 
 @dataclass(frozen=True)
-class StoreFlags(Area):
-    """What every command takes."""
+class StoreFlags(ConfigSection):
+    """Flags of every command."""
 
     config: str = flag(
         help="JSON file with MONGO_CONNECTION_STRING, MONGO_CONNECTION_DB and COLLECTIONS; or sqlite:///file.db; or "
@@ -43,24 +43,24 @@ class ImportFlags(StoreFlags):
         "name may be left out",
         nargs="+",
     )
-    collection: str = flag(help="collection the documents are added to; it is made if need be")
-    json_key: str = flag("text", "key of the text; it becomes filt_text", spelled=("--json-keys",))
-    form_key: str | None = flag(None, "key of the text before it was filtered; it becomes form")
+    collection: str = flag(help="collection to which the documents are added; created if missing")
+    json_key: str = flag("text", "key of the text; stored as filt_text", spelled=("--json-keys",))
+    form_key: str | None = flag(None, "key of the text before filtering; stored as form")
     document_separator: str | None = flag(
         None, r"reads .txt files and standard input as plain text whose documents end with this (\n is a newline)"
     )
     on_bad_line: str = flag(
         "error",
-        "what a line that is no good JSON document does: stop, or be left out and counted",
+        "invalid lines: error stops the run, skip drops and counts them",
         choices=("error", "skip"),
     )
     on_changed_file: str = flag(
         "error",
-        "what a file does that was imported before and has other contents now: stop, or be added once more",
+        "files that have changed since an earlier import: error stops the run, add imports them again",
         choices=("error", "add"),
     )
-    take_over: bool = flag(False, "MongoDB: go on where the import of another machine was killed")
-    log_interval: int = flag(1000, "documents between two progress lines (at most one a second)", at_least=1)
+    take_over: bool = flag(False, "MongoDB: continue an import that was killed on another machine")
+    log_interval: int = flag(1000, "documents between progress lines (at most one line per second)", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class StatFlags(StoreFlags):
 class BenchFlags(StoreFlags):
     """Flags of `bench`."""
 
-    n: int = flag(20000, "documents to fetch", at_least=1)
+    n: int = flag(20000, "number of documents to fetch", at_least=1)
     seed: int = flag(1234, "of the draw")
 
 
@@ -80,14 +80,14 @@ class BenchFlags(StoreFlags):
 class FetchFlags(StoreFlags):
     """Flags of `fetch`, as in dsGPT2's vocab_downloader.py."""
 
-    nsample: int = flag(help="documents to draw, each at most once", at_least=1)
-    num_process: int = flag(1, "processes, and files", at_least=1, spelled=("--num_process",))
+    nsample: int = flag(help="number of documents to draw, without replacement", at_least=1)
+    num_process: int = flag(1, "number of processes, and of files", at_least=1, spelled=("--num_process",))
     output_prefix: str = flag(help="the files are <prefix>0.txt, <prefix>1.txt, ...")
-    document_separator: str = flag(r"\n", r"what is written after every document (\n is a newline)")
+    document_separator: str = flag(r"\n", r"separator written after every document (\n is a newline)")
     seed: int = flag(1234, "of the draw")
 
 
-_AREAS: dict[str, type[StoreFlags]] = {
+_COMMANDS: dict[str, type[StoreFlags]] = {
     "import": ImportFlags,
     "stat": StatFlags,
     "bench": BenchFlags,
@@ -99,14 +99,14 @@ def main() -> int:
     """Runs a command and returns the exit code."""
     command, *words = sys.argv[1:] or [""]
     if command in ("-h", "--help"):
-        log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_AREAS)}; each has --help.")
+        log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_COMMANDS)}; each has --help.")
         return 0
-    area = _AREAS.get(command)
-    if area is None:
-        raise ConfigError(f"corpus_store.py: the command {command!r} is not known. Use one of: {', '.join(_AREAS)}.")
-    if area is ImportFlags and words and not words[0].startswith("-"):
+    section = _COMMANDS.get(command)
+    if section is None:
+        raise ConfigError(f"corpus_store.py: unknown command {command!r}. Use one of: {', '.join(_COMMANDS)}.")
+    if section is ImportFlags and words and not words[0].startswith("-"):
         words.insert(0, "--input")
-    flags = parse_flags(area, words, prog=f"corpus_store.py {command}", description=__doc__ or "")
+    flags = parse_flags(section, words, prog=f"corpus_store.py {command}", description=__doc__ or "")
     if isinstance(flags, ImportFlags):
         return _import(flags)
     if isinstance(flags, BenchFlags):
@@ -117,12 +117,12 @@ def main() -> int:
 
 
 def _import(flags: ImportFlags) -> int:
-    from megatron.corpus.inputs import expand_inputs, read_separator
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.sources import total_bytes
-    from megatron.corpus.store import ImportOptions, import_files
-    from megatron.corpus.store_writers import open_writer
-    from megatron.data.store_address import StoreAddress
+    from megatron.corpus.inputs.files import expand_inputs, read_separator
+    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.stores.operations import ImportOptions, import_files
+    from megatron.corpus.stores.writers import open_writer
+    from megatron.corpus.workers.progress import ProgressLine
+    from megatron.data.stores.address import StoreAddress
 
     log.interrupt_on_sigterm()
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
@@ -130,19 +130,19 @@ def _import(flags: ImportFlags) -> int:
     options = ImportOptions(
         flags.json_key, flags.form_key, flags.on_bad_line == "skip", separator, flags.on_changed_file == "add"
     )
-    progress = Progress(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
     address = StoreAddress.of(flags.config)
     if address.collections and flags.collection not in address.collections:
         log.warning(
-            f"--collection {flags.collection} is not among those that {address.shown} names, so it will not be read "
-            "through that: add it there."
+            f"--collection {flags.collection} is not among the collections listed in {address.shown}, so it will not "
+            f"be read from there: add it."
         )
     writer = open_writer(address, flags.collection, flags.take_over)
     try:
         for result in import_files(files, writer, flags.collection, options, progress):
             progress.clear()
             if result.record is None:
-                log.line(f"{result.source}: imported before; nothing was added")
+                log.line(f"{result.source}: already imported; nothing was added")
                 continue
             first, count = result.record.first_idx, result.record.num_docs
             numbers = f"idx {first} to {first + count - 1}" if count else "no document"
@@ -157,9 +157,9 @@ def _import(flags: ImportFlags) -> int:
 
 
 def _stat(flags: StoreFlags) -> int:
-    from megatron.corpus.store import audit
-    from megatron.data.document_store import open_backend
-    from megatron.data.store_address import StoreAddress
+    from megatron.corpus.stores.operations import audit
+    from megatron.data.stores.address import StoreAddress
+    from megatron.data.stores.document_store import open_backend
 
     address = StoreAddress.of(flags.config)
     backend = open_backend(address)
@@ -176,15 +176,15 @@ def _stat(flags: StoreFlags) -> int:
 
 
 def _bench(flags: BenchFlags) -> int:
-    from megatron.corpus.store import time_fetches
+    from megatron.corpus.stores.operations import time_fetches
 
     log.line(json.dumps(time_fetches(flags.config, flags.n, flags.seed)))
     return 0
 
 
 def _fetch(flags: FetchFlags) -> int:
-    from megatron.corpus.inputs import read_separator
-    from megatron.corpus.store import fetch_samples
+    from megatron.corpus.inputs.files import read_separator
+    from megatron.corpus.stores.operations import fetch_samples
 
     separator = read_separator(flags.document_separator)
     written = fetch_samples(flags.config, flags.nsample, flags.num_process, flags.output_prefix, separator, flags.seed)

@@ -1,9 +1,9 @@
-"""Says what is installed, what is usable, what would be slow or refused, and how to fix it.
+"""Checks the installation: what is installed, usable, slow or rejected, and how to fix it.
 
     python tools/doctor.py
     python tools/doctor.py --json
 
-Exit code 0 when training can start, 78 when it cannot. Works when torch or anything else is missing.
+Exit code 0 when training can start, 78 when it cannot. Works even if torch or other packages are missing.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import __version__, log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import ExitCode
 
 OK, SLOW, REFUSED = "ok", "slow", "refused"
 MARKS = {OK: "ok     ", SLOW: "slow   ", REFUSED: "REFUSED"}
 
-# Distribution, oldest version, what it is for. Training cannot start without the first group.
+# Distribution, oldest version, purpose. Training cannot start without the first group.
 NEEDED = (
     ("torch", "2.7", "tensors, autograd, collectives"),
     ("deepspeed", "0.19.8", "pipeline and ZeRO engines"),
@@ -41,7 +41,7 @@ NEEDED = (
     ("pyyaml", "6.0", "--config FILE in YAML"),
     ("orjson", "3.10", "preprocessing"),
 )
-FASTER = (("gigatoken", "0.10", "preprocessing is several times faster with it"),)
+FASTER = (("gigatoken", "0.10", "makes preprocessing several times faster"),)
 OPTIONAL = (
     ("matplotlib", "plot", "loss curves as pictures"),
     ("pyarrow", "data", "Parquet input"),
@@ -54,7 +54,7 @@ PROJECT = "trident-megatron"
 
 
 @dataclass(frozen=True)
-class DoctorFlags(Area):
+class DoctorFlags(ConfigSection):
     """Flags of this program."""
 
     json: bool = flag(False, "print the findings as one JSON object")
@@ -62,7 +62,7 @@ class DoctorFlags(Area):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: how it stands, and what to do if it does not stand well."""
+    """The result of one check: its status, and how to fix a problem."""
 
     section: str
     subject: str
@@ -72,7 +72,7 @@ class Finding:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Examines this machine and prints the findings."""
+    """Checks this machine and prints the findings."""
     words = sys.argv[1:] if argv is None else argv
     flags = parse_flags(DoctorFlags, words, prog="doctor.py", description=__doc__ or "")
     findings = list(examine())
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(findings: Sequence[Finding], can_start: bool) -> None:
-    """Prints the findings by section, and a sentence at the end."""
+    """Prints the findings by section, and a summary."""
     for section in dict.fromkeys(finding.section for finding in findings):
         print(section)
         for finding in findings:
@@ -96,14 +96,14 @@ def show(findings: Sequence[Finding], can_start: bool) -> None:
                     print(f"          -> {finding.fix}")
     slow = sum(finding.status == SLOW for finding in findings)
     if can_start:
-        print(f"\nTraining can start. {f'{slow} things could be better (slow).' if slow else 'Nothing to improve.'}")
+        print(f"\nTraining can start. {f'{slow} checks found something slow.' if slow else 'Nothing to improve.'}")
     else:
         refused = ", ".join(finding.subject for finding in findings if finding.status == REFUSED)
-        print(f"\nTraining cannot start yet: {refused}. What to do stands after each arrow above.")
+        print(f"\nTraining cannot start yet: {refused}. Follow the instructions after the arrows above.")
 
 
 def examine() -> Iterator[Finding]:
-    """Looks at everything; a part whose packages are missing or broken becomes a finding of its own."""
+    """Runs all checks; a check that fails because of missing or broken packages becomes a finding."""
     parts: tuple[Callable[[], Iterator[Finding]], ...] = (
         system_findings,
         package_findings,
@@ -124,7 +124,7 @@ def examine() -> Iterator[Finding]:
 
 
 def system_findings() -> Iterator[Finding]:
-    """Python and the machine."""
+    """Checks Python and the machine."""
     version = platform.python_version()
     fits = (3, 10) <= sys.version_info[:2] <= (3, 13)
     fix = "" if fits else "Tested with Python 3.10 to 3.13; use one of these."
@@ -136,12 +136,14 @@ def system_findings() -> Iterator[Finding]:
         if found := shutil.which(launcher):
             yield Finding("system", launcher, OK, found)
     if not sys.platform.startswith("linux"):
-        fix = "Kill the ranks yourself after killing a launcher."
-        yield Finding("system", "orphaned ranks", SLOW, "only Linux ends ranks whose launcher was killed", fix)
+        fix = "After killing a launcher, kill the ranks yourself."
+        yield Finding(
+            "system", "orphaned ranks", SLOW, "ranks whose launcher was killed end by themselves only on Linux", fix
+        )
 
 
 def package_findings() -> Iterator[Finding]:
-    """Distributions and their versions."""
+    """Checks distributions and their versions."""
     for name, oldest, purpose in NEEDED:
         found = installed_version(name)
         if found is None:
@@ -163,10 +165,10 @@ def package_findings() -> Iterator[Finding]:
 
 
 def project_findings() -> Iterator[Finding]:
-    """This project, and who else calls itself `megatron`."""
+    """Checks this project, and for other packages named `megatron`."""
     own = Path(__file__).resolve().parent.parent / "megatron"
     installed = installed_version(PROJECT)
-    text = f"{__version__} in {own.parent}" + ("" if installed else "; not installed, used from its folder")
+    text = f"{__version__} in {own.parent}" + ("" if installed else "; not installed, used from its checkout")
     yield Finding("project", PROJECT, OK, text)
     spec = importlib.util.find_spec("megatron")
     origin = Path(spec.origin).parent if spec and spec.origin else None
@@ -179,13 +181,13 @@ def project_findings() -> Iterator[Finding]:
             "project",
             "megatron-core",
             SLOW,
-            f"{core} is installed too and shares the import name megatron: only one of both can be imported",
-            "Use an environment of its own for each, or pip uninstall megatron-core.",
+            f"{core} is also installed and has the same import name megatron: only one of them can be imported",
+            "Use separate environments, or pip uninstall megatron-core.",
         )
 
 
 def device_findings() -> Iterator[Finding]:
-    """What there is to compute on."""
+    """Checks the compute devices."""
     from megatron import device
 
     kind = device.device_type()
@@ -197,17 +199,17 @@ def device_findings() -> Iterator[Finding]:
             "device",
             "GPU",
             SLOW,
-            "nvidia-smi is here, but torch uses no GPU (DS_ACCELERATOR=cpu, no driver, or a CPU build of torch)",
+            "nvidia-smi exists, but torch uses no GPU (DS_ACCELERATOR=cpu, no driver, or a CPU build of torch)",
             "Unset DS_ACCELERATOR, or install a CUDA build of torch: https://pytorch.org/get-started/locally",
         )
     dtypes = [name for name, usable in (("fp16", device.supports_fp16()), ("bf16", device.supports_bf16())) if usable]
     yield Finding("device", "dtypes", OK, f"fp32, {', '.join(dtypes)}")
     if kind == "cpu":
-        yield Finding("device", "--fp16", OK, "would be refused on the CPU; --bf16 works")
+        yield Finding("device", "--fp16", OK, "would be rejected on the CPU; --bf16 works")
 
 
 def collective_findings() -> Iterator[Finding]:
-    """How ranks can talk to each other."""
+    """Checks the collective backends."""
     from megatron import device
     from megatron.parallel.backends import usable_backends
 
@@ -228,7 +230,7 @@ def collective_findings() -> Iterator[Finding]:
 
 
 def kernel_findings() -> Iterator[Finding]:
-    """Which implementation each operation uses."""
+    """Lists the implementation that each operation uses."""
     from megatron.kernels import kernel_report
 
     for choice in kernel_report():
@@ -236,19 +238,19 @@ def kernel_findings() -> Iterator[Finding]:
 
 
 def index_findings() -> Iterator[Finding]:
-    """The builder of sample orders."""
-    from megatron.data.index_map import compiled_builder
+    """Checks the builder of sample indices."""
+    from megatron.data.order.index_map import compiled_builder
 
     if compiled_builder() is not None:
         yield Finding("data", "index builder", OK, "compiled")
     else:
         fix = "Install a C++ compiler, then install the project again: pip install -e ."
-        text = "NumPy; the same bytes, slower on large corpora (seconds to minutes at the first start)"
+        text = "NumPy: the same result, but slower on large corpora (seconds to minutes at the first start)"
         yield Finding("data", "index builder", SLOW, text, fix)
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an installed distribution, None if there is none."""
+    """Version of an installed distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -256,12 +258,12 @@ def installed_version(name: str) -> str | None:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, for comparing."""
+    """The leading numbers of a version, for comparison."""
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
 def first_line(failure: BaseException) -> str:
-    """What an exception says, shortened to a line."""
+    """The first line of an exception's message, shortened."""
     return (str(failure).splitlines() or [""])[0][:200]
 
 

@@ -1,12 +1,12 @@
-"""Turns texts, or a `.bin/.idx` pair, into windows of one length in Parquet shards: `<output-path>-00000-of-0000N`.
+"""Converts texts, or a `.bin/.idx` pair, to fixed-length windows in Parquet shards: `<output-path>-00000-of-0000N`.
 
     python tools/featurize.py --input corpus.jsonl --tokenizer-model ./my-tokenizer --output-path out/wt.train \
         --min-sequence-length 128 --max-sequence-length 256 --stride 128 --num-workers 2
     python tools/featurize.py --data-prefix my-gpt2_text_document --no-overlap --output-path out/wt.train
 
 The columns are input_ids, attention_mask and labels: `datasets.Dataset.from_parquet("out/wt.train*")` reads them, and
-so does training. Every token stands in a window; the counts are printed. Any option of Apache Beam (--runner,
---direct_running_mode, --project, ...) makes it a Beam pipeline.
+so does training. Every token is in a window; the counts are printed. With any option of Apache Beam (--runner,
+--direct_running_mode, --project, ...), the tool runs as a Beam pipeline.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, flags_of, parse_flags
+from megatron.config import flag, parse_flags
+from megatron.config.flags.fields import flags_of
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 
 if TYPE_CHECKING:
-    from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.featurize import FeaturizeResult, WindowOptions
+    from megatron.corpus.featurize.run import FeaturizeResult, WindowOptions
+    from megatron.corpus.preprocess.encode import EncodeOptions
 
 _LOCAL = "local"
 _DEFAULT_STRIDE = 128
 
 
 @dataclass(frozen=True)
-class FeaturizeFlags(Area):
-    """jax-lm-training's flags of this step, and those of `tools/preprocess_data.py` that choose texts."""
+class FeaturizeFlags(TokenizerFileFlags):
+    """jax-lm-training's flags of this step, and the input flags of `tools/preprocess_data.py`."""
 
     input: tuple[str, ...] = flag(
         (),
@@ -41,19 +42,14 @@ class FeaturizeFlags(Area):
         "sqlite:///file.db?table=name, mongodb://host/database, db.json; hf://name:split",
         nargs="+",
     )
-    dataset_name: str | None = flag(None, "data set of the datasets library: a hub name, or a local folder")
+    dataset_name: str | None = flag(None, "dataset of the datasets library: a hub name, or a local folder")
     dataset_sub_name: str | None = flag(None, "configuration of --dataset-name")
     dataset_split_type: str = flag("train", "split of --dataset-name")
     data_prefix: str | None = flag(None, "a .bin/.idx pair, without suffix, instead of texts")
     output_path: str = flag(help="path of the shards without -00000-of-0000N")
-    tokenizer_type: str | None = flag(
-        None,
-        "tokenizer family; left out, GPT2BPETokenizer with --vocab-file, else PretrainedFromHF",
-        choices=TOKENIZERS,
+    tokenizer_type: str | None = optional_tokenizer_type(
+        "tokenizer family; by default GPT2BPETokenizer with --vocab-file, otherwise PretrainedFromHF"
     )
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
     json_key: str = flag(
         "text", "key, or column, of the text; a.b is key b of the object under a", spelled=("--json-keys",)
     )
@@ -62,35 +58,42 @@ class FeaturizeFlags(Area):
     )
     on_bad_line: str = flag(
         "error",
-        "what a line that is no good JSON document does: stop, or be left out and counted",
+        "invalid lines: error stops the run, skip drops and counts them",
         choices=("error", "skip"),
     )
     min_sequence_length: int = flag(128, "positions below which a window counts as short", at_least=1)
     max_sequence_length: int = flag(256, "positions of every window, special tokens included", at_least=1)
     num_special_token_reserved: int = flag(
-        2, "special tokens of a window: 2 for a beginning and an end, 1 for an end, 0 for none", choices=(0, 1, 2)
+        2, "special tokens per window: 2 for beginning and end, 1 for end, 0 for none", choices=(0, 1, 2)
     )
-    ignore_label: int = flag(-100, "label of positions that are not learned")
+    ignore_label: int = flag(-100, "label of positions that are ignored in the loss")
     stride: int | None = flag(
-        None, f"tokens between the starts of two windows; left out, {_DEFAULT_STRIDE} if windows overlap", at_least=1
+        None,
+        f"tokens between the starts of consecutive windows; by default {_DEFAULT_STRIDE} if windows overlap",
+        at_least=1,
     )
     overlap: bool | None = flag(
         None,
-        "--overlap: windows share tokens; --no-overlap: every token stands in one window. By default as --stride says",
+        "--overlap: windows share tokens; --no-overlap: every token is in exactly one window. By default as --stride "
+        "implies",
     )
-    mask_overlap: bool = flag(False, "gives tokens that the window before holds too the ignore label")
-    drop_short: bool = flag(False, "leaves windows below --min-sequence-length out instead of padding them")
+    mask_overlap: bool = flag(False, "give tokens that are also in the previous window the ignore label")
+    drop_short: bool = flag(False, "drop windows below --min-sequence-length instead of padding them")
     bos_id: int | None = flag(
         None,
-        "id that begins a window; left out, what the tokenizer begins a text with, else its end of document",
+        "id at the start of a window; by default the tokenizer's beginning-of-text id, or else its end-of-document id",
         at_least=0,
     )
-    eos_id: int | None = flag(None, "id that ends a window; left out, the tokenizer's end of document", at_least=0)
-    pad_id: int | None = flag(None, "id that fills short windows; left out, --eos-id", at_least=0)
-    num_shards: int | None = flag(None, "files; left out, as many as --rows-per-shard gives", at_least=1, below=100000)
-    rows_per_shard: int = flag(1 << 16, "most windows of a file", at_least=1)
-    num_workers: int = flag(1, "processes that encode and write. The outputs do not depend on it", at_least=1)
-    log_interval: int = flag(100, "documents between two progress lines (at most one a second)", at_least=1)
+    eos_id: int | None = flag(
+        None, "id at the end of a window; by default the tokenizer's end-of-document id", at_least=0
+    )
+    pad_id: int | None = flag(None, "padding id of short windows; by default --eos-id", at_least=0)
+    num_shards: int | None = flag(
+        None, "number of files; by default determined by --rows-per-shard", at_least=1, below=100000
+    )
+    rows_per_shard: int = flag(1 << 16, "maximum number of windows per file", at_least=1)
+    num_workers: int = flag(1, "number of worker processes. The outputs do not depend on it", at_least=1)
+    log_interval: int = flag(100, "documents between progress lines (at most one line per second)", at_least=1)
     runner: str = flag(
         _LOCAL, "local, or beam, or a runner of Apache Beam: DirectRunner, DataflowRunner, FlinkRunner, ..."
     )
@@ -110,7 +113,7 @@ class FeaturizeFlags(Area):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What is read: the values of `--input`, or the data set as one of them."""
+        """The inputs: the values of `--input`, or the dataset in the form of one."""
         if self.dataset_name is None:
             return self.input
         names = (self.dataset_name, self.dataset_sub_name, self.dataset_split_type)
@@ -121,16 +124,16 @@ class FeaturizeFlags(Area):
         sources = [name for name in ("input", "dataset_name", "data_prefix") if getattr(self, name)]
         if len(sources) != 1:
             found = " and ".join("--" + name.replace("_", "-") for name in sources) or "none"
-            yield f"Of --input, --dataset-name and --data-prefix one must be given, {found} is."
+            yield f"Exactly one of --input, --dataset-name and --data-prefix must be given; given: {found}."
         if self.tokenizer_type is None and not self.data_prefix:
-            yield "--tokenizer-model (or --vocab-file and --merge-file) is required to make tokens of texts."
+            yield "--tokenizer-model (or --vocab-file and --merge-file) is required to tokenize texts."
         if self.data_prefix and self.runner != _LOCAL:
-            yield f"--data-prefix {self.data_prefix} is tokens already: Beam (--runner {self.runner}) works on texts."
+            yield f"--data-prefix {self.data_prefix} is already tokenized: Beam (--runner {self.runner}) needs texts."
         room = self._tokens_per_window
         if self.overlap is False and self.stride is not None and self.stride != room:
             yield (
-                f"--no-overlap puts every token into one window of {room}, but --stride {self.stride} was given. Leave "
-                f"one out, or give --stride {room}."
+                f"--no-overlap puts every token into one window of {room}, but --stride {self.stride} was given. "
+                f"Remove one of them, or give --stride {room}."
             )
         if self.overlap and self.stride == room:
             yield f"--overlap needs a --stride below the {room} tokens of a window; it is {self.stride}."
@@ -145,8 +148,8 @@ def main() -> int:
 
 
 def divide(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Parts a command line into this tool's flags, in their spelling with dashes, and options of Apache Beam."""
-    known = {spelling for one in flags_of(FeaturizeFlags) for spelling in one.spellings} | {"--help"}
+    """Splits a command line into this tool's flags, spelled with dashes, and Apache Beam options."""
+    known = {spelling for known_flag in flags_of(FeaturizeFlags) for spelling in known_flag.spellings} | {"--help"}
     ours: list[str] = []
     beam: list[str] = []
     current = ours
@@ -161,15 +164,15 @@ def divide(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(flags: FeaturizeFlags, beam: Sequence[str] = ()) -> int:
-    """Does what the flags say.
+    """Runs the conversion.
 
     Args:
-        beam: options of Apache Beam.
+        beam: options for Apache Beam.
     """
-    from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.featurize import WindowOptions
-    from megatron.corpus.inputs import read_separator
-    from megatron.data.tokenizer import TokenizerChoice
+    from megatron.corpus.featurize.run import WindowOptions
+    from megatron.corpus.inputs.files import read_separator
+    from megatron.corpus.preprocess.encode import EncodeOptions
+    from megatron.tokenizers.tokenizer import TokenizerChoice
 
     options = WindowOptions(**{name: getattr(flags, name) for name in WindowOptions.__dataclass_fields__})
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
@@ -188,30 +191,30 @@ def run(flags: FeaturizeFlags, beam: Sequence[str] = ()) -> int:
     for text in result.report(flags.max_sequence_length):
         log.info(text)
     if not result.tally.windows:
-        log.warning(f"{flags.output_path}: there is no window to train on. Check the input.")
+        log.warning(f"{flags.output_path}: the output contains no windows. Check the input.")
     return 0
 
 
 def make_in_worker(element: str, folder: str, job: str) -> None:
-    """One step of the Beam pipeline. Sent by value: workers on this machine do not know the package's folder."""
+    """One step of the Beam pipeline, pickled by value because workers do not have the package on their path."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    from megatron.corpus.featurize_beam import make_shard
+    from megatron.corpus.featurize.beam import make_shard
 
     make_shard(element, job)
 
 
 def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions) -> FeaturizeResult:
-    from megatron.corpus.featurize import featurize
-    from megatron.corpus.inputs import expand_inputs
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.sources import total_bytes
+    from megatron.corpus.featurize.run import featurize
+    from megatron.corpus.inputs.files import expand_inputs
+    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.workers.progress import ProgressLine
 
     write_bar = log.terminal_writer()
     path, workers = flags.output_path, flags.num_workers
     files = expand_inputs(flags.texts, encoding.document_separator)
     log.info(f"Opening {', '.join(files[:8])}{', ...' * (len(files) > 8)} ({len(files)} in all)")
-    progress = Progress(total_bytes(files), flags.log_interval, log.info, write_bar)
+    progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, write_bar)
     try:
         return featurize(files, path, encoding, options, workers, progress)
     except BaseException:
@@ -220,9 +223,10 @@ def _of_texts(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOpt
 
 
 def _of_tokens(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions) -> FeaturizeResult:
-    from megatron.corpus.featurize import featurize_tokens
-    from megatron.data.sidecar import TokenizerRecord, check_tokenizer_fits
-    from megatron.data.tokenizer import build_tokenizer
+    from megatron.corpus.featurize.run import featurize_tokens
+    from megatron.data.formats.sidecar import check_tokenizer_fits
+    from megatron.tokenizers.record import TokenizerRecord
+    from megatron.tokenizers.tokenizer import build_tokenizer
 
     record = None
     if flags.tokenizer_type is not None:
@@ -235,10 +239,10 @@ def _of_tokens(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOp
 def _with_beam(
     flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions, words: Sequence[str]
 ) -> FeaturizeResult:
-    """Runs the Beam pipeline; `--num-workers` becomes the option of the runner that means it."""
-    from megatron.corpus.featurize_beam import featurize_with_beam
-    from megatron.corpus.inputs import expand_inputs
-    from megatron.corpus.tables import is_table
+    """Runs the Beam pipeline; translates `--num-workers` to the runner's own option."""
+    from megatron.corpus.featurize.beam import featurize_with_beam
+    from megatron.corpus.inputs.files import expand_inputs
+    from megatron.corpus.inputs.tables import is_table
 
     words = list(words)
     is_direct = flags.runner in (_LOCAL, "beam", "DirectRunner")
@@ -250,8 +254,10 @@ def _with_beam(
         words += ["--num_workers", str(flags.num_workers)]
     files = [
         path
-        for one in flags.texts
-        for path in ([one] if "://" in one and not is_table(one) else expand_inputs([one], encoding.document_separator))
+        for text in flags.texts
+        for path in (
+            [text] if "://" in text and not is_table(text) else expand_inputs([text], encoding.document_separator)
+        )
     ]
     return featurize_with_beam(files, flags.output_path, encoding, options, words, make_in_worker)
 

@@ -1,12 +1,12 @@
-"""Generates text with a GPT checkpoint of any layout.
+"""Generates text from a GPT checkpoint of any layout.
 
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --num-samples 4 --genfile samples.jsonl --top_p 0.9
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --sample-input-file prompts.txt --greedy
 
-The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file gives one line of
-output; an empty one starts from the end-of-document token. Without --num-samples (or with 0) and without
---sample-input-file, prompts are read from the terminal. Under torchrun with --tensor-model-parallel-size N, N processes
-share the network.
+The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file produces one line
+of output; an empty line starts from the end-of-document token. Without --num-samples (or with 0) and without
+--sample-input-file, prompts are read from the terminal. Under torchrun, --tensor-model-parallel-size N splits the
+network over N processes.
 """
 
 from __future__ import annotations
@@ -21,46 +21,45 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ModelConfig, ParallelConfig, RunConfig
-from megatron.config.flags import Area, flag
+from megatron.config import ConfigSection, ParallelRequest, PrecisionConfig, RunConfig, flag
 from megatron.config.overlay import laid_over, parse_over
 from megatron.config.resolve import padded_vocab_size
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
-    from megatron.data.tokenizer import Tokenizer
     from megatron.inference.generate import Continuation
-    from megatron.model.gpt import DenseGPT
+    from megatron.model.interface.network import LayerStack
     from megatron.parallel.mesh import ParallelMesh
+    from megatron.tokenizers.tokenizer import Tokenizer
 
 _USUAL_NEW_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class GenerateFlags(Area):
-    """Upstream's flags of this tool; the trainer's come on top."""
+class GenerateFlags(ConfigSection):
+    """Upstream's flags of this tool, in addition to the trainer's."""
 
-    load: str = flag(help="folder of checkpoints (the newest good one is used), or one checkpoint")
-    temperature: float = flag(1.0, "scores are divided by it", above=0, way_out="Use --greedy for the best token.")
-    greedy: bool = flag(False, "always take the best token")
-    top_k: int = flag(0, "sample among the k best tokens; 0 among all", at_least=0, spelled=("--top_k",))
+    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
+    temperature: float = flag(1.0, "divisor of the logits", above=0, remedy="Use --greedy for the most probable token.")
+    greedy: bool = flag(False, "always take the most probable token")
+    top_k: int = flag(0, "sample from the k most probable tokens; 0 from all", at_least=0, spelled=("--top_k",))
     top_p: float = flag(
-        0.0, "sample among the best tokens that together have this probability; 0 among all", at_least=0, at_most=1,
-        spelled=("--top_p",),
+        0.0, "sample from the most probable tokens up to this cumulative probability; 0 from all", at_least=0,
+        at_most=1, spelled=("--top_p",),
     )  # fmt: skip
     out_seq_length: int | None = flag(
-        None, "the most tokens to generate for one text; 1024, or what the model's positions leave, if unset",
+        None, "maximum number of tokens generated per text; by default 1024, or what the model's positions allow",
         at_least=1,
     )  # fmt: skip
     num_samples: int = flag(
-        0, "texts to generate from nothing, into --genfile; 0 reads prompts from the terminal", at_least=0
+        0, "number of texts to generate without a prompt, into --genfile; 0 reads prompts from the terminal", at_least=0
     )
-    genfile: str | None = flag(None, "file for the texts of --num-samples, one JSON object a line")
-    sample_input_file: str | None = flag(None, "file of prompts, one a line, also empty ones; each is continued")
+    genfile: str | None = flag(None, "file for the texts of --num-samples, one JSON object per line")
+    sample_input_file: str | None = flag(None, "file of prompts to continue, one per line; lines may be empty")
     sample_output_file: str | None = flag(
-        None, "file for the continuations, one JSON object a line; the input's name and .out if unset"
+        None, "file for the continuations, one JSON object per line; by default the input's name with .out appended"
     )
-    recompute: bool = flag(False, "run the whole text for every token instead of keeping keys and values")
+    recompute: bool = flag(False, "process the whole text for every token instead of using a key-value cache")
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
@@ -69,15 +68,15 @@ class GenerateFlags(Area):
         if self.num_samples == 0 and self.genfile:
             yield f"--genfile {self.genfile} is for --num-samples N; continued prompts go to --sample-output-file."
         if self.num_samples > 0 and self.sample_input_file:
-            yield "--num-samples starts from nothing and --sample-input-file from prompts. Give one of them."
+            yield "--num-samples generates without prompts and --sample-input-file continues prompts. Give one of them."
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A loaded network with all that turns a prompt into a record.
+    """A loaded network with everything needed to turn prompts into records.
 
     Args:
-        new_tokens: the most tokens generated for one text.
+        new_tokens: maximum number of tokens generated for one text.
     """
 
     flags: GenerateFlags
@@ -85,10 +84,10 @@ class Generator:
     config: RunConfig
     mesh: ParallelMesh
     tokenizer: Tokenizer
-    model: DenseGPT
+    model: LayerStack
 
     def records(self, prompts: Sequence[str], first_sample: int) -> Iterator[dict[str, Any]]:
-        """Continues prompts that have equally many tokens; the empty prompt is end-of-document."""
+        """Continues prompts with equal numbers of tokens; an empty prompt becomes end-of-document."""
         from megatron.inference.generate import Limits, generate
         from megatron.inference.sampling import Sampling
 
@@ -99,7 +98,7 @@ class Generator:
             self.mesh,
             tokens,
             Limits(self.new_tokens, model.max_position_embeddings, self.eod_id),
-            Sampling(flags.greedy, flags.temperature, flags.top_k, flags.top_p, model.seed),
+            Sampling(flags.greedy, flags.temperature, flags.top_k, flags.top_p, self.config.random.seed),
             vocab_size=model.vocab_size,
             first_sample=first_sample,
             recompute=flags.recompute,
@@ -108,7 +107,7 @@ class Generator:
             yield self._record(prompt, continuation)
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens a text starts with.
+        """The tokens of a prompt.
 
         Raises:
             ConfigError: the prompt is empty and the tokenizer has no end-of-document token.
@@ -126,7 +125,7 @@ class Generator:
 
     @property
     def eod_id(self) -> int | None:
-        """The token that ends a text; None if the tokenizer has none, so that prompts can be continued all the same."""
+        """The end-of-document token; None if the tokenizer has none, in which case prompts can still be continued."""
         try:
             return self.tokenizer.eod_id
         except ConfigError:
@@ -141,11 +140,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     layout = _layout(request.given)
     prompts = _read_prompts(request.own.sample_input_file)
 
-    from megatron.parallel.mesh import close_mesh, open_mesh
+    from megatron.parallel.joining import close_mesh, open_mesh
 
     mesh = open_mesh(layout)
     try:
-        generator = _open(request.own, request.given, layout, mesh)
+        generator = _open(request.own, request.given, mesh)
         if request.own.num_samples:
             _unconditional(generator, request.given.get("optim.micro_batch_size", 4))
         elif prompts is not None:
@@ -157,71 +156,72 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _layout(given: Mapping[str, Any]) -> ParallelConfig:
-    """One stage, one copy, as many tensor-parallel ranks as asked for.
+def _layout(given: Mapping[str, Any]) -> ParallelRequest:
+    """The layout: one pipeline stage, one replica, and the requested tensor-parallel size.
 
     Raises:
-        ConfigError: pipeline stages were asked for.
+        ConfigError: a pipeline-parallel size above 1 was requested.
     """
     own = {name.partition(".")[2]: value for name, value in given.items() if name.startswith("parallel.")}
     stages = own.get("pipeline_model_parallel_size", 1)
     if stages > 1:
         raise ConfigError(
-            f"--pipeline-model-parallel-size {stages} is refused here: generation runs every layer on each rank. "
-            "Drop the flag; a checkpoint of any layout loads at pipeline size 1, and --tensor-model-parallel-size "
+            f"--pipeline-model-parallel-size {stages} is not supported here: generation runs every layer on each rank. "
+            f"Remove the flag; a checkpoint of any layout loads at pipeline size 1, and --tensor-model-parallel-size "
             "splits it over several processes."
         )
-    return ParallelConfig(**own)
+    return ParallelRequest(**own)
 
 
-def _open(flags: GenerateFlags, given: Mapping[str, Any], layout: ParallelConfig, mesh: ParallelMesh) -> Generator:
-    """Builds the network that the checkpoint describes and fills it.
+def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) -> Generator:
+    """Builds the checkpoint's network and loads its weights.
 
     Raises:
         CheckpointError: there is no usable checkpoint, or it was trained with another tokenizer.
-        ConfigError: a flag contradicts the checkpoint, or there are more processes than ranks of one copy.
+        ConfigError: a flag contradicts the checkpoint, or there are more processes than tensor-parallel ranks.
     """
     from megatron.checkpoint import newest_record
+    from megatron.checkpoint.record import Record
     from megatron.inference.weights import load_weights
-    from megatron.model.gpt import build_dense
+    from megatron.model.gpt import gpt_layers
+    from megatron.model.interface.network import LayerStack
+    from megatron.tokenizers.record import check_same_tokenizer
 
     if mesh.dp.size > 1:
         raise ConfigError(
-            f"{mesh.world.size} processes were started for a network on {mesh.tp.size} (--tensor-model-parallel-size "
-            f"{mesh.tp.size}). Start {mesh.tp.size}, or split the network over all: --tensor-model-parallel-size "
+            f"{mesh.world.size} processes were started, but the network is split over {mesh.tp.size} "
+            f"(--tensor-model-parallel-size "
+            f"{mesh.tp.size}). Start {mesh.tp.size}, or split the network over all of them: "
+            f"--tensor-model-parallel-size "
             f"{mesh.world.size}."
         )
     found = newest_record(Path(flags.load), mesh)
     if found is None:
         raise CheckpointError(
-            f"there is no checkpoint in {flags.load} (--load {flags.load}). Give the folder a run saved to."
+            f"there is no checkpoint in {flags.load} (--load {flags.load}). Give the folder to which a run saved its "
+            f"checkpoints."
         )
-    record, path = found
-    config = replace(laid_over(RunConfig.from_json(record["config"]), given), parallel=layout)
-    tokenizer = _tokenizer(config, given, path)
-    trained_with = record["tokenizer"]["fingerprint"]
-    if tokenizer.fingerprint != trained_with:
-        raise CheckpointError(
-            f"the checkpoint {path} was trained with another tokenizer (fingerprint {trained_with[:12]}) than "
-            f"{tokenizer.name} ({tokenizer.fingerprint[:12]}). Give its files: --vocab-file and --merge-file, or "
-            "--tokenizer-name-or-path."
-        )
-    padded, _ = padded_vocab_size(config, config.model.vocab_size)
+    record = Record.from_json(found.record, found.path)
+    config = laid_over(RunConfig.from_json(record.config), given)
+    layout = replace(config.parallel, tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=1)
+    config = replace(config, parallel=layout)
+    tokenizer = _tokenizer(config, given, found.path)
+    check_same_tokenizer(f"the checkpoint {found.path} was trained", record.tokenizer, tokenizer, CheckpointError)
+    padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)
     config = replace(config, model=replace(config.model, padded_vocab_size=padded))
-    data = config.data
-    model = build_dense(config.model, mesh, reset_position_ids=data.reset_position_ids, reset_attention_mask=False)
-    load_weights(model, Path(flags.load), mesh)
+    model = LayerStack(gpt_layers(config.model, mesh))
+    load_weights(model, Path(flags.load), mesh, known=found)
     new_tokens = _new_tokens(flags.out_seq_length, config.model.max_position_embeddings, mesh)
-    return Generator(flags, new_tokens, config, mesh, tokenizer, model.eval().to(_dtype(config.model, mesh)))
+    return Generator(flags, new_tokens, config, mesh, tokenizer, model.eval().to(_dtype(config.precision, mesh)))
 
 
 def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) -> Tokenizer:
-    """The tokenizer that the checkpoint's configuration names.
+    """The tokenizer of the checkpoint's configuration.
 
     Raises:
-        ConfigError: its files are not where the checkpoint, or a flag, says.
+        ConfigError: its files are not at the paths in the checkpoint or in the flags.
     """
-    from megatron.data.tokenizer import build_tokenizer
+    from megatron.tokenizers.tokenizer import build_tokenizer
 
     try:
         return build_tokenizer(config.data)
@@ -235,13 +235,15 @@ def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) ->
             raise
         raise ConfigError(
             f"{failure} Not given here but recorded in the checkpoint {checkpoint}: {', '.join(recorded)} (a relative "
-            f"path counts from the current folder, {Path.cwd()}). --vocab-file and --merge-file, or "
-            "--tokenizer-name-or-path, give it anew."
+            f"path is relative to the current folder, {Path.cwd()}). Give the files with --vocab-file and "
+            f"--merge-file, or --tokenizer-name-or-path."
         ) from failure
 
 
 def _new_tokens(asked: int | None, positions: int, mesh: ParallelMesh) -> int:
-    """The most tokens generated for one text; asking for more than the model's positions can hold is worth a word."""
+    """The maximum number of tokens generated for one text; warns if more are requested than the model's positions
+    allow.
+    """
     most = max(1, positions - 1)
     if asked is not None and asked > most and mesh.world.rank == 0:
         log.warning(
@@ -251,18 +253,18 @@ def _new_tokens(asked: int | None, positions: int, mesh: ParallelMesh) -> int:
     return min(_USUAL_NEW_TOKENS if asked is None else asked, most)
 
 
-def _dtype(model: ModelConfig, mesh: ParallelMesh) -> Any:
+def _dtype(precision: PrecisionConfig, mesh: ParallelMesh) -> Any:
     """The dtype the network was trained in; float32 in place of float16 on the CPU."""
     import torch
 
-    if model.dtype_name == "float16" and mesh.device.type == "cpu":
+    if precision.dtype_name == "float16" and mesh.device.type == "cpu":
         log.info("computing in float32: the CPU is slow in float16, the dtype of the checkpoint")
         return torch.float32
-    return getattr(torch, model.dtype_name)
+    return getattr(torch, precision.dtype_name)
 
 
 def _read_prompts(path: str | None) -> list[str] | None:
-    """All lines of the prompt file, empty ones included, so that output n belongs to line n.
+    """All lines of the prompt file, including empty ones, so that output n belongs to line n.
 
     Raises:
         DataError: it cannot be read, is not UTF-8, or holds no prompt.
@@ -275,16 +277,18 @@ def _read_prompts(path: str | None) -> list[str] | None:
         raise DataError(
             f"{path} (--sample-input-file) cannot be read as UTF-8 text: {failure}. Give a file of prompts."
         ) from failure
-    if lines[-1] == "":  # what follows the last newline is no line
+    if lines[-1] == "":  # the last newline does not start another line
         lines.pop()
     prompts = [line.rstrip("\r") for line in lines]
     if not any(prompt.strip() for prompt in prompts):
-        raise DataError(f"{path} (--sample-input-file) holds no prompt: every line is empty. Write one prompt a line.")
+        raise DataError(
+            f"{path} (--sample-input-file) contains no prompt: every line is empty. Write one prompt per line."
+        )
     return prompts
 
 
 def _unconditional(generator: Generator, batch: int) -> None:
-    """Texts from nothing, in batches."""
+    """Generates texts without prompts, in batches."""
     flags = generator.flags
 
     def records() -> Iterator[dict[str, Any]]:
@@ -295,7 +299,7 @@ def _unconditional(generator: Generator, batch: int) -> None:
 
 
 def _continue_file(generator: Generator, prompts: Sequence[str]) -> None:
-    """Continuations of the prompts of a file; a prompt that does not fit is refused before the first is continued."""
+    """Continues the prompts of a file, after checking that all of them fit."""
     from megatron.inference.generate import Limits
 
     flags = generator.flags
@@ -311,17 +315,17 @@ def _continue_file(generator: Generator, prompts: Sequence[str]) -> None:
 
 
 def _interact(generator: Generator) -> None:
-    """Continues what is typed until the end of the input (Ctrl-D).
+    """Continues prompts from standard input until its end (Ctrl-D).
 
     Raises:
-        ConfigError: the input is no terminal and holds no prompt.
+        ConfigError: the input is not a terminal and contains no prompt.
     """
     from megatron.parallel.messages import broadcast_json
 
     speaks = generator.mesh.world.rank == 0
     is_terminal = broadcast_json(_is_terminal() if speaks else None, generator.mesh.world)
     if is_terminal:
-        log.info("Without --num-samples N and --sample-input-file, prompts are read from this terminal, one a line.")
+        log.info("Without --num-samples N and --sample-input-file, prompts are read from this terminal, one per line.")
     index = 0
     while True:
         prompt = broadcast_json(_ask() if speaks else None, generator.mesh.world)
@@ -329,8 +333,8 @@ def _interact(generator: Generator) -> None:
             if index == 0 and not is_terminal:
                 raise ConfigError(
                     "without --num-samples N (0 means none) and --sample-input-file, prompts are read from standard "
-                    "input, which is no terminal here and holds no prompt. Give --num-samples N --genfile FILE, "
-                    "--sample-input-file FILE, or one prompt a line on standard input."
+                    "input, which is not a terminal here and contains no prompt. Give --num-samples N --genfile FILE, "
+                    "--sample-input-file FILE, or one prompt per line on standard input."
                 )
             return
         if not prompt.strip():
@@ -339,7 +343,7 @@ def _interact(generator: Generator) -> None:
             for record in generator.records([prompt], index):
                 if speaks:
                     print(prompt + record["text"] + "\n", flush=True)
-        except ConfigError as failure:  # a prompt that is too long; the next may fit
+        except ConfigError as failure:  # the prompt is too long; the next one may fit
             log.error(str(failure))
         index += 1
 
@@ -349,7 +353,7 @@ def _is_terminal() -> bool:
 
 
 def _ask() -> str | None:
-    if sys.stdin is None:  # closed by who started the program
+    if sys.stdin is None:  # closed by the parent process
         return None
     try:
         return input("prompt (Ctrl-D ends)> " if _is_terminal() else "")
@@ -358,7 +362,7 @@ def _ask() -> str | None:
 
 
 def _write(generator: Generator, path: str, records: Iterable[dict[str, Any]]) -> None:
-    """Writes records as they come, one JSON object a line, from one rank; the others generate along.
+    """Writes records as they are generated, one JSON object per line, on rank 0; the other ranks only generate.
 
     Raises:
         StorageError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Merges preprocessed corpora: the result is byte for byte what preprocessing all of it at once would have written.
+"""Merges preprocessed corpora: the result is byte for byte that of preprocessing everything at once.
 
     python tools/merge_preprocessed_data.py --datasets part1_text_document part2_text_document \
         --output-prefix whole_text_document
@@ -14,14 +14,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ParallelConfig
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, ParallelRequest, flag, parse_flags
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
 
 @dataclass(frozen=True)
-class MergeFlags(Area):
+class MergeFlags(ConfigSection):
     """Upstream's flags of this tool."""
 
     datasets: tuple[str, ...] = flag(
@@ -30,17 +29,17 @@ class MergeFlags(Area):
     output_prefix: str = flag(help="data prefix of the result, without .bin/.idx")
     merge: str = flag(
         "serial",
-        "serial copies in this process, to be started without a launcher; distributed shares the copying among the "
-        "ranks that a launcher such as torchrun started, which must see the same file system",
+        "serial copies in this process, without a launcher; distributed divides the copying among the ranks of a "
+        "launcher such as torchrun, which must share a file system",
         choices=("serial", "distributed"),
     )
     torch_backend: str | None = flag(
         None,
-        "communication library of --merge distributed; mpi is accepted for ranks that mpirun starts, which talk "
-        "through gloo too: no PyTorch from PyPI has another, and the files do not depend on it",
+        "backend of --merge distributed; mpi is accepted for ranks started by mpirun, but gloo is used: PyTorch from "
+        "PyPI has no MPI backend, and the files do not depend on it",
         choices=("gloo", "mpi"),
     )
-    local_rank: int | None = flag(None, "number of this process on its node", spelled=("--local_rank",))
+    local_rank: int | None = flag(None, "local rank of this process on its node", spelled=("--local_rank",))
 
 
 def main() -> int:
@@ -48,29 +47,29 @@ def main() -> int:
     flags = parse_flags(MergeFlags, sys.argv[1:], prog="merge_preprocessed_data.py", description=__doc__ or "")
     log.interrupt_on_sigterm()
     if flags.merge == "distributed":
-        return _merge_together(flags)
-    from megatron.corpus.merge import merge
+        return _merge_distributed(flags)
+    from megatron.corpus.preprocess.merge import merge
 
     plan = merge(flags.datasets, flags.output_prefix)
     log.info(_summary(flags, plan.documents, plan.sequences, plan.tokens, plan.bin_bytes))
     return 0
 
 
-def _merge_together(flags: MergeFlags) -> int:
-    from megatron.corpus.crew import Crew
-    from megatron.corpus.merge import merge
-    from megatron.parallel.mesh import close_mesh, open_mesh
-    from megatron.parallel.messages import gather_json
+def _merge_distributed(flags: MergeFlags) -> int:
+    from megatron.corpus.preprocess.merge import merge
+    from megatron.corpus.workers.ranks import JobRanks
+    from megatron.parallel.joining import close_mesh, open_mesh
+    from megatron.parallel.messages import all_gather_json
 
     mesh = open_mesh(
-        ParallelConfig(
+        ParallelRequest(
             distributed_backend="gloo",
             distributed_timeout_minutes=_LONGEST_WAIT_MINUTES,
             local_rank=flags.local_rank,
         )
     )
-    crew = Crew(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
-    plan = merge(flags.datasets, flags.output_prefix, crew)
+    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: all_gather_json(value, mesh.world))
+    plan = merge(flags.datasets, flags.output_prefix, ranks)
     log.info(_summary(flags, plan.documents, plan.sequences, plan.tokens, plan.bin_bytes))
     close_mesh(mesh)
     return 0
@@ -78,7 +77,7 @@ def _merge_together(flags: MergeFlags) -> int:
 
 def _summary(flags: MergeFlags, documents: int, sequences: int, tokens: int, size_bytes: int) -> str:
     return (
-        f"Merged {len(flags.datasets)} data sets into {flags.output_prefix} (.bin, .idx): {documents} documents, "
+        f"Merged {len(flags.datasets)} datasets into {flags.output_prefix} (.bin, .idx): {documents} documents, "
         f"{sequences} sequences, {tokens} tokens, {size_bytes / 1e6:.1f} MB."
     )
 

@@ -1,4 +1,4 @@
-"""Draws the curves of one or several runs: in the terminal, and as a picture with --output.
+"""Plots the curves of one or more runs: in the terminal, and as an image with --output.
 
 python tools/plot_run.py runs/gpt-20260101-120000 --output loss.png
 """
@@ -13,35 +13,35 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 
 
 @dataclass(frozen=True)
-class PlotFlags(Area):
+class PlotFlags(ConfigSection):
     """Flags of this program."""
 
     runs: tuple[str, ...] = flag(
         help="run directories or their metrics.jsonl; the flag's name may be left out", nargs="+"
     )
-    output: str | None = flag(None, "picture to write; the ending (.png, .svg, .pdf) decides the format")
+    output: str | None = flag(None, "image to write; the extension (.png, .svg, .pdf) determines the format")
     metric: str = flag(
-        "lm_loss", "what to draw: any number of a step record, such as gradient_norm or tokens_per_second"
+        "lm_loss", "what to plot: any number in a step record, such as gradient_norm or tokens_per_second"
     )
-    width: int = flag(72, "characters of the terminal drawing", at_least=10)
-    height: int = flag(14, "lines of the terminal drawing", at_least=2)
+    width: int = flag(72, "width of the terminal plot in characters", at_least=10)
+    height: int = flag(14, "height of the terminal plot in lines", at_least=2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draws the curves and returns the exit code."""
+    """Plots the curves and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and not words[0].startswith("-"):
         words.insert(0, "--runs")
-    flags = parse_flags(PlotFlags, words, description="Draws the curves of one or several runs.")
+    flags = parse_flags(PlotFlags, words, description="Plots the curves of one or more runs.")
 
-    from megatron.train.curves import check_picture, read_curves, text_plot, write_picture
+    from megatron.observe.curves import check_plot_path, read_curves, text_plot, write_plot
 
     if flags.output is not None:
-        check_picture(flags.output)
+        check_plot_path(flags.output)
     curves = [curve for run in flags.runs for curve in read_curves(run, flags.metric)]
     encoding = (sys.stdout.encoding or "").lower()
     trained = [curve for curve in curves if not curve.is_evaluation]
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if curve.is_evaluation:
             log.line(curve.summary)
     if flags.output is not None:
-        write_picture(curves, flags.output, flags.metric)
+        write_plot(curves, flags.output, flags.metric)
         log.line(f"wrote {flags.output}")
     return 0
 

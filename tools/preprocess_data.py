@@ -1,4 +1,4 @@
-"""Turns jsonl, Parquet or text files into the token files that training reads: `<prefix>_<key>_document.bin`, `.idx`.
+"""Converts jsonl, Parquet or text files to the token files that training reads: `<prefix>_<key>_document.bin`, `.idx`.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix my-gpt2 --vocab-file vocab.json \
         --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod --workers 2
@@ -14,20 +14,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import (
-    TOKENIZERS,
-    WORDPIECE_TOKENIZERS,
-    merge_file_flag,
-    tokenizer_place_flag,
-    vocab_file_flag,
-)
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import flag, parse_flags
+from megatron.config.sections.data import WORDPIECE_TOKENIZERS
+from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 
 _SHOWN_FILES = 8
 
 
 @dataclass(frozen=True)
-class PreprocessFlags(Area):
+class PreprocessFlags(TokenizerFileFlags):
     """Upstream's flags of this tool, and `--on-bad-line`, `--document-separator`, `--shard`."""
 
     input: tuple[str, ...] = flag(
@@ -36,28 +31,27 @@ class PreprocessFlags(Area):
         nargs="+",
     )
     output_prefix: str = flag(help="path of the outputs without _<key>_document.bin/.idx or _<key>_sentence.bin/.idx")
-    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
+    tokenizer_type: str = required_tokenizer_type()
     json_keys: tuple[str, ...] = flag(
         ("text",),
-        "keys whose texts are encoded, each into files of its own; a.b is key b of the object under a",
+        "keys whose texts are encoded, each into separate files; a.b is key b of the object under a",
         nargs="+",
         spelled=("--json-key",),
     )
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
-    append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
+    append_eod: bool = flag(False, "end every non-empty document with the end-of-document id")
     dataset_impl: str = flag(
         "mmap",
-        "layout of the outputs: mmap is what every current trainer reads; cached and lazy are one older layout with "
-        "ids of int32",
+        "format of the outputs: mmap is what every current trainer reads; cached and lazy both mean an older format "
+        "with int32 ids",
         choices=("mmap", "cached", "lazy"),
     )
-    workers: int = flag(1, "processes that encode; 1 encodes in this one. The outputs do not depend on it", at_least=1)
-    log_interval: int = flag(100, "documents between two progress lines (at most one a second)", at_least=1)
+    workers: int = flag(
+        1, "number of worker processes; 1 encodes in this process. The outputs do not depend on it", at_least=1
+    )
+    log_interval: int = flag(100, "documents between progress lines (at most one line per second)", at_least=1)
     on_bad_line: str = flag(
         "error",
-        "what a line that is no good JSON document does: stop, or be left out and counted",
+        "invalid lines: error stops the run, skip drops and counts them",
         choices=("error", "skip"),
     )
     document_separator: str | None = flag(
@@ -65,23 +59,26 @@ class PreprocessFlags(Area):
     )
     shard: str | None = flag(
         None,
-        "i/n: encodes only the i-th of n equal shares, into <prefix>_shard<i>of<n>; merged in order they are the whole",
+        "i/n: encodes only the i-th of n equal shards, into <prefix>_shard<i>of<n>; merged in order they give the "
+        "whole",
     )
     partitions: int = flag(
         1,
-        "from 2: encodes the inputs in so many parts, which a killed run leaves behind; the same command goes on from "
-        "there. While they are merged the disk holds the output twice; its bytes do not depend on it",
+        "from 2: encodes the inputs in this many partitions, so that a killed run can be continued with the same "
+        "command. Merging them temporarily needs disk space for the output twice; its bytes do not depend on it",
         at_least=1,
     )
-    split_sentences: bool = flag(False, "one sequence a sentence, into <prefix>_<key>_sentence.bin/.idx")
+    split_sentences: bool = flag(False, "write one sequence per sentence, into <prefix>_<key>_sentence.bin/.idx")
     keep_newlines: bool = flag(
-        False, "with --split-sentences: whitespace between sentences stays at the end of the first; else it is dropped"
+        False,
+        "with --split-sentences: keep whitespace between sentences at the end of the first one; otherwise it is "
+        "dropped",
     )
     lang: str = flag("en", "with --split-sentences: language of the texts, as a code (en, tr, zh) or name (english)")
-    datasets: tuple[str, ...] = flag((), "read by no version of this tool; accepted", nargs="+")
-    seq_length: int | None = flag(None, "accepted; documents are kept whole", at_least=1)
-    vocab_size: int | None = flag(None, "accepted; the tokenizer tells its size", at_least=1)
-    trust_remote_code: bool = flag(False, "accepted; code that comes with a tokenizer is never run")
+    datasets: tuple[str, ...] = flag((), "accepted and ignored, as in upstream", nargs="+")
+    seq_length: int | None = flag(None, "accepted and ignored; documents are kept whole", at_least=1)
+    vocab_size: int | None = flag(None, "accepted and ignored; the tokenizer determines it", at_least=1)
+    trust_remote_code: bool = flag(False, "accepted and ignored; code of a tokenizer is never executed")
     make_vocab_size_divisible_by: int = flag(
         128, "accepted; the width of an id follows from the unpadded vocabulary", at_least=1
     )
@@ -93,8 +90,8 @@ class PreprocessFlags(Area):
         """Rules between the flags."""
         if len(set(self.json_keys)) != len(self.json_keys):
             yield (
-                f"--json-keys {' '.join(self.json_keys)} names a key twice; each key gets files of its "
-                "own, so name it once."
+                f"--json-keys {' '.join(self.json_keys)} names a key twice; each key gets separate files, so name it "
+                f"once."
             )
         if self.document_separator is not None and len(self.json_keys) > 1:
             yield (
@@ -109,15 +106,15 @@ def main() -> int:
 
 
 def run(flags: PreprocessFlags) -> int:
-    """Does what the flags say; `preprocess_data_many_cores.py` is another door to it."""
-    from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.inputs import Part, Shard, expand_inputs, read_separator
-    from megatron.corpus.preprocess import preprocess, warn_of_no_tokens
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.resume import divide, preprocess_in_parts
-    from megatron.corpus.sentences import SentenceSplitter
-    from megatron.corpus.sources import total_bytes
-    from megatron.data.tokenizer import TokenizerChoice
+    """Runs preprocessing; also called by `preprocess_data_many_cores.py`."""
+    from megatron.corpus.inputs.files import InputPart, Shard, expand_inputs, read_separator
+    from megatron.corpus.inputs.sources import total_bytes
+    from megatron.corpus.preprocess.encode import EncodeOptions
+    from megatron.corpus.preprocess.partitions import divide, preprocess_in_parts
+    from megatron.corpus.preprocess.run import preprocess, warn_of_no_tokens
+    from megatron.corpus.preprocess.sentences import SentenceSplitter
+    from megatron.corpus.workers.progress import ProgressLine
+    from megatron.tokenizers.tokenizer import TokenizerChoice
 
     log.interrupt_on_sigterm()
     for name, given in (
@@ -128,7 +125,7 @@ def run(flags: PreprocessFlags) -> int:
         ("--trust-remote-code", flags.trust_remote_code),
     ):
         if given:
-            log.warning(f"{name} changes nothing here and is ignored.")
+            log.warning(f"{name} has no effect here and is ignored.")
     if flags.tokenizer_type in WORDPIECE_TOKENIZERS and not flags.split_sentences:
         log.warning(f"--tokenizer-type {flags.tokenizer_type} without --split-sentences: BERT trains on sentences.")
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
@@ -145,11 +142,11 @@ def run(flags: PreprocessFlags) -> int:
         SentenceSplitter(flags.lang, flags.keep_newlines) if flags.split_sentences else None,
         is_cached=flags.dataset_impl != "mmap",
     )
-    inputs: Sequence[str | Part] = files
+    inputs: Sequence[str | InputPart] = files
     if shard is not None or flags.partitions > 1:
         shares = divide(files, flags.partitions, shard, separator, flags.json_keys)
         inputs = [part for share in shares for part in share]
-    progress = Progress(total_bytes(inputs), flags.log_interval, log.info, log.terminal_writer())
+    progress = ProgressLine(total_bytes(inputs), flags.log_interval, log.info, log.terminal_writer())
     try:
         if flags.partitions > 1:
             result = preprocess_in_parts(shares, prefix, options, flags.workers, progress)

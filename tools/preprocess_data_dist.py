@@ -1,10 +1,10 @@
-"""preprocess_data.py on the ranks of a launcher, on one node or many: each encodes a share, then all merge.
+"""Runs preprocess_data.py on the ranks of a launcher, on one or more nodes: each encodes a shard, then all merge.
 
     torchrun --nproc-per-node 4 tools/preprocess_data_dist.py --input corpus.jsonl --output-prefix my-gpt2 \
         --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod
 
-The files are byte for byte those of preprocess_data.py, for any number of ranks. All ranks must see the same file
-system. The width of an id follows from the unpadded vocabulary, as there (upstream's uses the padded one).
+The files are byte for byte those of preprocess_data.py, for any number of ranks. All ranks must share a file system.
+The integer type of the ids follows from the unpadded vocabulary, as there (upstream uses the padded one).
 """
 
 from __future__ import annotations
@@ -19,71 +19,71 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ParallelConfig
-from megatron.config.data import TOKENIZERS, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ParallelRequest, flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
 
 @dataclass(frozen=True)
-class DistributedPreprocessFlags(Area):
+class DistributedPreprocessFlags(TokenizerFileFlags):
     """Upstream's flags of this tool, and `--on-bad-line`."""
 
     input: tuple[str, ...] = flag(
-        help="jsonl files, which the ranks divide; compressed or .parquet files, each one rank's; patterns; folders; "
-        "or the name of a data set of the Hugging Face hub (name or name:configuration). That, a folder of "
-        "save_to_disk, and anything with --split, --count or --shuffle is read by the datasets library",
+        help="jsonl files, which are divided among the ranks; compressed or .parquet files, each read by one rank; "
+        "patterns; folders; or a dataset of the Hugging Face hub (name or name:configuration). Hub datasets, "
+        "save_to_disk folders, and anything with --split, --count or --shuffle are read by the datasets library",
         nargs="+",
     )
     output_prefix: str = flag(
         help="path of the outputs without _<column>_document.bin/.idx or _<column>_sentence.bin/.idx"
     )
-    tokenizer_type: str = flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
+    tokenizer_type: str = required_tokenizer_type()
     columns: tuple[str, ...] = flag(
         ("text",),
-        "JSON keys whose texts are encoded, each into files of its own",
+        "JSON keys whose texts are encoded, each into separate files",
         nargs="+",
         spelled=("--json-keys", "--json-key"),
     )
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)")
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
-    append_eod: bool = flag(False, "end every document that is not empty with the end-of-document id")
+    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)")  # --merge says how the ranks' files are merged
+    append_eod: bool = flag(False, "end every non-empty document with the end-of-document id")
     merge: str = flag(
         "parallel",
-        "parallel: all ranks write the result together; serial: rank 0 does; both: both, and the two are compared",
+        "parallel: all ranks write the result; serial: rank 0 writes it; both: do both and compare them",
         choices=("parallel", "serial", "both"),
     )
-    scratch: str | None = flag(None, "folder for the files of the single ranks; beside the output if unset")
+    scratch: str | None = flag(None, "folder for the files of individual ranks; by default next to the output")
     torch_backend: str = flag(
         "gloo",
-        "communication library; mpi is accepted for ranks that mpirun starts, which talk through gloo too: no PyTorch "
-        "from PyPI has another, and the files do not depend on it",
+        "communication backend; mpi is accepted for ranks started by mpirun, but gloo is used: PyTorch from PyPI has "
+        "no MPI backend, and the files do not depend on it",
         choices=("gloo", "mpi"),
     )
-    local_rank: int | None = flag(None, "number of this process on its node", spelled=("--local_rank",))
-    log_interval: int = flag(30, "seconds between two progress lines of rank 0's share; 0 shows none", at_least=0)
+    local_rank: int | None = flag(None, "local rank of this process on its node", spelled=("--local_rank",))
+    log_interval: int = flag(30, "seconds between progress lines of rank 0's shard; 0 shows none", at_least=0)
     on_bad_line: str = flag(
         "error",
-        "what a line that is no good JSON document does: stop, or be left out and counted",
+        "invalid lines: error stops the run, skip drops and counts them",
         choices=("error", "skip"),
     )
     dataset_impl: str = flag(
         "mmap",
-        "layout of the outputs: mmap is what every current trainer reads; cached and lazy are one older layout with "
-        "ids of int32",
+        "format of the outputs: mmap is what every current trainer reads; cached and lazy both mean an older format "
+        "with int32 ids",
         choices=("mmap", "cached", "lazy"),
     )
     split: str | None = flag(
-        None, "split of the data set, or a part of one as the datasets library writes it (train[:10%]); train if unset"
+        None,
+        "split of the dataset, or part of one in the syntax of the datasets library (train[:10%]); train by default",
     )
-    count: int | None = flag(None, "documents to take: the first so many, after shuffling", at_least=1)
+    count: int | None = flag(None, "number of documents to take, from the start, after shuffling", at_least=1)
     shuffle: bool = flag(False, "take the documents in random order")
-    seed: int | None = flag(None, "seed of --shuffle; drawn and told if unset", at_least=0)
-    split_sentences: bool = flag(False, "one sequence a sentence, into <prefix>_<column>_sentence.bin/.idx")
+    seed: int | None = flag(None, "seed of --shuffle; drawn at random and logged by default", at_least=0)
+    split_sentences: bool = flag(False, "write one sequence per sentence, into <prefix>_<column>_sentence.bin/.idx")
     keep_newlines: bool = flag(
-        False, "with --split-sentences: whitespace between sentences stays at the end of the first; else it is dropped"
+        False,
+        "with --split-sentences: keep whitespace between sentences at the end of the first one; otherwise it is "
+        "dropped",
     )
     lang: str = flag("en", "with --split-sentences: language of the texts, as a code (en, tr, zh) or name (english)")
     make_vocab_size_divisible_by: int = flag(
@@ -96,7 +96,7 @@ class DistributedPreprocessFlags(Area):
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
         if self.seed is not None and not self.shuffle:
-            yield f"--seed {self.seed} is the seed of --shuffle, which is not given. Give both or none."
+            yield f"--seed {self.seed} has no effect without --shuffle. Give both or neither."
         if len(set(self.columns)) != len(self.columns):
             yield f"--columns {' '.join(self.columns)} names a key twice; name it once."
 
@@ -107,32 +107,32 @@ def main() -> int:
         DistributedPreprocessFlags, sys.argv[1:], prog="preprocess_data_dist.py", description=__doc__ or ""
     )
     if flags.torch_backend == "mpi":
-        log.warning("--torch-backend mpi: the ranks are those that mpirun started, but talk through gloo.")
-    from megatron.corpus.crew import Crew
-    from megatron.parallel.mesh import close_mesh, open_mesh
-    from megatron.parallel.messages import gather_json
+        log.warning("--torch-backend mpi: the ranks started by mpirun communicate over gloo.")
+    from megatron.corpus.workers.ranks import JobRanks
+    from megatron.parallel.joining import close_mesh, open_mesh
+    from megatron.parallel.messages import all_gather_json
 
     log.interrupt_on_sigterm()
     mesh = open_mesh(
-        ParallelConfig(
+        ParallelRequest(
             distributed_backend="gloo",
             distributed_timeout_minutes=_LONGEST_WAIT_MINUTES,
             local_rank=flags.local_rank,
         )
     )
-    crew = Crew(mesh.world.rank, mesh.world.size, lambda value: gather_json(value, mesh.world))
-    _preprocess(flags, crew)
+    ranks = JobRanks(mesh.world.rank, mesh.world.size, lambda value: all_gather_json(value, mesh.world))
+    _preprocess(flags, ranks)
     close_mesh(mesh)
     return 0
 
 
-def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
-    from megatron.corpus.distributed import Draw, preprocess_on_ranks, share_of_rank
-    from megatron.corpus.encode import EncodeOptions
-    from megatron.corpus.preprocess import warn_of_no_tokens
-    from megatron.corpus.progress import Progress
-    from megatron.corpus.sentences import SentenceSplitter
-    from megatron.data.tokenizer import TokenizerChoice
+def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
+    from megatron.corpus.preprocess.distributed import Draw, preprocess_on_ranks, share_of_rank
+    from megatron.corpus.preprocess.encode import EncodeOptions
+    from megatron.corpus.preprocess.run import warn_of_no_tokens
+    from megatron.corpus.preprocess.sentences import SentenceSplitter
+    from megatron.corpus.workers.progress import ProgressLine
+    from megatron.tokenizers.tokenizer import TokenizerChoice
 
     options = EncodeOptions(
         TokenizerChoice.of(flags),
@@ -142,20 +142,20 @@ def _preprocess(flags: DistributedPreprocessFlags, crew: Any) -> None:
         sentences=SentenceSplitter(flags.lang, flags.keep_newlines) if flags.split_sentences else None,
         is_cached=flags.dataset_impl != "mmap",
     )
-    log.info(f"Opening {', '.join(flags.input)} on {crew.size} ranks")
+    log.info(f"Opening {', '.join(flags.input)} on {ranks.size} ranks")
     draw = Draw(flags.split, flags.count, flags.shuffle, flags.seed)
-    encode = share_of_rank(flags.input, draw, options, crew, Progress(None, 1, _line_writer(flags.log_interval)))
-    result = preprocess_on_ranks(encode, flags.output_prefix, options, flags.merge, flags.scratch, crew)
+    encode = share_of_rank(flags.input, draw, options, ranks, ProgressLine(None, 1, _line_writer(flags.log_interval)))
+    result = preprocess_on_ranks(encode, flags.output_prefix, options, flags.merge, flags.scratch, ranks)
     log.info(
         f"Wrote {', '.join(result.prefixes)} (.bin, .idx): {result.documents} documents, {result.tokens} tokens; "
         f"{result.empty} empty documents and {result.skipped} bad lines left out."
     )
-    if crew.rank == 0:
+    if ranks.rank == 0:
         warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
 
 
 def _line_writer(interval_seconds: int) -> Callable[[str], None]:
-    """Shows a line when enough seconds have passed since the last one."""
+    """Returns a function that logs a line if enough time has passed since the last one."""
     shown_at = [time.monotonic()]
 
     def write(text: str) -> None:

@@ -1,10 +1,10 @@
-"""The same tool as preprocess_data.py under upstream's second name: same flags, same engine, same bytes.
+"""An alias of preprocess_data.py, as in upstream: same flags, same implementation, same bytes.
 
     python tools/preprocess_data_many_cores.py --input corpus.jsonl --output-prefix my-gpt2 --vocab-file vocab.json \
         --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod --workers 40
 
-Upstream's writes the documents in another order than they came in and chooses the width of an id by the padded
-vocabulary; here the documents keep their order and the files are those of preprocess_data.py, whatever --workers is.
+Upstream's version reorders documents and chooses the integer type of the ids by the padded vocabulary; here documents
+keep their order, and the files are those of preprocess_data.py for any --workers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.flags import parse_flags
+from megatron.config import parse_flags
 
 
 def main() -> int:
     """Runs the tool on the command line's flags."""
-    from preprocess_data import PreprocessFlags, run  # beside this file, where Python looks first
+    from preprocess_data import PreprocessFlags, run  # in this file's folder, the first entry of sys.path
 
     name = "preprocess_data_many_cores.py"
     return int(run(parse_flags(PreprocessFlags, sys.argv[1:], prog=name, description=__doc__ or "")))

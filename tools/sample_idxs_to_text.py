@@ -1,21 +1,20 @@
-"""Shows which text was in the training samples between two consumed counts, to look into a loss spike.
+"""Shows the text of the training samples in a range, for instance to investigate a loss spike.
 
     python tools/sample_idxs_to_text.py --load checkpoints --sample-id-range 74096 75888
     python tools/sample_idxs_to_text.py --run-dir runs/gpt-20260101-120000 --start-step 3792 --end-step 3848
     python tools/sample_idxs_to_text.py --print-text --start-sample 5 --end-sample 15 --seed 42 --train-samples 100 \
         --seq-length 2048 --data-path my-gpt2_text_document --vocab-file vocab.json --merge-file merges.txt
 
-The order of samples comes from the checkpoint of --load, or that of the run in --run-dir, or is planned as training
-planned it from the trainer's flags, which must be the same then: data, split, seed, length and number of samples. Files
-that were moved are named anew by the trainer's flags. A consumed count of N means that sample N came next.
+The sample order comes from the checkpoint in --load, from that of the run in --run-dir, or is planned from the
+trainer's flags, which must then be those of training: data, split, seed, sequence length and number of samples. Give
+the new paths of moved files with the trainer's flags. After N consumed samples, sample N came next.
 
-Writes a JSON object a line: sample, source, pieces (sequence, first token, number of tokens) and text. With
---print-text or --print-tokens it writes upstream's plain lines instead, the sample's number and what was asked for.
+Writes one JSON object per line: sample, source, pieces (sequence, first token, number of tokens) and text. With
+--print-text or --print-tokens it writes upstream's plain lines instead: the sample index and its text or tokens.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,65 +25,65 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ControlConfig, DataConfig, ModelConfig, OptimConfig, RunConfig
-from megatron.config.flags import Area, flag
+from megatron.config import ConfigSection, ControlConfig, DataConfig, OptimRequest, RandomConfig, RunConfig, flag
+from megatron.config.files.group_files import read_group_files
 from megatron.config.overlay import laid_over, parse_over
-from megatron.config.request import read_group_files
 from megatron.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from megatron.data.tokenizer import Tokenizer
-    from megatron.train.progress import Progress
+    from megatron.checkpoint.record import Progress
+    from megatron.tokenizers.record import TokenizerRecord
+    from megatron.tokenizers.tokenizer import Tokenizer
     from megatron.train.sample_order import SampleOrder, TrainedSample
 
 _SHOWN_TOKENS = 6  # at each end, without --all-tokens
 
 
 @dataclass(frozen=True)
-class SampleFlags(Area):
-    """Upstream's flags of this tool, and where the order comes from; the trainer's come on top."""
+class SampleFlags(ConfigSection):
+    """Upstream's flags of this tool and the source of the sample order, in addition to the trainer's flags."""
 
     load: str | None = flag(None, "folder of checkpoints (the newest is used), or one checkpoint")
-    run_dir: str | None = flag(None, "folder of a run")
-    sample_id_range: tuple[int, int] | None = flag(None, "first sample, and the one after the last")
+    run_dir: str | None = flag(None, "run directory")
+    sample_id_range: tuple[int, int] | None = flag(None, "first sample, and one past the last")
     start_sample: int | None = flag(None, "first sample, counted from 0", at_least=0)
-    end_sample: int | None = flag(None, "the sample after the last", at_least=1)
-    start_step: int | None = flag(None, "first step, counted from 1 as the log does", at_least=1)
-    end_step: int | None = flag(None, "last step, included; --start-step if unset", at_least=1)
-    print_text: bool = flag(False, "plain lines of the sample's number and its text")
-    print_tokens: bool = flag(False, "plain lines of the sample's number and its token ids")
-    all_tokens: bool = flag(False, "all token ids of a sample, in plain lines and in JSON")
-    output_file: str | None = flag(None, "file for the lines; the terminal if unset")
+    end_sample: int | None = flag(None, "one past the last sample", at_least=1)
+    start_step: int | None = flag(None, "first step, counted from 1 as in the log", at_least=1)
+    end_step: int | None = flag(None, "last step, inclusive; by default --start-step", at_least=1)
+    print_text: bool = flag(False, "write plain lines with the sample index and its text")
+    print_tokens: bool = flag(False, "write plain lines with the sample index and its token ids")
+    all_tokens: bool = flag(False, "write all token ids of a sample, in plain lines and in JSON")
+    output_file: str | None = flag(None, "output file; by default standard output")
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
         if self.load and self.run_dir:
-            yield f"--load {self.load} and --run-dir {self.run_dir} both say where the order comes from; give one."
+            yield f"--load {self.load} and --run-dir {self.run_dir} both specify the sample order; give one of them."
         ends = [self.start_sample is not None, self.end_sample is not None]
         by_steps = self.start_step is not None or self.end_step is not None
         if any(ends) + (self.sample_id_range is not None) + by_steps != 1 or any(ends) != all(ends):
             yield (
-                "Say which samples once: --sample-id-range FIRST END, --start-sample with --end-sample, or "
-                "--start-step and --end-step."
+                "Choose the samples in one way: --sample-id-range FIRST END, --start-sample with --end-sample, or "
+                "--start-step with --end-step."
             )
         if self.end_step is not None and not 1 <= (self.start_step or 0) <= self.end_step:
-            yield f"--end-step {self.end_step} needs a --start-step that is not behind it."
+            yield f"--end-step {self.end_step} needs a --start-step that is at most that."
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A run as far as its order of samples goes.
+    """What is known about a run's sample order.
 
     Args:
-        stood_at: where the checkpoint stood, None without one.
-        fingerprint: of the tokenizer it was trained with, None if unknown.
+        stood_at: the progress of the checkpoint; None without one.
+        tokenizer: the tokenizer of the run; None if unknown.
     """
 
     order: SampleOrder
-    optim: OptimConfig
+    optim: OptimRequest
     control: ControlConfig
     stood_at: Progress | None = None
-    fingerprint: str | None = None
+    tokenizer: TokenizerRecord | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _origin(flags: SampleFlags, given: Mapping[str, Any]) -> Origin:
-    """Where the order comes from."""
+    """Determines the source of the sample order."""
     if flags.load is not None:
         return _of_checkpoint(Path(flags.load), given)
     if flags.run_dir is not None:
@@ -118,24 +117,24 @@ def _origin(flags: SampleFlags, given: Mapping[str, Any]) -> Origin:
 
 def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
     from megatron.checkpoint import find, read_record
-    from megatron.data.plan import DataPlan
-    from megatron.train.progress import Progress
+    from megatron.checkpoint.record import Record
     from megatron.train.sample_order import SampleOrder
 
     found = find(folder)
     if not found:
-        raise CheckpointError(f"there is no checkpoint in {folder}. Give the folder that a run saved to.")
-    record = read_record(found[0].path)
-    config = laid_over(RunConfig.from_json(record["config"]), given)
-    order = SampleOrder.of_plan(DataPlan.from_json(record["data_plan"]), config.data)
-    progress = Progress.from_json(record["progress"])
-    return Origin(order, config.optim, config.control, progress, record["tokenizer"]["fingerprint"])
+        raise CheckpointError(
+            f"there is no checkpoint in {folder}. Give the folder to which a run saved its checkpoints."
+        )
+    record = Record.from_json(read_record(found[0].path), found[0].path)
+    config = laid_over(RunConfig.from_json(record.config), given)
+    order = SampleOrder.of_plan(record.data_plan, config.data)
+    return Origin(order, config.optim, config.control, record.progress, record.tokenizer)
 
 
 def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
-    """The order of the run's checkpoint; without one, of its configuration, if it was started only once."""
+    """The order in the run's checkpoint; without one, from its configuration, if it was started only once."""
     from megatron.checkpoint import find
-    from megatron.train.metrics_file import read_records
+    from megatron.observe.metrics_file import read_records
     from megatron.train.sample_order import SampleOrder
 
     path = folder / "config.json"
@@ -150,38 +149,36 @@ def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
     if starts != [0]:
         raise ConfigError(
             f"The run in {folder} did not begin at step 0, or not only once (its starts: {starts}), and has no "
-            f"checkpoint in {saves or '(no --save)'}, so its order cannot be told from its flags. Give the folder of "
-            "its checkpoints with --load."
+            f"checkpoint in {saves or '(no --save)'}, so its sample order cannot be derived from its flags. Give the "
+            f"folder of its checkpoints with --load."
         )
     config = laid_over(saved, given)
-    model = config.model
-    order = SampleOrder.of_flags(config.data, model.seq_length, model.seed, config.optim, config.control)
+    length, seed = config.data.seq_length, config.random.seed
+    order = SampleOrder.of_flags(config.data, length, seed, config.optim, config.control)
     return Origin(order, config.optim, config.control)
 
 
 def _of_flags(given: Mapping[str, Any]) -> Origin:
     from megatron.train.sample_order import SampleOrder
 
-    areas: dict[str, dict[str, Any]] = {"data": {}, "optim": {"micro_batch_size": 1}, "control": {}, "model": {}}
+    sections: dict[str, dict[str, Any]] = {"data": {}, "optim": {"micro_batch_size": 1}, "control": {}, "random": {}}
     for name, value in given.items():
-        area, _, field = name.partition(".")
-        areas.setdefault(area, {})[field] = value
-    length = areas["model"].get("seq_length")
-    if length is None:
+        section, _, field = name.partition(".")
+        sections.setdefault(section, {})[field] = value
+    if "seq_length" not in sections["data"]:
         raise ConfigError(
             "--seq-length is needed to cut the data into samples as training did; or give --load or --run-dir."
         )
-    defaults = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
-    seed = areas["model"].get("seed", defaults["seed"])
-    optim = OptimConfig(**areas["optim"])
-    skipped = areas["control"].get("skip_train_iteration_range", ())
+    data, optim = DataConfig(**sections["data"]), OptimRequest(**sections["optim"])
+    skipped = sections["control"].get("skip_train_iteration_range", ())
     control = ControlConfig(skip_train_iteration_range=skipped)
-    return Origin(SampleOrder.of_flags(DataConfig(**areas["data"]), length, seed, optim, control), optim, control)
+    seed = RandomConfig(**sections["random"]).seed
+    return Origin(SampleOrder.of_flags(data, data.seq_length, seed, optim, control), optim, control)
 
 
 def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
     """The samples [start, end) that the flags name."""
-    from megatron.train.metrics_file import read_steps
+    from megatron.observe.metrics_file import read_steps
     from megatron.train.sample_order import samples_of_logged_steps, samples_of_steps
 
     if flags.sample_id_range is not None:
@@ -191,23 +188,20 @@ def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
     last = flags.end_step or flags.start_step
     if flags.run_dir is not None:
         return samples_of_logged_steps(flags.start_step, last, read_steps(flags.run_dir))
-    skipped = origin.control.skip_train_iteration_range
-    return samples_of_steps(flags.start_step, last, origin.optim, skipped, origin.stood_at)
+    return samples_of_steps(flags.start_step, last, origin.optim, origin.control.skip_ranges, origin.stood_at)
 
 
 def _tokenizer(origin: Origin) -> Tokenizer:
     """The tokenizer of the run."""
-    from megatron.data.sidecar import check_tokenizer_fits
-    from megatron.data.split_datasets import data_prefixes
-    from megatron.data.tokenizer import build_tokenizer
+    from megatron.data.datasets.build import data_prefixes
+    from megatron.data.formats.sidecar import check_tokenizer_fits
+    from megatron.tokenizers.record import check_same_tokenizer
+    from megatron.tokenizers.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(origin.order.data)
-    if origin.fingerprint not in (None, tokenizer.fingerprint):
-        raise CheckpointError(
-            f"the run was trained with another tokenizer (fingerprint {str(origin.fingerprint)[:12]}) than "
-            f"{tokenizer.name} ({tokenizer.fingerprint[:12]}): the text would be another. Give its --vocab-file, "
-            "--merge-file or --tokenizer-name-or-path, or look at the ids with --print-tokens."
-        )
+    if origin.tokenizer is not None:
+        advice = ", or look at the ids with --print-tokens"
+        check_same_tokenizer("the run was trained", origin.tokenizer, tokenizer, CheckpointError, advice)
     check_tokenizer_fits(data_prefixes(origin.order.data), tokenizer)
     return tokenizer
 
@@ -223,7 +217,7 @@ def _lines(samples: Iterator[TrainedSample], flags: SampleFlags, tokenizer: Toke
             record = {
                 "sample": sample.number,
                 "source": sample.source,
-                "pieces": [piece._asdict() for piece in sample.pieces],
+                "pieces": [piece._asdict() for piece in sample.spans],
                 "text": text,
             }
             if flags.all_tokens:
@@ -239,8 +233,8 @@ def _shown_tokens(sample: TrainedSample, everything: bool) -> str:
 
 
 def _write(lines: Iterator[str], path: str | None) -> None:
-    """Writes the lines to the terminal, or to a file that appears when it is complete."""
-    from megatron.data.atomic_files import write_atomically
+    """Writes the lines to standard output, or atomically to a file."""
+    from megatron.data.formats.atomic_files import write_atomically
 
     if path is None:
         for line in lines:

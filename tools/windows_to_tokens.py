@@ -1,9 +1,9 @@
-"""Turns windows in Parquet files into a `.bin/.idx` pair that `pretrain_gpt.py --data-path` reads.
+"""Converts windows in Parquet files to a `.bin/.idx` pair that `pretrain_gpt.py --data-path` reads.
 
     python tools/windows_to_tokens.py --windows out/wt.train --output-prefix out/wt_text_document --append-eod
 
-Files of `tools/featurize.py` give back the documents they were cut from. Of other tools' files each window becomes a
-document of all ids that its attention_mask keeps. The way there is `tools/featurize.py --data-prefix`.
+From files of `tools/featurize.py`, the original documents are restored. From other tools' files, each window becomes a
+document of the ids that its attention_mask keeps. The inverse is `tools/featurize.py --data-prefix`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config.data import TOKENIZERS, merge_file_flag, tokenizer_place_flag, vocab_file_flag
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 
 
 @dataclass(frozen=True)
-class BackFlags(Area):
+class BackFlags(TokenizerFileFlags):
     """Flags of this program."""
 
     windows: tuple[str, ...] = flag(
@@ -28,23 +28,20 @@ class BackFlags(Area):
     )
     output_prefix: str = flag(help="data prefix of the result, without .bin/.idx")
     append_eod: bool = flag(False, "end every document with the tokenizer's end-of-document id")
-    tokenizer_type: str | None = flag(None, "tokenizer that made files which do not say it", choices=TOKENIZERS)
-    vocab_file: str | None = vocab_file_flag()
-    merge_file: str | None = merge_file_flag()
-    tokenizer_name_or_path: str | None = tokenizer_place_flag()
+    tokenizer_type: str | None = optional_tokenizer_type("tokenizer of files that do not record it")
 
 
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(BackFlags, sys.argv[1:], prog="windows_to_tokens.py", description=__doc__ or "")
-    from megatron.corpus.featurize_back import windows_to_tokens
-    from megatron.data.sidecar import TokenizerRecord
-    from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+    from megatron.corpus.featurize.back import windows_to_tokens
+    from megatron.tokenizers.record import TokenizerRecord
+    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
     log.interrupt_on_sigterm()
     record = TokenizerRecord.of(build_tokenizer(TokenizerChoice.of(flags))) if flags.tokenizer_type else None
     result = windows_to_tokens(flags.windows, flags.output_prefix, record, flags.append_eod)
-    kind = "put together" if result.whole else "taken as a document each (their files do not say how they were cut)"
+    kind = "joined" if result.whole else "taken as one document each (their files do not record how they were cut)"
     log.info(
         f"Wrote {flags.output_prefix} (.bin, .idx): {result.documents} documents, {result.tokens} tokens, from "
         f"{result.windows} windows {kind}; {result.empty} empty ones left out."

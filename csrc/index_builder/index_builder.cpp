@@ -1,8 +1,8 @@
 // Sample and blend order of Megatron-style data sets, and NumPy's shuffle, compiled.
 //
-// The same results as megatron/data/index_map.py, megatron/data/blend.py and NumPy, byte for byte, with less memory and
-// time. What costs time in large tables is waiting for memory, so places are asked for before they are needed.
-// Every index is checked; what does not fit is a ValueError that names its position. Nothing here can abort the process.
+// The same results as index_map.py and blend.py in megatron/data/order/ and NumPy, byte for byte, with less memory and
+// time. Large tables are bound by memory latency, so entries are prefetched.
+// Every index is checked; an invalid one raises a ValueError with its position. Nothing here can abort the process.
 //
 // Source: the algorithms of bigscience Megatron-DeepSpeed, megatron/data/helpers.cpp; NumPy, `RandomState.shuffle` and
 // `random_interval` (numpy/random/src/distributions/distributions.c).
@@ -25,7 +25,7 @@ namespace {
 // Raised in Python as ValueError.
 [[noreturn]] void refuse(const std::string& text) { throw std::invalid_argument(text); }
 
-// Asks for a place in memory that is read soon.
+// Prefetches memory that will be read soon.
 inline void prefetch(const void* place) {
 #if defined(__GNUC__) || defined(__clang__)
     __builtin_prefetch(place);
@@ -34,13 +34,13 @@ inline void prefetch(const void* place) {
 #endif
 }
 
-// How many documents ahead of the present one their lengths are asked for.
+// How many documents ahead lengths are prefetched.
 constexpr std::int64_t kDocumentsAhead = 32;
 
 template <typename Id, typename Entry>
 void fill_sample_index(const std::int32_t* lengths, std::int64_t sequences, const Id* documents, std::int64_t entries,
                        std::int64_t sequence_length, std::int64_t samples, Entry* rows) {
-    std::int64_t asked = 0;   // documents whose lengths were asked for
+    std::int64_t asked = 0;   // number of documents whose lengths were prefetched
     std::int64_t place = 0;   // position in `documents`
     std::int64_t offset = 0;  // token inside that document
     rows[0] = 0;
@@ -138,10 +138,10 @@ py::array build_sample_index(const py::array_t<std::int32_t, py::array::c_style>
     refuse("documents must be int32 or int64");
 }
 
-// How many swaps are decided before they are made.
+// How many swaps are drawn before they are carried out.
 constexpr std::int64_t kSwapsAhead = 128;
 
-// Goes on with a Fisher-Yates shuffle at `place`, the last entry that is not settled, for as long as the draws last.
+// Continues a Fisher-Yates shuffle at `place`, the last entry that is not final, until the draws are used up.
 // An entry is swapped with one that is drawn from those up to it: the draw's low bits, drawn again while too large.
 // Returns the new place and the number of draws that were used.
 template <typename Entry>
@@ -159,7 +159,7 @@ std::pair<std::int64_t, std::int64_t> settle(Entry* values, std::int64_t place, 
         for (; used < count && decided < kSwapsAhead && at > 0; ++used) {
             mask >>= static_cast<std::uint32_t>(at) <= (mask >> 1);
             const std::int64_t candidate = static_cast<std::int64_t>(draws[used] & mask);
-            // A draw that is too large is written and then overwritten: which ones are cannot be guessed.
+            // Too large draws are written and then overwritten, since a branch on them would be unpredictable.
             const std::int64_t fits = candidate <= at;
             prefetch(values + (fits ? candidate : at));
             chosen[decided] = candidate;

@@ -3,15 +3,20 @@
 Knows pieces of tensors and files; nothing of DeepSpeed and nothing of the training loop.
 """
 
+from megatron.checkpoint.inspection import read_record, read_tensors, verify
+from megatron.checkpoint.loading import load
 from megatron.checkpoint.lock import CheckpointLock
-from megatron.checkpoint.manifest import DamagedError
-from megatron.checkpoint.recovery import Candidate, find, load_newest, newest_record
-from megatron.checkpoint.save_load import load, read_record, read_tensors, save, verify
+from megatron.checkpoint.recovery import Candidate, Found, find, load_newest, newest_record
+from megatron.checkpoint.saving import save, write_snapshot
+from megatron.checkpoint.snapshot import Snapshot, take_snapshot
+from megatron.errors import DamagedError
 
 __all__ = [
     "Candidate",
     "CheckpointLock",
     "DamagedError",
+    "Found",
+    "Snapshot",
     "find",
     "load",
     "load_newest",
@@ -19,5 +24,7 @@ __all__ = [
     "read_record",
     "read_tensors",
     "save",
+    "take_snapshot",
     "verify",
+    "write_snapshot",
 ]

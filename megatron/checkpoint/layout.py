@@ -1,22 +1,16 @@
-"""Which bytes of which stored piece make up a wanted piece: box arithmetic without any layout.
-
-Everything here is a pure function of `PieceKey`s. The work is proportional to the contiguous rows that two pieces
-share, never to their elements.
-"""
+"""Which stored pieces make up a wanted piece, and whether pieces make up whole tensors; no layout is known here."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from megatron.checkpoint.copies import Copies, is_regrouped, shared_copies
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import Kind, PieceKey
-
-Integers = npt.NDArray[np.int64]
 
 KINDS: tuple[Kind, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
 # Half precision stores the fp32 master only, fp32 the weight only: one can stand in for the other.
@@ -24,22 +18,8 @@ _STAND_IN: dict[Kind, Kind] = {"weight": "master", "master": "weight"}
 
 
 @dataclass(frozen=True)
-class Runs:
-    """Contiguous copies from one piece to another; offsets and lengths in elements, from the start of each piece."""
-
-    source: Integers
-    destination: Integers
-    length: Integers
-
-    @property
-    def numel(self) -> int:
-        """How many elements are copied in all."""
-        return int(self.length.sum())
-
-
-@dataclass(frozen=True)
 class StoredPiece:
-    """A piece that lies in a file: `file` is its number in the manifest, `begin_bytes` its place in that file."""
+    """A piece in a file: `file` is the file's number in the manifest, `begin_bytes` the offset in it."""
 
     key: PieceKey
     dtype: str
@@ -49,7 +29,7 @@ class StoredPiece:
 
     @property
     def end_bytes(self) -> int:
-        """The first byte behind the piece."""
+        """The first byte after the piece."""
         return self.begin_bytes + self.key.numel * self.item_bytes
 
 
@@ -86,53 +66,28 @@ class Catalogue:
         return None
 
 
-def copy_runs(stored: PieceKey, wanted: PieceKey) -> Runs:
-    """The elements that two pieces of one tensor share, as contiguous copies in the order of both."""
-    dimensions = len(stored.shape)
-    low = [max(a, b) for a, b in zip(stored.start, wanted.start, strict=True)]
-    high = [min(a, b) for a, b in zip(stored.stop, wanted.stop, strict=True)]
-    if dimensions:  # flat ranges bound the first dimension: a slice of a big box must not cost all its rows
-        for key in (stored, wanted):
-            row = max(1, math.prod(key.box_shape[1:]))
-            low[0] = max(low[0], key.start[0] + key.first // row)
-            high[0] = min(high[0], key.start[0] - (-key.last // row))
-    sides = [b - a for a, b in zip(low, high, strict=True)]
-    if min(sides, default=1) <= 0:
-        return _no_runs()
-    inner = dimensions  # dimensions >= inner are whole in both boxes, so a run goes through them
-    while inner > 0 and sides[inner - 1] == stored.box_shape[inner - 1] == wanted.box_shape[inner - 1]:
-        inner -= 1
-    outer = max(0, inner - 1)  # the innermost dimension that is not whole is still contiguous
-    length = math.prod(sides[outer:])
-    source = _offsets(stored, low, sides, outer)
-    destination = _offsets(wanted, low, sides, outer)
-    skip = np.maximum(0, np.maximum(stored.first - source, wanted.first - destination))
-    until = np.minimum(length, np.minimum(stored.last - source, wanted.last - destination))
-    kept = until > skip
-    source, destination, skip, until = source[kept], destination[kept], skip[kept], until[kept]
-    return Runs(source + skip - stored.first, destination + skip - wanted.first, until - skip)
-
-
-def plan_piece(wanted: PieceKey, catalogue: Catalogue) -> list[tuple[StoredPiece, Runs]]:
+def plan_piece(wanted: PieceKey, catalogue: Catalogue) -> list[tuple[StoredPiece, Copies]]:
     """Where every element of a wanted piece is read.
 
+    The stored shape may differ from the wanted one by merged dimensions, as in checkpoints of earlier programs.
+
     Raises:
-        CheckpointError: the tensor is not stored, has another shape, or some element is stored never or twice.
+        CheckpointError: the tensor is not stored, has another shape, or some element is not stored, or stored twice.
     """
     kind = catalogue.served_kind(wanted.name, wanted.kind)
     shape = catalogue.shape(wanted.name)
-    if shape is not None and shape != wanted.shape:
+    if shape is not None and not is_regrouped(shape, wanted.shape):
         raise CheckpointError(
             f"tensor {wanted.name} has shape {list(shape)} in the checkpoint, but this run's model needs "
             f"{list(wanted.shape)}. The model flags must be those the checkpoint was made with."
         )
     if kind is None:
         raise CheckpointError(_absent(wanted, catalogue))
-    found: list[tuple[StoredPiece, Runs]] = []
+    found: list[tuple[StoredPiece, Copies]] = []
     for piece in catalogue.pieces[wanted.name, kind]:
-        runs = copy_runs(piece.key, wanted)
-        if runs.length.size:
-            found.append((piece, runs))
+        copies = shared_copies(piece.key, wanted)
+        if copies.length.size:
+            found.append((piece, copies))
     _check_covered(wanted, found)
     return found
 
@@ -166,7 +121,7 @@ def whole(name: str, kind: Kind, shape: tuple[int, ...]) -> PieceKey:
 
 
 def key_problem(key: PieceKey) -> str | None:
-    """Why a piece's numbers make no sense, or None when they do: the box lies in the tensor, the range in the box."""
+    """What is wrong with the numbers of a piece, or None: the box must lie in the tensor, the range in the box."""
     if not len(key.shape) == len(key.start) == len(key.stop):
         return "shape, start and stop have different lengths"
     for size, start, stop in zip(key.shape, key.start, key.stop, strict=True):
@@ -175,23 +130,6 @@ def key_problem(key: PieceKey) -> str | None:
     if not 0 <= key.first < key.last <= key.box_numel:
         return f"range {key.first}:{key.last} does not lie in a box of {key.box_numel} elements"
     return None
-
-
-def _offsets(key: PieceKey, low: Sequence[int], sides: Sequence[int], outer: int) -> Integers:
-    """Row-major numbers, in `key`'s box, of the first elements of all runs."""
-    box = key.box_shape
-    strides = [math.prod(box[dimension + 1 :]) for dimension in range(len(box))]
-    base = sum((place - start) * stride for place, start, stride in zip(low, key.start, strides, strict=True))
-    offsets = np.array([base], dtype=np.int64)
-    for dimension in range(outer):
-        steps = np.arange(sides[dimension], dtype=np.int64) * strides[dimension]
-        offsets = (offsets[:, None] + steps).ravel()
-    return offsets
-
-
-def _no_runs() -> Runs:
-    nothing = np.empty(0, dtype=np.int64)
-    return Runs(nothing, nothing, nothing)
 
 
 def _absent(wanted: PieceKey, catalogue: Catalogue) -> str:
@@ -207,11 +145,11 @@ def _absent(wanted: PieceKey, catalogue: Catalogue) -> str:
     )
 
 
-def _check_covered(wanted: PieceKey, found: list[tuple[StoredPiece, Runs]]) -> None:
+def _check_covered(wanted: PieceKey, found: list[tuple[StoredPiece, Copies]]) -> None:
     if not found:
         raise CheckpointError(_gap_text(wanted, 0, wanted.numel))
-    start = np.concatenate([runs.destination for _, runs in found])
-    length = np.concatenate([runs.length for _, runs in found])
+    start = np.concatenate([copies.destination for _, copies in found])
+    length = np.concatenate([copies.length for _, copies in found])
     order = np.argsort(start, kind="stable")
     start, end = start[order], (start + length)[order]
     expected = np.concatenate([[0], end[:-1]])
@@ -277,5 +215,5 @@ def _box_text(start: tuple[int, ...], stop: tuple[int, ...]) -> str:
 
 
 def as_kind(text: object) -> Kind | None:
-    """The text as a kind, or None when it is not one."""
+    """The text as a kind, or None if it is not one."""
     return next((kind for kind in KINDS if kind == text), None)

@@ -1,9 +1,9 @@
-"""One writer for a checkpoint directory: a second job is refused, a dead one's lock is taken over.
+"""One writer for a checkpoint directory: a second job is refused, the lock of a dead one is taken over.
 
-Three signs tell whether the holder lives, the strongest that applies counts: the kernel's lock on the file (`flock`; it
-ends with the holder, also by SIGKILL, and some network file systems carry it between machines), the holder's process on
-this very machine, and a counter in the file that a living holder keeps raising. The counter is compared with a
-monotonic clock of the one who looks; no file time and no wall clock is used.
+Three signs tell whether the holder is alive; the strongest that applies decides. They are the kernel's lock on the file
+(`flock`, which ends with the holder, even after SIGKILL, and which some network file systems carry between machines),
+the holder's process if it runs on this machine, and a counter in the file that a living holder keeps incrementing. An
+observer times the counter with its own monotonic clock; neither file times nor wall clocks are used.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import final
 
 from megatron import log
-from megatron.checkpoint.together import on_first
 from megatron.errors import CheckpointError, LaunchError, StorageError
+from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
 
 LOCK_NAME = ".run.lock"
@@ -68,11 +68,11 @@ class Holder:
 class CheckpointLock:
     """Holds `directory` for this run; a context manager, collective over the mesh on entry.
 
-    Only global rank 0 touches the file; it raises the counter from a thread of its own.
+    Only global rank 0 touches the file; one of its threads increments the counter.
 
     Args:
-        heartbeat_seconds: how often the counter rises.
-        stale_seconds: how long a counter must stand still before its holder on another machine counts as dead.
+        heartbeat_seconds: how often the counter is incremented.
+        stale_seconds: how long a counter must not change before its holder on another machine counts as dead.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class CheckpointLock:
             LaunchError: another living job holds it; names that job.
             StorageError: the lock file cannot be made or written.
         """
-        refusal, trouble = on_first(self._mesh, self._try_acquire)
+        refusal, file_problem = run_on_first(self._mesh, self._try_acquire)
         if refusal:
             raise LaunchError(refusal)
-        if trouble:
-            raise StorageError(trouble)
+        if file_problem:
+            raise StorageError(file_problem)
 
     def check(self) -> None:
         """Does nothing on ranks other than 0.
@@ -129,8 +129,8 @@ class CheckpointLock:
                 return
         taker = "nobody" if holder is None else str(holder)
         raise CheckpointError(
-            f"{self._path} no longer belongs to this job but to {taker}. This job stood still too long, or the file "
-            "was deleted; it must not write any more. Stop it."
+            f"{self._path} no longer belongs to this job but to {taker}. This job was suspended for too long, or the "
+            "file was deleted; it must not write any more. Stop it."
         )
 
     def release(self) -> None:
@@ -150,7 +150,7 @@ class CheckpointLock:
         self._handle = None
 
     def _try_acquire(self) -> tuple[str | None, str | None]:
-        """The reason of a refusal and the trouble with the file; both None when the lock is held now."""
+        """Why the lock is refused, and what is wrong with its file; both None if the lock is held now."""
         self._stop.clear()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,7 @@ class CheckpointLock:
         return refusal, None
 
     def _contend(self) -> str | None:
-        """Tries until the file that was locked is also the one that has the name; gives the reason of a refusal."""
+        """Tries until the locked file is the one that has the name; returns why the lock is refused, or None."""
         while True:
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             keep = False
@@ -203,7 +203,7 @@ class CheckpointLock:
                     os.close(handle)
 
     def _is_dead(self, holder: Holder, locked: bool | None) -> bool:
-        """Whether the holder in a file that we could lock, or that cannot be locked here, is dead."""
+        """Whether the holder named in the file is dead; the file is locked by us now, or cannot be locked here."""
         here = Holder.this_process()
         if locked and holder.machine and holder.machine == here.machine:
             log.warning(f"taking over {self._path} from {holder}, which is dead")
@@ -214,7 +214,7 @@ class CheckpointLock:
         if _runs_here(holder):
             return False
         log.warning(
-            f"{self._path} belongs to {holder}, which cannot be asked from here; "
+            f"{self._path} belongs to {holder}, whose process cannot be seen from here; "
             f"waiting {self._stale_seconds:g} s for a sign of life"
         )
         began_at = time.monotonic()
@@ -253,7 +253,7 @@ class CheckpointLock:
 
 
 def _flock(handle: int) -> bool | None:
-    """True: locked now; False: somebody else has it; None: this file system has no such locks."""
+    """True: locked now; False: another process has it; None: this file system has no such locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -266,18 +266,18 @@ def _flock(handle: int) -> bool | None:
 
 
 def _runs_here(holder: Holder) -> bool:
-    """Whether the holder runs, or ran, where this process can see it: same kernel, same process numbers."""
+    """Whether the holder runs, or ran, where this process can see it: same kernel, same process ids."""
     here = Holder.this_process()
     return bool(holder.machine) and (holder.machine, holder.processes) == (here.machine, here.processes)
 
 
 def _is_gone(holder: Holder) -> bool:
-    """Whether the holder is certainly dead: it ran here, and its process number is free or another process's."""
+    """Whether the holder is certainly dead: it ran here, and its process id is free or belongs to another process."""
     return _runs_here(holder) and _born(holder.process_id) != holder.born
 
 
 def _born(process_id: int) -> str:
-    """When a process started, in clock ticks since the machine did, to tell reused numbers apart; empty: it is gone."""
+    """When a process started, in clock ticks since boot, to tell reused ids apart; empty if it is gone."""
     try:
         text = Path(f"/proc/{process_id}/stat").read_text()
     except OSError:
@@ -292,7 +292,7 @@ def _write_holder(handle: int, holder: Holder) -> None:
 
 
 def _read_holder(handle: int) -> Holder | None:
-    """Who the file names; None when it names nobody (new, or its writer died within the first write)."""
+    """The holder that the file names; None if it names none (it is new, or its writer died within the first write)."""
     try:
         values = json.loads(os.pread(handle, _RECORD_BYTES, 0))
         holder = Holder(**values)
@@ -303,7 +303,7 @@ def _read_holder(handle: int) -> Holder | None:
 
 
 def _read_path(path: Path) -> Holder | None:
-    """Who the file of that name names now; opened anew, so that a network file system asks its server.
+    """The holder that the file of that name names now; opened again, so that a network file system asks its server.
 
     Raises:
         OSError: there is no such file, or it cannot be read.

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.checkpoint.layout import KINDS, StoredPiece, as_kind, key_problem
-from megatron.checkpoint.storage import Storage, opened, read_exactly
-from megatron.errors import CheckpointError, StorageError
+from megatron.checkpoint.storage import Storage, opened, read_range
+from megatron.errors import CheckpointError, DamagedError, StorageError
 from megatron.parallel.pieces import PieceKey
 
 FORMAT = "megatron-pieces"
@@ -54,12 +54,8 @@ _SEAL_BYTES = len(b'"digest": "') + 64 + len(b'"\n}\n')
 _FILE_NAME = re.compile(r"pieces_[0-9]{5,7}\.safetensors\Z")
 _FOLDER_NAME = re.compile(r"(?:iter_([0-9]{7,18})|\.old-iter_([0-9]{7,18})-[0-9a-f]+)\Z")
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
-# Errors of the operating system that are about this process, not about the file: an older checkpoint would not help.
+# Errors of the operating system that concern this process, not the file: an older checkpoint would not help.
 _NOT_THE_FILE = ("EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM")
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint whose bytes are not those that were written; an older one may still be good."""
 
 
 @dataclass(frozen=True)
@@ -138,11 +134,14 @@ def record_text(record: Mapping[str, Any]) -> str:
     return text
 
 
-def read_manifest(folder: Path, storage: Storage | None = None) -> Manifest:
+def read_manifest(folder: Path, storage: Storage | None = None, known: Manifest | None = None) -> Manifest:
     """Reads and checks the manifest of one checkpoint folder; tensor files are not opened.
 
+    Args:
+        known: a manifest parsed before; returned instead of parsing the text again if it has the text's digest.
+
     Raises:
-        DamagedError: it is missing, changed, or says impossible things.
+        DamagedError: it is missing, was changed, or contains impossible values.
         CheckpointError: it was written in another format version.
         StorageError: the system refused for a reason that has nothing to do with the file.
     """
@@ -159,15 +158,7 @@ def read_manifest(folder: Path, storage: Storage | None = None) -> Manifest:
     digest = seal.group(1).decode()
     if hashlib.sha256(text[:-_SEAL_BYTES]).hexdigest() != digest:
         raise DamagedError(f"{path} is damaged: its content does not have the digest {digest}. Use another checkpoint.")
-    values = _parse(path, text)
-    if values.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {values.get('format')!r}, not {FORMAT!r}: another program wrote it.")
-    if values.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path} has format_version {values.get('format_version')!r}; this program reads {FORMAT_VERSION}. "
-            "Read it with the program version that wrote it."
-        )
-    manifest = _Parser(path, values).manifest(digest)
+    manifest = known if known is not None and known.digest == digest else _checked(path, text, digest)
     number = folder_step(folder.name)
     if number is not None and number != manifest.step:
         raise DamagedError(
@@ -193,7 +184,7 @@ def file_name(rank: int) -> str:
 
 
 def unreadable(path: Path, failure: OSError) -> CheckpointError | StorageError:
-    """The error for a file that the system did not let us read: damage, or a trouble of this process."""
+    """The error for a file that the system did not let us read: damage, or a problem of this process."""
     if failure.errno is not None and _errno_name(failure.errno) in _NOT_THE_FILE:
         return StorageError(
             f"cannot read {path}: {failure.strerror} ({_errno_name(failure.errno)}). "
@@ -215,10 +206,27 @@ def _read_whole(storage: Storage, path: Path) -> bytes:
                     "Use another checkpoint."
                 )
             content = bytearray(size_bytes)
-            read_exactly(storage, handle, memoryview(content), 0)
+            read_range(storage, handle, memoryview(content), 0)
             return bytes(content)
     except OSError as failure:
         raise unreadable(path, failure) from failure
+
+
+def _checked(path: Path, text: bytes, digest: str) -> Manifest:
+    """Parses a manifest whose digest is right.
+
+    Raises:
+        DamagedError, CheckpointError: as `read_manifest`.
+    """
+    values = _parse(path, text)
+    if values.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {values.get('format')!r}, not {FORMAT!r}: another program wrote it.")
+    if values.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format_version {values.get('format_version')!r}; this program reads {FORMAT_VERSION}. "
+            "Read it with the program version that wrote it."
+        )
+    return _Parser(path, values).manifest(digest)
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
@@ -226,7 +234,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as failure:
         raise DamagedError(f"{path} is not a manifest: {failure}. Use another checkpoint.") from failure
-    return values  # an object for certain: the text ends with the brace that the seal has
+    return values  # certainly an object: the text ends with the brace of the seal
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -304,7 +312,7 @@ class _Parser:
             self._refuse(f"a piece of tensor {name}: {problem}")
         piece = StoredPiece(key, dtype, ITEM_BYTES[dtype], row[7], begin)
         if piece.end_bytes > file.size_bytes:
-            self._refuse(f"a piece of tensor {name} ends at byte {piece.end_bytes} of {file.name}, behind its end")
+            self._refuse(f"a piece of tensor {name} ends at byte {piece.end_bytes} of {file.name}, beyond its end")
         return piece
 
     def _rows(self, name: str, width: int) -> list[list[Any]]:
@@ -316,7 +324,7 @@ class _Parser:
     def _entry(self, table: Any, number: Any) -> Any:
         place = self._number(number, "an index")
         if not isinstance(table, list | tuple) or place >= len(table):
-            self._refuse(f"index {place} points behind its table")
+            self._refuse(f"index {place} points beyond its table")
         return table[place]
 
     def _numbers(self, values: Any, what: str) -> tuple[int, ...]:

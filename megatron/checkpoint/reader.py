@@ -18,10 +18,12 @@ from typing import final
 import numpy as np
 import torch
 
-from megatron.checkpoint.layout import Catalogue, Integers, Runs, StoredPiece, plan_piece
-from megatron.checkpoint.manifest import DamagedError, Manifest, StoredFile, unreadable
-from megatron.checkpoint.storage import Storage, read_exactly
-from megatron.checkpoint.writer import TORCH_TYPES
+from megatron.checkpoint.copies import Copies, Integers
+from megatron.checkpoint.layout import Catalogue, StoredPiece, plan_piece
+from megatron.checkpoint.manifest import Manifest, StoredFile, unreadable
+from megatron.checkpoint.snapshot import TORCH_TYPES
+from megatron.checkpoint.storage import Storage, read_range
+from megatron.errors import DamagedError
 from megatron.parallel.pieces import PieceKey
 
 Accept = Callable[[torch.Tensor], None]
@@ -32,7 +34,7 @@ _OPEN_FILES = 32
 
 @dataclass
 class _Span:
-    """A stretch of bytes inside one chunk of one file, with the copies from it into one wanted piece (all in bytes)."""
+    """A range of bytes inside one chunk of one file, with the copies from it into one wanted piece (all in bytes)."""
 
     file: int
     chunk: int
@@ -130,7 +132,7 @@ class CheckpointReader:
         return values if piece.key.kind == "weight" else values.to(torch.float32)
 
     def _copy(self, files: _OpenFiles, span: _Span, target: memoryview, name: str) -> None:
-        direct = span.length.size == 1  # one stretch: read it where it belongs
+        direct = span.length.size == 1  # a single copy: read it where it belongs
         first = int(span.destination[0])
         content = (
             target[first : first + span.high - span.low] if direct else memoryview(bytearray(span.high - span.low))
@@ -152,8 +154,8 @@ class CheckpointReader:
             return _WantedPiece(key, accept, torch.float32)
         parts = plan_piece(key, catalogue)
         piece = _WantedPiece(key, accept, TORCH_TYPES[parts[0][0].dtype])
-        for stored, runs in parts:
-            piece.spans.extend(_spans(stored, runs, self._manifest.chunk_bytes))
+        for stored, copies in parts:
+            piece.spans.extend(_spans(stored, copies, self._manifest.chunk_bytes))
         piece.spans.sort(key=lambda span: (span.file, span.low))
         return piece
 
@@ -161,11 +163,11 @@ class CheckpointReader:
         return self._manifest.files[number]
 
 
-def _spans(stored: StoredPiece, runs: Runs, chunk_bytes: int) -> Iterator[_Span]:
-    """Cuts copies at the borders of chunks; copies come in file order, so each chunk takes a stretch of them."""
-    low = stored.begin_bytes + runs.source * stored.item_bytes
-    high = low + runs.length * stored.item_bytes
-    destination = runs.destination * stored.item_bytes
+def _spans(stored: StoredPiece, copies: Copies, chunk_bytes: int) -> Iterator[_Span]:
+    """Cuts copies at the borders of chunks; copies come in file order, so each chunk takes consecutive ones."""
+    low = stored.begin_bytes + copies.source * stored.item_bytes
+    high = low + copies.length * stored.item_bytes
+    destination = copies.destination * stored.item_bytes
     chunk = int(low[0]) // chunk_bytes
     while True:
         border = (chunk + 1) * chunk_bytes
@@ -209,13 +211,13 @@ class _OpenFiles:
             self._storage.close(handle)
 
     def read(self, number: int, target: memoryview, offset_bytes: int) -> None:
-        """Fills `target` from a place of a file."""
+        """Fills `target` with the bytes of a file from an offset on."""
         path = self._folder / self._files[number].name
         try:
             handle = self._handles.get(number)
             if handle is None:
                 handle = self._open(number, path)
-            read_exactly(self._storage, handle, target, offset_bytes)
+            read_range(self._storage, handle, target, offset_bytes)
         except OSError as failure:
             raise unreadable(path, failure) from failure
 

@@ -1,20 +1,21 @@
-"""Finds the checkpoint to go on from: the newest that verifies, never a silent fresh start."""
+"""Finds the checkpoint to continue from: the newest that verifies, never a silent fresh start."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint.manifest import MANIFEST_NAME, DamagedError, folder_step, read_manifest
+from megatron.checkpoint.loading import load
+from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, folder_step, read_manifest
+from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX
 from megatron.checkpoint.reader import Wanted, check_files
-from megatron.checkpoint.save_load import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX, load
 from megatron.checkpoint.storage import Storage
-from megatron.checkpoint.together import on_first
-from megatron.errors import CheckpointError, StorageError
+from megatron.errors import CheckpointError, DamagedError, StorageError
+from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
 
 # What Megatron, DeepSpeed, torch, Hugging Face and this program's own older forms leave in a checkpoint directory.
@@ -34,11 +35,25 @@ class Candidate:
     step: int
 
 
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that is good as far as it was looked at.
+
+    Args:
+        record: the JSON object that was saved with it.
+        manifest: on rank 0 of `newest_record` the parsed manifest, for `load_newest`; else None.
+    """
+
+    record: dict[str, Any]
+    path: Path
+    manifest: Manifest | None = field(default=None, compare=False, repr=False)
+
+
 def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
     """The checkpoint folders in a directory, newest first; none when it is absent or holds nothing of the kind.
 
     A directory that is a checkpoint folder itself is its own only candidate. The file
-    `latest_checkpointed_iteration.txt` is not asked.
+    `latest_checkpointed_iteration.txt` is not consulted.
 
     Raises:
         CheckpointError: there is no checkpoint folder, but something that looks like another program's checkpoint.
@@ -69,66 +84,77 @@ def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
         )
     if any(name.startswith(TEMPORARY_PREFIX) for name in names):
         log.warning(
-            f"{directory} holds an unfinished first save and nothing else: there is no checkpoint to go on from"
+            f"{directory} holds an unfinished first save and nothing else: there is no checkpoint to continue from"
         )
     return []
 
 
 def load_newest(
-    directory: Path, wanted: Callable[[], Wanted], mesh: ParallelMesh, *, storage: Storage | None = None
-) -> tuple[dict[str, Any], Path] | None:
+    directory: Path,
+    wanted: Callable[[], Wanted],
+    mesh: ParallelMesh,
+    *,
+    known: Found | None = None,
+    storage: Storage | None = None,
+) -> Found | None:
     """Loads the newest checkpoint that verifies on every rank; collective over the whole mesh.
 
     Damaged ones are skipped with a warning that says why. None means that there is nothing there at all.
 
     Args:
         wanted: called once for each attempt; must yield all tensors every time.
+        known: what `newest_record` returned for this directory, so that rank 0 does not parse that manifest again.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged, or the newest good one does not fit the run.
         StorageError: the system refused for a reason that has nothing to do with the checkpoints.
     """
+    parsed = None if known is None else known.manifest
 
-    def attempt(path: Path) -> dict[str, Any]:
-        return load(path, wanted(), mesh, storage=storage)
+    def attempt(path: Path) -> Found:
+        return Found(load(path, wanted(), mesh, known=parsed, storage=storage), path)
 
     return _newest(Path(directory), attempt, mesh, storage or Storage())
 
 
-def newest_record(
-    directory: Path, mesh: ParallelMesh, *, storage: Storage | None = None
-) -> tuple[dict[str, Any], Path] | None:
-    """The record of the newest checkpoint whose manifest and file sizes are good; reads no tensors; collective.
+def newest_record(directory: Path, mesh: ParallelMesh, *, storage: Storage | None = None) -> Found | None:
+    """The newest checkpoint whose manifest and file sizes are good; reads no tensors; collective over the whole mesh.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged.
     """
     storage = storage or Storage()
 
-    def look(path: Path) -> dict[str, Any]:
-        manifest = read_manifest(path, storage)
-        check_files(path, manifest, storage)
-        return manifest.record
+    def look(path: Path) -> Found:
+        parsed: list[Manifest] = []
 
-    return _newest(Path(directory), lambda path: on_first(mesh, lambda: look(path)), mesh, storage)
+        def check() -> dict[str, Any]:
+            manifest = read_manifest(path, storage)
+            check_files(path, manifest, storage)
+            parsed.append(manifest)
+            return manifest.record
+
+        record = run_on_first(mesh, check)
+        return Found(record, path, parsed[0] if parsed else None)
+
+    return _newest(Path(directory), look, mesh, storage)
 
 
-def _newest(
-    directory: Path, attempt: Callable[[Path], dict[str, Any]], mesh: ParallelMesh, storage: Storage
-) -> tuple[dict[str, Any], Path] | None:
-    names = on_first(mesh, lambda: [str(candidate.path) for candidate in find(directory, storage=storage)])
+def _newest(directory: Path, attempt: Callable[[Path], Found], mesh: ParallelMesh, storage: Storage) -> Found | None:
+    """The first success among the candidates of a directory, which only rank 0 lists."""
+    names = run_on_first(mesh, lambda: [str(candidate.path) for candidate in find(directory, storage=storage)])
     skipped: list[str] = []
     for path in map(Path, names):
         try:
-            record = attempt(path)
+            found = attempt(path)
         except DamagedError as damage:
-            if mesh.world.rank == 0:
+            if mesh.control.rank == 0:
                 log.warning(f"skipping checkpoint {path}: {damage}")
             skipped.append(f"{path.name}: {damage}")
             continue
-        if mesh.world.rank == 0:
+        if mesh.control.rank == 0:
             _compare_with_hint(directory, path, skipped)
-        return record, path
+        return found
     if skipped:
         raise CheckpointError(
             f"none of the {len(skipped)} checkpoints in {directory} can be used:\n" + "\n".join(skipped) + "\n"
@@ -139,7 +165,7 @@ def _newest(
 
 def _compare_with_hint(directory: Path, path: Path, skipped: list[str]) -> None:
     if skipped:
-        log.warning(f"going on from {path}, which is older than {len(skipped)} damaged checkpoint(s)")
+        log.warning(f"continuing from {path}, which is older than {len(skipped)} damaged checkpoint(s)")
     try:
         hint = (directory / HINT_NAME).read_text(errors="replace")[:40].strip()
     except OSError:

@@ -1,6 +1,6 @@
-"""Every file operation of the room, in one small class, so that a test can make any of them fail.
+"""Every file operation on checkpoints, in one small class, so that a test can make any of them fail.
 
-Methods raise `OSError` as the operating system does; the callers turn it into a sentence.
+Methods raise `OSError` as the operating system does; their callers turn it into typed errors.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.data.formats import exact
 from megatron.errors import StorageError
 
 
@@ -43,7 +44,7 @@ class Storage:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, handle: int, content: memoryview) -> int:
-        """Writes some of the bytes and says how many."""
+        """Writes some of the bytes and returns how many."""
         return os.write(handle, content)
 
     def sync(self, handle: int) -> None:
@@ -85,7 +86,7 @@ class Storage:
         return figures.f_bavail * figures.f_frsize if figures.f_blocks else None
 
     def open_to_read(self, path: Path) -> tuple[int, int]:
-        """Opens a plain file and gives its handle and its size in bytes."""
+        """Opens a plain file and returns its handle and its size in bytes."""
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
@@ -94,7 +95,7 @@ class Storage:
         return handle, status.st_size
 
     def read_into(self, handle: int, target: memoryview, offset_bytes: int) -> int:
-        """Reads from a place of a file into `target` and says how many bytes came (0 at the end)."""
+        """Reads from an offset of a file into `target` and returns how many bytes came (0 at the end)."""
         if hasattr(os, "preadv"):
             return os.preadv(handle, [target], offset_bytes)
         content = os.pread(handle, len(target), offset_bytes)
@@ -104,7 +105,7 @@ class Storage:
 
 @contextlib.contextmanager
 def opened(storage: Storage, path: Path) -> Iterator[tuple[int, int]]:
-    """Opens a plain file for reading and closes it again; gives (handle, size in bytes)."""
+    """Opens a plain file for reading and closes it again; yields (handle, size in bytes)."""
     handle, size_bytes = storage.open_to_read(path)
     try:
         yield handle, size_bytes
@@ -112,47 +113,40 @@ def opened(storage: Storage, path: Path) -> Iterator[tuple[int, int]]:
         storage.close(handle)
 
 
-def read_exactly(storage: Storage, handle: int, target: memoryview, offset_bytes: int) -> None:
-    """Fills `target` from a place of a file; a file that ends too early is an `OSError`."""
-    done = 0
-    while done < len(target):
-        count = storage.read_into(handle, target[done:], offset_bytes + done)
-        if count <= 0:
-            raise OSError(errno.EIO, f"the file ends at byte {offset_bytes + done}")
-        done += count
+def read_range(storage: Storage, handle: int, target: memoryview, offset_bytes: int) -> None:
+    """Fills `target` with the bytes of a file from an offset on; a file that ends too early is an `OSError`."""
+    done = exact.read_into(lambda rest, done: storage.read_into(handle, rest, offset_bytes + done), target)
+    if done < len(target):
+        raise OSError(errno.EIO, f"the file ends at byte {offset_bytes + done}")
 
 
-def write_all(storage: Storage, handle: int, content: memoryview) -> None:
-    """Writes all bytes, however many calls that takes."""
-    while len(content):
-        count = storage.write(handle, content)
-        if count <= 0:
-            raise OSError(errno.EIO, "the file system accepts no more bytes")
-        content = content[count:]
+def append(storage: Storage, handle: int, content: memoryview) -> None:
+    """Writes all bytes at the end of a file."""
+    exact.write_all(lambda rest, _: storage.write(handle, rest), content)
 
 
 def write_file(storage: Storage, path: Path, content: bytes) -> None:
     """Writes a new file and waits until it is on the disk."""
     handle = storage.create(path)
     try:
-        write_all(storage, handle, memoryview(content))
+        append(storage, handle, memoryview(content))
         storage.sync(handle)
     finally:
         storage.close(handle)
 
 
 def cannot_write(storage: Storage, path: Path, need_bytes: int, failure: OSError) -> StorageError:
-    """The sentence for a write that the file system refused."""
+    """The error for a write that the file system refused."""
     try:
         free = storage.free_bytes(path.parent)
     except OSError:
         free = None
     name = errno.errorcode.get(failure.errno or 0, "unknown error")
     space = "an unknown number of" if free is None else str(free)
-    way_out = "Free space there or give --save another directory."
+    advice = "Free space there or give --save another directory."
     if failure.errno == errno.ENOENT:
-        way_out = "All nodes must see the same --save directory; give one that is shared."
+        advice = "All nodes must see the same --save directory; give one that is shared."
     return StorageError(
         f"cannot write {path}: {failure.strerror or failure} ({name}); this file needs {need_bytes} bytes, {space} "
-        f"bytes are free there. Earlier checkpoints are untouched. {way_out}"
+        f"bytes are free there. Earlier checkpoints are untouched. {advice}"
     )

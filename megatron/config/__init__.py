@@ -1,30 +1,51 @@
-"""What the user asked for: one frozen dataclass per area, the flags made from them, and the rules between them.
+"""Configuration: a frozen dataclass per section, the flags made from its fields, and the rules between sections.
 
 Imports neither torch nor numpy, reads no environment variable and opens no socket; `parse` sees flags and files only.
 """
 
-from megatron.config.control import ControlConfig
-from megatron.config.data import DataConfig, WeightedGroup, WeightedPath
-from megatron.config.model import ModelConfig
-from megatron.config.optim import OptimConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.flags.command_line import parse_flags
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection
 from megatron.config.parse import parse
 from megatron.config.resolve import Machine, TokenizerFacts, resolve
 from megatron.config.resume import check_resume
-from megatron.config.run import RunConfig
+from megatron.config.run import RunConfig, RunRequest
+from megatron.config.sections.blends import WeightedGroup, WeightedPath
+from megatron.config.sections.control import ControlConfig
+from megatron.config.sections.data import DataConfig
+from megatron.config.sections.documents import DocumentConfig
+from megatron.config.sections.kernels import KernelConfig
+from megatron.config.sections.model import ModelConfig, ModelRequest
+from megatron.config.sections.optim import OptimConfig, OptimRequest
+from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
+from megatron.config.sections.precision import PrecisionConfig
+from megatron.config.sections.random import RandomConfig
+from megatron.config.sections.recompute import RecomputeConfig
 
 __all__ = [
+    "ConfigSection",
     "ControlConfig",
     "DataConfig",
+    "DocumentConfig",
+    "KernelConfig",
     "Machine",
     "ModelConfig",
+    "ModelRequest",
     "OptimConfig",
+    "OptimRequest",
     "ParallelConfig",
+    "ParallelRequest",
+    "PrecisionConfig",
+    "RandomConfig",
+    "RecomputeConfig",
     "RunConfig",
+    "RunRequest",
     "TokenizerFacts",
     "WeightedGroup",
     "WeightedPath",
     "check_resume",
+    "flag",
     "parse",
+    "parse_flags",
     "resolve",
 ]

@@ -1,8 +1,7 @@
-"""A tool's command line that may also carry the trainer's flags, laid over the configuration of a checkpoint.
+"""A tool's command line, which may also contain the trainer's flags, over the configuration of a checkpoint.
 
-Upstream's tools take all of the trainer's flags. Here what they would say is in the checkpoint already; a flag that is
-given all the same must agree with the network, or it changes what may be changed (tokenizer files that moved, seed,
-dtype, layout).
+Upstream's tools take all of the trainer's flags. Here the checkpoint already holds their values; a flag that is given
+anyway must agree with the network, or it changes what may be changed (tokenizer files that moved, seed, dtype, layout).
 """
 
 from __future__ import annotations
@@ -12,49 +11,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from megatron.config.flags import (
-    MUST_MATCH,
-    Instance,
-    flags_of,
-    missing_problems,
-    read_command_line,
-    resume_rule,
-    without_instance_check,
-    worthwhile_problems,
-)
-from megatron.config.legacy import REFUSED, legacy_flags
+from megatron.config.flags.command_line import read_command_line
+from megatron.config.flags.fields import MUST_MATCH, flags_of, resume_rule
+from megatron.config.flags.legacy import REFUSED, legacy_flags
+from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.config.parse import field_flags
-from megatron.config.run import AREAS, RunConfig
+from megatron.config.run import RunConfig, fields_of
 from megatron.errors import ConfigError
 
 _OWN = "own."
+# What a tool leaves as it was in training, except for the fields named.
+_HOW_IT_WAS_TRAINED = frozenset({"parallel", "optim", "control"})
+_VOCABULARY_PADDING = frozenset({"make_vocab_size_divisible_by", "pad_vocab_size_to"})
 
 
 @dataclass(frozen=True)
-class Request(Generic[Instance]):
-    """The tool's own flags, and the trainer's flags that were given, by "area.field"."""
+class ToolRequest(Generic[Instance]):
+    """The tool's own flags, and the trainer's flags that were given, by "section.field"."""
 
     own: Instance
     given: Mapping[str, Any] = field(default_factory=dict)
 
 
-def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description: str = "") -> Request[Instance]:
+def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description: str = "") -> ToolRequest[Instance]:
     """Reads a command line of a tool's own flags (a dataclass of `flag()` fields) and any of the trainer's.
 
     Raises:
-        ConfigError: with all problems of the command line together.
+        ConfigError: with all problems of the command line at once.
     """
-    own = {_OWN + one.field: one for one in flags_of(cls)}
+    own = {_OWN + flag.field: flag for flag in flags_of(cls)}
     trainer, legacy = field_flags(), legacy_flags()
-    taken = {spelling for one in own.values() for spelling in one.spellings}
+    taken = {spelling for flag in own.values() for spelling in flag.spellings}
     flags = {
-        name: one
-        for name, one in {**trainer, **{key: entry.flag for key, entry in legacy.items()}}.items()
-        if not taken.intersection(one.spellings)
+        name: flag
+        for name, flag in {**trainer, **{key: entry.flag for key, entry in legacy.items()}}.items()
+        if not taken.intersection(flag.spellings)
     }
     groups = [
         ("flags", list(own)),
-        ("of the trainer, taken from the checkpoint unless given", [name for name in trainer if name in flags]),
+        ("of the trainer; taken from the checkpoint unless given", [name for name in trainer if name in flags]),
     ]
     reading = read_command_line(
         {**own, **flags},
@@ -72,12 +67,12 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
         )
         if sentence is not None and entry.status == REFUSED:
             problems.append(sentence)
-    instance = without_instance_check(cls, values)
-    missing = {one.field for one in own.values() if one.required and one.field not in values}
-    problems += worthwhile_problems([instance], values, reading.broken | missing)
+    instance = build_unchecked(cls, values)
+    missing = {flag.field for flag in own.values() if flag.required and flag.field not in values}
+    problems += relevant_problems([instance], values, reading.broken | missing)
     if problems:
         raise ConfigError(problems)
-    return Request(instance, {name: value for name, value in reading.values.items() if name in trainer})
+    return ToolRequest(instance, {name: value for name, value in reading.values.items() if name in trainer})
 
 
 def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
@@ -89,23 +84,23 @@ def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         ConfigError: a given flag contradicts the network in the checkpoint, or a value is illegal.
     """
     problems = []
-    changes: dict[str, dict[str, Any]] = {"model": {}, "data": {}}
+    architecture = {field.name for field in fields_of(type(saved.model)) if resume_rule(field) == MUST_MATCH}
+    changes: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
-        area, _, field_name = name.partition(".")
-        if area not in changes:
+        section, _, field_name = name.partition(".")
+        if section in _HOW_IT_WAS_TRAINED and field_name not in _VOCABULARY_PADDING:
             continue
-        changes[area][field_name] = value
-        before = getattr(getattr(saved, area), field_name)
-        rule = resume_rule(AREAS[area].__dataclass_fields__[field_name])  # type: ignore[attr-defined]
-        if area == "model" and rule == MUST_MATCH and value != before:
+        changes.setdefault(section, {})[field_name] = value
+        before = getattr(getattr(saved, section), field_name)
+        if section == "model" and field_name in architecture and value != before:
             option = f"--{field_name.replace('_', '-')}"
             problems.append(
                 f"{option} {value} is given, but the checkpoint holds a network with {before}. Drop {option}."
             )
     if problems:
         raise ConfigError(problems)
-    dtypes = {"fp16", "bf16"} & changes["model"].keys()
-    if dtypes:
-        changes["model"] = {"fp16": False, "bf16": False, **changes["model"]}
-    areas = {area: dataclasses.replace(getattr(saved, area), **values) for area, values in changes.items()}
-    return dataclasses.replace(saved, **areas)
+    precision = changes.get("precision", {})
+    if precision.keys() & {"fp16", "bf16"}:
+        changes["precision"] = {"fp16": False, "bf16": False, **precision}
+    sections = {section: dataclasses.replace(getattr(saved, section), **values) for section, values in changes.items()}
+    return dataclasses.replace(saved, **sections)

@@ -1,20 +1,27 @@
-"""What only a machine and a tokenizer can tell: world size, dtype, padded vocabulary, steps from samples."""
+"""From a request to a run: what depends on the machine and the tokenizer is checked and filled in."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron.config.optim import OptimConfig
-from megatron.config.run import RunConfig
+from megatron.config.flags.section import ConfigSection
+from megatron.config.layout import layout_problems
+from megatron.config.run import RunConfig, RunRequest, fields_of
+from megatron.config.schedule import planned_iterations
+from megatron.config.sections.model import ModelConfig
+from megatron.config.sections.optim import OptimConfig, OptimRequest
+from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
 from megatron.errors import ConfigError
+
+Resolved = TypeVar("Resolved", bound=ConfigSection)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the machine offers."""
+    """What the configuration must know of the machine."""
 
     device_type: str  # cpu or cuda
     world_size: int
@@ -31,52 +38,60 @@ class TokenizerFacts:
     fingerprint: str
 
 
-def resolve(config: RunConfig, machine: Machine, tokenizer: TokenizerFacts) -> RunConfig:
-    """Completes a parsed configuration with what the machine and the tokenizer decide.
+def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) -> RunConfig:
+    """Completes what was asked for with what the machine and the tokenizer decide.
 
     Raises:
-        ConfigError: with all problems together.
+        ConfigError: with all problems at once.
     """
-    problems: list[str] = []
-    notices: list[str] = list(config.notices)
-    problems.extend(_dtype_problems(config, machine))
-    layout_problems = list(_layout_problems(config, machine))
-    problems.extend(layout_problems)
-    padded, found = padded_vocab_size(config, tokenizer.vocab_size)
+    problems = [*_dtype_problems(request, machine)]
+    misfits = list(_layout_problems(request, machine))
+    problems.extend(misfits)
+    padded, found = padded_vocab_size(request.parallel, tokenizer.vocab_size)
     problems.extend(found)
-    copies = max(1, machine.world_size // config.parallel.model_parallel_size)
-    batch, found = _global_batch(config, copies)
-    problems.extend([] if layout_problems else found)
-    steps, found = _train_steps(config, batch)
-    problems.extend(found)
-    backend, backend_notices = _backend(config, machine)
-    stage, stage_notices = _zero_stage(config)
+    replicas = max(1, machine.world_size // request.parallel.model_parallel_size)
+    batch, found = _global_batch(request.optim, replicas)
+    problems.extend([] if misfits else found)
+    optim = resolve_optim(request.optim, batch)
+    problems.extend(_length_problems(request.optim, optim))
+    backend, backend_notices = _backend(request, machine)
+    stage, stage_notices = _zero_stage(request)
     if problems:
         raise ConfigError(problems)
-    changes: dict[str, Any] = {
-        "model": dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded),
-        "parallel": dataclasses.replace(
-            config.parallel,
-            world_size=machine.world_size,
-            data_parallel_size=copies,
-            effective_zero_stage=stage,
-            distributed_backend=backend,
-        ),
-        "optim": dataclasses.replace(config.optim, global_batch_size=batch, train_iters=steps),
-        "notices": (*notices, *backend_notices, *stage_notices),
+    same: dict[str, Any] = {field.name: getattr(request, field.name) for field in dataclasses.fields(RunRequest)}
+    parallel = {
+        "world_size": machine.world_size,
+        "data_parallel_size": replicas,
+        "effective_zero_stage": stage,
+        "distributed_backend": backend,
     }
-    return dataclasses.replace(config, **changes)
+    return RunConfig(
+        **{
+            **same,
+            "model": _resolved(ModelConfig, request.model, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded),
+            "parallel": _resolved(ParallelConfig, request.parallel, **parallel),
+            "optim": optim,
+            "notices": (*request.notices, *backend_notices, *stage_notices),
+        }
+    )
 
 
-def padded_vocab_size(config: RunConfig, vocab_size: int) -> tuple[int, list[str]]:
+def resolve_optim(request: OptimRequest, global_batch_size: int) -> OptimConfig:
+    """Completes the optimizer section of a run with this global batch size; a run without a length plans no step."""
+    rate = request.min_lr if request.lr is None else request.lr
+    steps = request.train_iters or 0
+    found = _resolved(OptimConfig, request, global_batch_size=global_batch_size, lr=rate, train_iters=steps)
+    return dataclasses.replace(found, train_iters=planned_iterations(found))
+
+
+def padded_vocab_size(parallel: ParallelRequest, vocab_size: int) -> tuple[int, list[str]]:
     """Rows of the word embedding over all ranks, and what is wrong with them.
 
     Source: bigscience Megatron-DeepSpeed `megatron/tokenizer/tokenizer.py`, `_vocab_size_with_padding`.
     """
-    model, ranks = config.model, config.parallel.tensor_model_parallel_size
-    size = model.pad_vocab_size_to
+    size = parallel.pad_vocab_size_to
     if size is None:
-        multiple = model.make_vocab_size_divisible_by * ranks
+        multiple = parallel.make_vocab_size_divisible_by * parallel.tensor_model_parallel_size
         return -(-vocab_size // multiple) * multiple, []
     problems = []
     if size < vocab_size:
@@ -86,100 +101,73 @@ def padded_vocab_size(config: RunConfig, vocab_size: int) -> tuple[int, list[str
     return size, problems
 
 
-def steps_from_samples(optim: OptimConfig, full_batch: int, samples: int) -> int:
-    """Steps that consume at most `samples`, the batch-size ramp-up walked step by step.
-
-    Source: bigscience Megatron-DeepSpeed `megatron/training.py`, `update_train_iters`, and `megatron/microbatches.py`;
-    unlike there, a run that ends inside the ramp-up stops before the first batch that would exceed the samples.
-    """
-    if optim.rampup_batch_size is None:
-        return samples // full_batch
-    start, increment, ramp_samples = optim.rampup_batch_size
-    increments = (full_batch - start) // increment
-    steps = consumed = 0
-    while consumed <= ramp_samples and increments and ramp_samples:
-        batch = min(full_batch, start + int(consumed / (ramp_samples / increments)) * increment)
-        if consumed + batch > samples:
-            return steps
-        consumed += batch
-        steps += 1
-    return steps + (samples - consumed) // full_batch
+def _resolved(cls: type[Resolved], request: ConfigSection, **values: Any) -> Resolved:
+    """A section with the fields of the request and the values that were computed."""
+    same = {field.name: getattr(request, field.name) for field in fields_of(type(request))}
+    return cls(**{**same, **values})
 
 
-def _dtype_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
-    if config.model.fp16 and not machine.supports_fp16:
+def _dtype_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
+    if request.precision.fp16 and not machine.supports_fp16:
         yield f"--fp16 does not train on this machine ({machine.device_type}). Use --bf16, or drop --fp16 for float32."
-    if config.model.bf16 and not machine.supports_bf16:
+    if request.precision.bf16 and not machine.supports_bf16:
         yield f"--bf16 does not train on this machine ({machine.device_type}). Use --fp16, or drop --bf16 for float32."
 
 
-def _layout_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
-    tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    world = machine.world_size
-    if world % (tp * pp):
-        legal = [
-            f"{t} x {p}"
-            for t in range(1, world + 1)
-            for p in range(1, world + 1)
-            if world % (t * p) == 0 and config.model.num_attention_heads % t == 0 and p <= config.model.num_layers
-        ]
-        shown = ", ".join(legal[:12]) + (", ..." if len(legal) > 12 else "")
-        yield (
-            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} needs a multiple of {tp * pp} "
-            f"processes, and {world} {'was' if world == 1 else 'were'} started. Start "
-            f"{-(-world // (tp * pp)) * tp * pp}, or use a tensor x pipeline layout that fits {world}: {shown}."
-        )
+def _layout_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
+    model, parallel = request.model, request.parallel
+    yield from layout_problems(
+        machine.world_size,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        split_sizes=(model.num_attention_heads, model.ffn_hidden_size),
+        most_stages=1 if parallel.zero_stage >= 2 else model.num_layers,
+    )
 
 
-def _global_batch(config: RunConfig, copies: int) -> tuple[int, list[str]]:
-    micro = config.optim.micro_batch_size
-    batch = config.optim.global_batch_size
+def _global_batch(optim: OptimRequest, replicas: int) -> tuple[int, list[str]]:
+    micro, batch = optim.micro_batch_size, optim.global_batch_size
     if batch is None:
-        return micro * copies, []
+        return micro * replicas, []
     problems = []
-    unit = micro * copies
+    unit = micro * replicas
     if batch % unit:
         lower = batch // unit * unit
         problems.append(
-            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {copies} data-parallel "
-            f"copies = {unit}. Use {f'{lower} or ' if lower else ''}{lower + unit}."
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {replicas} data-parallel "
+            f"replicas = {unit}. Use {f'{lower} or ' if lower else ''}{lower + unit}."
         )
-    ramp = config.optim.rampup_batch_size
+    ramp = optim.rampup_batch_size
     if ramp is not None and (ramp[0] % unit or ramp[1] % unit):
         problems.append(
             f"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: start and increment must be multiples of "
-            f"--micro-batch-size {micro} x {copies} data-parallel copies = {unit}. Use multiples of {unit} or fewer "
-            "processes."
+            f"--micro-batch-size {micro} x {replicas} data-parallel replicas = {unit}. Use multiples of {unit} or "
+            "fewer processes."
         )
     return batch, problems
 
 
-def _train_steps(config: RunConfig, batch: int) -> tuple[int, list[str]]:
-    samples = config.optim.train_samples
-    if samples is None:
-        return config.optim.train_iters, []
-    steps = steps_from_samples(config.optim, batch, samples)
-    if steps:
-        return steps, []
-    problem = (
-        f"--train-samples {samples} is less than the first global batch (--global-batch-size {batch}), so no step "
-        f"would be taken. Train at least {batch} samples, or use a smaller batch."
-    )
-    return 1, [problem]
+def _length_problems(request: OptimRequest, optim: OptimConfig) -> Iterator[str]:
+    samples, batch = request.train_samples, optim.global_batch_size
+    if samples is not None and optim.train_iters == 0:
+        yield (
+            f"--train-samples {samples} is less than the first global batch (--global-batch-size {batch}), so no step "
+            f"would be taken. Train at least {batch} samples, or use a smaller batch."
+        )
 
 
-def _backend(config: RunConfig, machine: Machine) -> tuple[str, list[str]]:
-    asked = config.parallel.distributed_backend
+def _backend(request: RunRequest, machine: Machine) -> tuple[str, list[str]]:
+    asked = request.parallel.distributed_backend
     if asked == "nccl" and machine.device_type != "cuda":
         return "gloo", ["--distributed-backend nccl needs CUDA, and this machine has none: gloo is used."]
     return asked or ("nccl" if machine.device_type == "cuda" else "gloo"), []
 
 
-def _zero_stage(config: RunConfig) -> tuple[int, list[str]]:
-    if config.parallel.zero_stage == 0 and config.model.dtype_name != "float32":
+def _zero_stage(request: RunRequest) -> tuple[int, list[str]]:
+    if request.parallel.zero_stage == 0 and request.precision.dtype_name != "float32":
         notice = (
-            f"--zero-stage 0 in {config.model.dtype_name} runs as stage 1 with float32 accumulation: DeepSpeed's "
-            "half-precision optimizer without ZeRO takes a wrong first step."
+            f"--zero-stage 0 in {request.precision.dtype_name} runs as stage 1 with float32 accumulation: DeepSpeed's "
+            "half-precision optimizer without ZeRO gets the first step wrong."
         )
         return 1, [notice]
-    return config.parallel.zero_stage, []
+    return request.parallel.zero_stage, []

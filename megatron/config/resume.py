@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.config.data import read_split, shown_split
-from megatron.config.flags import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, resume_rule
-from megatron.config.optim import OptimConfig
-from megatron.config.run import AREAS, CHECKPOINT, RunConfig, frozen, plain
+from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, resume_rule
+from megatron.config.run import CHECKPOINT, RunConfig, fields_of, frozen, plain, saved_fields, sections_of
+from megatron.config.sections.blends import read_split, shown_split
+from megatron.config.sections.optim import OptimConfig
 from megatron.errors import ConfigError
 
-# The fields that make the learning-rate schedule: the checkpoint's under --use-checkpoint-lr-scheduler.
+# The learning-rate schedule; taken from the checkpoint with --use-checkpoint-lr-scheduler.
 SCHEDULE_FIELDS = (
     "lr",
     "min_lr",
@@ -23,8 +23,8 @@ SCHEDULE_FIELDS = (
     "lr_warmup_iters",
     "lr_warmup_samples",
 )
-# Changing these is legal, and a user who did not mean to will want to know.
-_WORTH_SAYING = frozenset(
+# These may change, and a user who did not intend it will want to know.
+_NOTABLE = frozenset(
     {*SCHEDULE_FIELDS, "global_batch_size", "rampup_batch_size", "weight_decay", "clip_grad", "fp16", "bf16"}
     | {"hidden_dropout", "attention_dropout", "train_iters", "train_samples"}
 )
@@ -33,8 +33,8 @@ _WORTH_SAYING = frozenset(
 def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     """Compares the configuration a checkpoint was saved with (`RunConfig.to_json`) with the current one.
 
-    Both should be resolved. Returns the configuration to go on with: the current one, with the fields that are taken
-    from the checkpoint, and a notice for every change that affects training.
+    Both should be resolved. Returns the configuration to continue with: the current one, with the fields that are
+    taken from the checkpoint, and a notice for every change that affects training.
 
     Raises:
         ConfigError: fields that must match differ; one sentence for each, with both values.
@@ -42,53 +42,58 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     problems: list[str] = []
     notices: list[str] = []
     taken: dict[str, dict[str, Any]] = {}
-    for area, field, then, now in _differences(saved, current):
-        rule = _rule(area, field, current)
+    values = {name: value for _, name, value in saved_fields(saved)}
+    for section, field, then, now in _differences(values, current):
+        rule = _rule(section, field, current)
         name = f"--{field.name.replace('_', '-')}"
         if rule == MUST_MATCH or (rule == RUN_MUST_MATCH and not current.control.finetune):
-            problems.append(_must_match_sentence(area, field, then, now, rule))
+            problems.append(_must_match_sentence(section, field, then, now, rule))
         elif (
-            rule == FROM_CHECKPOINT and field.name not in SCHEDULE_FIELDS and current.was_given(f"{area}.{field.name}")
+            rule == FROM_CHECKPOINT
+            and field.name not in SCHEDULE_FIELDS
+            and current.was_given(f"{section}.{field.name}")
         ):
             problems.append(
-                f"{name} {_shown(now)} is given, and the checkpoint was saved with {_shown(then)}, which it must keep. "
+                f"{name} {_shown(now)} is given, and the checkpoint was saved with {_shown(then)}, which must stay. "
                 f"Drop {name} or give {_shown(then)}."
             )
         elif rule == FROM_CHECKPOINT:
-            taken.setdefault(area, {})[field.name] = then
-            notices.append(f"{name} {_shown(then)} is taken from the checkpoint; {_shown(now)} is not used.")
-        elif field.name in _WORTH_SAYING and not current.control.finetune:
+            taken.setdefault(section, {})[field.name] = then
+            notices.append(f"{name} {_shown(then)} is taken from the checkpoint in place of {_shown(now)}.")
+        elif field.name in _NOTABLE and not (current.control.finetune or current.control.eval_only):
             notices.append(f"{name} is {_shown(now)} now; the checkpoint was saved with {_shown(then)}.")
     if current.optim.use_checkpoint_lr_scheduler:
-        problems.extend(_schedule_problems(saved.get("optim", {}), current.optim))
-        _fix_decay(saved.get("optim", {}), current.optim, taken)
+        problems.extend(_schedule_problems(values, current.optim))
+        _fix_decay(values, current.optim, taken)
     if problems:
         raise ConfigError(problems)
     changes: dict[str, Any] = {
-        area: dataclasses.replace(getattr(current, area), **fields) for area, fields in taken.items()
+        section: dataclasses.replace(getattr(current, section), **fields) for section, fields in taken.items()
     }
-    provenance = {**current.provenance, **{f"{area}.{name}": CHECKPOINT for area in taken for name in taken[area]}}
+    provenance = {
+        **current.provenance,
+        **{f"{section}.{name}": CHECKPOINT for section in taken for name in taken[section]},
+    }
     return dataclasses.replace(current, **changes, provenance=provenance, notices=(*current.notices, *notices))
 
 
 def _differences(
     saved: Mapping[str, Any], current: RunConfig
 ) -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
-    """Yields (area, field, saved value, current value) wherever both are known and differ."""
-    for area, cls in AREAS.items():
-        entries = saved.get(area, {})
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            now = plain(getattr(getattr(current, area), field.name))
-            if field.name in entries and not _is_same(field.name, entries[field.name], now):
-                yield area, field, frozen(entries[field.name]), frozen(now)
+    """Yields (section, field, saved value, current value) wherever both are known and differ."""
+    for section, cls in sections_of(RunConfig).items():
+        for field in fields_of(cls):
+            now = plain(getattr(getattr(current, section), field.name))
+            if field.name in saved and not _is_same(field.name, saved[field.name], now):
+                yield section, field, frozen(saved[field.name]), frozen(now)
 
 
 def _is_same(name: str, then: Any, now: Any) -> bool:
     return bool(then == now) or (name == "split" and read_split(str(then)) == read_split(str(now)))
 
 
-def _rule(area: str, field: dataclasses.Field[Any], current: RunConfig) -> str:
-    if current.optim.use_checkpoint_lr_scheduler and area == "optim" and field.name in SCHEDULE_FIELDS:
+def _rule(section: str, field: dataclasses.Field[Any], current: RunConfig) -> str:
+    if current.optim.use_checkpoint_lr_scheduler and section == "optim" and field.name in SCHEDULE_FIELDS:
         return FROM_CHECKPOINT
     if field.name == "optimizer" and current.control.no_load_optim:
         return MAY_CHANGE
@@ -98,7 +103,7 @@ def _rule(area: str, field: dataclasses.Field[Any], current: RunConfig) -> str:
 
 
 def _schedule_problems(saved: Mapping[str, Any], optim: OptimConfig) -> Iterator[str]:
-    """Why the checkpoint's schedule would not be the same course of the learning rate in the current run."""
+    """Why the checkpoint's schedule would give other learning rates in the current run."""
     by_samples = saved.get("train_samples") is not None
     if by_samples != (optim.train_samples is not None):
         then, now = ("samples", "iters") if by_samples else ("iters", "samples")
@@ -115,28 +120,27 @@ def _schedule_problems(saved: Mapping[str, Any], optim: OptimConfig) -> Iterator
 
 
 def _fix_decay(saved: Mapping[str, Any], optim: OptimConfig, taken: dict[str, dict[str, Any]]) -> None:
-    """Writes out a decay that was as long as the saved run, so that a longer run does not stretch it."""
+    """Fixes the length of a decay that was as long as the saved run, so that a longer run does not stretch it."""
     unit = "samples" if optim.train_samples is not None else "iters"
     length = saved.get(f"lr_decay_{unit}") or saved.get(f"train_{unit}")
     if length is not None and length != getattr(optim, f"train_{unit}"):
         taken.setdefault("optim", {})[f"lr_decay_{unit}"] = length
 
 
-def _must_match_sentence(area: str, field: dataclasses.Field[Any], then: Any, now: Any, rule: str) -> str:
+def _must_match_sentence(section: str, field: dataclasses.Field[Any], then: Any, now: Any, rule: str) -> str:
     name = f"--{field.name.replace('_', '-')}"
     if "derived" in field.metadata:
         return (
-            f"{area}.{field.name} ({field.metadata['derived']}) is {_shown(now)} and the checkpoint was saved with "
+            f"{section}.{field.name} ({field.metadata['derived']}) is {_shown(now)} and the checkpoint was saved with "
             f"{_shown(then)}. They must match; use the files the checkpoint was trained with."
         )
     if field.name == "split":
         then, now = shown_split(then), shown_split(now)
-    way_out = " To train its weights in a new way, use --finetune." if rule == RUN_MUST_MATCH else ""
+    hint = " To start a new run from its weights, use --finetune." if rule == RUN_MUST_MATCH else ""
     switch = isinstance(then, bool)
     fix = (name if then else f"--no-{field.name.replace('_', '-')}") if switch else f"{name} {_shown(then)}"
     return (
-        f"{name} is {_shown(now)} and the checkpoint was saved with {_shown(then)}. "
-        f"They must match; give {fix}.{way_out}"
+        f"{name} is {_shown(now)} and the checkpoint was saved with {_shown(then)}. They must match; give {fix}.{hint}"
     )
 
 

@@ -1,19 +1,26 @@
-"""The whole request: five areas, where each value came from, and the rules between areas."""
+"""The whole configuration: its sections, where each value came from, and the rules between sections."""
 
 from __future__ import annotations
 
 import dataclasses
-import types
+import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron.config.control import ControlConfig
-from megatron.config.data import DataConfig
-from megatron.config.flags import Area
-from megatron.config.model import ModelConfig
-from megatron.config.optim import OptimConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.flags.fields import flags_of
+from megatron.config.flags.section import ConfigSection
+from megatron.config.layout import heads_problems, stages_problems
+from megatron.config.sections.control import ControlConfig
+from megatron.config.sections.data import DataConfig
+from megatron.config.sections.documents import DocumentConfig
+from megatron.config.sections.kernels import KernelConfig
+from megatron.config.sections.model import ModelConfig, ModelRequest
+from megatron.config.sections.optim import OptimConfig, OptimRequest
+from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
+from megatron.config.sections.precision import PrecisionConfig
+from megatron.config.sections.random import RandomConfig
+from megatron.config.sections.recompute import RecomputeConfig
 from megatron.errors import ConfigError
 
 GIVEN = "given"
@@ -21,99 +28,150 @@ FILE = "file"
 DEFAULT = "default"
 CHECKPOINT = "checkpoint"
 
-AREAS: Mapping[str, type[Area]] = types.MappingProxyType(
-    {
-        "model": ModelConfig,
-        "parallel": ParallelConfig,
-        "optim": OptimConfig,
-        "data": DataConfig,
-        "control": ControlConfig,
-    }
-)
+Run = TypeVar("Run", bound="RunRequest")
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """What was asked for; frozen, and the only configuration there is.
+class RunRequest:
+    """What was asked for: the flags and files of a run, before the machine and the tokenizer are known.
 
-    `provenance` maps "area.field" to given, file, default or checkpoint. `notices` are sentences the user should see
+    `provenance` maps "section.field" to given, file, default or checkpoint. `notices` are sentences the user should see
     once, such as flags that were accepted and ignored.
 
     Raises:
-        ConfigError: a rule between two areas is broken.
+        ConfigError: a rule between two sections is broken.
     """
 
-    model: ModelConfig
-    parallel: ParallelConfig
-    optim: OptimConfig
+    model: ModelRequest
+    precision: PrecisionConfig
+    recompute: RecomputeConfig
+    documents: DocumentConfig
+    random: RandomConfig
+    kernels: KernelConfig
+    parallel: ParallelRequest
+    optim: OptimRequest
     data: DataConfig
     control: ControlConfig
     provenance: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        found = list(cross_problems(self.model, self.parallel))
+        found = list(cross_problems(self.model, self.parallel, self.data))
         if found:
             raise ConfigError(found)
 
-    def was_given(self, area_field: str) -> bool:
-        """Whether "area.field" was set by the user, on the command line or in a file."""
-        return self.provenance.get(area_field, DEFAULT) != DEFAULT
+    def was_given(self, section_field: str) -> bool:
+        """Whether "section.field" was set by the user, on the command line or in a file."""
+        return self.provenance.get(section_field, DEFAULT) != DEFAULT
+
+    def flat(self) -> dict[str, Any]:
+        """Every value by the name of its field, for logs."""
+        sections = (getattr(self, name) for name in sections_of(type(self)))
+        return {name: value for section in sections for name, value in dataclasses.asdict(section).items()}
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON values; `from_json` reads it back."""
-        found: dict[str, Any] = {name: plain(dataclasses.asdict(getattr(self, name))) for name in AREAS}
+        found: dict[str, Any] = {
+            name: plain(dataclasses.asdict(getattr(self, name))) for name in sections_of(type(self))
+        }
         return {**found, "provenance": dict(self.provenance)}
 
-    @staticmethod
-    def from_json(saved: Mapping[str, Any]) -> RunConfig:
+    @classmethod
+    def from_json(cls: type[Run], saved: Mapping[str, Any]) -> Run:
         """Reads what `to_json` wrote; entries that an older version did not have get their defaults.
 
+        A field is found by its name, in whichever section it was saved: older versions had fewer sections.
+
         Raises:
-            ConfigError: an entry is unknown, so the text was written by a newer version, or a value breaks a rule.
+            ConfigError: an entry is unknown, so the text was written by a newer version, or is missing and has no
+                default, or a value breaks a rule.
         """
-        areas = {}
-        for name, cls in AREAS.items():
-            entries = saved.get(name, {})
-            known = {one.name for one in dataclasses.fields(cls)}  # type: ignore[arg-type]
-            unknown = sorted(set(entries) - known)
-            if unknown:
+        sections = sections_of(cls)
+        places = {field.name: name for name, section in sections.items() for field in fields_of(section)}
+        values: dict[str, dict[str, Any]] = {name: {} for name in sections}
+        for section, name, value in saved_fields(saved):
+            if name not in places:
                 raise ConfigError(
-                    f"the saved configuration has {name}.{unknown[0]} = {entries[unknown[0]]!r}, which this version "
-                    "does not know. It was written by a newer version; use that one."
+                    f"the saved configuration has {section}.{name} = {value!r}, which this version does not know. It "
+                    "was written by a newer version; use that one."
                 )
-            areas[name] = cls(**{key: frozen(value) for key, value in entries.items()})
-        return RunConfig(**areas, provenance=dict(saved.get("provenance", {})))  # type: ignore[arg-type]
+            values[places[name]][name] = frozen(value)
+        provenance = {
+            f"{places[name]}.{name}": source
+            for name, source in ((key.partition(".")[2], source) for key, source in saved.get("provenance", {}).items())
+            if name in places
+        }
+        built: dict[str, Any] = {name: _read_section(section, values[name]) for name, section in sections.items()}
+        return cls(**built, provenance=provenance)
 
 
-def cross_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    """One sentence for every broken rule between areas."""
-    ranks, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    heads = model.num_attention_heads
-    if heads > 0 and ranks > 0 and heads % ranks:
-        legal = [size for size in range(1, heads + 1) if heads % size == 0]
+@dataclass(frozen=True)
+class RunConfig(RunRequest):
+    """The resolved configuration of a run: what was asked for, with all that the machine and the tokenizer decide."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    optim: OptimConfig
+
+
+def sections_of(cls: type[RunRequest]) -> dict[str, type[ConfigSection]]:
+    """The sections of a request or of a resolved configuration by name, in the order of `--help`."""
+    hints = typing.get_type_hints(cls)
+    found = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {name: hint for name, hint in found.items() if isinstance(hint, type) and issubclass(hint, ConfigSection)}
+
+
+def fields_of(section: type[ConfigSection]) -> tuple[dataclasses.Field[Any], ...]:
+    """All fields of a section, those that no flag sets included."""
+    return dataclasses.fields(section)  # type: ignore[arg-type]
+
+
+def saved_fields(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(section, field, value) of a saved configuration, in whatever way its version divided the fields."""
+    for section, entries in saved.items():
+        if section != "provenance":
+            for name, value in entries.items():
+                yield section, name, value
+
+
+def _read_section(section: type[ConfigSection], values: dict[str, Any]) -> ConfigSection:
+    """Builds a section from saved values; older versions wrote null for a number that a run did not have."""
+    required = {flag.field: flag for flag in flags_of(section) if flag.required}
+    values = {
+        name: required[name].empty_value if value is None and name in required else value
+        for name, value in values.items()
+    }
+    missing = [
+        field.name for field in fields_of(section) if field.default is dataclasses.MISSING and field.name not in values
+    ]
+    if missing:
+        raise ConfigError(f"the saved configuration lacks {', '.join(missing)}. It is damaged; use another copy of it.")
+    return section(**values)
+
+
+def cross_problems(model: ModelRequest, parallel: ParallelRequest, data: DataConfig) -> Iterator[str]:
+    """One sentence for every broken rule between sections."""
+    if model.max_position_embeddings < data.seq_length:
         yield (
-            f"{heads} attention heads cannot be split over {ranks} ranks (--num-attention-heads {heads}, "
-            f"--tensor-model-parallel-size {ranks}). Heads must be a multiple of the ranks; use one of "
-            f"{', '.join(map(str, legal))} ranks, or {-(-heads // ranks) * ranks} heads."
+            f"--max-position-embeddings {model.max_position_embeddings} is less than --seq-length {data.seq_length}. "
+            f"Every position needs a row; use --max-position-embeddings {data.seq_length} or shorter samples."
         )
+    ranks, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if model.num_attention_heads > 0 and ranks > 0:
+        yield from heads_problems(model.num_attention_heads, ranks)
     if ranks > 0 and model.ffn_hidden_size and model.ffn_hidden_size % ranks:
         yield (
             f"--ffn-hidden-size {model.ffn_hidden_size} cannot be split over --tensor-model-parallel-size {ranks} "
             f"ranks. It must be a multiple of them; use --ffn-hidden-size {-(-model.ffn_hidden_size // ranks) * ranks}."
         )
-    size = model.pad_vocab_size_to
+    size = parallel.pad_vocab_size_to
     if size is not None and ranks > 0 and size % ranks:
         yield (
             f"--pad-vocab-size-to: {size} is not divisible by {ranks} (--tensor-model-parallel-size), so the word "
             f"embedding cannot be split evenly. Use --pad-vocab-size-to {-(-size // ranks) * ranks}."
         )
-    if 0 < model.num_layers < stages:
-        yield (
-            f"{model.num_layers} layers cannot fill {stages} pipeline stages (--num-layers {model.num_layers}, "
-            f"--pipeline-model-parallel-size {stages}). A stage without a layer has fewer optimizer parameter groups "
-            f"than the others, and DeepSpeed waits for them for ever; use at most {model.num_layers} stages."
-        )
+    if model.num_layers > 0:
+        yield from stages_problems(model.num_layers, stages)
 
 
 def plain(value: Any) -> Any:
@@ -124,5 +182,5 @@ def plain(value: Any) -> Any:
 
 
 def frozen(value: Any) -> Any:
-    """Lists as tuples, the way the areas hold them."""
+    """Lists as tuples, the way the sections hold them."""
     return tuple(frozen(item) for item in value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Raw text to `.bin/.idx`: sources, encoding and the policies for bad input.
+"""Raw text to token files: inputs, preprocessing, featurizing, vocabularies, document stores and cleaning.
 
-Never imported by training; imports `data` for the file formats and the tokenizers, and no torch.
+Never imported by training; imports `data` for the file formats and `tokenizers`, and no torch.
 """

@@ -1,5 +1,5 @@
-"""Token files, Parquet windows and document stores to batches of token ids.
+"""Token ids at rest to batches: file formats, document stores, the order of samples, data sets, and the loader.
 
-NumPy only, and the optional packages that read the latter two. Knows no ranks except as two integers, and no process
-groups; the order of samples is a pure function of its arguments.
+NumPy only, and the optional packages that read Parquet files and databases; no torch. A rank is two integers here, and
+there are no process groups. The order of samples is a pure function of its arguments.
 """

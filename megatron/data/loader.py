@@ -1,7 +1,7 @@
 """Samples to batches: which rank gets which samples of a global batch, and reading the next one ahead.
 
 The samples of a global batch are fixed by its first sample and its size alone; data-parallel size and micro-batch size
-only deal them out.
+only distribute them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import TracebackType
 
 import numpy as np
 
-from megatron.data.sample import Sample, SampleDataset
+from megatron.data.datasets.sample import Sample, SampleDataset
 from megatron.errors import ConfigError, DataError
 
 
@@ -25,7 +25,7 @@ class Batch:
         tokens, labels: int64 [b, s]; loss_mask: float32 [b, s], 0 where no loss is wanted.
         sample_ids: int64 [b], number of each sample in the order of the whole run.
         segment_ids: int64 [b, s], 0 for the first document of a sample, or None if documents need not be told apart.
-        source_ids: int64 [b], which source of the blend each sample comes from, or None if nobody asked.
+        source_ids: int64 [b], which source of the blend each sample comes from, or None unless they were asked for.
     """
 
     tokens: np.ndarray
@@ -70,7 +70,7 @@ class MicroBatches:
     last batch of an evaluation).
 
     Raises:
-        ConfigError: the global batch cannot be dealt out evenly.
+        ConfigError: the global batch cannot be divided evenly.
         DataError: on iteration, when a sample is beyond the plan or has a token id that the vocabulary does not.
     """
 
@@ -89,7 +89,7 @@ class MicroBatches:
         together = micro_batch_size * dp_size
         if global_batch_size % together:
             raise ConfigError(
-                f"A global batch of {global_batch_size} samples cannot be dealt out to {dp_size} data-parallel ranks "
+                f"A global batch of {global_batch_size} samples cannot be divided among {dp_size} data-parallel ranks "
                 f"with --micro-batch-size {micro_batch_size}: it must be a multiple of {together}."
             )
         self.dataset = dataset
@@ -139,7 +139,7 @@ class MicroBatches:
         if number >= len(self.dataset):
             raise DataError(
                 f"Sample {number} was asked for, but {len(self.dataset)} samples are planned. "
-                "Plan more (--train-iters or --train-samples) before training goes on."
+                "Plan more (--train-iters or --train-samples) before training continues."
             )
         return self.dataset.read(number)
 
@@ -165,13 +165,15 @@ def segment_ids(tokens: np.ndarray, eod_id: int | None) -> np.ndarray:
 
 
 class BatchLoader:
-    """Gives the micro batches of one global batch after the other, reading the likely next one in a thread meanwhile.
+    """Yields the micro batches of one global batch after another, reading the likely next one in a thread meanwhile.
 
     The guess (same size, next sample) is wrong at a ramp-up step or a skipped range; then that batch is read when asked
     for. An error met while reading ahead is raised when that batch is asked for, not before.
 
     Args:
         read_ahead: whether to use the thread.
+        reads: whether this rank uses its micro-batches; one that does not (a pipeline stage between the first and the
+            last) is given None for each and opens no sample.
     """
 
     def __init__(
@@ -183,13 +185,15 @@ class BatchLoader:
         dp_size: int = 1,
         options: BatchOptions | None = None,
         read_ahead: bool = True,
+        reads: bool = True,
     ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.options = options or BatchOptions()
-        self.read_ahead = read_ahead
+        self.read_ahead = read_ahead and reads
+        self.reads = reads
         self._ahead: _Reading | None = None
 
     def __enter__(self) -> BatchLoader:
@@ -200,13 +204,17 @@ class BatchLoader:
     ) -> None:
         self.close()
 
-    def micro_batches(self, first_sample: int, global_batch_size: int, stop_sample: int | None = None) -> list[Batch]:
+    def micro_batches(
+        self, first_sample: int, global_batch_size: int, stop_sample: int | None = None
+    ) -> list[Batch] | list[None]:
         """This rank's micro batches of the samples [first_sample, first_sample + global_batch_size).
 
         Raises:
             ConfigError, DataError: see `MicroBatches`.
         """
         wanted = (first_sample, global_batch_size, stop_sample)
+        if not self.reads:
+            return [None] * len(self._micro_batches(*wanted))
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.wanted == wanted:
             batches = ahead.result()
@@ -261,7 +269,7 @@ class _Reading:
         return self._batches
 
     def stop(self) -> None:
-        """Gives the batch up and waits for the thread."""
+        """Abandons the batch and waits for the thread."""
         self._stopped.set()
         self._thread.join()
 
@@ -271,5 +279,5 @@ class _Reading:
                 if self._stopped.is_set():
                     return
                 self._batches.append(batch)
-        except BaseException as failure:  # handed to the thread that asks for the batch
+        except BaseException as failure:  # raised in the thread that asks for the batch
             self._failure = failure

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: a pure function of the resolved configuration, merged with the user's own JSON."""
+"""The DeepSpeed configuration: a pure function of the resolved configuration, merged with the user's own JSON."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import RunConfig
-from megatron.config.deepspeed_file import GOVERNED, read_deepspeed_file
+from megatron.config.files.deepspeed_file import GOVERNED, read_deepspeed_file
 from megatron.errors import ConfigError
 
-# DeepSpeed's own progress lines are replaced by ours; it has no switch for "never".
+# We log progress ourselves, and DeepSpeed has no setting for "never print".
 _NEVER_PRINT_STEPS = 2**31 - 1
 
-# Parts of a DeepSpeed file that this framework does itself; a file that sets them would be silently overruled.
-_OWN_BUSINESS = {
+# Sections of a DeepSpeed file that this framework implements itself; values in them would be silently ignored.
+_IMPLEMENTED_HERE = {
     "optimizer": "the optimizer is chosen by --optimizer, --lr, --weight-decay and the --adam-* flags",
     "scheduler": "the learning rate is a function of consumed samples (--lr-decay-style and the --lr-* flags)",
     "curriculum_learning": "sequence-length curricula are not supported",
@@ -24,11 +24,12 @@ _OWN_BUSINESS = {
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     """Builds the DeepSpeed dictionary of a resolved run.
 
-    A `--deepspeed_config` file is merged over it. Where it names a setting that a flag governs, `parse` has made the
-    two equal already; what is left to refuse are the parts that this framework does itself.
+    A `--deepspeed_config` file is merged over it. Settings that also have a flag were already reconciled by `parse`;
+    only sections that this framework implements itself are left to reject.
 
     Raises:
-        ConfigError: the file sets something that is done here, or has a value where an object belongs.
+        ConfigError: the file sets something that this framework implements itself, or has a plain value where an object
+            belongs.
     """
     path = config.parallel.deepspeed_config
     if path is None:
@@ -36,13 +37,13 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     extra = read_deepspeed_file(path)
     problems = [
         f'--deepspeed_config {path}: "{key}" cannot be set here: {reason}. Remove it from the file.'
-        for key, reason in _OWN_BUSINESS.items()
+        for key, reason in _IMPLEMENTED_HERE.items()
         if _is_active(extra.get(key))
     ]
     problems += _accumulation_problems(config, extra)
     base = _base(config)
     problems += [
-        f'--deepspeed_config {path}: "{key}" is {extra[key]!r} there. It must be an object, or be left out.'
+        f'--deepspeed_config {path}: "{key}" is {extra[key]!r} there. It must be an object or be omitted.'
         for key, ours in base.items()
         if isinstance(ours, dict) and extra.get(key) not in ("auto", None) and not isinstance(extra[key], Mapping)
     ]
@@ -55,13 +56,17 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
 
 
 def _accumulation_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
-    """DeepSpeed's third batch size must fit the other two."""
+    """Checks that the gradient accumulation steps agree with the micro-batch and global batch sizes."""
     theirs = extra.get("gradient_accumulation_steps", "auto")
-    together = config.optim.micro_batch_size * max(1, config.parallel.data_parallel_size)
-    ours = config.optim.global_batch_size // together
+    samples_per_micro_step = config.optim.micro_batch_size * config.parallel.data_parallel_size
+    ours = config.optim.global_batch_size // samples_per_micro_step
     if theirs in ("auto", None, ours):
         return []
-    other_batch = f" or change --global-batch-size to {theirs * together}" if type(theirs) is int and theirs > 0 else ""
+    other_batch = (
+        f" or change --global-batch-size to {theirs * samples_per_micro_step}"
+        if type(theirs) is int and theirs > 0
+        else ""
+    )
     return [
         f'--deepspeed_config {config.parallel.deepspeed_config}: "gradient_accumulation_steps" is {theirs} there, but '
         f"a global batch of {config.optim.global_batch_size} in micro-batches of {config.optim.micro_batch_size} on "
@@ -70,7 +75,7 @@ def _accumulation_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[
 
 
 def _base(config: RunConfig) -> dict[str, Any]:
-    optim, parallel, model = config.optim, config.parallel, config.model
+    optim, parallel, precision = config.optim, config.parallel, config.precision
     stage = parallel.effective_zero_stage
     settings: dict[str, Any] = {
         "train_batch_size": optim.global_batch_size,
@@ -82,18 +87,17 @@ def _base(config: RunConfig) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage},
     }
-    if model.bf16:
+    if precision.bf16:
         settings["bf16"] = {"enabled": True}
-        if stage <= 1:
-            settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    if model.fp16:
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    if precision.fp16:
         settings["fp16"] = {
             "enabled": True,
-            "loss_scale": optim.loss_scale or 0,
-            "initial_scale_power": max(0, round(optim.initial_loss_scale).bit_length() - 1),
-            "loss_scale_window": int(optim.loss_scale_window),
-            "hysteresis": optim.hysteresis,
-            "min_loss_scale": optim.min_loss_scale,
+            "loss_scale": precision.loss_scale or 0,
+            "initial_scale_power": max(0, round(precision.initial_loss_scale).bit_length() - 1),
+            "loss_scale_window": int(precision.loss_scale_window),
+            "hysteresis": precision.hysteresis,
+            "min_loss_scale": precision.min_loss_scale,
         }
     return settings
 
@@ -113,7 +117,7 @@ def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keep(merged: dict[str, Any], base: Mapping[str, Any], place: tuple[str, ...]) -> None:
-    """Puts a setting that a flag governs back to ours: stage 0 in half precision, for one, runs as stage 1."""
+    """Restores our value of a setting that a flag governs; stage 0 in half precision, for example, runs as stage 1."""
     *path, last = place
     for key in path:
         merged, base = merged.get(key, {}), base.get(key, {})

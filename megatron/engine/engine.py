@@ -1,332 +1,255 @@
-"""Training steps: one `Engine` over DeepSpeed's plain and pipeline engines.
+"""Training steps: one `Engine` over both DeepSpeed's plain engine and its pipeline engine.
 
-Whatever the layout, the loss is the sum of the token losses of the global batch over the number of its counted tokens.
-DeepSpeed averages over micro-batches and replicas, so every token is weighted with
-(micro-batches * replicas / counted tokens) first.
+In every layout, the loss is the sum of the token losses of the global batch divided by its number of counted tokens.
+DeepSpeed averages over micro-batches and replicas, so the loss sum of a micro-batch is first multiplied by
+(micro-batches * replicas / counted tokens).
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import deepspeed
 import torch
-from torch import nn
 
-from megatron import log
-from megatron.config import ModelConfig, OptimConfig
-from megatron.data.loader import Batch
-from megatron.engine.objective import LanguageModelObjective
-from megatron.engine.pipeline import MeshUnit, StagedModule
-from megatron.errors import ConfigError
-from megatron.model.gpt import build_dense, gpt_layers
+from megatron.config import OptimConfig, PrecisionConfig
+from megatron.engine.deepspeed_setup import initialize, join_deepspeed
+from megatron.engine.micro_batch import DeviceBatch, MicroBatch
+from megatron.engine.pipeline import StageHooks
+from megatron.engine.stage_build import build_module
+from megatron.engine.totals import StepResult, StepTotals
+from megatron.model.interface.auxiliary import AuxiliaryLosses
+from megatron.model.interface.network import LayerSpec, LayerStack
+from megatron.model.interface.step_context import StepSettings
+from megatron.objective.base import Objective
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
-
-# Gradients are reduced before they are clipped at this value when the user wants no clipping; DeepSpeed computes no
-# norm at 0.
-_NO_CLIPPING = 1.0e30
+from megatron.parallel.shard_spec import shard_spec_of
 
 # Attributes of DeepSpeed's dynamic loss scaler that change from step to step.
 _SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
-# What DeepSpeed's use of torch makes torch say on every step of some layouts: the stages of a pipeline exchange
-# activations inside a backward pass (gradients cross stages explicitly, so nothing is lost; tests/parity holds that),
-# and renamed functions.
-_HARMLESS_WARNINGS = (
-    r"c10d::broadcast_: an autograd kernel was not registered",
-    r"`torch\.distributed\.all_gather_into_tensor` is deprecated",
-    r"`torch\.distributed\.reduce_scatter_tensor` is deprecated",
-)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did; equal on all ranks.
-
-    Attributes:
-        loss: mean loss per counted token of the global batch, in nats.
-        gradient_norm: global 2-norm of the gradient before clipping.
-        sample_count: samples of the global batch.
-        token_count: tokens that counted in the loss.
-        skipped: the update was dropped because a half-precision gradient overflowed.
-        loss_scale: factor that was applied to the loss (1 outside fp16).
-        source_losses: (sum of the token losses, counted tokens) of each source; empty unless batches name sources.
-    """
-
-    loss: float
-    gradient_norm: float
-    sample_count: int
-    token_count: int
-    skipped: bool
-    loss_scale: float
-    source_losses: tuple[tuple[float, int], ...] = ()
-
 
 class Engine:
-    """Forward, backward, reduce, clip and update for one layout.
+    """Runs forward, backward, gradient reduction, clipping and the update for one network, objective and layout.
 
     Args:
-        model: the resolved shape, dtype and vocabulary.
-        optim: the resolved optimizer area.
-        mesh: the open mesh.
-        settings: what DeepSpeed is told, see `ds_config.deepspeed_config`.
-        resets: keyword arguments of `gpt_layers` about document boundaries.
+        network: the layers of the whole network; each rank builds only its own.
+        objective: computes the loss; it may be replaced between steps.
+        optim: the resolved optimizer section.
+        precision: dtype and loss scaling.
+        mesh: the mesh, with its process groups open.
+        settings: the DeepSpeed configuration, see `ds_config.deepspeed_config`.
+        steps: settings shared by all micro-batches; its dtype is that of `precision`.
+        seed: seed of the initial parameter values.
     """
 
     def __init__(
         self,
-        model: ModelConfig,
+        network: Sequence[LayerSpec],
+        objective: Objective,
         optim: OptimConfig,
+        precision: PrecisionConfig,
         mesh: ParallelMesh,
         settings: Mapping[str, Any],
-        resets: Mapping[str, bool] | None = None,
+        steps: StepSettings,
+        seed: int,
     ) -> None:
-        self.model = model
+        self.objective = objective
         self.optim = optim
+        self.precision = precision
         self.mesh = mesh
+        self.steps = steps
         self.zero_stage = int(settings["zero_optimization"]["stage"])
+        self._totals = StepTotals({}, mesh.device)
+        self._target_names: tuple[str, ...] = ()
+        self._micro_batch_count = 1
+        self._last_norm: torch.Tensor | float = 0.0
         join_deepspeed()
-        self.objective = LanguageModelObjective(mesh, model.vocab_size)
-        self.module = build_module(model, mesh, resets or {}, self.objective)
-        if model.dtype_name != "float32":
-            self.module.to(getattr(torch, model.dtype_name))
-        self.deepspeed = _initialize(settings, optim, mesh, self.module)
-        self._last_norm = 0.0
+        hooks = StageHooks(self._pipeline_loss, self._backward_scale, self._take_auxiliary)
+        self.module = build_module(network, mesh, settings, steps, seed, hooks)
+        self.deepspeed = initialize(settings, optim, mesh, self.module)
         if self.zero_stage == 0:
             self.deepspeed.clip_fp32_gradients = self._clip_gradients
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimizer at the bottom, whatever DeepSpeed wrapped around it."""
+        """The underlying torch optimizer, without DeepSpeed's wrapper."""
         return self.deepspeed.basic_optimizer
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether several stages take part."""
+        """Whether there is more than one pipeline stage."""
         return self.mesh.pp.size > 1
 
     @property
     def update_count(self) -> int:
-        """Updates the optimizer has made; Adam's bias correction depends on it."""
+        """Number of optimizer updates so far; Adam's bias correction depends on it."""
         return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
 
-    def counted_parameters(self) -> Iterator[tuple[str, int]]:
-        """Name and local elements of every parameter this rank accounts for.
+    @property
+    def stack(self) -> LayerStack:
+        """This rank's layers."""
+        return self.module.stack if self.is_pipelined else self.module  # type: ignore[return-value]
 
-        Summed over tp and pp they are the network.
+    def counted_parameters(self) -> Iterator[tuple[LayerSpec, int]]:
+        """The layer and local size, padding included, of every parameter that this rank counts.
+
+        Summed over the ranks of a model replica, they give the size of the network.
         """
-        for parameter in self.module.parameters():
-            if counts_here(parameter, self.mesh):
-                yield parameter.global_name, getattr(parameter, "ds_numel", parameter.numel())  # type: ignore[attr-defined]
+        for spec, layer in self.stack.named_layers():
+            for parameter in layer.parameters():
+                is_shared = spec.tied_to is not None and not shard_spec_of(parameter).is_tied_copy
+                if not is_shared and shard_spec_of(parameter).is_counted(self.mesh):
+                    yield spec, getattr(parameter, "ds_numel", parameter.numel())
 
     @property
     def loss_scale_state(self) -> dict[str, float]:
-        """The dynamic loss scaler's counters, for a checkpoint; empty outside fp16."""
+        """The dynamic loss scaler's state, for a checkpoint; empty outside fp16."""
         scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
-        if not self.model.fp16 or scaler is None:
+        if not self.precision.fp16 or scaler is None:
             return {}
         return {name: getattr(scaler, name) for name in _SCALER_COUNTERS if hasattr(scaler, name)}
 
     def restore_loss_scale(self, state: Mapping[str, float]) -> None:
-        """Goes on with stored counters, so that a resume does not search for the scale (and skip steps) again."""
+        """Restores the loss scaler's state, so that a resumed run does not search for the scale (and skip steps)
+        again.
+        """
         scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
-        if self.model.fp16 and self.optim.loss_scale is None and scaler is not None:
+        if self.precision.fp16 and self.precision.loss_scale is None and scaler is not None:
             for name, value in state.items():
                 setattr(scaler, name, value)
 
-    def train_batch(self, micro_batches: Iterable[Batch], learning_rate: float) -> StepResult:
+    def train_batch(self, micro_batches: Sequence[MicroBatch | None], learning_rate: float) -> StepResult:
         """Trains one global batch.
 
         Args:
-            micro_batches: this rank's micro-batches of the global batch, equally many on every rank.
-            learning_rate: the rate of this step.
+            micro_batches: this rank's micro-batches of the global batch, the same number on every rank; None on a
+                pipeline stage that is neither the first nor the last.
+            learning_rate: the learning rate of this step.
         """
-        batches = list(micro_batches)
-        samples = len(batches) * self.optim.micro_batch_size * self.mesh.dp.size
-        if samples != self.deepspeed.train_batch_size():
-            self.deepspeed.set_train_batch_size(samples)
+        count = len(micro_batches)
+        deepspeed_samples = count * self.optim.micro_batch_size * self.mesh.gradient.size
+        if deepspeed_samples != self.deepspeed.train_batch_size():
+            self.deepspeed.set_train_batch_size(deepspeed_samples)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        token_count, inputs = self._prepare(batches)
+        batches = self._prepare(micro_batches)
+        self.module.train()
         if self.is_pipelined:
-            loss = float(self.deepspeed.train_batch(data_iter=iter(inputs)))
+            self.deepspeed.train_batch(data_iter=_pipeline_input(batches))
         else:
-            loss = self._train_plain(inputs)
-        skipped = not self.deepspeed.was_step_applied()
-        sources = self.objective.source_losses(batches, token_count)
-        return StepResult(loss, self._gradient_norm(), samples, token_count, skipped, self._loss_scale(), sources)
+            self._train_plain(batches)
+        return StepResult(
+            self._totals.over_ranks(self.mesh),
+            self.objective.metric_sizes,
+            gradient_norm=self._gradient_norm(),
+            sample_count=count * self.optim.micro_batch_size * self.mesh.batch.size,
+            skipped=not self.deepspeed.was_step_applied(),
+            loss_scale=self._loss_scale(),
+        )
 
-    def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[float, int]:
-        """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks; trains nothing."""
-        batches = list(micro_batches)
-        token_count, inputs = self._prepare(batches)
+    def evaluate(self, micro_batches: Sequence[MicroBatch | None]) -> tuple[float, int]:
+        """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks, without
+        training.
+        """
+        batches = self._prepare(micro_batches)
         if self.is_pipelined:
-            mean = float(self.deepspeed.eval_batch(iter(inputs), num_micro_batches=len(inputs)))
-            self.module.train()
+            self.deepspeed.eval_batch(_pipeline_input(batches), num_micro_batches=len(batches))
         else:
             self.module.eval()
             with torch.no_grad():
-                losses = torch.stack([self._plain_loss(*entry) for entry in inputs])
-                mean = self._mean_over_replicas(losses.mean())
-            self.module.train()
-        return mean * token_count, token_count
-
-    def _prepare(self, batches: Sequence[Batch]) -> tuple[int, list[tuple[Any, Any]]]:
-        """Moves the micro-batches to the device and weights their tokens.
-
-        Shapes: tokens, labels, weights [b, s]; sample ids [b].
-        """
-        counted = torch.tensor([sum(float(batch.loss_mask.sum()) for batch in batches)], dtype=torch.float64)
-        total = float(all_reduce_sum(counted.to(self.mesh.device), self.mesh.dp))
-        scale = len(batches) * self.mesh.dp.size / max(total, 1.0)
-        return round(total), [self._to_device(batch, scale) for batch in batches]
-
-    def _to_device(self, batch: Batch, scale: float) -> tuple[Any, Any]:
-        def move(array: Any) -> torch.Tensor:
-            return torch.from_numpy(array).to(self.mesh.device, non_blocking=True)
-
-        inputs = [move(batch.tokens), move(batch.sample_ids)]
-        if batch.segment_ids is not None:
-            inputs.append(move(batch.segment_ids))
-        targets = [move(batch.labels), move(batch.loss_mask) * scale]
-        if batch.source_ids is not None:
-            targets.append(move(batch.source_ids))
-        return tuple(inputs), tuple(targets)
-
-    def _train_plain(self, inputs: Sequence[tuple[Any, Any]]) -> float:
-        total = torch.zeros((), device=self.mesh.device)
+                for batch in batches:
+                    self._plain_loss(batch)
         self.module.train()
-        for number, entry in enumerate(inputs, start=1):
-            # DeepSpeed's own count of micro-batches is off after the batch size has changed.
-            self.deepspeed.set_gradient_accumulation_boundary(number == len(inputs))
-            loss = self._plain_loss(*entry)
-            self.deepspeed.backward(loss)
+        loss_sum, tokens = self._totals.over_ranks(self.mesh)[:2].tolist()
+        return loss_sum, round(tokens)
+
+    def _prepare(self, micro_batches: Sequence[MicroBatch | None]) -> list[DeviceBatch]:
+        """Resets the totals and copies to the device what this stage needs of the micro-batches, without
+        synchronizing.
+        """
+        mesh = self.mesh
+        self._micro_batch_count = len(micro_batches)
+        self._totals = StepTotals(self.objective.metric_sizes, mesh.device)
+        read = [batch for batch in micro_batches if batch is not None]
+        scale = torch.ones((), device=mesh.device)
+        if mesh.is_last_stage:
+            counted = torch.tensor(sum(self.objective.token_count(batch) for batch in read), dtype=torch.float64)
+            counted = all_reduce_sum(counted.to(mesh.device, non_blocking=True), mesh.loss)
+            scale = (len(read) * mesh.gradient.size / counted.clamp(min=1.0)).to(torch.float32)
+        batches = [
+            DeviceBatch.of(
+                batch,
+                self.objective,
+                self.steps,
+                scale,
+                with_inputs=mesh.is_first_stage,
+                with_targets=mesh.is_last_stage,
+            )
+            for batch in read
+        ]
+        self._target_names = batches[0].target_names if batches else ()
+        return batches or [DeviceBatch.nothing()] * len(micro_batches)
+
+    def _train_plain(self, batches: Sequence[DeviceBatch]) -> None:
+        for number, batch in enumerate(batches, start=1):
+            # DeepSpeed's own micro-batch count is wrong after the batch size has changed.
+            self.deepspeed.set_gradient_accumulation_boundary(number == len(batches))
+            self.deepspeed.backward(self._plain_loss(batch))
             self.deepspeed.step()
-            total += loss.detach()
-        return self._mean_over_replicas(total / len(inputs))
 
-    def _plain_loss(self, inputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return self.objective(self.deepspeed(*inputs), targets)
+    def _plain_loss(self, batch: DeviceBatch) -> torch.Tensor:
+        context = batch.context(self.steps, self._backward_scale())
+        outputs = self.deepspeed(batch.network_input, context)
+        return self._loss(outputs, batch.targets, context.auxiliary.sums())
 
-    def _mean_over_replicas(self, value: torch.Tensor) -> float:
-        return float(all_reduce_sum(value.detach(), self.mesh.dp)) / self.mesh.dp.size
+    def _pipeline_loss(self, outputs: torch.Tensor, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return self._loss(outputs, targets, {})  # each stage reports its own auxiliary losses
 
-    def _gradient_norm(self) -> float:
+    def _loss(
+        self, outputs: torch.Tensor, targets: tuple[torch.Tensor, ...], auxiliary: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        scale, *tensors = targets
+        result = self.objective(outputs, dict(zip(self._target_names, tensors, strict=True)))
+        self._totals.add(result, auxiliary)
+        return result.loss_sum * scale
+
+    def _take_auxiliary(self, losses: AuxiliaryLosses) -> None:
+        self._totals.add_auxiliary(losses.sums())
+
+    def _gradient_norm(self) -> torch.Tensor | float:
         if self.zero_stage == 0:
             return self._last_norm
         norm = self.deepspeed.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
+        return float("nan") if norm is None else norm
 
     def _loss_scale(self) -> float:
-        return float(self.deepspeed.optimizer.cur_scale) if self.model.fp16 else 1.0
+        return float(self.deepspeed.optimizer.cur_scale) if self.precision.fp16 else 1.0
+
+    def _backward_scale(self) -> float:
+        """The factor by which DeepSpeed multiplies the loss of a micro-batch before backward."""
+        return self._loss_scale() / self._micro_batch_count
 
     def _clip_gradients(self) -> None:
-        """Clips by the true global norm, in place of DeepSpeed's stage-0 clipping.
+        """Clips by the true global gradient norm, replacing DeepSpeed's stage-0 clipping; does not synchronize.
 
-        DeepSpeed's own counts the tied weight on both stages and leaves out replicated parameters of later stages.
+        DeepSpeed's norm counts a tied weight on both stages and omits the replicated parameters of later stages.
         """
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for parameter in self.module.parameters():
-            if parameter.grad is not None and counts_here(parameter, self.mesh):
+            if parameter.grad is not None and shard_spec_of(parameter).is_counted(self.mesh):
                 square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
-        square = all_reduce_sum(all_reduce_sum(square, self.mesh.tp), self.mesh.pp)
-        self._last_norm = math.sqrt(float(square))
+        norm = all_reduce_sum(square, self.mesh.model).sqrt()
+        self._last_norm = norm
         limit = self.optim.clip_grad
-        if limit > 0.0 and self._last_norm > limit:
-            torch._foreach_mul_(gradients, limit / (self._last_norm + 1.0e-6))
+        if limit > 0.0:
+            torch._foreach_mul_(gradients, (limit / (norm + 1.0e-6)).clamp(max=1.0).to(torch.float32))
 
 
-def join_deepspeed() -> None:
-    """Lets DeepSpeed use the process groups that the mesh opened; doing it twice changes nothing."""
-    # On CPU deepspeed would compile its shared-memory collectives here (half a minute, and a failure without a
-    # compiler).
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    for text in _HARMLESS_WARNINGS:
-        warnings.filterwarnings("ignore", message=text)
-    with _quiet():
-        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-
-
-def counts_here(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
-    """Whether this rank is the one that accounts for a parameter among its tensor- and pipeline-parallel copies."""
-    if getattr(parameter, "ds_pipe_replicated", False):
-        return False
-    return mesh.tp.rank == 0 or bool(getattr(parameter, "tensor_model_parallel", False))
-
-
-def build_module(
-    model: ModelConfig, mesh: ParallelMesh, resets: Mapping[str, bool], objective: LanguageModelObjective
-) -> nn.Module:
-    """Builds this rank's part of the network: one stage of a pipeline, or the whole as one module."""
-    if mesh.pp.size == 1:
-        return build_dense(model, mesh, **resets)
-    with _quiet():
-        return StagedModule(gpt_layers(model, mesh, **resets), mesh, objective)
-
-
-def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """Builds the torch optimizer with two groups: matrices decay, biases and norms do not.
-
-    Raises:
-        ConfigError: the optimizer is not one of ours, or this stage lacks one of the groups.
-    """
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0},
-    ]
-    if not all(group["params"] for group in groups):
-        raise ConfigError(
-            "a pipeline stage holds no matrix or no bias/norm parameter, so its optimizer groups would differ from the "
-            "other stages'. Give every stage at least one transformer layer (--pipeline-model-parallel-size, "
-            "--pp-partition-method)."
-        )
-    rate = optim.lr or 0.0
-    if optim.optimizer == "adam":
-        betas = (optim.adam_beta1, optim.adam_beta2)
-        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optim.adam_eps, fused=True)
-    if optim.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=optim.sgd_momentum)
-    raise ConfigError(f"--optimizer {optim.optimizer} is not known. Use adam or sgd.")
-
-
-def _initialize(settings: Mapping[str, Any], optim: OptimConfig, mesh: ParallelMesh, module: nn.Module) -> Any:
-    settings = dict(settings)
-    stage = settings["zero_optimization"]["stage"]
-    if stage == 0 and not settings["gradient_clipping"]:
-        settings["gradient_clipping"] = _NO_CLIPPING
-    with _quiet():
-        engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=build_optimizer(optim, module),
-            config=settings,
-            mpu=None if mesh.pp.size > 1 else MeshUnit(mesh),
-            dist_init_required=False,
-        )
-    log.info(
-        f"DeepSpeed info: version={deepspeed.__version__}, engine={type(engine).__name__}, "
-        f"optimizer={type(engine.optimizer).__name__}, ZeRO stage={stage}"
-    )
-    return engine
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps DeepSpeed's set-up chatter off standard output, where only results go."""
-    logger = logging.getLogger("DeepSpeed")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level if level > logging.WARNING else logging.WARNING)
+def _pipeline_input(
+    batches: Sequence[DeviceBatch],
+) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
+    """Micro-batches in the form that DeepSpeed's pipeline engine expects."""
+    return iter([((*batch.inputs, *batch.passed), batch.targets) for batch in batches])

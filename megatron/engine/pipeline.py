@@ -1,147 +1,92 @@
-"""From layer specs and a mesh to the module DeepSpeed trains.
+"""One pipeline stage in the form that DeepSpeed's pipeline engine runs.
 
-That is a `PipelineModule` for several stages, one plain module for one.
+Stages exchange tensors: only here is a `StepContext` turned into tensors and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec as DeepSpeedSpec
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from megatron.errors import ConfigError
-from megatron.model.embedding import word_logits
-from megatron.model.gpt import BLOCK_PREFIX, WORD_EMBEDDINGS, LayerSpec
-from megatron.parallel.layers import VocabParallelEmbedding
-from megatron.parallel.mesh import ParallelMesh
+from megatron.engine.grid import PipelineGrid
+from megatron.model.interface.auxiliary import AuxiliaryLosses
+from megatron.model.interface.network import LayerStack
+from megatron.model.interface.step_context import StepSettings
+from megatron.parallel.mesh import Axis, ParallelMesh
 
 
-def blocks_per_stage(num_layers: int, stages: int) -> list[int]:
-    """How many transformer blocks each pipeline stage holds.
+@dataclass(frozen=True)
+class StageHooks:
+    """The engine's callbacks for a pipeline stage.
 
-    A remainder goes to the stages that carry nothing else: the inner ones first, then the first (embedding), the last
-    (head) never before the others.
-
-    Raises:
-        ConfigError: there are fewer blocks than stages; such a stage would lack an optimizer parameter group and
-            DeepSpeed's collectives would wait for it for ever.
+    Attributes:
+        loss: computes the loss of a micro-batch from its outputs and targets.
+        backward_scale: returns the factor by which the loss is multiplied before backward.
+        take_auxiliary: receives the losses that layers added in a forward pass.
     """
-    if num_layers < stages:
-        raise ConfigError(
-            f"{num_layers} layers cannot fill {stages} pipeline stages (--num-layers {num_layers}, "
-            f"--pipeline-model-parallel-size {stages}). Every stage needs a layer; use at most {num_layers} stages."
-        )
-    counts = [num_layers // stages] * stages
-    receivers = [*range(1, stages - 1), 0, stages - 1]
-    for stage in receivers[: num_layers % stages]:
-        counts[stage] += 1
-    return counts
+
+    loss: Callable[..., torch.Tensor]
+    backward_scale: Callable[[], float]
+    take_auxiliary: Callable[[AuxiliaryLosses], None]
 
 
-def stage_bounds(specs: Sequence[LayerSpec], stages: int) -> list[int]:
-    """The boundaries of the stages in the list of layers: stage `i` runs `specs[bounds[i]:bounds[i + 1]]`.
+class StageModule(PipelineModule):
+    """A stack of layers as a `PipelineModule`.
 
-    What precedes the first block belongs to the first stage, what follows the last block to the last.
-    """
-    blocks = [index for index, spec in enumerate(specs) if spec.name.startswith(BLOCK_PREFIX)]
-    bounds = [0]
-    taken = 0
-    for count in blocks_per_stage(len(blocks), stages)[:-1]:
-        taken += count
-        bounds.append(blocks[taken])
-    return [*bounds, len(specs)]
+    The base class's constructor would build the layers, the grid and process groups, all of which exist already. It is
+    therefore not called, and the attributes that the pipeline engine reads are set here.
 
-
-class StagedModule(PipelineModule):
-    """DeepSpeed's pipeline module, cut where `stage_bounds` says.
+    The first stage takes `(*inputs, sample_ids[, segment_ids])`, stages send `(hidden, sample_ids[, segment_ids])` to
+    the next one, and the last returns the outputs.
 
     Args:
-        loss: from the logits and the targets of a micro batch to its loss.
+        stack: the layers of this stage.
+        hooks: the engine's callbacks.
+        tied: the weights that another stage also holds, each with the axis over which its gradient is summed.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], mesh: ParallelMesh, loss: Callable[..., torch.Tensor]) -> None:
-        self._bounds = stage_bounds(specs, mesh.pp.size)
-        topology = PipeModelDataParallelTopology(num_pp=mesh.pp.size, num_mp=mesh.tp.size, num_dp=mesh.dp.size)
+    def __init__(
+        self,
+        stack: LayerStack,
+        mesh: ParallelMesh,
+        settings: StepSettings,
+        hooks: StageHooks,
+        tied: list[tuple[nn.Parameter, Axis]],
+    ) -> None:
+        nn.Module.__init__(self)
+        self.stack = stack
+        self.settings = settings
+        self._hooks = hooks
+        self._tied = tied
+        self._is_last = mesh.is_last_stage
+        self._grid = PipelineGrid(mesh)
+        self.loss_fn = hooks.loss
+        self.num_stages, self.stage_id = mesh.pp.size, mesh.pp.rank
+        self.parts = list(range(mesh.pp.size + 1))
+        self._local_start, self._local_stop = mesh.pp.rank, mesh.pp.rank + 1
+        self.tied_comms: dict[str, Any] = {}
+        self.forward_funcs = [stack]
+        self.activation_checkpoint_interval = 0
+        self.activation_checkpoint_func = None
+        self.dynamic_shape = False
 
-        super().__init__(layers=[_adapt(spec) for spec in specs], topology=topology, loss_fn=loss)
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | torch.Tensor:
+        """Runs the stage on the output of the data loader or of the previous stage."""
+        own, passed = inputs[: -self.settings.tensor_count], inputs[-self.settings.tensor_count :]
+        context = self.settings.context(*passed, backward_scale=self._hooks.backward_scale())
+        hidden = self.stack(own[0] if len(own) == 1 else own, context)
+        self._hooks.take_auxiliary(context.auxiliary)
+        return hidden if self._is_last else (hidden, *context.tensors)
 
-    def _partition_layers(self, method: str = "uniform") -> None:
-        """Replaces DeepSpeed's balancing by our boundaries."""
-        self.parts = self._bounds
-        stage = self._topo.get_coord(self.global_rank).pipe
-        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """The weights whose gradients the pipeline engine sums across stages after the last backward pass."""
+        return [(weight, axis.group) for weight, axis in self._tied]
 
-
-class MeshUnit:
-    """The questions DeepSpeed asks a Megatron `mpu`, answered from the mesh."""
-
-    def __init__(self, mesh: ParallelMesh) -> None:
-        self._mesh = mesh
-
-    def get_model_parallel_rank(self) -> int:
-        """Rank on the tensor-parallel axis."""
-        return self._mesh.tp.rank
-
-    def get_model_parallel_world_size(self) -> int:
-        """Size of the tensor-parallel axis."""
-        return self._mesh.tp.size
-
-    def get_model_parallel_group(self) -> Any:
-        """Process group of the tensor-parallel axis."""
-        return self._mesh.tp.group
-
-    def get_data_parallel_rank(self) -> int:
-        """Rank on the data-parallel axis."""
-        return self._mesh.dp.rank
-
-    def get_data_parallel_world_size(self) -> int:
-        """Size of the data-parallel axis."""
-        return self._mesh.dp.size
-
-    def get_data_parallel_group(self) -> Any:
-        """Process group of the data-parallel axis."""
-        return self._mesh.dp.group
-
-
-class _OwnSpec(DeepSpeedSpec):
-    """Builds one of our specs when DeepSpeed asks for it."""
-
-    def __init__(self, spec: LayerSpec) -> None:
-        super().__init__(nn.Module)
-        self.spec = spec
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self.spec.build()
-
-
-class _OwnTiedSpec(TiedLayerSpec):
-    """The same for the word weight, which the first and the last stage share."""
-
-    def __init__(self, spec: LayerSpec, key: str, forward_fn: Any) -> None:
-        super().__init__(key, nn.Module, forward_fn=forward_fn, tied_weight_attr=["weight"])
-        self.spec = spec
-
-    def build(self, log: bool = False) -> nn.Module:
-        return self.spec.build()
-
-
-def _adapt(spec: LayerSpec) -> DeepSpeedSpec:
-    if spec.tied_to is not None:
-        return _OwnTiedSpec(spec, _module_key(spec.tied_to), _head)
-    if spec.name == WORD_EMBEDDINGS:
-        return _OwnTiedSpec(spec, _module_key(spec.name), None)
-    return _OwnSpec(spec)
-
-
-def _module_key(name: str) -> str:
-    return name.replace(".", "_")  # a ModuleDict key may not hold a dot
-
-
-def _head(module: VocabParallelEmbedding, inputs: tuple[torch.Tensor, ...] | torch.Tensor) -> torch.Tensor:
-    hidden = inputs[0] if isinstance(inputs, tuple) else inputs
-    return word_logits(module, hidden)
+    def get_additional_losses(self) -> None:
+        """None: the engine collects metrics itself."""
+        return

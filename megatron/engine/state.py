@@ -1,9 +1,9 @@
 """The fp32 weights and optimizer moments inside DeepSpeed, as named pieces.
 
-One walk (`fragments`) finds for every local parameter which flat range of it this rank holds and where its master
-weight and moments live, for every optimizer DeepSpeed may return. Saving and loading are two uses of that walk. The
-base optimizer's own state is addressed directly, so nothing depends on DeepSpeed's linking of fragments (which misses
-all groups but the first).
+`optimizer_slices` finds for every local parameter which flat range of it this rank holds and where its master weight
+and moments are, for every optimizer that DeepSpeed may return; saving and loading both build on it. The base
+optimizer's state is accessed directly, so nothing depends on DeepSpeed's linking of fragments, which covers only the
+first parameter group.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.engine.engine import Engine, counts_here
-from megatron.parallel.pieces import Kind, PieceKey
-from megatron.parallel.placement import Placement, placement_of
+from megatron.engine.engine import Engine
+from megatron.parallel.pieces import Kind, PieceKey, filling
+from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
 # Name of each stored moment in the state of the torch optimizer.
 _MOMENTS: dict[str, dict[Kind, str]] = {
@@ -26,77 +26,76 @@ _MOMENTS: dict[str, dict[Kind, str]] = {
 
 
 @dataclass(frozen=True)
-class Fragment:
+class OptimizerSlice:
     """The part of one parameter that this rank updates.
 
     Attributes:
-        name: global parameter name.
-        placement: where the local tensor sits in the global one.
-        first: flat start of the part in the local tensor, row-major.
+        name: global name of the parameter.
+        spec: the position of the local tensor in the global one.
+        first: flat row-major offset of the part in the local tensor.
         master: the part's fp32 weight, 1-D, a view into the optimizer.
-        flat: the tensor the torch optimizer knows; key of its state.
-        offset: start of the part in `flat`.
-        is_owner: this rank writes the part to a checkpoint (replicas elsewhere do not).
+        flat: the tensor that the torch optimizer updates; the key of its state.
+        offset: offset of the part in `flat`.
+        is_counted: whether this rank, among those that hold the part, writes it to a checkpoint.
     """
 
     name: str
-    placement: Placement
+    spec: ShardSpec
     first: int
     master: torch.Tensor
     flat: torch.Tensor
     offset: int
-    is_owner: bool
+    is_counted: bool
 
     @property
     def numel(self) -> int:
-        """Elements of the part that exist in the global tensor (padding of the vocabulary does not)."""
-        box = 1
-        for start, stop in zip(self.placement.start, self.placement.stop, strict=True):
-            box *= max(0, stop - start)
-        return max(0, min(self.master.numel(), box - self.first))
+        """Number of elements of the part without vocabulary padding."""
+        return max(0, min(self.master.numel(), self.spec.box_numel - self.first))
 
     def key(self, kind: Kind) -> PieceKey:
         """The layout-free description of the part."""
-        place = self.placement
-        return PieceKey(self.name, kind, place.shape, place.start, place.stop, self.first, self.first + self.numel)
+        return PieceKey.of(self.spec, self.name, kind, self.first, self.first + self.numel)
 
 
 def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tuple[PieceKey, torch.Tensor]]:
-    """Yields what this rank must write: over all ranks every element of every parameter and moment exactly once."""
-    for fragment in fragments(engine):
-        if not fragment.is_owner or fragment.numel == 0:
+    """Yields the pieces that this rank must write; over all ranks, every element of every parameter and moment appears
+    exactly once.
+    """
+    for part in optimizer_slices(engine):
+        if not part.is_counted or part.numel == 0:
             continue
-        first, last = 0, fragment.numel
+        first, last = 0, part.numel
         if _is_replicated_over_data(engine):
-            first, last = _share(fragment.numel, engine.mesh.dp.rank, engine.mesh.dp.size)
+            first, last = _share(part.numel, engine.mesh.gradient.rank, engine.mesh.gradient.size)
         if first == last:
             continue
-        for kind, tensor in _tensors(engine, fragment, with_optimizer):
-            yield _narrowed(fragment.key(kind), first, last), tensor[first:last].detach()
+        for kind, tensor in _tensors(engine, part, with_optimizer):
+            yield part.key(kind).narrowed(first, last), tensor[first:last].detach()
 
 
 def wanted_pieces(
     engine: Engine, *, with_optimizer: bool = True
 ) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
-    """Yields what this rank must read, each with the function that puts the tensor in its place.
+    """Yields the pieces that this rank must read, each with a function that copies the loaded tensor into place.
 
     Call `refresh_weights` after the last one.
     """
-    for fragment in fragments(engine):
-        if fragment.numel == 0:
-            continue
-        for kind, tensor in _tensors(engine, fragment, with_optimizer):
-            yield fragment.key(kind), _placer(tensor[: fragment.numel])
+    return filling(
+        (part.key(kind), tensor[: part.numel])
+        for part in optimizer_slices(engine)
+        if part.numel
+        for kind, tensor in _tensors(engine, part, with_optimizer)
+    )
 
 
 @torch.no_grad()
 def refresh_weights(engine: Engine, update_count: int | None) -> None:
-    """Makes the model's weights follow the loaded masters and sets the optimizer's update counter.
+    """Copies the loaded master weights to the model's weights and sets the optimizer's update counter.
 
     Args:
-        engine: the engine whose pieces were accepted.
-        update_count: optimizer updates that made the loaded moments (bias correction depends on it); None when only
-            weights were loaded, which starts the optimizer afresh.
+        engine: the engine whose `wanted_pieces` were loaded.
+        update_count: number of optimizer updates behind the loaded moments (bias correction depends on it); None if
+            only weights were loaded, which resets the optimizer.
     """
     for state in engine.optimizer.state.values():
         if torch.is_tensor(state.get("step")):
@@ -108,45 +107,51 @@ def refresh_weights(engine: Engine, update_count: int | None) -> None:
         wrapper.update_lp_params()
 
 
-def fragments(engine: Engine) -> Iterator[Fragment]:
-    """Walks over the local parameters in a fixed order."""
+def optimizer_slices(engine: Engine) -> Iterator[OptimizerSlice]:
+    """Yields the slices of the local parameters in a fixed order."""
     wrapper = engine.deepspeed.optimizer
     for parameter in engine.module.parameters():
+        spec = shard_spec_of(parameter)
+        found: tuple[int, torch.Tensor, torch.Tensor, int] | None
         if hasattr(wrapper, "fp32_partitioned_groups_flat"):
-            yield from _stage_three_fragment(engine, wrapper, parameter)
+            found = _stage_three_slice(engine, wrapper, parameter)
         elif wrapper is engine.optimizer:
-            yield Fragment(
-                *_identity(parameter), 0, parameter.data.view(-1), parameter, 0, counts_here(parameter, engine.mesh)
-            )
+            found = (0, parameter.data.view(-1), parameter, 0)
         else:
-            yield from _partitioned_fragment(engine, parameter)
+            found = _partitioned_slice(engine, parameter)
+        if found is not None:
+            name: str = parameter.global_name  # type: ignore[attr-defined]
+            yield OptimizerSlice(name, spec, *found, is_counted=spec.is_counted(engine.mesh))
 
 
-def _partitioned_fragment(engine: Engine, parameter: nn.Parameter) -> Iterator[Fragment]:
-    """ZeRO-1/2 and the BF16 optimizer: a flat fp32 partition per parameter group, cut over the data-parallel ranks."""
+def _partitioned_slice(engine: Engine, parameter: nn.Parameter) -> tuple[int, torch.Tensor, torch.Tensor, int] | None:
+    """ZeRO-1/2 and the BF16 optimizer: one flat fp32 partition per parameter group, split over the data-parallel
+    ranks.
+    """
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is None:
-        return
+        return None
     flat = engine.optimizer.param_groups[mapping.param_group_index]["params"][0]
     address = mapping.hp_fragment_address
     master = flat.data.narrow(0, address.start, address.numel)
-    owner = counts_here(parameter, engine.mesh)
-    yield Fragment(*_identity(parameter), mapping.lp_fragment_address.start, master, flat, address.start, owner)
+    return mapping.lp_fragment_address.start, master, flat, address.start
 
 
-def _stage_three_fragment(engine: Engine, wrapper: object, parameter: nn.Parameter) -> Iterator[Fragment]:
-    """ZeRO-3: every parameter is cut in equal, padded parts; sub-groups hold the fp32 parts one after another."""
+def _stage_three_slice(
+    engine: Engine, wrapper: object, parameter: nn.Parameter
+) -> tuple[int, torch.Tensor, torch.Tensor, int] | None:
+    """ZeRO-3: every parameter is split into equal, padded parts; sub-groups hold the fp32 parts consecutively."""
     group, offset, length = wrapper.grad_position[wrapper.get_param_id(parameter)]  # type: ignore[attr-defined]
     flat = wrapper.fp32_partitioned_groups_flat[group]  # type: ignore[attr-defined]
-    first = engine.mesh.dp.rank * length
+    first = engine.mesh.gradient.rank * length
     held = max(0, min(length, parameter.ds_numel - first))  # type: ignore[attr-defined]
-    if held:
-        master = flat.data.narrow(0, offset, held)
-        yield Fragment(*_identity(parameter), first, master, flat, offset, counts_here(parameter, engine.mesh))
+    return (first, flat.data.narrow(0, offset, held), flat, offset) if held else None
 
 
 def _refresh_stage_three(wrapper: object) -> None:
-    """Copies the fp32 parts into the model's partitions and into parameters that stay whole on every rank."""
+    """Copies the fp32 parts into the model's partitions and into the persistent parameters, which every rank keeps
+    whole.
+    """
     for group, flat in enumerate(wrapper.fp32_partitioned_groups_flat):  # type: ignore[attr-defined]
         for parameter in wrapper.fp16_groups[group]:  # type: ignore[attr-defined]
             _, offset, length = wrapper.grad_position[wrapper.get_param_id(parameter)]  # type: ignore[attr-defined]
@@ -157,31 +162,19 @@ def _refresh_stage_three(wrapper: object) -> None:
         persistent[0].all_gather(persistent)
 
 
-def _identity(parameter: nn.Parameter) -> tuple[str, Placement]:
-    return parameter.global_name, placement_of(parameter)  # type: ignore[attr-defined]
-
-
-def _tensors(engine: Engine, fragment: Fragment, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
-    """The weight or master of a fragment, then its moments; moments that do not exist yet are made as zeros."""
-    yield "weight" if engine.model.dtype_name == "float32" else "master", fragment.master
+def _tensors(engine: Engine, part: OptimizerSlice, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
+    """The weight or master weight of a slice, then its moments; missing moments are created as zeros."""
+    yield "weight" if engine.precision.dtype_name == "float32" else "master", part.master
     if not with_optimizer:
         return
-    state = engine.optimizer.state[fragment.flat]
-    length = fragment.master.numel()
+    state = engine.optimizer.state[part.flat]
+    length = part.master.numel()
     if engine.optim.optimizer == "adam" and "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=fragment.flat.device)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=part.flat.device)
     for kind, name in _MOMENTS[engine.optim.optimizer].items():
         if state.get(name) is None:
-            state[name] = torch.zeros_like(fragment.flat)
-        yield kind, state[name].view(-1).narrow(0, fragment.offset, length)
-
-
-def _placer(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def place(source: torch.Tensor) -> None:
-        with torch.no_grad():
-            target.copy_(source)
-
-    return place
+            state[name] = torch.zeros_like(part.flat)
+        yield kind, state[name].view(-1).narrow(0, part.offset, length)
 
 
 def _is_replicated_over_data(engine: Engine) -> bool:
@@ -190,7 +183,3 @@ def _is_replicated_over_data(engine: Engine) -> bool:
 
 def _share(length: int, rank: int, size: int) -> tuple[int, int]:
     return length * rank // size, length * (rank + 1) // size
-
-
-def _narrowed(key: PieceKey, first: int, last: int) -> PieceKey:
-    return PieceKey(key.name, key.kind, key.shape, key.start, key.stop, key.first + first, key.first + last)

@@ -1,1 +1,1 @@
-"""Text out of a checkpoint. Stands beside `train` and never imports it."""
+"""Generation: text out of a checkpoint. Imports nothing of `train`."""

@@ -9,14 +9,16 @@ import torch
 
 from megatron.errors import ConfigError
 from megatron.inference.sampling import Sampling, choose, sample_generator
-from megatron.model.gpt import DenseGPT, whole_logits
+from megatron.model.gpt import whole_logits
+from megatron.model.interface.network import LayerStack
+from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import broadcast
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What was generated after one prompt; `is_finished` says that it ended with end-of-document, which is left out."""
+    """The tokens generated for one prompt; `is_finished` says whether end-of-document (not included) was reached."""
 
     tokens: tuple[int, ...]
     is_finished: bool
@@ -24,12 +26,12 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a text ends.
+    """Limits on the length of a text.
 
     Args:
-        new_tokens: the most tokens generated for one prompt.
-        positions: the most tokens a text may have, prompt included (--max-position-embeddings).
-        eod_id: the token that ends a text; None if there is none.
+        new_tokens: maximum number of tokens generated for one prompt.
+        positions: maximum number of tokens of a text, prompt included (--max-position-embeddings).
+        eod_id: the end-of-document token; None if there is none.
     """
 
     new_tokens: int
@@ -37,13 +39,15 @@ class Limits:
     eod_id: int | None
 
     def check_prompt(self, length: int, name: str) -> None:
-        """Checks that a prompt leaves room for a token.
+        """Checks that a prompt leaves at least one position for a new token.
 
         Raises:
             ConfigError: it is empty or fills all positions.
         """
         if length == 0:
-            raise ConfigError(f"{name} has no tokens. Give at least one word, or --num-samples to start from nothing.")
+            raise ConfigError(
+                f"{name} has no tokens. Give at least one word, or use --num-samples to generate without a prompt."
+            )
         if length >= self.positions:
             raise ConfigError(
                 f"{name} has {length} tokens, and the model has {self.positions} positions (--max-position-embeddings "
@@ -53,7 +57,7 @@ class Limits:
 
 @torch.inference_mode()
 def generate(
-    model: DenseGPT,
+    model: LayerStack,
     mesh: ParallelMesh,
     prompts: Sequence[Sequence[int]],
     limits: Limits,
@@ -63,13 +67,13 @@ def generate(
     first_sample: int = 0,
     recompute: bool = False,
 ) -> list[Continuation]:
-    """Continues prompts of one common length; every tensor-parallel rank returns the same.
+    """Continues prompts of equal length; every tensor-parallel rank returns the same result.
 
     Args:
-        model: in evaluation mode, holding this rank's part.
-        vocab_size: tokens the tokenizer knows; padding is never chosen.
-        first_sample: number of the first prompt; with the seed it decides the draws.
-        recompute: run the whole text for every token instead of keeping keys and values.
+        model: this rank's layers, in evaluation mode.
+        vocab_size: vocabulary size of the tokenizer; padding ids are never chosen.
+        first_sample: index of the first prompt; together with the seed it determines the draws.
+        recompute: process the whole text for every token instead of using a key-value cache.
 
     Raises:
         ConfigError: a prompt is empty or too long, or the prompts differ in length.
@@ -77,7 +81,7 @@ def generate(
     if len({len(prompt) for prompt in prompts}) > 1:
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
         raise ConfigError(
-            f"prompts of different lengths ({lengths} tokens) cannot share a batch. Give them one by one."
+            f"prompts of different lengths ({lengths} tokens) cannot share a batch. Pass them one by one."
         )
     for number, prompt in enumerate(prompts, start=first_sample):
         limits.check_prompt(len(prompt), f"prompt {number}")
@@ -90,7 +94,8 @@ def generate(
     caches = None if recompute else model.new_caches(stop)
     fresh = text
     while text.shape[1] < stop and not bool(finished.all()):
-        scores = model(text if recompute else fresh, sample_ids, caches=caches)[:, -1]  # [b, v/t]
+        context = StepSettings().context(sample_ids, first_sample=first_sample, caches=caches)
+        scores = model(text if recompute else fresh, context)[:, -1]  # [b, v/t]
         chosen = choose(whole_logits(scores, mesh.tp, vocab_size), sampling, generators).to(mesh.device)  # [b]
         if limits.eod_id is not None:
             chosen = torch.where(finished, torch.full_like(chosen, limits.eod_id), chosen)

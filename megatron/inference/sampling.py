@@ -1,4 +1,4 @@
-"""The next token from its scores: temperature, top-k, top-p, and a draw that depends on nothing but (seed, sample)."""
+"""Sampling of the next token: temperature, top-k, top-p, and a draw that depends only on (seed, sample)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. `greedy` takes the best one and makes the rest meaningless.
+    """How tokens are sampled. `greedy` takes the most probable token and ignores the other settings.
 
     Args:
-        temperature: scores are divided by it; above 0.
-        top_k: only the k best tokens stay; 0 keeps all. Tokens that tie with the k-th stay too.
-        top_p: the best tokens stay until their probabilities reach it, the one that crosses it included; 0 keeps all.
-        seed: with the number of a sample it decides all draws of that sample.
+        temperature: divisor of the logits; above 0.
+        top_k: keep only the k most probable tokens, and ties with the k-th; 0 keeps all.
+        top_p: keep the most probable tokens until their cumulative probability reaches this value; 0 keeps all.
+        seed: together with the index of a sample, it determines all draws of that sample.
     """
 
     greedy: bool = False
@@ -28,7 +28,7 @@ class Sampling:
 
 
 def sample_generator(seed: int, sample: int) -> torch.Generator:
-    """The source of randomness of one sample, the same whatever batch or layout it is generated in."""
+    """The random generator of one sample, independent of the batch and the layout."""
     digest = hashlib.sha256(f"{seed}/{sample}".encode()).digest()
     generator = torch.Generator(device="cpu")
     generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -41,7 +41,7 @@ def choose(scores: torch.Tensor, sampling: Sampling, generators: Sequence[torch.
     Shapes: scores `[b, v]`; result `[b]` int64.
 
     Args:
-        generators: one a row; advanced by one draw each unless greedy.
+        generators: one per row; each is advanced by one draw unless greedy.
     """
     scores = scores.to("cpu", torch.float32)
     if sampling.greedy:
@@ -52,7 +52,7 @@ def choose(scores: torch.Tensor, sampling: Sampling, generators: Sequence[torch.
 
 
 def distribution(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Probabilities of the tokens after temperature, then the top-k cut, then the top-p cut.
+    """Token probabilities after temperature, top-k and top-p, applied in this order.
 
     Shapes: `[b, v]` to the same, float32.
 
@@ -69,12 +69,12 @@ def distribution(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _cut_tail(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Removes every token that is not needed to reach probability `top_p`.
+    """Removes the tokens that are not needed to reach the cumulative probability `top_p`.
 
     Shapes: `[b, v]` to the same.
     """
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(dim=-1)
-    reached_before = probabilities.cumsum(dim=-1) - probabilities  # by the better tokens alone
+    reached_before = probabilities.cumsum(dim=-1) - probabilities  # by the more probable tokens alone
     removed = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, reached_before > top_p)
     return scores.masked_fill(removed, float("-inf"))

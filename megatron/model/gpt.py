@@ -1,204 +1,74 @@
-"""GPT: the list of layers that every engine builds from, the same layers as one module, and the loss."""
+"""GPT as a list of layers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from megatron.config import ModelConfig
-from megatron.errors import ConfigError
-from megatron.model.attention import KeyValueCache
-from megatron.model.embedding import FinalLayerNorm, PositionEmbedding, WordEmbedding, word_logits
-from megatron.model.transformer import TransformerBlock
-from megatron.parallel.collectives import gather_from
-from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.model.blocks.embedding import FinalLayerNorm, OutputHead, PositionEmbedding, WordEmbedding
+from megatron.model.blocks.transformer import TransformerBlock
+from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
 from megatron.parallel.mesh import Axis, ParallelMesh
-from megatron.parallel.rng import normal_
+from megatron.parallel.tensor.collectives import gather_from
 
 WORD_EMBEDDINGS = "embedding.word_embeddings"
 POSITION_EMBEDDINGS = "embedding.position_embeddings"
-BLOCK_PREFIX = "decoder.layers."
+BLOCKS = "decoder.layers"
 FINAL_LAYERNORM = "decoder.final_layernorm"
 OUTPUT_LAYER = "output_layer"
-# The weights that write into the residual stream; there are two a block, so their sum keeps its size.
-_RESIDUAL_PROJECTIONS = ("self_attention.linear_proj.weight", "mlp.linear_fc2.weight")
 
 
-@dataclass(frozen=True)
-class LayerSpec:
-    """A layer that is built only by the rank that owns it.
+def gpt_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
+    """The network: word embedding, position embedding, blocks, final norm, and a head tied to the word embedding.
 
-    Args:
-        name: global name; a parameter's is this, a dot, and its name inside the module.
-        build: makes the module with its initial values.
-        tied_to: the layer whose weight this one uses; applied with `word_logits`.
+    The first layer takes tokens `[b, s]`, the last returns logits `[b, s, v/t]`.
     """
-
-    name: str
-    build: Callable[[], nn.Module]
-    tied_to: str | None = None
-
-
-def gpt_layers(
-    config: ModelConfig, mesh: ParallelMesh, *, reset_position_ids: bool = False, reset_attention_mask: bool = False
-) -> list[LayerSpec]:
-    """The network as a list: word table, positions, blocks, final norm, tied head.
-
-    The first layer takes `(tokens [b, s], sample_ids [b][, segment_ids [b, s]])`, each maps one tuple to the next, and
-    the head returns `logits [b, s, v/t]`.
-
-    Args:
-        reset_position_ids: number positions from 0 in every segment.
-        reset_attention_mask: let tokens see only their own segment.
-    """
-    makers: dict[str, Callable[[], nn.Module]] = {
-        WORD_EMBEDDINGS: partial(WordEmbedding, config, mesh),
-        POSITION_EMBEDDINGS: partial(PositionEmbedding, config, mesh, restart=reset_position_ids),
-    }
-    for index in range(config.num_layers):
-        makers[f"{BLOCK_PREFIX}{index}"] = partial(
-            TransformerBlock, config, mesh, index, separate_segments=reset_attention_mask
-        )
-    makers[FINAL_LAYERNORM] = partial(FinalLayerNorm, config, mesh)
-    specs = [LayerSpec(name, partial(_built, maker, name, config)) for name, maker in makers.items()]
-    head = partial(_built, makers[WORD_EMBEDDINGS], WORD_EMBEDDINGS, config)  # the same values as the first stage draws
-    return [*specs, LayerSpec(OUTPUT_LAYER, head, tied_to=WORD_EMBEDDINGS)]
-
-
-class DenseGPT(nn.Module):
-    """All layers in one module, for one pipeline stage; `named_parameters` gives the global names."""
-
-    def __init__(self, specs: Sequence[LayerSpec]) -> None:
-        super().__init__()
-        self._names = [spec.name for spec in specs if spec.tied_to is None]
-        for spec in specs:
-            if spec.tied_to is None:
-                _attach(self, spec.name, spec.build())
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        sample_ids: torch.Tensor,
-        segment_ids: torch.Tensor | None = None,
-        caches: Sequence[KeyValueCache] | None = None,
-    ) -> torch.Tensor:
-        """Scores every word of the padded vocabulary as the next one.
-
-        Shapes: tokens `[b, s]` int64, sample_ids `[b]`, segment_ids `[b, s]`; result `[b, s, v/t]`.
-
-        Args:
-            caches: one a block (see `new_caches`); tokens then follow those already in them.
-        """
-        inputs = (tokens, sample_ids) if segment_ids is None else (tokens, sample_ids, segment_ids)
-        offset = caches[0].length if caches else 0
-        blocks = 0
-        for name in self._names:
-            layer = self.get_submodule(name)
-            if isinstance(layer, TransformerBlock):
-                inputs = layer(inputs, None if caches is None else caches[blocks])
-                blocks += 1
-            else:
-                inputs = layer(inputs, offset) if isinstance(layer, PositionEmbedding) else layer(inputs)
-        return word_logits(self.word_embeddings, inputs[0])
-
-    @property
-    def word_embeddings(self) -> WordEmbedding:
-        """The word table, which is the head too."""
-        module = self.get_submodule(WORD_EMBEDDINGS)
-        if not isinstance(module, WordEmbedding):
-            raise ConfigError(
-                f"{WORD_EMBEDDINGS} is a {type(module).__name__}, not the word table that the head needs."
+    hidden, vocabulary = config.hidden_size, config.padded_vocab_size
+    table = LayerCost(config.vocab_size * hidden)
+    positions = LayerCost(config.max_position_embeddings * hidden)
+    head = LayerCost(0, flops_per_token=2 * vocabulary * hidden)
+    residual_std = residual_init_std(config)
+    return [
+        LayerSpec(WORD_EMBEDDINGS, LayerKind.EMBEDDING, table, partial(WordEmbedding, config, mesh)),
+        LayerSpec(POSITION_EMBEDDINGS, LayerKind.EMBEDDING, positions, partial(PositionEmbedding, config, mesh)),
+        *(
+            LayerSpec(
+                f"{BLOCKS}.{index}",
+                LayerKind.BLOCK,
+                block_cost(config),
+                partial(TransformerBlock, config, mesh, index, residual_std),
             )
-        return module
-
-    def new_caches(self, capacity: int) -> list[KeyValueCache]:
-        """Empty caches for generating sequences of up to `capacity` tokens."""
-        return [KeyValueCache(capacity) for name in self._names if name.startswith(BLOCK_PREFIX)]
-
-
-def build_dense(
-    config: ModelConfig, mesh: ParallelMesh, *, reset_position_ids: bool = False, reset_attention_mask: bool = False
-) -> DenseGPT:
-    """Builds the whole network (or its tensor-parallel part) as one module.
-
-    Raises:
-        ConfigError: the mesh has several pipeline stages.
-    """
-    if mesh.pp.size > 1:
-        raise ConfigError(
-            f"One module cannot be spread over {mesh.pp.size} stages "
-            f"(--pipeline-model-parallel-size {mesh.pp.size}). Use 1."
-        )
-    return DenseGPT(
-        gpt_layers(config, mesh, reset_position_ids=reset_position_ids, reset_attention_mask=reset_attention_mask)
-    )
+            for index in range(config.num_layers)
+        ),
+        LayerSpec(FINAL_LAYERNORM, LayerKind.NORM, LayerCost(2 * hidden), partial(FinalLayerNorm, config, mesh)),
+        LayerSpec(OUTPUT_LAYER, LayerKind.HEAD, head, partial(OutputHead, config, mesh), tied_to=WORD_EMBEDDINGS),
+    ]
 
 
-def language_model_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    loss_weights: torch.Tensor,
-    axis: Axis,
-    vocab_size: int,
-    *,
-    observe: Callable[[torch.Tensor], None] | None = None,
-) -> torch.Tensor:
-    """The weighted sum of the tokens' losses, float32; the caller divides by the tokens of the global batch.
-
-    Shapes: logits `[b, s, v/t]`, labels and loss_weights `[b, s]`; result `[]`.
-
-    Args:
-        observe: is shown the weighted losses of the tokens `[b, s]`, outside the graph.
-    """
-    losses = vocab_parallel_cross_entropy(logits, labels, axis, vocab_size) * loss_weights  # [b, s]
-    if observe is not None:
-        observe(losses.detach())
-    return losses.sum()
+def block_cost(config: ModelConfig) -> LayerCost:
+    """Parameters and operations of one block: four attention and two feed-forward matrices with biases, two norms."""
+    hidden, inner = config.hidden_size, config.ffn_hidden_size
+    attention = config.num_attention_heads * config.kv_channels
+    matrices = 4 * hidden * attention + 2 * hidden * inner
+    vectors = 3 * attention + hidden + inner + hidden + 4 * hidden
+    return LayerCost(matrices + vectors, flops_per_token=2 * matrices, flops_per_token_pair=4 * attention)
 
 
-def whole_logits(logits: torch.Tensor, axis: Axis, vocab_size: int) -> torch.Tensor:
-    """Joins the ranks' scores and drops the padding.
-
-    Shapes: `[..., v/t]` to `[..., vocab_size]`.
-    """
-    return gather_from(logits, axis)[..., :vocab_size]
-
-
-def initial_std(config: ModelConfig, parameter_name: str) -> float:
-    """Standard deviation of a weight's initial values.
+def residual_init_std(config: ModelConfig) -> float:
+    """Initial standard deviation of the matrices that write to the residual stream, scaled down by their number.
 
     Source: Radford et al., "Language models are unsupervised multitask learners", 2019, section 2.3 (residual layers
     scaled by 1/sqrt(N)), with N = 2 * num_layers as in Megatron-LM `scaled_init_method_normal`.
     """
-    if parameter_name.endswith(_RESIDUAL_PROJECTIONS):
-        return config.init_method_std / math.sqrt(2 * config.num_layers)
-    return config.init_method_std
+    return config.init_method_std / math.sqrt(2 * config.num_layers)
 
 
-def _built(make: Callable[[], nn.Module], name: str, config: ModelConfig) -> nn.Module:
-    """Makes a layer and draws its matrices; norms start at weight 1, all biases at 0.
+def whole_logits(logits: torch.Tensor, axis: Axis, vocab_size: int) -> torch.Tensor:
+    """Gathers the logits of all tensor-parallel ranks and removes the padding.
 
-    Every parameter learns its global name (`parameter.global_name`).
+    Shapes: `[..., v/t]` to `[..., vocab_size]`.
     """
-    module = make()
-    for inner, parameter in module.named_parameters():
-        full_name = f"{name}.{inner}"
-        parameter.global_name = full_name  # type: ignore[attr-defined]
-        if parameter.dim() > 1:
-            normal_(parameter, config.seed, full_name, initial_std(config, full_name))
-    return module
-
-
-def _attach(root: nn.Module, dotted_name: str, module: nn.Module) -> None:
-    """Puts a module at a dotted name, making plain containers on the way."""
-    *path, last = dotted_name.split(".")
-    for part in path:
-        if not hasattr(root, part):
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    root.add_module(last, module)
+    return gather_from(logits, axis)[..., :vocab_size]

@@ -1,4 +1,4 @@
-"""Who started this process: the variables of torchrun, deepspeed, srun, mpirun or a shell, as one description."""
+"""How this process was launched: the variables of torchrun, deepspeed, srun, mpirun or a shell, read into one value."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PBS_JOBID", "LSB_JOB
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all of them, and where they meet.
+    """This process's rank, the number of ranks, and the address where they meet.
 
     Args:
         launcher: torchrun, deepspeed, srun, mpirun, environment (variables set by hand) or none.
-        is_one_node: all ranks are known to run on this machine.
+        is_one_node: whether all ranks are known to run on this machine.
     """
 
     rank: int
@@ -55,19 +55,19 @@ class Ranks:
 
     @property
     def has_parent_launcher(self) -> bool:
-        """Whether the parent process is a launcher that this rank should not outlive; a shell is not."""
+        """Whether the parent process is a launcher, which the rank must not outlive; a shell is not."""
         return self.launcher in ("torchrun", "deepspeed", "srun", "mpirun")
 
 
 def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None, parent_process_id: int = 0) -> Ranks:
-    """Reads the launcher's variables; a function of its arguments only.
+    """Reads the launcher's variables; the result depends on the arguments only.
 
     RANK wins (an srun that starts one torchrun per node sets both kinds), then MPI's variables, then those of an srun
     step. Slurm's variables outside a step (salloc, sbatch script) mean one process.
 
     Args:
-        local_rank: the value of `--local_rank`, used where no variable tells.
-        parent_process_id: tells two MPI jobs on one machine apart that carry no job name.
+        local_rank: the value of `--local_rank`, used where no variable gives it.
+        parent_process_id: distinguishes MPI jobs on one machine that have no job id.
 
     Raises:
         LaunchError: variables are missing, not numbers, or contradict each other.
@@ -81,17 +81,17 @@ def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None,
         return _from_slurm(environ)
     if _given(environ, "WORLD_SIZE") and _number(environ, "WORLD_SIZE") != 1:
         raise LaunchError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not, so this process does not know which it is. "
+            f"WORLD_SIZE={environ['WORLD_SIZE']} is set but RANK is not, so this process does not know its rank. "
             f"Start it with torchrun, deepspeed, srun or mpirun, or set RANK; unset WORLD_SIZE for a single process."
         )
     return Ranks(0, 1, 0, "127.0.0.1", _DEFAULT_PORT, "none", is_one_node=True)
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """The host names in Slurm's shorthand: `node[003-004,011],login` is node003, node004, node011, login.
+    """Expands Slurm's shorthand for host names: `node[003-004,011],login` is node003, node004, node011, login.
 
     Raises:
-        LaunchError: brackets do not match or a range is not one.
+        LaunchError: unmatched brackets or a malformed range.
 
     Source: the hostlist expressions of `scontrol show hostnames`.
     """
@@ -163,7 +163,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Ranks:
     if address is None:
         raise LaunchError(
             f"srun started {world_size} ranks ({size_name}={world_size}) but neither SLURM_STEP_NODELIST nor "
-            f"SLURM_JOB_NODELIST tells where. Set MASTER_ADDR to the host of rank 0."
+            f"SLURM_JOB_NODELIST names the nodes. Set MASTER_ADDR to the host of rank 0."
         )
     local = _number(environ, "SLURM_LOCALID")
     return Ranks(rank, world_size, local, address, _port(environ, _slurm_job(environ)), "srun", is_one_node)
@@ -210,14 +210,14 @@ def _local_rank(environ: Mapping[str, str], flag: int | None, rank: int, world_s
         return rank
     else:
         raise LaunchError(
-            f"Rank {rank} of {world_size} does not know its number on its node: LOCAL_RANK is not set and --local_rank "
-            f"was not passed. Set LOCAL_RANK (0 for the first process of a node)."
+            f"Rank {rank} of {world_size} does not know its local rank: LOCAL_RANK is not set and --local_rank was not "
+            f"passed. Set LOCAL_RANK (0 for the first process of a node)."
         )
     size = _local_size(environ, world_size)
     if local < 0 or (size is not None and local >= size) or local >= world_size > 1:
         raise LaunchError(
             f"{name}={local} does not fit {size or world_size} processes on the node (WORLD_SIZE={world_size}). It "
-            f"must be between 0 and {(size or world_size) - 1}; unset the stale variable."
+            f"must be between 0 and {(size or world_size) - 1}; unset it if another job left it behind."
         )
     return local
 
@@ -233,7 +233,7 @@ def _port(environ: Mapping[str, str], job: str | None = None) -> int:
     if _given(environ, "MASTER_PORT"):
         port = _number(environ, "MASTER_PORT")
         if not 0 < port < 65536:
-            raise LaunchError(f"MASTER_PORT={port} is no TCP port. It must be between 1 and 65535.")
+            raise LaunchError(f"MASTER_PORT={port} is not a TCP port. It must be between 1 and 65535.")
         return port
     return _DEFAULT_PORT if job is None else _LOWEST_JOB_PORT + zlib.crc32(job.encode()) % _JOB_PORTS
 
@@ -242,15 +242,15 @@ def _check_rank(rank: int, world_size: int, rank_name: str, size_name: str) -> N
     if not 0 <= rank < world_size:
         raise LaunchError(
             f"{rank_name}={rank} does not fit {size_name}={world_size}. A rank must be between 0 and {world_size - 1}; "
-            f"set both variables, or start with torchrun, which does."
+            f"set both variables, or use torchrun, which does."
         )
 
 
 def _check_world_size(environ: Mapping[str, str], world_size: int, size_name: str) -> None:
     if _given(environ, "WORLD_SIZE") and _number(environ, "WORLD_SIZE") != world_size:
         raise LaunchError(
-            f"WORLD_SIZE={environ['WORLD_SIZE']} contradicts {size_name}={world_size}. Unset WORLD_SIZE, or start as "
-            f"many processes as it says."
+            f"WORLD_SIZE={environ['WORLD_SIZE']} contradicts {size_name}={world_size}. Unset WORLD_SIZE, or start that "
+            f"many processes."
         )
 
 
@@ -264,5 +264,5 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         return int(text)
     except ValueError:
         raise LaunchError(
-            f"{name}={text!r} is not a whole number. The launcher must set it; unset a stale one."
+            f"{name}={text!r} is not a whole number. The launcher sets it; unset it if another job left it behind."
         ) from None

@@ -1,37 +1,58 @@
-"""The grid of ranks: which process this is, and its place on the tensor, pipeline and data axes."""
+"""The mesh: ordered axes of ranks, this rank's place on each, and the process groups they make up.
+
+An axis says by its role what its ranks do not share. Every reduction names a derived group, which spans the axes of
+some roles, so that a new axis joins the right sums by saying its role. Nothing here joins or leaves a run; see
+`joining.py`.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import select
-import signal
-import socket
-import sys
-import threading
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from megatron import device, log
-from megatron.config import ParallelConfig
+from megatron.config.layout import layout_problems
 from megatron.errors import LaunchError
-from megatron.parallel.launchers import Ranks, discover_ranks
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-# Words in a launcher's command line: they tell one that is process 1 of a container from an init that adopted us.
-_LAUNCHER_WORDS = ("torch", "deepspeed", "mpi", "orte", "prte", "hydra", "pmi_proxy", "slurm", "srun")
-_NAME_TRIES = 3  # one second apart
+Role = Literal["stage", "batch", "sequence", "tensor"]
+
+# Slowest first: neighbours in `tp` are neighbours on a node.
+STANDARD_ROLES: tuple[tuple[str, Role], ...] = (
+    ("pp", "stage"),
+    ("dp", "batch"),
+    ("ep", "batch"),
+    ("cp", "sequence"),
+    ("sp", "sequence"),
+    ("tp", "tensor"),
+)
+
+
+@dataclass(frozen=True)
+class AxisSize:
+    """One direction of the grid.
+
+    Args:
+        role: what the ranks of the axis do not share: they hold other layers ("stage") or other parts of the same
+            matrices ("tensor"), or compute on other samples ("batch") or other positions of the same samples
+            ("sequence").
+    """
+
+    name: str
+    size: int
+    role: Role
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One direction of the grid as this rank sees it.
+    """Ranks that communicate with each other, as this rank sees them: an axis of the grid or a derived group.
 
     Args:
         rank: this process's position on the axis.
@@ -51,16 +72,115 @@ class Axis:
         return cls(name, 0, 1, (rank,), None)
 
 
+def _spans(*roles: Role, without: Collection[str] = ()) -> dict[str, Collection[str]]:
+    """Says which axes a derived group spans: those of these roles, less some named ones."""
+    return {"roles": roles, "without": without}
+
+
 @dataclass(frozen=True)
 class ParallelMesh:
-    """This rank's place: global rank = `(pp * DP + dp) * TP + tp`, DeepSpeed's order."""
+    """This rank's place on every axis, and the groups it communicates in.
 
-    tp: Axis
-    pp: Axis
-    dp: Axis
+    The last axis is the fastest: with the standard axes and only `pp`, `dp` and `tp` larger than 1 the global rank is
+    `(pp * DP + dp) * TP + tp`, DeepSpeed's order.
+
+    Args:
+        sizes: the axes in order, slowest first.
+        axes: this rank's place on each of them.
+        world: all ranks.
+        control: all ranks; its group carries CPU tensors.
+        embedding: the first and the last pipeline stage of this rank's column, which share the word embeddings; the
+            ranks between them are alone on it.
+        batch: ranks that read different samples.
+        loss: ranks over which losses and tokens are summed.
+        gradient: ranks over which the gradient of a replicated parameter is averaged.
+        expert_gradient: the same for a parameter of an expert, whose other experts lie on the axis `ep`.
+        model: the ranks that hold one copy of the model.
+    """
+
+    sizes: tuple[AxisSize, ...]
+    axes: tuple[Axis, ...]
     world: Axis
+    control: Axis
+    embedding: Axis
     device: torch.device
-    local_rank: int = 0
+    local_rank: int
+    # The derived groups. One more is one more line: a field that says which roles it spans.
+    batch: Axis = field(metadata=_spans("batch"))
+    loss: Axis = field(metadata=_spans("batch", "sequence"))
+    gradient: Axis = field(metadata=_spans("batch", "sequence"))
+    expert_gradient: Axis = field(metadata=_spans("batch", "sequence", without=("ep",)))
+    model: Axis = field(metadata=_spans("stage", "tensor"))
+
+    @classmethod
+    def at(
+        cls, sizes: Sequence[AxisSize], rank: int, device: torch.device | str = "cpu", local_rank: int = 0
+    ) -> ParallelMesh:
+        """The place of a rank in a grid, without process groups."""
+        columns = [_axis(size.name, sizes, rank, {size.name}) for size in sizes]
+        world = _axis("world", sizes, rank, {size.name for size in sizes})
+        derived = {
+            name: _axis(name, sizes, rank, {size.name for size in sizes if size.role in roles} - set(without))
+            for name, roles, without in _derived_groups()
+        }
+        return cls(
+            sizes=tuple(sizes),
+            axes=tuple(columns),
+            world=world,
+            control=dataclasses.replace(world, name="control"),
+            embedding=_ends(next((axis for axis in columns if axis.name == "pp"), Axis.single("pp", rank)), rank),
+            device=torch.device(device),
+            local_rank=local_rank,
+            **derived,
+        )
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> ParallelMesh:
+        """A mesh of this process alone, without a process group."""
+        return cls.at(standard_axes(1), 0, device)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name; of size 1 where the mesh was built without it."""
+        return next((axis for axis in self.axes if axis.name == name), Axis.single(name, self.world.rank))
+
+    def axes_of(self, *roles: Role) -> tuple[Axis, ...]:
+        """The axes that have one of these roles, in order."""
+        return tuple(axis for size, axis in zip(self.sizes, self.axes, strict=True) if size.role in roles)
+
+    @property
+    def model_axes(self) -> tuple[Axis, ...]:
+        """The axes that one copy of the model is spread over."""
+        return self.axes_of("stage", "tensor")
+
+    @property
+    def tp(self) -> Axis:
+        """Tensor parallelism."""
+        return self.axis("tp")
+
+    @property
+    def pp(self) -> Axis:
+        """Pipeline parallelism."""
+        return self.axis("pp")
+
+    @property
+    def dp(self) -> Axis:
+        """Data parallelism; a sum over all ranks with other samples takes `batch`."""
+        return self.axis("dp")
+
+    @property
+    def ep(self) -> Axis:
+        """Expert parallelism."""
+        return self.axis("ep")
+
+    @property
+    def cp(self) -> Axis:
+        """Context parallelism."""
+        return self.axis("cp")
+
+    @property
+    def sp(self) -> Axis:
+        """Sequence parallelism."""
+        return self.axis("sp")
 
     @property
     def is_first_stage(self) -> bool:
@@ -72,59 +192,25 @@ class ParallelMesh:
         """Whether this rank holds the head and sees the loss."""
         return self.pp.rank == self.pp.size - 1
 
-    @classmethod
-    def single(cls, device: torch.device | str = "cpu") -> ParallelMesh:
-        """A mesh of this process alone, without a process group."""
-        tp, pp, dp, world = (Axis.single(name) for name in ("tp", "pp", "dp", "world"))
-        return cls(tp, pp, dp, world, torch.device(device))
 
-
-def open_mesh(parallel: ParallelConfig) -> ParallelMesh:
-    """Joins the other ranks and returns this one's place among them.
-
-    Works under torchrun, the deepspeed launcher, srun, mpirun, hand-set variables, or none of them (one process; no
-    network is used then). Afterwards torchrun's variables are set in the environment whoever started the process,
-    because DeepSpeed reads them. A rank started by a launcher is killed when the launcher dies.
+def standard_axes(
+    world_size: int, *, tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, sp: int = 1
+) -> tuple[AxisSize, ...]:
+    """The standard axes in their order, `dp` taking the ranks that the others leave.
 
     Raises:
-        LaunchError: the launcher's variables contradict each other, tp x pp does not fit the world, or there are not
-        enough GPUs.
+        LaunchError: the sizes do not divide the number of ranks.
     """
-    ranks = discover_ranks(os.environ, local_rank=parallel.local_rank, parent_process_id=os.getppid())
-    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    check_layout(ranks.world_size, tp_size, pp_size)
-    if ranks.has_parent_launcher:
-        die_with_launcher()
-    if ranks.launcher == "deepspeed":
-        die_with_deepspeed_runner()
-    own_device = device.local_device(
-        ranks.local_rank, one_device_per_process=ranks.launcher in ("srun", "mpirun", "environment")
-    )
-    _export(ranks)
-    backend = parallel.distributed_backend or device.default_backend()
-    if not dist.is_initialized():
-        _join(ranks, backend, timedelta(minutes=parallel.distributed_timeout_minutes))
-    log.set_rank(ranks.rank, ranks.world_size)
-    tp, pp, dp = build_axes(ranks.rank, ranks.world_size, tp_size, pp_size)
-    world = Axis("world", ranks.rank, ranks.world_size, tuple(range(ranks.world_size)), dist.group.WORLD)
-    return ParallelMesh(tp, pp, dp, world, own_device, ranks.local_rank)
-
-
-def count_ranks(parallel: ParallelConfig) -> int:
-    """How many processes the launcher started, before any of them is joined.
-
-    Raises:
-        LaunchError: the launcher's variables contradict each other.
-    """
-    ranks = discover_ranks(os.environ, local_rank=parallel.local_rank, parent_process_id=os.getppid())
-    log.set_rank(ranks.rank, ranks.world_size)
-    return ranks.world_size
-
-
-def close_mesh(mesh: ParallelMesh) -> None:
-    """Leaves the process group; does nothing for a mesh that has none."""
-    if mesh.world.group is not None and dist.is_initialized():
-        dist.destroy_process_group()
+    check_layout(world_size, tp, pp)
+    inner = ep * cp * sp
+    copies = world_size // (tp * pp)
+    if copies % inner:
+        raise LaunchError(
+            f"{copies} copies of the model ({world_size} ranks / {tp} x {pp} ranks of a copy) cannot be divided into "
+            f"ep {ep} x cp {cp} x sp {sp} = {inner}. Use sizes whose product divides {copies}."
+        )
+    sizes = {"pp": pp, "dp": copies // inner, "ep": ep, "cp": cp, "sp": sp, "tp": tp}
+    return tuple(AxisSize(name, sizes[name], role) for name, role in STANDARD_ROLES)
 
 
 def check_layout(world_size: int, tp_size: int, pp_size: int) -> None:
@@ -133,153 +219,103 @@ def check_layout(world_size: int, tp_size: int, pp_size: int) -> None:
     Raises:
         LaunchError: tp x pp does not divide the number of processes.
     """
-    copies, rest = divmod(world_size, tp_size * pp_size)
-    if rest == 0 and copies > 0:
-        return
-    needed = tp_size * pp_size
-    counts = f"{needed}" if copies == 0 else f"{copies * needed} or {(copies + 1) * needed}"
-    layouts = [f"{tp} x {world}" for tp, world in _legal_layouts(world_size, tp_size)]
-    raise LaunchError(
-        f"{world_size} processes cannot hold whole model copies of {tp_size} x {pp_size} = {needed} ranks "
-        f"(--tensor-model-parallel-size {tp_size}, --pipeline-model-parallel-size {pp_size}). Their product must "
-        f"divide the number of processes: start {counts} processes, or use one of these tensor x pipeline sizes: "
-        f"{', '.join(layouts)}."
-    )
+    for problem in layout_problems(world_size, tp_size, pp_size):
+        raise LaunchError(problem)
 
 
-def axis_ranks(world_size: int, tp_size: int, pp_size: int) -> dict[str, list[tuple[int, ...]]]:
-    """The global ranks of every group of every axis, groups in the order in which all ranks create them."""
-    dp_size = world_size // (tp_size * pp_size)
+def build_mesh(
+    sizes: Sequence[AxisSize], device: torch.device | str, local_rank: int, timeout: timedelta
+) -> ParallelMesh:
+    """Creates the process groups of the mesh within a process group that is open already.
 
-    def number(pp: int, dp: int, tp: int) -> int:
-        return (pp * dp_size + dp) * tp_size + tp
+    Called by all ranks. A rank creates only the groups it is in. Groups of the same ranks are one group, the group of
+    all ranks is the open one, and all axes of size 1 share a group of this rank alone: a real one, because DeepSpeed
+    takes None for everybody.
 
-    stages, copies, parts = range(pp_size), range(dp_size), range(tp_size)
-    return {
-        "tp": [tuple(number(pp, dp, tp) for tp in parts) for pp in stages for dp in copies],
-        "pp": [tuple(number(pp, dp, tp) for pp in stages) for dp in copies for tp in parts],
-        "dp": [tuple(number(pp, dp, tp) for dp in copies) for pp in stages for tp in parts],
-    }
-
-
-def build_axes(rank: int, world_size: int, tp_size: int, pp_size: int) -> tuple[Axis, Axis, Axis]:
-    """Creates the process groups of all axes and returns this rank's: tp, pp, dp.
-
-    A collective call of the whole world. Groups of one rank are real groups too: DeepSpeed reads None as "everybody".
-    """
-    own: dict[str, Axis] = {}
-    for name, groups in axis_ranks(world_size, tp_size, pp_size).items():
-        for members in groups:
-            group = dist.new_group(list(members)) if world_size > 1 else dist.group.WORLD
-            if rank in members:
-                own[name] = Axis(name, members.index(rank), len(members), members, group)
-    return own["tp"], own["pp"], own["dp"]
-
-
-def die_with_launcher() -> None:
-    """Asks Linux to kill this process when the one that started it ends; elsewhere does nothing.
-
-    Without it ranks outlive a launcher that was killed by SIGKILL, and go on writing.
+    Args:
+        timeout: how long a collective of any of the groups waits for the other ranks, in the open group too.
 
     Raises:
-        LaunchError: the launcher is gone already.
+        LaunchError: the product of the sizes is not the number of ranks.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent or (parent == 1 and not _is_launcher(Path("/proc/1/cmdline"))):
+    world_size = dist.get_world_size()
+    if math.prod(size.size for size in sizes) != world_size:
+        shown = " x ".join(f"{size.name} {size.size}" for size in sizes)
         raise LaunchError(
-            f"The launcher of this rank ended before the rank was ready (its parent process was {parent} and is now "
-            f"{os.getppid()}). Start the job again."
+            f"The axes {shown} make {math.prod(size.size for size in sizes)} ranks, and {world_size} take part. Use "
+            f"sizes whose product is {world_size}."
         )
+    if dist.get_backend() in ("gloo", "nccl"):
+        distributed_c10d._set_pg_timeout(timeout)
+    mesh = ParallelMesh.at(sizes, dist.get_rank(), device, local_rank)
+    groups = _Groups(mesh.world, timeout)
+    # Every rank goes through the same list in the same order, and at each entry all ranks of a group create it or all
+    # have it already, so none waits for a rank that waits for another. Only `embedding` leaves ranks out: it is last.
+    axes = tuple(groups.give(axis) for axis in mesh.axes)
+    found: dict[str, Any] = {name: groups.give(getattr(mesh, name)) for name, _, _ in _derived_groups()}
+    found["embedding"] = groups.give(mesh.embedding)
+    return dataclasses.replace(mesh, world=groups.give(mesh.world), control=groups.control, axes=axes, **found)
 
 
-def die_with_deepspeed_runner() -> None:
-    """Does the same for the `deepspeed` command, which is the parent of the process that starts the ranks of a node.
+class _Groups:
+    """The process groups this rank has so far, by their ranks."""
 
-    A thread waits for its end; on another node, where ssh stands between, there is nothing to wait for.
-    """
-    if not hasattr(os, "pidfd_open"):
-        return
-    try:
-        runner = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
-        if b"deepspeed" not in Path(f"/proc/{runner}/cmdline").read_bytes():
-            return
-        handle = os.pidfd_open(runner)
-    except (OSError, ValueError, IndexError):
-        return
-    threading.Thread(target=_die_after, args=(handle,), name="deepspeed-runner", daemon=True).start()
+    def __init__(self, world: Axis, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {world.ranks: dist.group.WORLD}
+        control = dist.group.WORLD
+        if dist.get_backend() == "nccl":
+            control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
+        self.control = dataclasses.replace(world, name="control", group=control)
+        self._even_out()
+        self.give(Axis.single("self", world.rank))
+
+    def give(self, axis: Axis) -> Axis:
+        """The axis with its process group."""
+        if axis.ranks not in self._by_ranks:
+            self._by_ranks[axis.ranks] = self._new(axis.name, axis.ranks)
+        return dataclasses.replace(axis, group=self._by_ranks[axis.ranks])
+
+    def _new(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        return dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
+
+    def _even_out(self) -> None:
+        """Gives every rank the same number of groups, because torch makes that number part of a new group's name.
+
+        Ranks with different numbers, as an earlier mesh with a pipeline leaves them, would wait under different names.
+        """
+        most = torch.tensor([_group_count()])
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.control.group)
+        for _ in range(int(most) - _group_count()):
+            self._new("filler", [dist.get_rank()])
 
 
-def _die_after(handle: int) -> None:
-    select.select([handle], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)
+def _group_count() -> int:
+    return len(distributed_c10d._world.pg_names)
 
 
-def _is_launcher(command_line: Path) -> bool:
-    try:
-        text = command_line.read_bytes().decode(errors="replace").lower()
-    except OSError:
-        return True  # not ours to read: give it the benefit of the doubt
-    return any(word in text for word in _LAUNCHER_WORDS)
-
-
-def _legal_layouts(world_size: int, wanted_tp: int) -> Sequence[tuple[int, int]]:
-    """Up to six (tp, pp) whose product divides the world, the nearest to the wanted tensor size first."""
-    pairs = [
-        (tp, pp)
-        for tp in range(1, world_size + 1)
-        for pp in range(1, world_size // tp + 1)
-        if world_size % (tp * pp) == 0
+def _derived_groups() -> list[tuple[str, tuple[Role, ...], tuple[str, ...]]]:
+    """Name, spanned roles and excluded axes of every derived group."""
+    return [
+        (entry.name, entry.metadata["roles"], entry.metadata["without"])
+        for entry in dataclasses.fields(ParallelMesh)
+        if "roles" in entry.metadata
     ]
-    return sorted(pairs, key=lambda pair: (abs(pair[0] - wanted_tp), pair[1]))[:6]
 
 
-def _export(ranks: Ranks) -> None:
-    os.environ.update(
-        RANK=str(ranks.rank),
-        WORLD_SIZE=str(ranks.world_size),
-        LOCAL_RANK=str(ranks.local_rank),
-        MASTER_ADDR=ranks.master_address,
-        MASTER_PORT=str(ranks.master_port),
-    )
-    if ranks.is_one_node and sys.platform.startswith("linux"):
-        # gloo otherwise resolves the host's own name, which fails or is slow on many laptops and in containers
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _axis(name: str, sizes: Sequence[AxisSize], rank: int, spanned: Collection[str]) -> Axis:
+    """The ranks that share this one's place on every axis that is not spanned."""
+    strides = [math.prod(size.size for size in sizes[index + 1 :]) for index in range(len(sizes))]
+    corner, steps = rank, []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size.name in spanned:
+            corner -= rank // stride % size.size * stride
+            steps.append(range(0, size.size * stride, stride))
+    ranks = tuple(corner + sum(offsets) for offsets in itertools.product(*steps))
+    return Axis(name, ranks.index(rank), len(ranks), ranks)
 
 
-def _join(ranks: Ranks, backend: str, timeout: timedelta) -> None:
-    if ranks.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    if ranks.launcher in ("srun", "mpirun"):
-        _check_address(ranks)
-    try:
-        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
-    except (dist.DistError, RuntimeError, ValueError) as failure:
-        raise LaunchError(
-            f"Rank {ranks.rank} of {ranks.world_size} could not meet the others at {ranks.master_address}:"
-            f"{ranks.master_port} (started by {ranks.launcher}, backend {backend}, --distributed-timeout-minutes "
-            f"{timeout.total_seconds() / 60:g}): {str(failure).splitlines()[0].rstrip('.')}. Every rank must run and "
-            f"reach that address; another MASTER_PORT helps if the port is taken."
-        ) from failure
-
-
-def _check_address(ranks: Ranks) -> None:
-    """Refuses a host name that nobody knows, which torch would retry until its timeout, once on every rank.
-
-    Only where the name comes from a list of nodes: that of a pod or container may become known later.
-    """
-    for left in reversed(range(_NAME_TRIES)):
-        try:
-            socket.getaddrinfo(ranks.master_address, ranks.master_port)
-            return
-        except socket.gaierror as failure:
-            if left == 0:
-                raise LaunchError(
-                    f"Rank {ranks.rank} of {ranks.world_size} cannot look up {ranks.master_address!r}, the host of "
-                    f"rank 0 (started by {ranks.launcher}): {failure.strerror}. Set MASTER_ADDR to a name or IP "
-                    f"address of that host that all nodes know."
-                ) from failure
-            time.sleep(1)
+def _ends(pipeline: Axis, rank: int) -> Axis:
+    """The first and the last rank of a pipeline; for a rank between them, itself alone."""
+    ends = tuple(sorted({pipeline.ranks[0], pipeline.ranks[-1]}))
+    return Axis("embedding", ends.index(rank), len(ends), ends) if rank in ends else Axis.single("embedding", rank)

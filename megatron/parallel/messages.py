@@ -1,6 +1,6 @@
-"""What ranks tell each other outside the network: barriers, sums, flags and JSON; no gradients, no pickle.
+"""Non-differentiable communication between ranks: sums, maxima, bytes and JSON, without pickle.
 
-Every function is collective over the axis it is given, and does nothing but return its own value on an axis of size 1.
+Every function is collective over its axis; on an axis of size 1 it returns this rank's own value.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import torch.distributed as dist
 from megatron import device
 from megatron.parallel.mesh import Axis
 
-_LOST_PEER_TEXTS = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Connection refused")
-
-
-def barrier(axis: Axis) -> None:
-    """Returns when every rank of the axis has called it."""
-    if axis.size > 1:
-        dist.all_reduce(torch.zeros(1, device=_wire_device(axis)), group=axis.group)
-        device.synchronize()
+_LOST_PEER_TEXTS = (
+    "Connection reset by peer",
+    "Connection closed by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Timed out waiting",  # a rank that hangs, once --distributed-timeout-minutes are over
+)
 
 
 def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -39,73 +38,86 @@ def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
-    """Overwrites `tensor` with that of position `source` on the axis, and returns it."""
+    """Overwrites `tensor` with that of rank `source` of the axis, and returns it."""
     if axis.size > 1:
         dist.broadcast(tensor, src=axis.ranks[source], group=axis.group)
     return tensor
 
 
-def any_true(flag: bool, axis: Axis) -> bool:
-    """Whether the flag is set on at least one rank of the axis."""
+def broadcast_bytes(content: bytes, axis: Axis, source: int = 0) -> bytes:
+    """Returns the bytes of rank `source` of the axis on every rank; `content` of the other ranks is ignored."""
     if axis.size == 1:
-        return bool(flag)
-    word = torch.tensor([int(bool(flag))], dtype=torch.int32, device=_wire_device(axis))
-    return bool(all_reduce_max(word, axis).item())
+        return content
+    message_device = _message_device(axis)
+    size = broadcast(torch.tensor([len(content)], dtype=torch.int64, device=message_device), axis, source)
+    if axis.rank == source:
+        message = _as_tensor(content).to(message_device)
+    else:
+        message = torch.empty(int(size), dtype=torch.uint8, device=message_device)
+    return _as_bytes(broadcast(message, axis, source)) if int(size) else b""
 
 
-def all_true(flag: bool, axis: Axis) -> bool:
-    """Whether the flag is set on every rank of the axis."""
-    return not any_true(not flag, axis)
+def gather_bytes(content: bytes, axis: Axis, destination: int = 0) -> list[bytes] | None:
+    """Returns the bytes of every rank of the axis, in axis order, on rank `destination`, and None on the others.
 
-
-def gather_json(value: Any, axis: Axis) -> list[Any]:
-    """Collects a JSON-able value from every rank of the axis; every rank gets all of them, in axis order."""
+    Every rank sends its bytes plus an eight-byte length, once.
+    """
     if axis.size == 1:
-        return [_through_json(value)]
-    wire = _wire_device(axis)
-    own = _encode(value).to(wire)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=wire) for _ in range(axis.size)]
-    dist.all_gather(sizes, torch.tensor([own.numel()], dtype=torch.int64, device=wire), group=axis.group)
-    lengths = [int(size.item()) for size in sizes]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=wire)
-    padded[: own.numel()] = own
-    texts = [torch.empty_like(padded) for _ in range(axis.size)]
-    dist.all_gather(texts, padded, group=axis.group)
-    return [_decode(text[:length]) for text, length in zip(texts, lengths, strict=True)]
+        return [content]
+    message_device = _message_device(axis)
+    own_size = torch.tensor([len(content)], dtype=torch.int64, device=message_device)
+    if axis.rank != destination:
+        dist.gather(own_size, dst=axis.ranks[destination], group=axis.group)
+        if content:
+            dist.send(_as_tensor(content).to(message_device), dst=axis.ranks[destination], group=axis.group)
+        return None
+    sizes = [torch.empty_like(own_size) for _ in range(axis.size)]
+    dist.gather(own_size, sizes, dst=axis.ranks[destination], group=axis.group)
+    contents = []
+    for rank, size in enumerate(map(int, sizes)):
+        if rank == destination or size == 0:
+            contents.append(content if rank == destination else b"")
+            continue
+        message = torch.empty(size, dtype=torch.uint8, device=message_device)
+        dist.recv(message, src=axis.ranks[rank], group=axis.group)
+        contents.append(_as_bytes(message))
+    return contents
 
 
 def broadcast_json(value: Any, axis: Axis, source: int = 0) -> Any:
-    """Returns position `source`'s JSON-able value on every rank of the axis; the others' values are ignored."""
-    if axis.size == 1:
-        return _through_json(value)
-    wire = _wire_device(axis)
-    text = _encode(value if axis.rank == source else None).to(wire)
-    size = broadcast(torch.tensor([text.numel()], dtype=torch.int64, device=wire), axis, source)
-    if axis.rank != source:
-        text = torch.empty(int(size.item()), dtype=torch.uint8, device=wire)
-    return _decode(broadcast(text, axis, source))
+    """Returns the JSON-serializable value of rank `source` of the axis on every rank; other values are ignored.
+
+    The value always makes a round trip through JSON (tuples become lists), also on an axis of size 1.
+    """
+    content = json.dumps(value).encode() if axis.rank == source else b""
+    return json.loads(broadcast_bytes(content, axis, source))
+
+
+def all_gather_json(value: Any, axis: Axis) -> list[Any]:
+    """Gathers a JSON-serializable value from every rank of the axis, in axis order, on every rank.
+
+    The bytes a rank receives grow with the size of the axis; if one rank suffices, `gather_bytes` is cheaper.
+    """
+    gathered = gather_bytes(json.dumps(value).encode(), axis)
+    values = None if gathered is None else [json.loads(content) for content in gathered]
+    return list(broadcast_json(values, axis))
 
 
 def is_lost_peer(failure: BaseException) -> bool:
-    """Whether a collective failed because another rank ended, going by what gloo and NCCL say then."""
+    """Whether a collective failed because another rank ended or hangs, judging by gloo's and NCCL's error messages."""
     if isinstance(failure, dist.DistBackendError | dist.DistNetworkError):
         return True
     return isinstance(failure, RuntimeError) and any(text in str(failure) for text in _LOST_PEER_TEXTS)
 
 
-def _wire_device(axis: Axis) -> torch.device:
-    """Where a tensor must be for the axis's backend to carry it."""
+def _message_device(axis: Axis) -> torch.device:
+    """The device whose tensors the axis's backend can send."""
     return device.current_device() if dist.get_backend(axis.group) == "nccl" else torch.device("cpu")
 
 
-def _encode(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+def _as_tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
-def _decode(text: torch.Tensor) -> Any:
-    return json.loads(bytes(text.cpu().numpy()))
-
-
-def _through_json(value: Any) -> Any:
-    """What a value becomes on the wire (tuples turn into lists), so that one rank sees what several would."""
-    return json.loads(json.dumps(value))
+def _as_bytes(message: torch.Tensor) -> bytes:
+    return message.cpu().numpy().tobytes()

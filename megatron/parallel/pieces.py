@@ -1,10 +1,16 @@
-"""A piece: part of a named tensor, described without any layout, and the box arithmetic on it."""
+"""Pieces: parts of named tensors, described independently of any layout, and the targets of loaded pieces."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+
+from megatron.parallel.shard_spec import ShardSpec
 
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
 
@@ -27,15 +33,43 @@ class PieceKey:
 
     @property
     def numel(self) -> int:
-        """How many elements the piece holds."""
+        """Number of elements in the piece."""
         return self.last - self.first
 
     @property
     def box_shape(self) -> tuple[int, ...]:
-        """The sides of the box."""
+        """The shape of the box."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def box_numel(self) -> int:
-        """How many elements the whole box holds."""
+        """Number of elements in the box."""
         return math.prod(self.box_shape)
+
+    @classmethod
+    def of(cls, spec: ShardSpec, name: str, kind: Kind, first: int = 0, last: int | None = None) -> PieceKey:
+        """A flat range of this rank's shard of a parameter; by default the whole shard."""
+        last = spec.box_numel if last is None else last
+        return cls(name, kind, spec.shape, spec.start, spec.stop, first, last)
+
+    def narrowed(self, first: int, last: int) -> PieceKey:
+        """The elements `first` to `last` of this piece."""
+        return dataclasses.replace(self, first=self.first + first, last=self.first + last)
+
+
+def filling(
+    targets: Iterable[tuple[PieceKey, torch.Tensor]],
+) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
+    """Turns (piece, flat target tensor) pairs into (piece, function that fills the target) pairs, as loading
+    expects.
+    """
+    for key, target in targets:
+        yield key, _filler(target)
+
+
+def _filler(target: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def fill(values: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(values)
+
+    return fill

@@ -1,9 +1,9 @@
-"""Random numbers without state: each is a hash of what it is for, so no layout, batch size or recompute changes it.
+"""Stateless random numbers: each is a hash of its purpose, so it is independent of layout, batch size and recompute.
 
-Weights are a hash of (seed, global name, row, column); hidden dropout is one of (seed, layer slot, sample, position,
-channel); attention dropout on CPU is one of (seed, layer, sample, head, query, key). On a GPU attention dropout runs
-inside a fused kernel that only knows torch's default generator, which is seeded around the call: there it may differ
-with tp and the micro batch.
+Weights are hashes of (seed, global name, row, column); hidden dropout, of (seed, dropout site, sample, position,
+channel); attention dropout on the CPU, of (seed, layer, sample, head, query, key). On a GPU, attention dropout runs
+inside a fused kernel that uses torch's default generator, which is seeded around the call: there the masks may depend
+on the tensor-parallel size and the micro-batch size.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ import torch
 
 from megatron import kernels
 from megatron.device import default_generator
-from megatron.errors import ConfigError
-from megatron.parallel.placement import placement_of
+from megatron.parallel.shard_spec import ShardSpec
 
 _MASK_64 = (1 << 64) - 1
 # Constants of splitmix64: the golden-ratio increment and the two multipliers.
 _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-# Constants of murmur3's 32-bit finaliser.
+# Constants of murmur3's 32-bit finalizer.
 _MULTIPLIER_3, _MULTIPLIER_4 = 0x85EBCA6B, 0xC2B2AE35
 _DRAWN_AT_ONCE = 1 << 19  # pairs; bounds the memory of a draw and keeps it in the cache
 _STREAM_WEIGHT, _STREAM_ROW, _STREAM_CHANNEL, _STREAM_ATTENTION, _STREAM_ATTENTION_ROW, _STREAM_KEY = 1, 2, 3, 4, 5, 6
 
 
 def mix(*numbers: int) -> int:
-    """Hashes whole numbers to 64 bits, each one changing all bits of the result.
+    """Hashes integers to 64 bits; each one affects all bits of the result.
 
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (the finaliser of
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014 (the finalizer of
     splitmix64).
     """
     state = 0
@@ -44,75 +43,78 @@ def mix(*numbers: int) -> int:
     return state
 
 
-def normal_(parameter: torch.Tensor, seed: int, global_name: str, std: float) -> torch.Tensor:
-    """Fills a weight in place with its part of the global tensor's N(0, std^2) values; what only pads it becomes zero.
+def normal_(target: torch.Tensor, spec: ShardSpec, seed: int, global_name: str, *, first: int = 0) -> torch.Tensor:
+    """Fills part of a local tensor in place with its shard of the global tensor's N(0, init_std^2) values.
 
-    The value at (row, column) is a hash of (seed, name, row, column), so any split of the tensor holds the same values,
-    bit for bit on one kind of device. Two columns share a Box-Muller pair in float32: 31 and 32 random bits, nothing
-    beyond 6.66 standard deviations. About 70 million values a second on one core.
+    Each value is a hash of (seed, name, row, column): columns are the last dimension of the logical shape, rows all
+    others in row-major order. The values are therefore independent of how the tensor is sharded, bit for bit on one
+    kind of device. Two columns share a Box-Muller pair in float32, from 31 and 32 random bits; no value exceeds 6.66
+    standard deviations. One core draws about 70 million values per second.
 
-    Shapes: `[rows]` (drawn as one row) or `[rows, columns]`, placed by `parameter.placement`; without one it is the
-    whole tensor.
-
-    Raises:
-        ConfigError: more than two dimensions.
+    Shapes: target `[n]`, the local elements `first` to `first + n` in row-major order; vocabulary padding becomes zero.
 
     Source: Box and Muller, "A note on the generation of random normal deviates", 1958, equation 1.
     """
-    placement = placement_of(parameter)
-    if len(placement.shape) > 2:
-        raise ConfigError(f"{global_name} has {len(placement.shape)} dimensions; values are drawn for 1 or 2 only.")
-    start, stop = placement.start, placement.stop
-    if len(start) == 1:
-        start, stop = (0, *start), (1, *stop)
-    height, width = stop[0] - start[0], stop[1] - start[1]
+    last = min(first + target.numel(), spec.box_numel)
     with torch.no_grad():
-        parameter.zero_()
-        if height <= 0 or width <= 0:
-            return parameter
-        target = parameter if parameter.dim() == 2 else parameter.unsqueeze(0)
-        first_pair, last_pair = start[1] // 2, (stop[1] + 1) // 2
+        target.zero_()
+        if last <= first:
+            return target
+        width = spec.box_shape[-1]
+        first_pair, last_pair = spec.start[-1] // 2, (spec.stop[-1] + 1) // 2
+        skipped = spec.start[-1] - 2 * first_pair
         rows_at_once = max(1, _DRAWN_AT_ONCE // (last_pair - first_pair))
         base = mix(_STREAM_WEIGHT, seed, zlib.crc32(global_name.encode()), len(global_name))
-        for top in range(0, height, rows_at_once):
-            bottom = min(height, top + rows_at_once)
-            values = _normal_rows(base, start[0] + top, start[0] + bottom, first_pair, last_pair, parameter.device)
-            skipped = start[1] - 2 * first_pair
-            target[top:bottom, :width].copy_(values[:, skipped : skipped + width].mul_(std))
-    return parameter
+        last_row = -(-last // width)
+        for top in range(first // width, last_row, rows_at_once):
+            rows = _global_rows(spec, top, min(last_row, top + rows_at_once), target.device)
+            values = _normal_rows(base, rows, first_pair, last_pair)[:, skipped : skipped + width]
+            low, high = max(first, top * width), min(last, (top + rows.numel()) * width)
+            drawn = values.mul_(spec.init_std).reshape(-1)[low - top * width : high - top * width]
+            target[low - first : high - first].copy_(drawn)
+    return target
 
 
 def hidden_dropout(
-    x: torch.Tensor, probability: float, *, seed: int, layer: int, sample_ids: torch.Tensor, training: bool
+    x: torch.Tensor,
+    probability: float,
+    *,
+    seed: int,
+    layer: int,
+    sample_ids: torch.Tensor,
+    training: bool,
+    first_position: int = 0,
 ) -> torch.Tensor:
-    """Zeroes entries of `x` with `probability` and scales the others up, by a hash of what each entry is.
+    """Zeroes entries of `x` with `probability` and scales up the others, using a hash of each entry's coordinates.
 
-    The probability is rounded to 1/65536, and the scale fits the rounded one. The mask (one byte an entry) is kept for
-    backward.
+    The probability is rounded to a multiple of 1/65536, and the scale uses the rounded value. The mask (one byte per
+    entry) is kept for backward.
 
     Shapes: x `[b, s, h]`, sample_ids `[b]`.
 
     Args:
-        layer: the place in the network; every call in one forward pass has its own.
+        layer: the dropout site; unique to each call in a forward pass.
+        first_position: position of the first entry in its sequence, if the rank holds a later part of it.
     """
     threshold = round(probability * 65536)
     if not training or threshold == 0:
         return x
-    rows = _each(sample_ids.to(x.device) ^ _signed(mix(_STREAM_ROW, seed, layer), 64), 0, x.shape[1])  # [b, s]
+    states = sample_ids.to(x.device) ^ _signed(mix(_STREAM_ROW, seed, layer), 64)  # [b]
+    rows = _each(states, first_position, first_position + x.shape[1])  # [b, s]
     return _HashedDropout.apply(x, threshold, rows, mix(_STREAM_CHANNEL, seed, layer))
 
 
 def attention_dropout(
     probabilities: torch.Tensor, probability: float, *, seed: int, layer: int, sample_ids: torch.Tensor, first_head: int
 ) -> torch.Tensor:
-    """The same for attention probabilities, by a hash of (seed, layer, sample, head, query, key).
+    """Applies dropout to attention probabilities, using a hash of (seed, layer, sample, head, query, key).
 
-    For devices whose fused attention has no fast dropout; it does not depend on the layout either.
+    For devices without fast dropout in fused attention; the mask is independent of the layout.
 
     Shapes: probabilities `[b, a/t, s, k]`, sample_ids `[b]`.
 
     Args:
-        first_head: global number of the first head that this rank holds.
+        first_head: global index of the first head that this rank holds.
     """
     threshold = round(probability * 65536)
     if threshold == 0:
@@ -123,22 +125,18 @@ def attention_dropout(
     return _HashedDropout.apply(probabilities, threshold, rows, mix(_STREAM_KEY, seed, layer))
 
 
-def attention_seed(seed: int, sample_ids: torch.Tensor, layer: int, tp_rank: int) -> int:
-    """A seed for the attention dropout of one layer, micro batch and tensor-parallel rank.
+def attention_seed(seed: int, first_sample: int, layer: int, tp_rank: int) -> int:
+    """The seed for attention dropout of one layer, micro-batch and tensor-parallel rank.
 
-    Reading the first sample id from a GPU waits for it; the answer is kept on the tensor, so a stage waits once a micro
-    batch.
+    Args:
+        first_sample: id of the micro-batch's first sample.
     """
-    known = getattr(sample_ids, "_first_on_host", None)
-    if known is None or known[0] != sample_ids._version:
-        known = (sample_ids._version, int(sample_ids[0].item()))
-        sample_ids._first_on_host = known  # type: ignore[attr-defined]
-    return mix(_STREAM_ATTENTION, seed, known[1], layer, tp_rank) >> 1
+    return mix(_STREAM_ATTENTION, seed, first_sample, layer, tp_rank) >> 1
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Runs the body with torch's default generator of `device` at `seed`, and puts its state back afterwards."""
+    """Seeds torch's default generator of `device` for the body, and restores its state afterwards."""
     generator = default_generator(device)
     state = generator.get_state()
     generator.manual_seed(seed)
@@ -163,7 +161,7 @@ class _HashedDropout(torch.autograd.Function):
 
 
 def _kept(rows: torch.Tensor, columns: int, threshold: int, column_base: int) -> torch.Tensor:
-    """Which entries stay: one 32-bit hash of (row, pair of columns) decides two neighbours by 16 bits each.
+    """Which entries to keep: one 32-bit hash of (row, pair of columns) decides two neighbours with 16 bits each.
 
     Shapes: rows `[...]` int64, hashed; result `[..., columns]` bool.
     """
@@ -176,24 +174,36 @@ def _kept(rows: torch.Tensor, columns: int, threshold: int, column_base: int) ->
 
 
 def _each(states: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Hashes every state with each of the numbers `[first, last)`.
+    """Hashes every state with each of the integers `[first, last)`.
 
     Shapes: `[...]` int64 to `[..., last - first]`.
     """
     return _mix_64(_mix_64(states).unsqueeze(-1) + _counters(first, last, states.device))
 
 
-def _normal_rows(
-    base: int, top: int, bottom: int, first_pair: int, last_pair: int, device: torch.device
-) -> torch.Tensor:
-    """Standard normal values of rows `[top, bottom)` and columns `[2 first_pair, 2 last_pair)`, float32."""
-    rows = _mix_64(_counters(top, bottom, device) ^ _signed(base, 64))  # [rows]
-    bits = _mix_64(rows.unsqueeze(1) + _counters(first_pair, last_pair, device))  # [rows, pairs] int64
+def _global_rows(spec: ShardSpec, top: int, bottom: int, device: torch.device) -> torch.Tensor:
+    """Global row indices of the local rows `[top, bottom)`; rows combine all dimensions but the last.
+
+    Shapes: result `[bottom - top]` int64.
+    """
+    local = torch.arange(top, bottom, dtype=torch.int64, device=device)
+    number, stride = torch.zeros_like(local), 1
+    for size, start, held in list(zip(spec.shape, spec.start, spec.box_shape, strict=True))[-2::-1]:
+        number += (local % held + start) * stride
+        local //= held
+        stride *= size
+    return number
+
+
+def _normal_rows(base: int, numbers: torch.Tensor, first_pair: int, last_pair: int) -> torch.Tensor:
+    """Standard normal values of some rows and the columns `[2 first_pair, 2 last_pair)`, float32."""
+    rows = _mix_64((numbers * _signed(_GOLDEN, 64)) ^ _signed(base, 64))  # [rows]
+    bits = _mix_64(rows.unsqueeze(1) + _counters(first_pair, last_pair, numbers.device))  # [rows, pairs] int64
     words = bits.view(torch.int32).view(*bits.shape, 2)
     uniform = (words[..., 0] & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)  # 2^-32 to 1, never 0
     radius = uniform.log_().mul_(-2.0).sqrt_()
     angle = words[..., 1].to(torch.float32).mul_(math.pi * 2.0**-31)
-    values = torch.empty(*bits.shape, 2, dtype=torch.float32, device=device)
+    values = torch.empty(*bits.shape, 2, dtype=torch.float32, device=bits.device)
     torch.mul(radius, torch.cos(angle), out=values[..., 0])
     torch.mul(radius, angle.sin_(), out=values[..., 1])
     return values.view(bits.shape[0], -1)
@@ -205,7 +215,7 @@ def _counters(first: int, last: int, device: torch.device) -> torch.Tensor:
 
 
 def _mix_64(state: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finaliser on int64 (their products wrap; shifts copy the sign, so the copies are masked away)."""
+    """splitmix64's finalizer on int64 (products wrap; shifts extend the sign, so the sign bits are masked off)."""
     state = state ^ ((state >> 30) & ((1 << 34) - 1))
     state.mul_(_signed(_MULTIPLIER_1, 64))
     state.bitwise_xor_((state >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_MULTIPLIER_2, 64))
@@ -213,7 +223,7 @@ def _mix_64(state: torch.Tensor) -> torch.Tensor:
 
 
 def _mix_32(state: torch.Tensor) -> torch.Tensor:
-    """murmur3's finaliser on int32, in place.
+    """murmur3's finalizer on int32, in place.
 
     Source: Appleby, MurmurHash3, `fmix32`.
     """
@@ -232,5 +242,5 @@ def _low_half(state: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(number: int, bits: int) -> int:
-    """The same bits read as a signed number."""
+    """Reinterprets the bits as a signed integer."""
     return number - (1 << bits) if number >> (bits - 1) else number

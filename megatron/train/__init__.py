@@ -1,1 +1,1 @@
-"""The training program: wiring, the loop, what is reported, and when to stop."""
+"""The training program: wiring, the loop, evaluation, saving, resuming, and when to stop."""

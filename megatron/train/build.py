@@ -1,50 +1,72 @@
-"""The only place where the objects of a run are constructed and wired."""
+"""Constructs and connects the objects of a run; nothing else does."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from megatron import __version__, device, log
 from megatron.checkpoint import CheckpointLock
-from megatron.checkpoint.together import on_first, together
-from megatron.config import Machine, OptimConfig, RunConfig, TokenizerFacts, check_resume, resolve
-from megatron.data.loader import Batch, BatchLoader, BatchOptions
-from megatron.data.plan import DataPlan
-from megatron.data.sample import SampleDataset
-from megatron.data.sidecar import check_tokenizer_fits
-from megatron.data.split_datasets import (
+from megatron.checkpoint.record import Progress
+from megatron.config import (
+    ControlConfig,
+    Machine,
+    OptimConfig,
+    RunConfig,
+    RunRequest,
+    TokenizerFacts,
+    check_resume,
+    resolve,
+)
+from megatron.config.schedule import global_batch_size, is_done, planned_samples
+from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,
     data_prefixes,
     describe,
 )
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.datasets.sample import SampleDataset
+from megatron.data.formats.sidecar import check_tokenizer_fits
+from megatron.data.loader import Batch, BatchLoader, BatchOptions
+from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.errors import LaunchError, PeerLostError
-from megatron.model.gpt import BLOCK_PREFIX
-from megatron.parallel.mesh import ParallelMesh, close_mesh, count_ranks, open_mesh
-from megatron.parallel.messages import all_reduce_max, all_reduce_sum, is_lost_peer
-from megatron.train.console import argument_lines, size_line
-from megatron.train.metrics import Workload
-from megatron.train.progress import Progress, global_batch_size, is_done, planned_samples, schedule
-from megatron.train.report import Destination, Report, open_destinations
-from megatron.train.resume import check_tokenizer, find_record, load_tensors
-from megatron.train.run_directory import open_run_directory, write_arguments
-from megatron.train.skip import SkipRanges
+from megatron.model.gpt import gpt_layers
+from megatron.model.interface.network import LayerKind
+from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
+from megatron.objective.language_model import LanguageModelObjective
+from megatron.observe.console import argument_lines, size_line
+from megatron.observe.metrics import Workload
+from megatron.observe.report import Destination, Report, open_destinations
+from megatron.observe.run_directory import open_run_directory, write_arguments
+from megatron.parallel.agreement import run_on_all, run_on_first
+from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_reduce_sum, is_lost_peer
+from megatron.parallel.pending import PendingMaximum
+from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron.train.restore import check_tokenizer, find_saved_run, load_tensors
+from megatron.train.skip import skip_data
 from megatron.train.stop import StopRules, StopSignals, Verdict, kill_switch_is_on, kill_switch_message
 
 
 @dataclass
 class Run:
-    """All parts of a run. `progress` is the one that changes, once a step."""
+    """All parts of a run. `progress` changes at every step.
+
+    Attributes:
+        steps_in_flight: number of steps whose metrics and stop verdicts may still be pending while the next step is
+            trained: one on a GPU, so that the host does not wait for the device, and none on a CPU, where it would not
+            help.
+    """
 
     config: RunConfig
     mesh: ParallelMesh
@@ -56,21 +78,22 @@ class Run:
     report: Report
     rules: StopRules
     lock: CheckpointLock | None
-    skips: SkipRanges
     progress: Progress
+    steps_in_flight: int = 0
     saved_step: int | None = None
     failed_saves: int = 0
     _loader: BatchLoader | None = None
+    _verdicts: deque[PendingMaximum] = field(default_factory=deque)
 
     @property
     def is_done(self) -> bool:
         """Whether the planned training is finished."""
-        return is_done(self.config.optim, self.progress)
+        return is_done(self.config.optim, self.progress.step, self.progress.consumed_samples)
 
-    def train_batches(self) -> Sequence[Batch]:
-        """This rank's micro-batches of the next global batch."""
+    def train_batches(self) -> Sequence[Batch | None]:
+        """This rank's micro-batches of the next global batch; None for each on middle pipeline stages."""
         if self.datasets.train is None:
-            raise RuntimeError("a run without training data does not train")  # build_split_datasets refuses it before
+            raise RuntimeError("this run has no training data")  # build_split_datasets refuses it before
         if self._loader is None:
             options = dataclasses.replace(self.options, sources=self.config.control.log_per_source_loss)
             self._loader = self.loader(self.datasets.train, self.config.data.num_workers > 0, options)
@@ -78,60 +101,71 @@ class Run:
         return self._loader.micro_batches(self.progress.consumed_samples, size)
 
     def loader(self, dataset: SampleDataset, read_ahead: bool, options: BatchOptions | None = None) -> BatchLoader:
-        """A loader that deals this rank its share of a data set; its batches are those of the run unless told."""
+        """A loader of this rank's shard of a dataset; `options` defaults to the run's."""
         return BatchLoader(
             dataset,
             micro_batch_size=self.config.optim.micro_batch_size,
-            dp_rank=self.mesh.dp.rank,
-            dp_size=self.mesh.dp.size,
+            dp_rank=self.mesh.batch.rank,
+            dp_size=self.mesh.batch.size,
             options=options or self.options,
             read_ahead=read_ahead,
+            reads=self.mesh.is_first_stage or self.mesh.is_last_stage,
         )
 
-    def skip_unwanted_data(self) -> None:
-        """Passes over the data of `--skip-train-iteration-range` without training on it."""
-        self.progress = self.skips.passed(self.progress, self.config.optim, self.config.model.seq_length)
+    def skip_data_ranges(self) -> None:
+        """Skips the data of `--skip-train-iteration-range` without training on it."""
+        ranges, length = self.config.control.skip_ranges, self.config.data.seq_length
+        self.progress = skip_data(self.progress, self.config.optim, ranges, length)
 
     def is_due(self, interval: int | None) -> bool:
-        """Whether something that happens every `interval` steps happens after this one."""
+        """Whether an action that runs every `interval` steps is due after this one."""
         return bool(interval) and self.progress.step % (interval or 1) == 0
 
     def should_stop(self) -> Verdict:
-        """The verdict of all ranks together on whether the run ends after this step."""
-        own = torch.tensor([int(self.rules.verdict(self.progress.step))], dtype=torch.int32, device=self.mesh.device)
-        return Verdict(int(all_reduce_max(own, self.mesh.world)))
+        """The verdict, common to all ranks, on whether the run ends after this step.
+
+        It takes effect at the same step on all ranks, at most `steps_in_flight` steps after a rank reached it;
+        --exit-interval, which every rank evaluates identically, takes effect at once.
+        """
+        self._verdicts.append(PendingMaximum(int(self.rules.verdict(self.progress.step)), self.mesh.control))
+        keep = 0 if self.rules.is_interval_over(self.progress.step) else self.steps_in_flight
+        verdict = Verdict.CONTINUE
+        while len(self._verdicts) > keep:
+            verdict = max(verdict, Verdict(self._verdicts.popleft().wait()))
+        return verdict
 
     def evaluation_datasets(self, split: str) -> Mapping[str, SampleDataset]:
         """The named groups of the validation or test split."""
         return self.datasets.valid if split == "valid" else self.datasets.test
 
     def close(self) -> None:
-        """Ends reading ahead."""
+        """Stops prefetching."""
+        self._verdicts.clear()
         if self._loader is not None:
             self._loader.close()
 
 
 @contextlib.contextmanager
-def open_run(config: RunConfig) -> Iterator[Run | None]:
-    """Builds a run, from the processes it consists of to its progress, and takes it down again.
+def open_run(request: RunRequest) -> Iterator[Run | None]:
+    """Builds a run, from its process groups to its progress, and tears it down afterwards.
 
-    Yields None when the kill switch is on before anything started.
+    Yields None if the kill switch is on before anything has started.
 
     Raises:
         MegatronError: anything that is wrong with the flags, the machine, the data or the checkpoint.
     """
     started_at = time.monotonic()
-    if kill_switch_is_on(config.control.kill_switch_path):
-        log.line(kill_switch_message(config.control.kill_switch_path))
+    if kill_switch_is_on(request.control.kill_switch_path):
+        log.line(kill_switch_message(request.control.kill_switch_path))
         yield None
         return
-    _set_log_level(config)
-    tokenizer = build_tokenizer(config.data)
-    world_size = count_ranks(config.parallel)
+    _set_log_level(request.control)
+    tokenizer = build_tokenizer(request.data)
+    world_size = count_ranks(request.parallel)
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
-    config = resolve(config, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
+    config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(data_prefixes(config.data), tokenizer)
-    with contextlib.ExitStack() as closing, _lost_peers_named():
+    with contextlib.ExitStack() as closing, _explain_lost_peers():
         signals = StopSignals()
         if config.control.exit_on_signal:
             closing.callback(signals.install().restore)
@@ -147,8 +181,8 @@ def open_run(config: RunConfig) -> Iterator[Run | None]:
 
 
 @contextlib.contextmanager
-def _lost_peers_named() -> Iterator[None]:
-    """Turns the traceback that a dead rank causes on the others into one sentence."""
+def _explain_lost_peers() -> Iterator[None]:
+    """Replaces the traceback that a dead rank causes on other ranks by a one-sentence error."""
     try:
         yield
     except RuntimeError as failure:
@@ -156,8 +190,8 @@ def _lost_peers_named() -> Iterator[None]:
             raise
         reason = str(failure).strip().splitlines()[0]
         raise PeerLostError(
-            f"another rank of this run ended, so this one cannot go on ({reason}). Its own message says why; what was "
-            "saved is intact: run the same command again."
+            f"another rank of this run ended or stopped answering, so this one cannot continue ({reason}). See that "
+            f"rank's own message for the cause; saved checkpoints are intact: run the same command again."
         ) from failure
 
 
@@ -169,26 +203,24 @@ def _build(
     signals: StopSignals,
     started_at: float,
 ) -> Run:
-    record = find_record(config.control, mesh)
-    if record is not None:
-        check_tokenizer(config.control, record, tokenizer)
+    saved = find_saved_run(config.control, mesh)
+    if saved is not None:
+        check_tokenizer(config.control, saved.record, tokenizer)
         known = len(config.notices)
-        config = check_resume(record["config"], config)
+        config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
-    schedule(config.optim)  # refuses a warm-up that outlasts the decay before anything is built
     engine = build_engine(config, mesh)
-    check_layers(engine)
+    check_layers(engine, config.model.num_layers)
     sizes = parameter_counts(engine)
     log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes))
-    record, progress = load_tensors(config.control, engine, record)
+    record, progress = load_tensors(config.control, engine, saved)
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
-        say_if_done(config.optim, progress)
-    stored_plan = DataPlan.from_json(record["data_plan"]) if record is not None and is_resume else None
-    skips = SkipRanges.parse(config.control.skip_train_iteration_range, progress)
-    datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, skips)
+        warn_if_done(config.optim, progress)
+    stored_plan = record.data_plan if record is not None and is_resume else None
+    datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
-    engine.objective.source_count = len(names)
+    engine.objective = LanguageModelObjective(mesh.tp, config.model.vocab_size, source_count=len(names))
     return Run(
         config=config,
         mesh=mesh,
@@ -199,35 +231,56 @@ def _build(
         options=BatchOptions(
             eod_id=tokenizer.eod_id,
             vocab_size=config.model.vocab_size,
-            eod_mask_loss=config.data.eod_mask_loss,
-            segments=config.data.reset_position_ids or config.data.reset_attention_mask,
+            eod_mask_loss=config.documents.eod_mask_loss,
+            segments=config.documents.needs_segments,
         ),
         report=_open_report(config, mesh, sizes[1], names, is_resume=record is not None),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
-        skips=skips,
         progress=progress,
+        steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=progress.step if is_resume else None,
     )
 
 
-def say_if_done(optim: OptimConfig, progress: Progress) -> None:
-    """A resume that has nothing to do should not look like one that did something."""
-    if is_done(optim, progress):
+def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
+    """Warns that a resumed run has nothing left to train."""
+    if is_done(optim, progress.step, progress.consumed_samples):
         log.info(
             f"warning: the checkpoint is at iteration {progress.step} ({progress.consumed_samples} samples) and the "
             f"run ends at iteration {optim.train_iters}: nothing is left to train. Raise --train-iters or "
-            "--train-samples to go on."
+            f"--train-samples to continue."
         )
 
 
 def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
     """The training engine of a resolved configuration."""
-    resets = {
-        "reset_position_ids": config.data.reset_position_ids,
-        "reset_attention_mask": config.data.reset_attention_mask,
-    }
-    return Engine(config.model, config.optim, mesh, deepspeed_config(config), resets)
+    return Engine(
+        gpt_layers(config.model, mesh),
+        LanguageModelObjective(mesh.tp, config.model.vocab_size),
+        config.optim,
+        config.precision,
+        mesh,
+        deepspeed_config(config),
+        step_settings(config),
+        config.random.seed,
+    )
+
+
+def step_settings(config: RunConfig) -> StepSettings:
+    """The settings shared by all micro-batches of a run."""
+    recompute = Recompute.NONE
+    if config.recompute.checkpoint_activations:
+        recompute = Recompute.BLOCKS
+    elif config.recompute.recomputes_attention:
+        recompute = Recompute.ATTENTION
+    return StepSettings(
+        seed=config.random.seed,
+        recompute=recompute,
+        restart_positions=config.documents.reset_position_ids,
+        mask=MaskKind.DOCUMENTS if config.documents.reset_attention_mask else MaskKind.CAUSAL,
+        dtype=getattr(torch, config.precision.dtype_name),
+    )
 
 
 def _show_notices(notices: Sequence[str], mesh: ParallelMesh) -> None:
@@ -241,26 +294,22 @@ def _open_data(
     tokenizer: Tokenizer,
     progress: Progress,
     stored: DataPlan | None,
-    skips: SkipRanges,
 ) -> tuple[SplitDatasets, DataPlan]:
-    """Opens the data sets; one process per node writes missing index files first, the others wait and read them."""
-    train, valid, test = planned_samples(config.optim, config.control, progress)
-    train += skips.iteration_count * config.optim.global_batch_size
+    """Opens the datasets; one process per node first writes missing index files, then the others read them."""
+    train, valid, test = planned_samples(config.optim, config.control, progress.step, progress.consumed_samples)
     samples = (0 if config.control.eval_only else train, valid, test)
 
     def build(build_indices: bool) -> tuple[SplitDatasets, DataPlan]:
-        model, consumed = config.model, progress.consumed_samples
-        return build_split_datasets(
-            config.data, model.seq_length, model.seed, samples, stored, build_indices, consumed, tokenizer
-        )
+        length, seed, consumed = config.data.seq_length, config.random.seed, progress.consumed_samples
+        return build_split_datasets(config.data, length, seed, samples, stored, build_indices, consumed, tokenizer)
 
     built: list[tuple[SplitDatasets, DataPlan]] = []
 
-    def go_first() -> None:
+    def build_on_first_of_node() -> None:
         if mesh.local_rank == 0:
             built.append(build(True))
 
-    together(mesh, go_first)
+    run_on_all(mesh, build_on_first_of_node)
     datasets, plan = built[0] if built else build(False)
     for text in describe(datasets, plan):
         log.info(text)
@@ -275,14 +324,16 @@ def _open_report(
     *,
     is_resume: bool,
 ) -> Report:
-    """The console's lines come from the last rank, as upstream's do; all files are written by rank 0."""
+    """Opens the report: the last rank prints the console lines, as in upstream; rank 0 writes all files."""
     workload = Workload.of(
         config.model,
+        config.data.seq_length,
+        recomputes=config.recompute.checkpoint_activations,
         device_count=mesh.world.size,
-        replica_count=mesh.dp.size,
+        replica_count=mesh.batch.size,
         parameters_without_embeddings=parameters_without_embeddings,
     )
-    arguments = flat_arguments(config)
+    arguments = config.flat()
 
     destinations: list[Destination] = []
 
@@ -294,52 +345,45 @@ def _open_report(
         destinations.extend(open_destinations(config.control, workload, opened))
         return str(opened.path)
 
-    log.info(f"run directory: {on_first(mesh, open_files)}")
+    log.info(f"run directory: {run_on_first(mesh, open_files)}")
     return Report(
         config.control,
         config.optim,
         workload,
-        shows_loss_scale=config.model.fp16,
+        shows_loss_scale=config.precision.fp16,
         arguments=arguments,
         destinations=destinations,
         source_names=source_names,
     )
 
 
-def flat_arguments(config: RunConfig) -> dict[str, object]:
-    """Every argument by its flag's name, for logs."""
-    areas = (config.model, config.parallel, config.optim, config.data, config.control)
-    return {name: value for area in areas for name, value in dataclasses.asdict(area).items()}
-
-
 def parameter_counts(engine: Engine) -> tuple[int, int]:
-    """Parameters of the whole network, with and without its embedding tables; collective over the mesh."""
+    """Parameter counts of the whole network, with and without embeddings; collective over the mesh."""
     counts = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)
-    for name, numel in engine.counted_parameters():
+    for spec, numel in engine.counted_parameters():
         counts[0] += numel
-        counts[1] += 0 if name.startswith("embedding.") else numel
-    counts = all_reduce_sum(all_reduce_sum(counts, engine.mesh.tp), engine.mesh.pp)
+        counts[1] += 0 if spec.kind is LayerKind.EMBEDDING else numel
+    counts = all_reduce_sum(counts, engine.mesh.model)
     return int(counts[0]), int(counts[1])
 
 
-def check_layers(engine: Engine) -> None:
-    """Counts the transformer blocks that all stages built; collective over the pipeline.
+def check_layers(engine: Engine, num_layers: int) -> None:
+    """Checks the number of transformer blocks that all stages built; collective over the pipeline.
 
     Raises:
-        LaunchError: they are not as many as were asked for.
+        LaunchError: it is not `num_layers`.
     """
-    names = {name.split(".")[2] for name, _ in engine.counted_parameters() if name.startswith(BLOCK_PREFIX)}
-    built = torch.tensor([len(names)], dtype=torch.int64, device=engine.mesh.device)
-    total = int(all_reduce_max(all_reduce_sum(built, engine.mesh.pp), engine.mesh.tp))
-    if total != engine.model.num_layers:
+    blocks = sum(spec.kind is LayerKind.BLOCK for spec, _ in engine.stack.named_layers())
+    built = torch.tensor([blocks], dtype=torch.int64, device=engine.mesh.device)
+    total = int(all_reduce_sum(built, engine.mesh.pp))
+    if total != num_layers:
         raise LaunchError(
-            f"the {engine.mesh.pp.size} pipeline stages hold {total} transformer layers together, not the "
-            f"{engine.model.num_layers} of --num-layers. This is a defect of the partition; use another "
-            "--pipeline-model-parallel-size and report it."
+            f"the {engine.mesh.pp.size} pipeline stages hold {total} transformer layers, not the {num_layers} of "
+            "--num-layers. This is a bug in the partitioning; use another --pipeline-model-parallel-size and report it."
         )
 
 
-def _set_log_level(config: RunConfig) -> None:
-    if config.control.log_level:
-        log.set_level(config.control.log_level)
+def _set_log_level(control: ControlConfig) -> None:
+    if control.log_level:
+        log.set_level(control.log_level)
     log.debug(f"megatron {__version__}")

@@ -1,26 +1,26 @@
 """Validation and test losses.
 
-They see the same first samples every time, are weighted by tokens, and touch no training state.
+Every evaluation uses the same first samples, weights losses by tokens, and leaves the training state unchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.data.sample import SampleDataset
+from megatron.data.datasets.sample import SampleDataset
 from megatron.train.build import Run
 
 
 def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, float]:
-    """Evaluates every named group of a split and reports it.
+    """Evaluates every named group of a split and reports its loss.
 
     Args:
         run: the run; its progress and data position stay as they are.
-        prefix: where in training this is, for the log ("iteration 100").
+        prefix: the point in training, for the log ("iteration 100").
         split: "valid" or "test".
 
     Returns:
-        Mean loss per counted token, in nats, by group name; empty when the split holds nothing.
+        Mean loss per counted token, in nats, by group name; empty if the split is empty.
     """
     losses = {}
     for name, dataset in run.evaluation_datasets(split).items():
@@ -30,7 +30,7 @@ def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, flo
 
 
 def mean_loss(run: Run, dataset: SampleDataset) -> float:
-    """Mean loss per token over the first `--eval-iters` global batches; the last one may be partly filled."""
+    """Mean loss per token over the first `--eval-iters` global batches; the last one may be incomplete."""
     loss_sum, token_count = 0.0, 0
     batch_size = run.config.optim.global_batch_size
     limit = min(len(dataset), run.config.control.eval_iters * batch_size)

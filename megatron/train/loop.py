@@ -1,51 +1,88 @@
-"""The order of events. Everything that happens in a run is called from here."""
+"""The training loop: the order of steps, evaluation, saving and stopping."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
+from dataclasses import dataclass
 
 from megatron import log
+from megatron.checkpoint.record import Progress
+from megatron.config.schedule import learning_rate
 from megatron.errors import ExitCode, NumericsError
+from megatron.observe.metrics import StepOutcome
 from megatron.train.build import Run
 from megatron.train.checkpoints import save_run
 from megatron.train.evaluation import evaluate
-from megatron.train.progress import learning_rate
 from megatron.train.stop import Verdict
 
 
+@dataclass(frozen=True)
+class TrainedStep:
+    """A trained step; its metrics may still be on the device.
+
+    Attributes:
+        progress: after the step.
+        learning_rate: the learning rate that was used.
+        seconds: wall time of the step.
+    """
+
+    progress: Progress
+    result: StepOutcome
+    learning_rate: float
+    seconds: float
+
+
 def run_to_end(run: Run | None) -> ExitCode:
-    """Does what a run was opened for; None is a run that the kill switch kept from starting."""
+    """Trains or evaluates the run; None means that the kill switch prevented the start."""
     if run is None:
         return ExitCode.DONE
     return evaluate_only(run) if run.config.control.eval_only else train(run)
 
 
 def train(run: Run) -> ExitCode:
-    """Trains until the planned samples are consumed or something asks to stop; saves before it leaves."""
+    """Trains until the planned samples are consumed or a stop condition holds, then saves."""
     run.report.started(run.progress)
+    trained: deque[TrainedStep] = deque()
     while not run.is_done:
-        run.skip_unwanted_data()
+        run.skip_data_ranges()
         started_at = time.monotonic()
         rate = learning_rate(run.config.optim, run.progress.consumed_samples)
         step = run.engine.train_batch(run.train_batches(), rate)
         run.progress = run.progress.after(
-            step.sample_count, step.sample_count * run.config.model.seq_length, step.skipped
+            step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
         )
-        run.report.step(run.progress, step, rate, time.monotonic() - started_at)
-        check_numbers(run, step.loss, step.gradient_norm)
+        trained.append(TrainedStep(run.progress, step, rate, time.monotonic() - started_at))
+        report_steps(run, trained, keep=run.steps_in_flight)
         if run.is_due(run.config.control.eval_interval):
+            report_steps(run, trained)
             evaluate(run, f"iteration {run.progress.step}")
         if run.is_due(run.config.control.save_interval):
+            report_steps(run, trained)
             save_run(run)
         verdict = run.should_stop()
-        if verdict is not Verdict.GO_ON:
+        if verdict is not Verdict.CONTINUE:
+            report_steps(run, trained)
             return stop(run, verdict)
+    report_steps(run, trained)
     return finish(run)
 
 
+def report_steps(run: Run, trained: deque[TrainedStep], keep: int = 0) -> None:
+    """Reports and checks trained steps in order, except the last `keep`, whose metrics may still be on the device.
+
+    Raises:
+        NumericsError: see `check_numbers`.
+    """
+    while len(trained) > keep:
+        step = trained.popleft()
+        run.report.step(step.progress, step.result, step.learning_rate, step.seconds)
+        check_numbers(run, step)
+
+
 def finish(run: Run) -> ExitCode:
-    """Ends a run that consumed all its samples: last checkpoint, then validation and test."""
+    """Finishes a run that consumed all its samples: final checkpoint, then validation and test."""
     save_run(run, must_succeed=True)
     evaluate(run, "the end of training for val data")
     evaluate(run, "the end of training for test data", split="test")
@@ -53,7 +90,7 @@ def finish(run: Run) -> ExitCode:
 
 
 def stop(run: Run, verdict: Verdict) -> ExitCode:
-    """Ends a run early, at a step all ranks agreed on."""
+    """Ends a run early, at a step on which all ranks agree."""
     save_run(run, must_succeed=True)
     run.report.flush()
     log.line(run.rules.message(verdict, run.progress.step))
@@ -61,24 +98,25 @@ def stop(run: Run, verdict: Verdict) -> ExitCode:
 
 
 def evaluate_only(run: Run) -> ExitCode:
-    """Evaluates the loaded weights and trains nothing."""
+    """Evaluates the loaded weights without training."""
     evaluate(run, f"iteration {run.progress.step}")
     evaluate(run, f"iteration {run.progress.step}", split="test")
     return ExitCode.DONE
 
 
-def check_numbers(run: Run, loss: float, gradient_norm: float) -> None:
-    """Ends the run when a loss or norm is not a number; the poisoned step is not saved.
+def check_numbers(run: Run, step: TrainedStep) -> None:
+    """Ends the run when the loss or the gradient norm is not finite; the bad step is not saved.
 
-    Overflows in fp16 are not meant: they are skipped by the loss scaler.
+    Does not apply to fp16, where the loss scaler skips steps that overflow.
 
     Raises:
-        NumericsError: always in that case.
+        NumericsError: the loss or gradient norm is not finite.
     """
-    if run.config.model.fp16 or (math.isfinite(loss) and math.isfinite(gradient_norm)):
+    loss, gradient_norm = step.result.loss, step.result.gradient_norm
+    if run.config.precision.fp16 or (math.isfinite(loss) and math.isfinite(gradient_norm)):
         return
     raise NumericsError(
-        f"iteration {run.progress.step}: loss {loss}, gradient norm {gradient_norm}. The weights are no longer usable "
-        "and were not saved; resume from the last checkpoint with a lower --lr, a longer warm-up or "
+        f"iteration {step.progress.step}: loss {loss}, gradient norm {gradient_norm}. The weights are no longer usable "
+        f"and were not saved. Resume from the last checkpoint with a lower --lr, a longer warm-up or "
         "--skip-train-iteration-range."
     )

@@ -1,7 +1,7 @@
-"""Which text was in which step: the training samples of a run that is over, in the order in which it read them.
+"""Reconstructs the training samples of a run in the order in which it read them.
 
-The order is fixed by the data plan of a checkpoint or, where there is none, by the flags that a plan is made from. Only
-the data files and their indices are read; nothing is trained.
+The order is determined by the data plan of a checkpoint or, without one, by the flags from which a plan is built. Only
+the data files and their indices are read.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config import ControlConfig, DataConfig, OptimConfig
-from megatron.data.plan import DataPlan
-from megatron.data.sample import Piece, SampleDataset
-from megatron.data.split_datasets import build_split_datasets
-from megatron.data.tokenizer import Tokenizer
+from megatron.checkpoint.record import Progress
+from megatron.config import ControlConfig, DataConfig, OptimConfig, OptimRequest
+from megatron.config.resolve import resolve_optim
+from megatron.config.schedule import StepRange, planned_samples, samples_after, samples_before_step
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.datasets.sample import DocumentSpan, SampleDataset
+from megatron.data.order.plan import DataPlan
 from megatron.errors import ConfigError, DataError
-from megatron.train.progress import Progress, global_batch_size, planned_samples
-from megatron.train.skip import SkipRanges
+from megatron.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """What fixes the order of a run's training samples.
+    """What determines the order of a run's training samples.
 
     Args:
-        planned_samples: samples that the order was planned for; another number gives another order.
-        plan: as a checkpoint stored it; None makes it from the other values.
+        planned_samples: number of samples the order was planned for; another number gives another order.
+        plan: as stored in a checkpoint; None builds it from the other values.
     """
 
     data: DataConfig
@@ -40,28 +41,30 @@ class SampleOrder:
 
     @staticmethod
     def of_plan(plan: DataPlan, data: DataConfig) -> SampleOrder:
-        """The order of a stored plan; its files are those of the data flags, which may have moved."""
+        """The order of a stored plan; file paths come from the data flags, since files may have moved."""
         samples = plan.train.samples if plan.train else 0
         return SampleOrder(data, plan.sequence_length, plan.seed, samples, plan)
 
     @staticmethod
     def of_flags(
-        data: DataConfig, sequence_length: int, seed: int, optim: OptimConfig, control: ControlConfig
+        data: DataConfig, sequence_length: int, seed: int, optim: OptimRequest, control: ControlConfig
     ) -> SampleOrder:
-        """The order that a new run with these flags has, its global batch size being known.
+        """The order of a new run with these flags.
 
         Raises:
-            ConfigError: the flags do not say how many samples are planned.
+            ConfigError: the flags do not determine the number of planned samples.
         """
         if optim.train_samples is None and optim.train_iters is None:
             raise ConfigError(
                 "The order of samples depends on how many are planned. Give --train-samples (or --train-iters and "
                 "--global-batch-size) as training had it, or a checkpoint with --load."
             )
-        check_batch_is_known(optim, "--train-iters" if optim.train_samples is None else None)
-        skips = SkipRanges.parse(control.skip_train_iteration_range, Progress())
-        more = skips.iteration_count * (optim.global_batch_size or 0)
-        return SampleOrder(data, sequence_length, seed, planned_samples(optim, control)[0] + more)
+        if optim.train_samples is None or control.skip_ranges:
+            counted = "--train-iters" if optim.train_samples is None else "--skip-train-iteration-range"
+            samples = planned_samples(with_known_batch(optim, counted), control)[0]
+        else:
+            samples = optim.train_samples
+        return SampleOrder(data, sequence_length, seed, samples)
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ class TrainedSample:
     """One sample as training saw it.
 
     Args:
-        number: in the order of the run; the first one is 0, so it is what was consumed before.
-        source: prefix of the data it comes from.
+        number: index in the order of the run, from 0; equal to the samples consumed before it.
+        source: data prefix that it comes from.
         tokens: the inputs and, one further, the labels.
 
     Shapes:
@@ -79,38 +82,43 @@ class TrainedSample:
 
     number: int
     source: str
-    pieces: tuple[Piece, ...]
+    spans: tuple[DocumentSpan, ...]
     tokens: np.ndarray
 
 
-def check_batch_is_known(optim: OptimConfig, flag: str | None) -> None:
-    """Checks that steps can be counted in samples, if `flag` counts in steps.
+def with_known_batch(optim: OptimRequest, flag: str) -> OptimConfig:
+    """The optimizer section with a known global batch size, so that steps can be converted to samples.
+
+    Args:
+        flag: the flag that counts in steps, for the error.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the size depends on the number of processes.
     """
-    if flag is not None and optim.global_batch_size is None:
+    if optim.global_batch_size is None:
         raise ConfigError(
             f"{flag} counts steps, and how many samples a step had depends on the number of processes. Give "
             "--global-batch-size as training had it."
         )
+    return resolve_optim(optim, optim.global_batch_size)
 
 
 def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer | None) -> Iterator[TrainedSample]:
     """The training samples [start, end).
 
     Args:
-        tokenizer: of the run; checked against the data where it can be.
+        tokenizer: the run's tokenizer; checked against the data if possible.
 
     Raises:
-        DataError: the range is not within the planned samples, or the data is missing, damaged or other than planned.
+        DataError: the range is not within the planned samples, or the data is missing, damaged or different from the
+            plan.
     """
     if not 0 <= start < end <= order.planned_samples:
         raise DataError(
-            f"Samples {start} to {end} are no range of the {order.planned_samples} that are planned for training. Give "
-            f"a start below the end, and an end of at most {order.planned_samples}."
+            f"Samples {start} to {end} are not a range within the {order.planned_samples} planned training samples. "
+            f"Give a start below the end, and an end of at most {order.planned_samples}."
         )
-    # evaluation data is not looked at: it need not be there any more
+    # evaluation data is not read, so it may be missing
     data = dataclasses.replace(
         order.data,
         valid_weighted_split_paths=(),
@@ -124,7 +132,7 @@ def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer 
         data, order.sequence_length, order.seed, wanted, order.plan, tokenizer=tokenizer
     )
     if datasets.train is None or plan.train is None:
-        raise DataError("The stored data plan has no training data, so no text can be shown.")
+        raise DataError("The stored data plan has no training data, so there are no samples to show.")
     prefixes = [source.prefix for source in plan.train.sources]
     return _samples(datasets.train, prefixes, start, end)
 
@@ -132,48 +140,41 @@ def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer 
 def _samples(dataset: SampleDataset, prefixes: Sequence[str], start: int, end: int) -> Iterator[TrainedSample]:
     for number in range(start, end):
         source = prefixes[dataset.source_of(number)]
-        yield TrainedSample(number, source, tuple(dataset.pieces(number)), dataset[number])
+        yield TrainedSample(number, source, tuple(dataset.spans(number)), dataset[number])
 
 
 def samples_of_steps(
-    first: int, last: int, optim: OptimConfig, skipped: Sequence[str], end: Progress | None = None
+    first: int, last: int, optim: OptimRequest, skipped: Sequence[StepRange], end: Progress | None = None
 ) -> tuple[int, int]:
     """The samples [start, end) of the steps `first` to `last`, both included; steps are counted from 1.
 
-    The batch-size ramp-up and ranges of data that were passed over are walked through step by step.
-
     Args:
-        optim: with its global batch size.
+        optim: the optimizer section, with its global batch size.
         skipped: the ranges of `--skip-train-iteration-range`.
-        end: where a run of these settings is known to have stood.
+        end: known progress of a run with these settings.
 
     Raises:
         ConfigError: the batch size is unknown, or the settings do not lead to `end`.
     """
-    check_batch_is_known(optim, "--start-step")
-    skips = SkipRanges.parse(skipped, Progress())
-    progress = Progress()
-    start = stop = 0
-    while progress.step < max(last, end.step if end else 0):
-        progress = skips.passed(progress, optim, sequence_length=1)
-        start = progress.consumed_samples if progress.step + 1 == first else start
-        size = global_batch_size(optim, progress.consumed_samples)
-        progress = progress.after(size, size)
-        stop = progress.consumed_samples if progress.step == last else stop
-        if end is not None and progress.step == end.step and progress.consumed_samples != end.consumed_samples:
+    known = with_known_batch(optim, "--start-step")
+    if end is not None and end.step > 0:
+        before = samples_before_step(known, skipped, end.step)
+        consumed = samples_after(known, 1, before)
+        if consumed != end.consumed_samples:
             raise ConfigError(
                 f"The checkpoint had consumed {end.consumed_samples} samples at step {end.step}; with the batch sizes "
-                f"it was saved with, that would be {progress.consumed_samples}: they changed during the run. Give the "
-                "run's folder (--run-dir), which has the count of every step, or --start-sample and --end-sample."
+                f"it was saved with, that would be {consumed}: they changed during the run. Give the run's folder "
+                "(--run-dir), which has the count of every step, or --start-sample and --end-sample."
             )
-    return start, stop
+    start, last_start = (samples_before_step(known, skipped, step) for step in (first, last))
+    return start, samples_after(known, 1, last_start)
 
 
 def samples_of_logged_steps(first: int, last: int, steps: Mapping[int, Mapping[str, Any]]) -> tuple[int, int]:
     """The samples [start, end) of the steps `first` to `last`, both included, as a run logged them.
 
     Args:
-        steps: see `read_steps`.
+        steps: the result of `read_steps`.
 
     Raises:
         DataError: one of the two was not logged.

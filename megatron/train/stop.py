@@ -1,7 +1,7 @@
-"""When to end a run early: signals, a kill-switch file, a time limit, an interval.
+"""Early stop conditions: signals, a kill-switch file, a time limit, an interval.
 
-Each rank forms its own verdict; the loop takes the largest over all ranks, so that all stop at the same step. A signal
-handler only sets a flag: nothing is saved, printed or torn down inside it, so further signals are harmless.
+Each rank reaches its own verdict; the loop takes the maximum over all ranks, so that all stop at the same step. The
+signal handler only sets a flag and does not save, print or tear down anything, so repeated signals are harmless.
 
 Source: exit paths and texts of bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; upstream has no signal
 handling.
@@ -24,13 +24,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Verdict(IntEnum):
-    """What a rank thinks should happen after a step; where ranks differ, the largest holds for all.
+    """Whether and why to stop after a step; the maximum over all ranks applies.
 
-    Only a signal means "queue me again" (exit code 75). The others were asked for by the user and end with 0, as
-    upstream's do; the kill switch is the largest, because it must also end a job that its scheduler would start again.
+    Only a signal means that the job should be requeued (exit code 75). The other reasons are the user's requests and
+    give exit code 0, as in upstream; the kill switch ranks highest because it must also end a job that its scheduler
+    would requeue.
     """
 
-    GO_ON = 0
+    CONTINUE = 0
     INTERVAL = 1
     DURATION = 2
     SIGNAL = 3
@@ -38,14 +39,14 @@ class Verdict(IntEnum):
 
     @property
     def exit_code(self) -> ExitCode:
-        """The code a run ends with that stopped for this reason."""
+        """The exit code of a run that stopped for this reason."""
         return ExitCode.REQUEUE if self is Verdict.SIGNAL else ExitCode.DONE
 
 
 class StopSignals:
-    """Remembers that SIGTERM or SIGUSR1 arrived.
+    """Records that SIGTERM or SIGUSR1 has arrived.
 
-    `install` and `restore` belong in the main thread, around the run.
+    Call `install` and `restore` in the main thread, before and after the run.
     """
 
     def __init__(self) -> None:
@@ -54,18 +55,18 @@ class StopSignals:
 
     @property
     def received(self) -> str | None:
-        """Name of the first stop signal that arrived, None so far."""
+        """Name of the first stop signal that arrived; None if there was none."""
         return None if self._received is None else signal.Signals(self._received).name
 
     def install(self) -> StopSignals:
-        """Starts to listen; installing twice changes nothing."""
+        """Installs the signal handlers; idempotent."""
         for number in STOP_SIGNALS:
             if number not in self._former:
                 self._former[number] = signal.signal(number, self._note)
         return self
 
     def restore(self) -> None:
-        """Puts back what happened on these signals before `install`."""
+        """Restores the signal handlers from before `install`."""
         for number, former in self._former.items():
             signal.signal(number, signal.SIG_DFL if former is None else former)
         self._former = {}
@@ -79,12 +80,12 @@ class StopRules:
     """One rank's view of when to stop.
 
     Args:
-        control: the limits that the user set.
-        signals: where signals are noted; without --exit-on-signal it is not installed and stays empty.
-        started_at: `clock()` when the program started; the time limit counts from there.
-        watches_file: whether this rank looks for the kill-switch file; one rank is enough, since the verdicts are
-            joined.
-        clock: seconds of a clock that never goes back.
+        control: the user's limits.
+        signals: records signals; without --exit-on-signal it is not installed and stays empty.
+        started_at: `clock()` at program start, from which the time limit counts.
+        watches_file: whether this rank checks for the kill-switch file; one rank is enough, since verdicts are
+            combined.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -116,27 +117,31 @@ class StopRules:
         limit = self.control.exit_duration_in_mins
         if limit is not None and self.elapsed_minutes > limit:
             return Verdict.DURATION
-        if self.control.exit_interval and step % self.control.exit_interval == 0:
-            return Verdict.INTERVAL
-        return Verdict.GO_ON
+        return Verdict.INTERVAL if self.is_interval_over(step) else Verdict.CONTINUE
+
+    def is_interval_over(self, step: int) -> bool:
+        """Whether --exit-interval ends the run after this step; every rank gets the same answer without
+        communication.
+        """
+        return bool(self.control.exit_interval) and step % (self.control.exit_interval or 1) == 0
 
     def message(self, verdict: Verdict, step: int) -> str:
-        """The line that says why the run ends; upstream's words where upstream has them."""
+        """The log line with the reason for stopping; upstream's text where upstream has one."""
         if verdict is Verdict.KILL_SWITCH:
             return kill_switch_message(self.control.kill_switch_path)
         if verdict is Verdict.DURATION:
             return f"exiting program after {self.elapsed_minutes:.2f} minutes"
         if verdict is Verdict.SIGNAL:
             name = self.signals.received or "a signal to another rank"
-            return f"exiting program at iteration {step} because of {name}; start it again with --load to go on"
+            return f"exiting program at iteration {step} because of {name}; restart with --load to continue"
         return f"exiting program at iteration {step}"
 
 
 def kill_switch_is_on(path: str | None) -> bool:
-    """Whether the kill-switch file exists; also looked at before start-up."""
+    """Whether the kill-switch file exists; also checked before start-up."""
     return path is not None and Path(path).exists()
 
 
 def kill_switch_message(path: str | None) -> str:
-    """The line upstream's users search for."""
+    """Upstream's kill-switch log line, which users search for."""
     return f"Detected kill switch at {path}. Exiting"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import DamagedError, load, load_newest, read_record, read_tensors, save, verify
+from megatron.checkpoint import DamagedError, Found, load, load_newest, read_record, read_tensors, save, verify
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError
@@ -140,7 +140,9 @@ def test_every_mutation_is_found_before_a_tensor_is_touched(
         assert not touched
         if trial % 10 == 0:
             sink = whole_sink(STATE)
-            assert load_newest(tmp_path, sink.wanted, MESH) == ({"progress": {"step": 1}}, tmp_path / "iter_0000001")
+            assert load_newest(tmp_path, sink.wanted, MESH) == Found(
+                {"progress": {"step": 1}}, tmp_path / "iter_0000001"
+            )
             sink.check()
 
 
@@ -193,15 +195,15 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("tensors", 0, 1, [2**40, 2**40]), "shape of .* is too large"),
     (put("tensors", 0, 1, "x"), "shape of .* is no list of numbers"),
     (put("tensors", 0, 1, [1] * 17), "shape of .* is no list of numbers"),
-    (put("pieces", 0, 0, 99), "index 99 points behind its table"),
+    (put("pieces", 0, 0, 99), "index 99 points beyond its table"),
     (put("pieces", 0, 1, 1.5), "an index is 1.5"),
     (put("pieces", 0, 2, 0), "have different element types|ends at byte"),
     (put("kinds", ["x"] * 4), "unknown kind"),
     (put("types", ["x"] * 9), "unknown kind or element type 'x'"),
     (put("pieces", 0, 4, [100, 100]), r"box \[.*\] does not lie in shape"),
     (put("pieces", 0, 6, 10**6), "range .* does not lie in a box"),
-    (put("pieces", 0, 8, 10**6), "ends at byte .*, behind its end"),
-    (put("pieces", 0, 7, 1), "index 1 points behind its table"),
+    (put("pieces", 0, 8, 10**6), "ends at byte .*, beyond its end"),
+    (put("pieces", 0, 7, 1), "index 1 points beyond its table"),
 ]
 
 

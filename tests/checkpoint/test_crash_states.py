@@ -189,7 +189,7 @@ def test_no_crash_state_loses_a_committed_checkpoint(tmp_path: Path, capsys: pyt
             if found is None:
                 assert committed is None, (end, damage, lost_entries)
                 continue
-            seed = found[0]["seed"]
+            seed = found.record["seed"]
             assert committed is None or seed >= committed, (end, damage, lost_entries)
             sink.expected = whole_sink(make_state(SHAPES, ("weight",), seed)).expected
             sink.check()

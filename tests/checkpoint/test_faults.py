@@ -99,9 +99,9 @@ def loaded_seed(directory: Path) -> int:
     sink = whole_sink(make_state(seed=0))
     found = load_newest(directory, sink.wanted, MESH)
     assert found is not None
-    sink.expected = whole_sink(make_state(seed=found[0]["seed"])).expected
+    sink.expected = whole_sink(make_state(seed=found.record["seed"])).expected
     sink.check()
-    return int(found[0]["seed"])
+    return int(found.record["seed"])
 
 
 def written_bytes(directory: Path) -> int:
@@ -254,7 +254,7 @@ def test_a_kill_at_every_operation_keeps_a_good_checkpoint(tmp_path: Path, again
 KEY = PieceKey("a", "weight", (2**21,), (0,), (2**21,), 0, 2**21)
 
 
-def save_for_ever(directory: Path, step: int) -> None:
+def save_forever(directory: Path, step: int) -> None:
     while True:
         step += 1
         tensor = torch.from_numpy(np.full(2**21, step, dtype=np.float32))
@@ -270,7 +270,7 @@ def test_a_kill_at_any_moment_keeps_a_good_checkpoint(tmp_path: Path) -> None:
         if child == 0:
             try:
                 silence()
-                save_for_ever(tmp_path, reached)
+                save_forever(tmp_path, reached)
             finally:
                 os._exit(1)
         deadline = time.monotonic() + 60
@@ -282,7 +282,7 @@ def test_a_kill_at_any_moment_keeps_a_good_checkpoint(tmp_path: Path) -> None:
         values: list[torch.Tensor] = []
         found = load_newest(tmp_path, lambda values=values: [(KEY, values.append)], MESH)
         assert found is not None
-        assert found[0]["step"] >= reached
-        assert values[-1].unique().tolist() == [found[0]["step"]]
-        reached = found[0]["step"]
+        assert found.record["step"] >= reached
+        assert values[-1].unique().tolist() == [found.record["step"]]
+        reached = found.record["step"]
     assert reached > 1

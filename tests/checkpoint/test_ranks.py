@@ -10,17 +10,17 @@ import torch
 
 from megatron.checkpoint import CheckpointLock, load, load_newest, newest_record, save, verify
 from megatron.checkpoint.storage import Storage
-from megatron.checkpoint.together import together
-from megatron.config import ParallelConfig
-from megatron.errors import CheckpointError, ConfigError, DataError, LaunchError, MegatronError
-from megatron.parallel.mesh import ParallelMesh, open_mesh
+from megatron.config import ParallelRequest
+from megatron.errors import CheckpointError, LaunchError, MegatronError
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey
 from tests.checkpoint.fake_pieces import Sink, cut_for_ranks, make_state, whole_sink
 from tests.helpers.ranks import run_ranks
 
 
 def save_part(rank: int, directory: str, step: int, ranks: int, with_lock: bool = False) -> str:
-    mesh = open_mesh(ParallelConfig())
+    mesh = open_mesh(ParallelRequest())
     pieces = cut_for_ranks(make_state(seed=step), ranks, step)[rank]
     if not with_lock:
         return str(save(Path(directory), step, pieces, {"rank": rank}, mesh, chunk_bytes=128))
@@ -29,13 +29,13 @@ def save_part(rank: int, directory: str, step: int, ranks: int, with_lock: bool 
 
 
 def load_part(rank: int, directory: str, step: int, ranks: int) -> tuple[dict, str]:
-    mesh = open_mesh(ParallelConfig())
+    mesh = open_mesh(ParallelRequest())
     sink = Sink(cut_for_ranks(make_state(seed=step), ranks, 99)[rank])
     found = load_newest(Path(directory), sink.wanted, mesh)
     assert found is not None
     sink.check()
     assert newest_record(Path(directory), mesh) is not None
-    return found[0], str(found[1])
+    return found.record, str(found.path)
 
 
 def test_four_save_two_load_one_loads(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ class FullDisk(Storage):
 
 
 def fail_on_one(rank: int, directory: str, how: str) -> tuple[str, str]:
-    mesh = open_mesh(ParallelConfig())
+    mesh = open_mesh(ParallelRequest())
     pieces = cut_for_ranks(make_state(), 3, 0)[rank]
     storage: Storage | None = None
     if how == "disk" and rank == 2:
@@ -94,7 +94,7 @@ def test_one_rank_fails_all_learn_it_and_nothing_is_left(tmp_path: Path, how: st
 
 def two_checkpoints_one_damaged(rank: int, directory: str) -> tuple[str, list[int]]:
     """Rank r wants only tensor `t{r}`; the newer checkpoint's `t1` is damaged, so only rank 1 can see it."""
-    mesh = open_mesh(ParallelConfig())
+    mesh = open_mesh(ParallelRequest())
     key = PieceKey(f"t{rank}", "weight", (64,), (0,), (64,), 0, 64)
     for step in (1, 2):
         save(Path(directory), step, [(key, torch.full((64,), step + 10.0 * rank))], {}, mesh, chunk_bytes=64)
@@ -106,7 +106,7 @@ def two_checkpoints_one_damaged(rank: int, directory: str) -> tuple[str, list[in
     values: list[torch.Tensor] = []
     found = load_newest(Path(directory), lambda: [(key, values.append)], mesh)
     assert found is not None
-    return found[1].name, [int(tensor[0]) for tensor in values]
+    return found.path.name, [int(tensor[0]) for tensor in values]
 
 
 def test_damage_seen_by_one_rank_sends_all_back_before_any_tensor_changes(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_damage_seen_by_one_rank_sends_all_back_before_any_tensor_changes(tmp_pa
 
 
 def wrong_on_one(rank: int, directory: str) -> str:
-    mesh = open_mesh(ParallelConfig())
+    mesh = open_mesh(ParallelRequest())
     keys = [PieceKey("nowhere", "weight", (4,), (0,), (4,), 0, 4)] if rank == 1 else []
     with pytest.raises(CheckpointError) as caught:
         load_newest(Path(directory), lambda: [(key, lambda _: None) for key in keys], mesh)
@@ -132,7 +132,7 @@ def test_a_wish_that_cannot_be_met_and_a_held_lock_are_everybodys_error(tmp_path
 
 
 def load_own(rank: int, directory: str) -> str:
-    mesh = open_mesh(ParallelConfig())
+    mesh = open_mesh(ParallelRequest())
     with pytest.raises(CheckpointError) as caught:
         load(Path(directory) / str(rank) / "iter_0000005", [], mesh)
     return str(caught.value)
@@ -142,29 +142,3 @@ def test_ranks_that_see_different_directories_are_refused(tmp_path: Path) -> Non
     for rank in range(2):
         run_ranks(save_part, 1, str(tmp_path / str(rank)), 5, 1)
     assert all("the ranks see different checkpoints" in text for text in run_ranks(load_own, 2, str(tmp_path)))
-
-
-def fail_for_a_reason(rank: int) -> list[tuple[str, str]]:
-    mesh = open_mesh(ParallelConfig())
-    reasons: list[Exception] = [DataError("a torn file"), ConfigError("a wrong flag"), ValueError("a bug")]
-    met = []
-    for reason in reasons:
-
-        def work(reason: Exception = reason) -> None:
-            if rank == 1:
-                raise reason
-
-        with pytest.raises(Exception, match=str(reason)) as caught:
-            together(mesh, work)
-        met.append((type(caught.value).__name__, str(caught.value)))
-    return met
-
-
-def test_the_reason_of_one_rank_is_the_reason_of_all() -> None:
-    first, second = run_ranks(fail_for_a_reason, 2)
-    assert first == [
-        ("DataError", "rank 1: a torn file"),
-        ("ConfigError", "rank 1: a wrong flag"),
-        ("CheckpointError", "rank 1: ValueError: a bug"),
-    ]
-    assert second == [("DataError", "a torn file"), ("ConfigError", "a wrong flag"), ("ValueError", "a bug")]

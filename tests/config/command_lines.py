@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from megatron.config import RunConfig, parse
+from megatron.config import RunRequest, parse
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -22,6 +22,6 @@ def words(text: str = "", drop: str = "") -> list[str]:
     return found + shlex.split(text)
 
 
-def small(text: str = "", drop: str = "") -> RunConfig:
+def small(text: str = "", drop: str = "") -> RunRequest:
     """The small command line, parsed."""
     return parse(words(text, drop))

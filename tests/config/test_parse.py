@@ -1,16 +1,14 @@
-"""From a command line to a `RunConfig`: values, provenance, and every refusal of a combination."""
+"""From a command line to a `RunRequest`: values, provenance, and every refusal of a combination."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import ModelConfig, RunConfig, parse
-from megatron.config.data import read_blend, read_weighted_group
+from megatron.config import RunRequest, parse
 from megatron.config.parse import field_flags
 from megatron.errors import ConfigError
 from tests.config.command_lines import small, words
@@ -18,7 +16,7 @@ from tests.config.command_lines import small, words
 
 def test_values_and_provenance() -> None:
     config = small("--bf16 --clip-grad 0.5")
-    assert (config.model.num_layers, config.optim.clip_grad, config.model.dtype_name) == (4, 0.5, "bfloat16")
+    assert (config.model.num_layers, config.optim.clip_grad, config.precision.dtype_name) == (4, 0.5, "bfloat16")
     assert (config.model.ffn_hidden_size, config.model.kv_channels) == (256, 16)
     assert config.parallel.zero_stage == 1 and config.data.split == "969, 30, 1" and config.control.exit_on_signal
     assert config.was_given("optim.clip_grad") and not config.was_given("optim.weight_decay")
@@ -31,7 +29,7 @@ def test_a_config_is_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "area", "field", "value"),
+    ("text", "section", "field", "value"),
     [
         ("--kill-switch-file stop", "control", "kill_switch_path", "stop"),
         ("--no-log-learnig-rate-to-tensorboard", "control", "log_learning_rate_to_tensorboard", False),
@@ -42,10 +40,10 @@ def test_a_config_is_frozen() -> None:
         ("--local-rank 3", "parallel", "local_rank", 3),
         ("--exit-signal-handler", "control", "exit_on_signal", True),
         ("--no-exit-on-signal", "control", "exit_on_signal", False),
-        ("--no-masked-softmax-fusion", "model", "masked_softmax_fusion", False),
+        ("--no-masked-softmax-fusion", "kernels", "masked_softmax_fusion", False),
         ("--no-bias-gelu-fusion", "model", "bias_gelu_fusion", False),
-        ("--recompute-granularity full", "model", "checkpoint_activations", True),
-        ("--recompute-activations", "model", "recompute_granularity", "selective"),
+        ("--recompute-granularity full", "recompute", "checkpoint_activations", True),
+        ("--recompute-activations", "recompute", "recompute_granularity", "selective"),
         ("--deepspeed", "parallel", "deepspeed", True),
         ("--split 90,10", "data", "split_shares", (0.9, 0.1, 0.0)),
         ("--split 1/1/2", "data", "split_shares", (0.25, 0.25, 0.5)),
@@ -54,8 +52,8 @@ def test_a_config_is_frozen() -> None:
         ("--eval-only False", "control", "eval_only", False),
     ],
 )
-def test_spellings_and_structured_values(text: str, area: str, field: str, value: object) -> None:
-    assert getattr(getattr(small(text), area), field) == value
+def test_spellings_and_structured_values(text: str, section: str, field: str, value: object) -> None:
+    assert getattr(getattr(small(text), section), field) == value
 
 
 def test_weighted_groups() -> None:
@@ -76,30 +74,12 @@ def test_separate_paths_are_whole_files() -> None:
     assert [(one.weight, one.start, one.stop, one.prefix) for one in group.entries] == [(3, 0, 1, "a"), (1, 0, 1, "b")]
 
 
-def test_groups_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "groups.txt"
-    file.write_text('"A: 1 0:1 a" "B: 1 0:1 b"\n')
-    (tmp_path / "train.txt").write_text('"T: 1 0:1 t"\n')
-    text = f"--train-weighted-split-paths-path {tmp_path}/train.txt --valid-weighted-split-paths-path {file}"
-    data = small(text, drop="--data-path").data
-    assert [group.name for group in (*data.train_groups, *data.valid_groups)] == ["T", "A", "B"]
-    with pytest.raises(
-        ConfigError, match="--valid-weighted-split-paths and --valid-weighted-split-paths-path are both"
-    ):
-        small(f'{text} --valid-weighted-split-paths "A: 1 0:1 a"', drop="--data-path")
-    file.write_text("A: 1 0:1 a\n")
-    with pytest.raises(ConfigError, match="must hold one line of groups in double quotes"):
-        small(text, drop="--data-path")
-    with pytest.raises(ConfigError, match=r"--test-weighted-split-paths-path none\.txt cannot be read"):
-        small(f"{text} --test-weighted-split-paths-path none.txt", drop="--data-path")
-
-
 REFUSALS = [
     # the network
     (
         "--num-attention-heads 5",
         "",
-        r"--hidden-size 64 cannot be shared by --num-attention-heads 5.*use --hidden-size 65",
+        r"--hidden-size 64 cannot be divided among --num-attention-heads 5.*use --hidden-size 65",
     ),
     ("--max-position-embeddings 16", "", r"--max-position-embeddings 16 is less than --seq-length 32"),
     ("--fp16 --bf16", "", r"--fp16 and --bf16 are both given"),
@@ -175,7 +155,7 @@ REFUSALS = [
     (
         "--rampup-batch-size 2 4 10 --train-samples 99",
         "--train-iters",
-        r"to --global-batch-size 8 is 6, no multiple of the increment 4",
+        r"to --global-batch-size 8 is 6, which is not a multiple of the increment 4",
     ),
     ("--rampup-batch-size 10 2 10 --train-samples 99", "--train-iters", r"starts above --global-batch-size 8"),
     ("--rampup-batch-size 1 7 10 --train-samples 99", "--train-iters", r"must be multiples of --micro-batch-size 2"),
@@ -202,7 +182,7 @@ REFUSALS = [
     ),
     ('--train-weighted-split-paths "1 0.5 a"', "--data-path", r"the name and its colon, or the entries, are missing"),
     ('--train-weighted-split-paths "A: 1 0:1"', "--data-path", r'the entry "1 0:1" has 2 words, not 3'),
-    ('--train-weighted-split-paths "A: x 0:1 a"', "--data-path", r'the weight "x" is no positive number'),
+    ('--train-weighted-split-paths "A: x 0:1 a"', "--data-path", r'the weight "x" is not a positive number'),
     ('--train-weighted-split-paths "A: 1 1:0 a"', "--data-path", r'the range "1:0" must be START:STOP'),
     ("", "--vocab-file", r"--vocab-file is required by --tokenizer-type GPT2BPETokenizer"),
     ("", "--merge-file", r"--merge-file is required by --tokenizer-type GPT2BPETokenizer"),
@@ -278,32 +258,7 @@ def test_whatever_is_typed_gives_a_config_or_a_config_error(data: st.DataObject)
     except ConfigError as failure:
         assert failure.problems and all(text.strip() for text in failure.problems)
     else:
-        assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))).to_json() == config.to_json()
-
-
-def test_json_round_trip() -> None:
-    config = small(
-        "--data-path 1 a 2 b --rampup-batch-size 2 2 20 --train-samples 99 --no-exit-on-signal", drop="--train-iters"
-    )
-    again = RunConfig.from_json(json.loads(json.dumps(config.to_json())))
-    assert again == config
-    assert again.optim.rampup_batch_size == (2, 2, 20) and again.data.data_path == ("1", "a", "2", "b")
-
-
-def test_an_older_file_gets_defaults_and_a_newer_one_is_refused() -> None:
-    saved = small().to_json()
-    del saved["optim"]["clip_grad"], saved["provenance"]
-    assert RunConfig.from_json(saved).optim.clip_grad == 1.0
-    saved["model"]["rope_theta"] = 1e4
-    with pytest.raises(ConfigError, match=r"model\.rope_theta = 10000\.0, which this version does not know"):
-        RunConfig.from_json(saved)
-
-
-def test_rules_between_areas_hold_for_every_run_config() -> None:
-    config = small("--tensor-model-parallel-size 4")
-    model = ModelConfig(num_layers=4, hidden_size=64, num_attention_heads=2, seq_length=8, max_position_embeddings=8)
-    with pytest.raises(ConfigError, match="2 attention heads cannot be split over 4 ranks"):
-        RunConfig(model, config.parallel, config.optim, config.data, config.control)
+        assert RunRequest.from_json(json.loads(json.dumps(config.to_json()))).to_json() == config.to_json()
 
 
 def test_parse_leaves_the_words_alone() -> None:
@@ -330,7 +285,7 @@ def test_parse_leaves_the_words_alone() -> None:
             ],
         ),
         ("", "--hidden-size", ["--hidden-size is required: width of the model."]),
-        ("--hidden-size wide", "", ['--hidden-size takes a whole number; "wide" is none.']),
+        ("--hidden-size wide", "", ['--hidden-size takes a whole number, not "wide".']),
     ],
 )
 def test_a_wrong_value_is_said_once(text: str, drop: str, problems: list[str]) -> None:
@@ -350,10 +305,3 @@ def test_a_split_is_shown_without_blanks() -> None:
         small("--split '9, 1, 0' --train-data-path x", drop="--data-path")
     with pytest.raises(ConfigError, match=r"--split 9,1,0,0 must be up to three shares"):
         small("--split '9, 1, 0, 0'")
-
-
-def test_a_path_with_a_nul_character_is_no_path() -> None:
-    with pytest.raises(ConfigError, match=r"--data-path '1 a\\x00b' holds a NUL character at place \d"):
-        read_blend(("1", "a\0b"), "--data-path")
-    with pytest.raises(ConfigError, match=r"--train-weighted-split-paths .* holds a NUL character at place \d+"):
-        read_weighted_group("A: 1 0:1 a\0", "--train-weighted-split-paths")

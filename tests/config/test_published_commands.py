@@ -57,7 +57,7 @@ def test_the_first_command_of_the_manual() -> None:
     config = parse(shlex.split(START_FAST + "--fp16"))
     assert config.notices == ()
     on_gpu = resolve(config, Machine("cuda", 1, True, True), GPT2)
-    assert on_gpu.model.dtype_name == "float16" and on_gpu.model.padded_vocab_size == 50304
+    assert on_gpu.precision.dtype_name == "float16" and on_gpu.model.padded_vocab_size == 50304
     with pytest.raises(ConfigError, match=r"--fp16 does not train on this machine \(cpu\)\. Use --bf16") as caught:
         resolve(config, Machine("cpu", 1, False, True), GPT2)
     assert len(caught.value.problems) == 1
@@ -80,11 +80,8 @@ def test_the_command_of_upstreams_training_tests(tmp_path: Path) -> None:
         "--partition-activations",
         "--log-level-replica",
     ]
-    assert (config.optim.initial_loss_scale, config.optim.loss_scale_window, config.optim.loss_scale) == (
-        4096,
-        500,
-        None,
-    )
+    scale = config.precision
+    assert (scale.initial_loss_scale, scale.loss_scale_window, scale.loss_scale) == (4096, 500, None)
     resolved = resolve(config, Machine("cuda", 4, True, True), TokenizerFacts(5120, 0, "f"))
     assert resolved.parallel.data_parallel_size == 1 and resolved.optim.train_iters > 0
 
@@ -92,12 +89,21 @@ def test_the_command_of_upstreams_training_tests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--embed-layernorm", "--embed-layernorm is refused: no norm follows the embedding"),
-        ("--position-embedding-type alibi", "--position-embedding-type alibi is refused: the only positions built"),
-        ("--position-embedding-type rotary", "--position-embedding-type rotary is refused: the only positions built"),
-        ("--glu-activation geglu", "--glu-activation geglu is refused: the only activation built is GELU"),
-        ("--use-bnb-optimizer", "--use-bnb-optimizer is refused: 8-bit optimizer state is not built"),
-        ("--inference", "--inference is refused: the trainer trains. Use tools/generate_samples_gpt.py"),
+        ("--embed-layernorm", "--embed-layernorm is refused: a norm after the embedding is not supported"),
+        (
+            "--position-embedding-type alibi",
+            "--position-embedding-type alibi is refused: only learned absolute positions",
+        ),
+        (
+            "--position-embedding-type rotary",
+            "--position-embedding-type rotary is refused: only learned absolute positions",
+        ),
+        ("--glu-activation geglu", "--glu-activation geglu is refused: GELU is the only activation"),
+        ("--use-bnb-optimizer", "--use-bnb-optimizer is refused: 8-bit optimizer state is not supported"),
+        (
+            "--inference",
+            "--inference is refused: the trainer does not generate text. Use tools/generate_samples_gpt.py",
+        ),
     ],
 )
 def test_what_upstreams_tests_also_pass_is_refused_with_a_reason(flags: str, sentence: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import typing
 
 import pytest
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
+from megatron.config.resolve import resolve_optim
+from megatron.config.schedule import is_done, planned_iterations
 from megatron.errors import ConfigError
-from megatron.train.progress import Progress, is_done, planned_iterations
 from tests.config.command_lines import small
 
 
@@ -49,7 +50,7 @@ def test_padded_vocabulary(text: str, vocabulary: int, padded: int) -> None:
         (
             "--tensor-model-parallel-size 2",
             3,
-            r"needs a multiple of 2 processes, and 3 were started. Start 4, or .* 1 x 1",
+            r"needs a multiple of 2 processes, and 3 were started. Start 2 or 4, or .* 1 x 1",
         ),
         (
             "--tensor-model-parallel-size 4",
@@ -59,11 +60,11 @@ def test_padded_vocabulary(text: str, vocabulary: int, padded: int) -> None:
         (
             "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4",
             4,
-            r"multiple of 8 processes, and 4 were started.*fits 4: 1 x 1, 1 x 2, 1 x 4, 2 x 1, 2 x 2, 4 x 1\.",
+            r"multiple of 8 processes, and 4 were started.*fits 4: 1 x 4, 2 x 2, 1 x 2, 2 x 1, 1 x 1, 4 x 1\.",
         ),
         ("--pipeline-model-parallel-size 3 --zero-stage 1", 30, None),
-        ("", 3, r"--global-batch-size 8 is not a multiple of .* 2 x 3 data-parallel copies = 6. Use 6 or 12"),
-        ("", 8, r"--micro-batch-size 2 x 8 data-parallel copies = 16. Use 16\."),
+        ("", 3, r"--global-batch-size 8 is not a multiple of .* 2 x 3 data-parallel replicas = 6. Use 6 or 12"),
+        ("", 8, r"--micro-batch-size 2 x 8 data-parallel replicas = 16. Use 16\."),
         ("--fp16", 1, r"--fp16 does not train on this machine \(cpu\). Use --bf16"),
         ("--pad-vocab-size-to 896", 1, r"--pad-vocab-size-to 896 is less than the tokenizer's 1000 tokens"),
     ],
@@ -83,7 +84,7 @@ def test_bf16_needs_a_machine_that_can() -> None:
 
 
 def test_many_processes_name_the_layouts_that_fit() -> None:
-    with pytest.raises(ConfigError, match=r"fits 6: 1 x 1, 1 x 2, 1 x 3, 2 x 1, 2 x 3\."):
+    with pytest.raises(ConfigError, match=r"fits 6: 2 x 1, 1 x 1, 2 x 3, 1 x 2, 1 x 3\."):
         resolved("--tensor-model-parallel-size 4", world=6)
 
 
@@ -115,18 +116,16 @@ def test_half_precision_has_no_stage_0(text: str, stage: int, notices: int) -> N
 def test_steps_from_samples_are_the_steps_that_the_loop_takes(ramp: str, samples: int) -> None:
     optim = resolved(f"--train-samples {samples} {ramp}", drop="--train-iters").optim
     assert optim.train_iters == planned_iterations(optim)
-    progress = Progress()
-    while not is_done(optim, progress):
+    step = consumed = 0
+    while not is_done(optim, step, consumed):
         batch = 8
         if ramp:
             start, increment, over = optim.rampup_batch_size or (8, 1, 0)
             steps = (8 - start) // increment
-            if progress.consumed_samples <= over and steps and over:
-                batch = min(8, start + int(progress.consumed_samples * steps / over) * increment)
-        progress = dataclasses.replace(
-            progress, step=progress.step + 1, consumed_samples=progress.consumed_samples + batch
-        )
-    assert progress.step == optim.train_iters
+            if consumed <= over and steps and over:
+                batch = min(8, start + int(consumed * steps / over) * increment)
+        step, consumed = step + 1, consumed + batch
+    assert step == optim.train_iters
 
 
 def test_a_run_of_no_step_is_refused() -> None:
@@ -143,3 +142,24 @@ def test_resolving_twice_changes_nothing() -> None:
     config = resolved("--train-samples 64 --rampup-batch-size 2 2 8 --bf16", drop="--train-iters")
     again = resolve(config, Machine("cpu", 1, False, True), TokenizerFacts(1000, 999, "f"))
     assert again == config
+
+
+def test_a_run_that_only_evaluates_plans_no_step() -> None:
+    config = resolved("--eval-only --load x --min-lr 1e-5", drop="--lr --train-iters")
+    assert (config.optim.train_iters, config.optim.lr) == (0, 1e-5)
+    assert is_done(config.optim, 0, 0)
+
+
+def test_what_is_resolved_is_never_unset() -> None:
+    config = resolved(drop="--global-batch-size")
+    assert type(config) is RunConfig
+    for section in (config.model, config.parallel, config.optim):
+        hints = typing.get_type_hints(type(section))
+        for name in ("vocab_size", "distributed_backend", "world_size", "global_batch_size", "train_iters", "lr"):
+            assert name not in hints or isinstance(getattr(section, name), hints[name])
+
+
+def test_a_request_is_completed_for_a_known_batch() -> None:
+    request = small("--train-samples 20 --rampup-batch-size 2 2 8", drop="--train-iters").optim
+    assert resolve_optim(request, 8).train_iters == planned_iterations(resolve_optim(request, 8)) == 4  # 2 2 4 8
+    assert resolve_optim(small("--train-iters 7").optim, 16).train_iters == 7

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, resolve
-from megatron.config.flags import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, flags_of, resume_rule
-from megatron.config.run import AREAS
+from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, flags_of, resume_rule
+from megatron.config.run import fields_of, sections_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -80,8 +82,8 @@ def test_what_may_change(text: str, notices: int) -> None:
     now = run(text)
     going_on = check_resume(saved(), now)
     assert len(going_on.notices) == len(now.notices) + notices
-    for area in AREAS:
-        assert getattr(going_on, area) == getattr(now, area)
+    for section in sections_of(RunConfig):
+        assert getattr(going_on, section) == getattr(now, section)
 
 
 def test_a_change_of_schedule_is_said() -> None:
@@ -101,7 +103,7 @@ def test_the_schedule_of_the_checkpoint_on_request() -> None:
     going_on = check_resume(then, run("--use-checkpoint-lr-scheduler --lr 1"))
     assert (going_on.optim.lr, going_on.optim.lr_decay_style, going_on.optim.lr_warmup_iters) == (3e-4, "cosine", 3)
     assert going_on.provenance["optim.lr"] == "checkpoint"
-    assert "--lr 0.0003 is taken from the checkpoint; 1.0 is not used." in going_on.notices
+    assert "--lr 0.0003 is taken from the checkpoint in place of 1.0." in going_on.notices
 
 
 def test_the_schedule_of_the_checkpoint_keeps_its_length() -> None:
@@ -150,8 +152,52 @@ def test_a_checkpoint_of_an_older_version_lacks_fields() -> None:
     assert check_resume(then, run("--layernorm-epsilon 1e-6")).model.layernorm_epsilon == 1e-6
 
 
+OLDER = Path(__file__).with_name("older_config.json")  # written when there were five sections
+
+
+def test_a_field_name_occurs_in_one_section_only() -> None:
+    names = [field.name for cls in sections_of(RunConfig).values() for field in fields_of(cls)]
+    assert len(names) == len(set(names))
+
+
+def test_an_older_record_is_read_by_field_name() -> None:
+    saved = json.loads(OLDER.read_text())
+    config = RunConfig.from_json(saved)
+    assert (config.random.seed, config.data.seq_length, config.precision.bf16, config.precision.loss_scale) == (
+        77, 32, True, 8.0,
+    )  # fmt: skip
+    assert config.documents.eod_mask_loss and config.recompute.checkpoint_activations
+    assert config.parallel.make_vocab_size_divisible_by == 64
+    assert config.was_given("random.seed") and not config.was_given("random.bf16")
+    assert config.was_given("precision.bf16") and not config.was_given("model.bf16")
+    values = {name: value for name, entries in saved.items() if name != "provenance" for name, value in entries.items()}
+    assert json.loads(json.dumps(config.flat())) == values
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"random": {"seed": 78}}, r"--seed is 78 and the checkpoint was saved with 77.*give --seed 77"),
+        ({"data": {"seq_length": 16}}, r"--seq-length is 16 and the checkpoint was saved with 32"),
+        ({"documents": {"eod_mask_loss": False}}, r"--eod-mask-loss is off and .* with on"),
+        ({"model": {"num_layers": 3}}, r"--num-layers is 3 and the checkpoint was saved with 2"),
+        ({}, None),
+    ],
+)
+def test_an_older_checkpoint_resumes(changes: dict[str, dict[str, Any]], sentence: str | None) -> None:
+    saved = json.loads(OLDER.read_text())
+    now = RunConfig.from_json(saved)
+    for section, fields in changes.items():
+        now = dataclasses.replace(now, **{section: dataclasses.replace(getattr(now, section), **fields)})
+    if sentence is None:
+        assert check_resume(saved, now) == now
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        check_resume(saved, now)
+
+
 def test_every_field_has_a_rule() -> None:
     rules = {MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, FROM_CHECKPOINT}
-    for cls in AREAS.values():
-        assert {one.facts.resume for one in flags_of(cls)} <= rules
-        assert {resume_rule(field) for field in cls.__dataclass_fields__.values()} <= rules  # type: ignore[attr-defined]
+    for cls in sections_of(RunConfig).values():
+        assert {flag.facts.resume for flag in flags_of(cls)} <= rules
+        assert {resume_rule(field) for field in fields_of(cls)} <= rules

@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from megatron.config.data import DataConfig
-from megatron.data.blend import BlendedDataset
+from megatron.config import DataConfig
+from megatron.data.datasets.blended import BlendedDataset
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.datasets.sample import Sample
 from megatron.data.loader import BatchLoader, BatchOptions, MicroBatches, segment_ids
-from megatron.data.sample import Sample
-from megatron.data.split_datasets import build_split_datasets
 from megatron.errors import ConfigError, DataError
 from tests.data.corpora import write_corpus
 
@@ -22,7 +22,7 @@ SEQUENCE_LENGTH = 8
 def dataset(tmp_path_factory):
     prefix = write_corpus(tmp_path_factory.mktemp("data") / "corpus", [10, 3, 17] * 20)
     datasets, _ = build_split_datasets(
-        DataConfig(data_path=(prefix,), split="1,0,0"), SEQUENCE_LENGTH, 7, (64, 0, 0), None
+        DataConfig(seq_length=SEQUENCE_LENGTH, data_path=(prefix,), split="1,0,0"), SEQUENCE_LENGTH, 7, (64, 0, 0), None
     )
     return datasets.train
 

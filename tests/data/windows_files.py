@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.windows import WindowFacts, Windows, WindowWriter
+from megatron.data.formats.windows import WindowFacts, Windows, WindowWriter
 
 IGNORED = -100
 

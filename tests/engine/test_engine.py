@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megatron.engine.engine import build_module, build_optimizer, counts_here
-from megatron.engine.objective import LanguageModelObjective
+from megatron.engine.deepspeed_setup import build_optimizer
+from megatron.engine.engine import Engine
 from megatron.errors import ConfigError
-from megatron.model.gpt import DenseGPT
-from megatron.parallel.mesh import Axis, ParallelMesh, open_mesh
+from megatron.model.interface.network import LayerStack
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.shard_spec import shard_spec_of
 from megatron.train.build import build_engine, parameter_counts
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
-from tests.train.samples import model_config, optim_config
+from tests.train.samples import optim_config
 
 RECIPE = dataclasses.replace(Recipe(), num_layers=1, steps=2, weight_decay=0.0)
 
@@ -74,41 +76,46 @@ def test_an_unknown_optimizer_is_refused() -> None:
         build_optimizer(optim, small_module())
 
 
-def mesh_at(tp_rank: int, tp_size: int = 2) -> ParallelMesh:
-    tp = Axis("tp", tp_rank, tp_size, tuple(range(tp_size)), None)
-    return dataclasses.replace(ParallelMesh.single(), tp=tp)
+def engine_of(layout: tuple[int, int, int], stage: int, *flags: str) -> Engine:
+    recipe = dataclasses.replace(RECIPE, num_layers=layout[1])
+    config = layout_config(recipe, layout, stage, list(flags))
+    return build_engine(config, open_mesh(config.parallel))
 
 
-@pytest.mark.parametrize(
-    ("tp_rank", "is_split", "is_copy", "expected"),
-    [
-        (0, False, False, True),
-        (1, False, False, False),
-        (0, True, False, True),
-        (1, True, False, True),
-        (0, False, True, False),
-        (1, True, True, False),
-    ],
-)
-def test_one_rank_accounts_for_each_parameter(tp_rank: int, is_split: bool, is_copy: bool, expected: bool) -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    if is_split:
-        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-    if is_copy:
-        parameter.ds_pipe_replicated = True  # type: ignore[attr-defined]
-    assert counts_here(parameter, mesh_at(tp_rank)) is expected
+def marks(rank: int, layout: tuple[int, int, int]) -> dict[str, Any]:
+    """What DeepSpeed is told about the parameters of this rank, and which of its groups are the mesh's."""
+    engine = engine_of(layout, 1)
+    mesh, unit = engine.mesh, engine.deepspeed
+    parameters = list(engine.module.parameters())
+    return {
+        "counted": {p.global_name for p in parameters if p.tensor_model_parallel},
+        "copies": {p.global_name for p in parameters if p.ds_pipe_replicated},
+        "all": {p.global_name for p in parameters},
+        "split": {p.global_name for p in parameters if shard_spec_of(p).split_axes},
+        "module": type(engine.stack) is LayerStack,
+        "groups": [
+            unit.seq_data_parallel_group is mesh.gradient.group,
+            unit.optimizer.dp_process_group is mesh.gradient.group,
+            unit.mpu.get_model_parallel_group() is mesh.model.group,
+        ],
+    }
 
 
-def test_one_stage_is_the_plain_module() -> None:
-    mesh = ParallelMesh.single()
-    assert type(build_module(model_config(), mesh, {}, LanguageModelObjective(mesh, 90))) is DenseGPT
+def test_every_parameter_is_counted_once_and_deepspeed_uses_our_groups() -> None:
+    ranks = run_ranks(marks, 4, (2, 2, 1))
+    for stage in (0, 1):
+        first, second = ranks[2 * stage : 2 * stage + 2]
+        assert first["counted"] == first["all"] - first["copies"]
+        assert second["counted"] == second["split"] - second["copies"]
+        assert first["copies"] == second["copies"] == ({"embedding.word_embeddings.weight"} if stage else set())
+    assert all(rank["module"] and all(rank["groups"]) for rank in ranks)
 
 
 def train_with_clipping(rank: int, clip: float, zero_stage: int) -> dict[str, object]:
     """Trains one global batch and says how far the weights moved."""
     config = layout_config(RECIPE, (1, 1, 1), zero_stage, ["--clip-grad", str(clip), "--optimizer", "sgd"])
-    mesh = open_mesh(config.parallel)
-    engine = build_engine(config, mesh)
+    engine = engine_of((1, 1, 1), zero_stage, "--clip-grad", str(clip), "--optimizer", "sgd")
+    mesh = engine.mesh
     before = [parameter.detach().clone() for parameter in engine.module.parameters()]
     result = engine.train_batch(local_batches(RECIPE, config, mesh, 0, False), 1.0)
     moved = [after.detach() - start for after, start in zip(engine.module.parameters(), before, strict=True)]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -33,29 +34,42 @@ ROOM_PLACES = {
     "device": 2,
     "config": 3,
     "kernels": 4,
-    "data": 5,
-    "corpus": 6,
-    "parallel": 7,
-    "model": 8,
-    "engine": 9,
-    "checkpoint": 10,
-    "train": 11,
-    "inference": 11,
+    "tokenizers": 5,
+    "data": 6,
+    "corpus": 7,
+    "parallel": 8,
+    "model": 9,
+    "objective": 10,
+    "engine": 11,
+    "checkpoint": 12,
+    "observe": 13,
+    "train": 14,
+    "inference": 14,
 }
-PROGRAM_PLACE = 12
+PROGRAM_PLACE = 15
+
+# The packages inside a package, left to right in the same way; "." stands for the package's own files.
+SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
+    "megatron.data": ("formats", "stores", "order", "datasets", "."),
+    "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
+    "megatron.config": ("flags", "sections", "files", "."),
+    "megatron.parallel": (".", "tensor"),
+    "megatron.model": ("interface", "blocks", "."),
+    "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
+}
 NEVER_BY_TRAINING = "corpus"  # imported by tools only
 
 # What is foreign, and the files that may touch it. A name covers its attributes.
 HOMES = {
-    "argparse": ("megatron/config/flags.py",),
+    "argparse": ("megatron/config/flags/command_line.py",),
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels.py"),
     "torch.distributed": ("megatron/parallel/",),
-    "os.environ": ("megatron/device.py", "megatron/parallel/mesh.py"),
+    "os.environ": ("megatron/device.py", "megatron/parallel/joining.py"),
     "os.getenv": ("megatron/device.py",),
     "os.putenv": (),
     "sys.exit": ("megatron/log.py",),
-    "os._exit": ("megatron/log.py", "megatron/train/watchdog.py", "megatron/corpus/workers.py"),
+    "os._exit": ("megatron/log.py", "megatron/train/watchdog.py", "megatron/corpus/workers/pool.py"),
     "pickle": (),
     "cPickle": (),
     "dill": (),
@@ -75,41 +89,46 @@ HOMES = {
 
 # Packages that may be imported inside a function: they are optional or slow, and one file owns each.
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
-    "yaml": ("megatron/config/config_file.py",),
-    "fcntl": ("megatron/corpus/workers.py", "megatron/corpus/resume.py"),  # not on every system
+    "yaml": ("megatron/config/files/config_file.py",),
+    "fcntl": ("megatron/corpus/workers/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
     "tokenizers": (
-        "megatron/data/tokenizer_gpt2.py",
-        "megatron/data/tokenizer_hugging_face.py",
-        "megatron/data/tokenizer_wordpiece.py",
-        "megatron/corpus/vocab.py",
-        "megatron/corpus/vocab_wordpiece.py",
+        "megatron/tokenizers/gpt2.py",
+        "megatron/tokenizers/hugging_face.py",
+        "megatron/tokenizers/wordpiece.py",
+        "megatron/corpus/vocabulary/learning.py",
+        "megatron/corpus/vocabulary/wordpiece.py",
     ),
-    "sentencepiece": ("megatron/data/tokenizer_sentencepiece.py", "megatron/corpus/vocab_unigram.py"),
-    "huggingface_hub": ("megatron/data/tokenizer_hugging_face.py",),
-    "transformers": ("megatron/data/tokenizer_hugging_face.py",),
-    "gigatoken": ("megatron/data/fast_encoder.py",),
-    "sentencex": ("megatron/corpus/sentences.py",),
-    "orjson": ("megatron/corpus/lines.py", "megatron/corpus/tables.py"),
-    "zstandard": ("megatron/corpus/zstandard_stream.py",),
-    "ftfy": ("megatron/corpus/cleaning/repair.py",),
-    "py3langid": ("megatron/corpus/cleaning/language.py",),
-    "datasketch": ("megatron/corpus/cleaning/signatures.py",),
-    "pymongo": ("megatron/data/mongo_store.py",),
-    "bson": ("megatron/data/mongo_store.py",),  # comes with it
-    "xxhash": ("megatron/corpus/provenance.py",),
-    "datasets": ("megatron/corpus/hub.py",),
-    "apache_beam": ("megatron/corpus/featurize_beam.py",),
-    "matplotlib": ("megatron/train/curves.py",),
-    "wandb": ("megatron/train/weights_and_biases.py",),
-    "tensorboard": ("megatron/train/tensorboard.py",),
-    "torch.utils.tensorboard": ("megatron/train/tensorboard.py",),
-    "megatron.data._index_builder": ("megatron/data/index_map.py",),
+    "sentencepiece": ("megatron/tokenizers/sentencepiece.py", "megatron/corpus/vocabulary/unigram.py"),
+    "huggingface_hub": ("megatron/tokenizers/hugging_face.py",),
+    "transformers": ("megatron/tokenizers/hugging_face.py",),
+    "gigatoken": ("megatron/tokenizers/fast_encoder.py",),
+    "sentencex": ("megatron/corpus/preprocess/sentences.py",),
+    "orjson": ("megatron/corpus/inputs/lines.py", "megatron/corpus/inputs/tables.py"),
+    "zstandard": ("megatron/corpus/inputs/zstandard_stream.py",),
+    "ftfy": ("megatron/corpus/cleaning/documents/repair.py",),
+    "py3langid": ("megatron/corpus/cleaning/filters/language.py",),
+    "datasketch": ("megatron/corpus/cleaning/near_duplicates/signatures.py",),
+    "pymongo": ("megatron/data/stores/mongodb.py",),
+    "bson": ("megatron/data/stores/mongodb.py",),  # comes with it
+    "xxhash": ("megatron/corpus/preprocess/provenance.py",),
+    "datasets": ("megatron/corpus/inputs/hub.py",),
+    "pyarrow": (
+        "megatron/data/formats/windows.py",
+        "megatron/corpus/inputs/hub.py",
+        "megatron/corpus/inputs/parquet.py",
+    ),
+    "apache_beam": ("megatron/corpus/featurize/beam.py",),
+    "matplotlib": ("megatron/observe/curves.py",),
+    "wandb": ("megatron/observe/weights_and_biases.py",),
+    "tensorboard": ("megatron/observe/tensorboard.py",),
+    "torch.utils.tensorboard": ("megatron/observe/tensorboard.py",),
+    "megatron.data.order._index_builder": ("megatron/data/order/index_map.py",),
 }
 
 # The only module state: which rank speaks, set once by the mesh.
 STATEFUL_FILES = ("megatron/log.py",)
 
-# Who may see the whole RunConfig; everybody else takes the smallest area.
+# Who may see the whole RunConfig; everybody else takes the smallest section.
 SEES_THE_WHOLE = (
     "megatron/config/",
     "megatron/train/build.py",
@@ -122,6 +141,9 @@ BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", 
 DESCRIBED_BY_THEIR_BASE = {"problems", "complete", "forward", "backward"}
 MAXIMUM_FILE_LINES = 500
 MAXIMUM_FUNCTION_LINES = 80
+MAXIMUM_FOLDER_FILES = 15
+# Folders that have more, and how many they may have; a number here only ever shrinks.
+CROWDED_FOLDERS = {"megatron/train": 20, "megatron/config": 17}
 
 
 @dataclass(frozen=True)
@@ -142,6 +164,11 @@ class Source:
         """The room of a file under megatron/; None for the package's own `__init__` and for everything outside."""
         parts = PurePosixPath(self.path).with_suffix("").parts
         return parts[1] if parts[0] == "megatron" and parts[1] != "__init__" else None
+
+    @property
+    def module(self) -> str:
+        """The dotted name of the file; of an `__init__.py` with `__init__` at its end."""
+        return ".".join(PurePosixPath(self.path).with_suffix("").parts)
 
     @property
     def is_library(self) -> bool:
@@ -187,6 +214,18 @@ def imports_only_to_the_left(source: Source) -> Iterator[Finding]:
             yield node.lineno, f"{own} imports {other}, which does not stand to its left"
         elif other == NEVER_BY_TRAINING:
             yield node.lineno, f"{own} imports {other}, which only tools may"
+
+
+def subpackages_import_only_to_the_left(source: Source) -> Iterator[Finding]:
+    """Inside a package, a sub-package imports only sub-packages to its left (`SUBPACKAGE_ORDER`)."""
+    for node, module in imports(source.tree):
+        for name in _imported_modules(node, module):
+            for parent, order in SUBPACKAGE_ORDER.items():
+                if not (source.module.startswith(parent + ".") and name.startswith(parent + ".")):
+                    continue
+                own, other = (_entry(path, parent, order) for path in (source.module, name))
+                if order.index(other) > order.index(own):
+                    yield node.lineno, f"in {parent}, {own} imports {other}, which does not stand to its left"
 
 
 def one_place_per_foreign_thing(source: Source) -> Iterator[Finding]:
@@ -369,12 +408,12 @@ def rooms_open_without_side_effects(source: Source) -> Iterator[Finding]:
 
 
 def few_see_the_whole(source: Source) -> Iterator[Finding]:
-    """Only the three files that need it see `RunConfig`; everybody else takes the smallest area."""
+    """Only the three files that need it see `RunConfig`; everybody else takes the smallest section."""
     if not source.is_library or source.is_in(SEES_THE_WHOLE):
         return
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.ImportFrom) and any(alias.name == "RunConfig" for alias in node.names):
-            yield node.lineno, "imports RunConfig; take the smallest area of it"
+        if isinstance(node, ast.ImportFrom) and any(alias.name in ("RunConfig", "RunRequest") for alias in node.names):
+            yield node.lineno, "imports the whole configuration (RunConfig); take the smallest section of it"
 
 
 def the_model_knows_little(source: Source) -> Iterator[Finding]:
@@ -390,6 +429,7 @@ def the_model_knows_little(source: Source) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     imports_only_to_the_left,
+    subpackages_import_only_to_the_left,
     one_place_per_foreign_thing,
     no_global,
     no_print,
@@ -406,6 +446,28 @@ RULES: tuple[Rule, ...] = (
     few_see_the_whole,
     the_model_knows_little,
 )
+
+
+def crowded_folders(paths: Iterable[str]) -> Iterator[str]:
+    """A sentence for each folder with more files than `MAXIMUM_FOLDER_FILES`, sub-folders not counted."""
+    counts = Counter(PurePosixPath(path).parent.as_posix() for path in paths)
+    for folder, count in sorted(counts.items()):
+        allowed = CROWDED_FOLDERS.get(folder, MAXIMUM_FOLDER_FILES)
+        if count > allowed:
+            yield f"{folder} has {count} files; a folder has at most {allowed}"
+
+
+def _imported_modules(node: ast.stmt, module: str) -> list[str]:
+    """The modules that an import may mean: `from a import b` names a.b where b is a module."""
+    if isinstance(node, ast.ImportFrom) and module in SUBPACKAGE_ORDER:
+        return [f"{module}.{alias.name}" for alias in node.names]
+    return [module]
+
+
+def _entry(module: str, parent: str, order: tuple[str, ...]) -> str:
+    """The sub-package of `parent` that a module lies in; "." where it is a file of `parent` itself."""
+    first = module.removeprefix(parent + ".").split(".")[0]
+    return first if first in order else "."
 
 
 def _banned_words(name: str) -> list[str]:

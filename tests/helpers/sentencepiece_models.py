@@ -10,7 +10,10 @@ from typing import Any
 
 import sentencepiece
 
+from megatron.tokenizers.tokenizer import LibraryTokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents
+
+TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
 
 def write_model(folder: Path, name: str = "small.model", **options: Any) -> Path:
@@ -18,6 +21,11 @@ def write_model(folder: Path, name: str = "small.model", **options: Any) -> Path
     path = folder / name
     path.write_bytes(_trained(tuple(sorted(options.items()))))
     return path
+
+
+def load(path: Path, kind: str = "GPTSentencePieceTokenizer", known_library: str | None = None) -> LibraryTokenizer:
+    """Builds the tokenizer of a model file."""
+    return build_tokenizer(TokenizerChoice(kind, tokenizer_name_or_path=str(path)), known_library)
 
 
 @cache

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 import pretrain_gpt
-from megatron.data.indexed import IndexedWriter
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.formats.indexed import IndexedWriter
 from megatron.errors import MegatronError
-from megatron.train.metrics_file import read_steps
+from megatron.observe.metrics_file import read_steps
+from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.ranks import run_ranks
 from tests.helpers.vocabulary import write_vocabulary
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from megatron.checkpoint import save
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
-from megatron.data.tokenizer import build_tokenizer
 from megatron.inference.weights import wanted_weights
-from megatron.model.gpt import build_dense
 from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.tokenizer import build_tokenizer
+from tests.checkpoint.records import make_record
+from tests.helpers.networks import build_gpt
 from tests.helpers.vocabulary import write_vocabulary
 
 POSITIONS = 48
@@ -28,16 +30,13 @@ def make_checkpoint(folder: Path, *extra_flags: str) -> Path:
     facts = TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint)
     config: RunConfig = resolve(parse(flags), Machine("cpu", 1, False, True), facts)
     mesh = ParallelMesh.single()
-    model = build_dense(config.model, mesh)
+    model = build_gpt(config.model, mesh)
     weights = dict(model.named_parameters())
     pieces = []
     for key, _ in wanted_weights(model):
-        box = weights[key.name].detach()[tuple(slice(0, side) for side in key.box_shape)]
-        pieces.append((key, box.reshape(-1)))
-    record = {
-        "config": config.to_json(),
-        "tokenizer": {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "name": tokenizer.name},
-    }
+        pieces.append((key, weights[key.name].detach().view(-1)[: key.numel]))
+    made_with = TokenizerRecord(tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size)
+    record = make_record(3, config=config.to_json(), tokenizer=made_with).to_json()
     checkpoints = folder / "checkpoints"
     save(checkpoints, 3, pieces, record, mesh)
     return checkpoints

@@ -97,7 +97,7 @@ def test_one_node_is_recognised() -> None:
         ({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h"}, None, "LOCAL_RANK is not set and --local_rank was not"),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, None, "LOCAL_RANK=2 does not fit 2 processes"),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, 2, "--local_rank=2 does not fit 2 processes"),
-        ({**TORCHRUN, "MASTER_PORT": "70000"}, None, "MASTER_PORT=70000 is no TCP port"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, None, "MASTER_PORT=70000 is not a TCP port"),
         ({**SRUN, "WORLD_SIZE": "4"}, None, "WORLD_SIZE=4 contradicts SLURM_STEP_NUM_TASKS=8"),
         ({**OPEN_MPI, "WORLD_SIZE": "4"}, None, "WORLD_SIZE=4 contradicts OMPI_COMM_WORLD_SIZE=2"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None,

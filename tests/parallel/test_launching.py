@@ -18,15 +18,15 @@ REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """
 import sys, time
 import torch
-from megatron.config import ParallelConfig
+from megatron.config import ParallelRequest
 from megatron.errors import LaunchError
 from megatron.parallel import messages
-from megatron.parallel.mesh import close_mesh, open_mesh
+from megatron.parallel.joining import close_mesh, open_mesh
 
 folder, seconds = (word for word in sys.argv[1:] if not word.startswith("--"))
 flag = next((int(word.partition("=")[2]) for word in sys.argv if word.startswith("--local")), None)
 try:
-    mesh = open_mesh(ParallelConfig(local_rank=flag))
+    mesh = open_mesh(ParallelRequest(local_rank=flag))
 except LaunchError as failure:
     print("REFUSED", failure, flush=True)
     sys.exit(64)
@@ -134,7 +134,7 @@ def test_local_rank_flag(program: Path) -> None:
 
 
 def test_ranks_that_never_meet_are_told_where(program: Path) -> None:
-    text = program.read_text().replace("open_mesh(ParallelConfig", "open_mesh(ShortWait")
+    text = program.read_text().replace("open_mesh(ParallelRequest", "open_mesh(ShortWait")
     program.write_text(text.replace("folder,", SHORT_WAIT + "folder,", 1))
     busy = free_port()
     process = _start(
@@ -142,7 +142,7 @@ def test_ranks_that_never_meet_are_told_where(program: Path) -> None:
     )
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 64, output
-    assert f"Rank 1 of 2 could not meet the others at 127.0.0.1:{busy}" in output
+    assert f"Rank 1 of 2 could not join the others at 127.0.0.1:{busy}" in output
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only: PR_SET_PDEATHSIG")

@@ -1,82 +1,91 @@
-"""The mesh: order of ranks, groups, messages over them, and layouts that do not fit."""
+"""The mesh: order of ranks, derived groups, how many process groups a rank creates, and timeouts."""
 
 from __future__ import annotations
 
-import os
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.errors import LaunchError
-from megatron.parallel import mesh as mesh_module
 from megatron.parallel import messages
-from megatron.parallel.launchers import Ranks
-from megatron.parallel.mesh import ParallelMesh, axis_ranks, check_layout, close_mesh, open_mesh
+from megatron.parallel.mesh import Axis, AxisSize, ParallelMesh, build_mesh, check_layout, standard_axes
 from tests.helpers.ranks import RankFailure, run_ranks
 
-
-@dataclass(frozen=True)
-class Layout:
-    """The part of ParallelConfig that the mesh reads."""
-
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    distributed_backend: str | None = None
-    distributed_timeout_minutes: int = 2
-    local_rank: int | None = None
-
-
-def _describe(rank: int, tp: int, pp: int) -> dict[str, Any]:
-    mesh = open_mesh(Layout(tp, pp))
-    total = messages.all_reduce_sum(torch.tensor([float(rank)]), mesh.dp)
-    words = messages.gather_json({"rank": rank, "pad": "x" * rank}, mesh.tp)
-    told = messages.broadcast_json({"from": rank}, mesh.world, source=mesh.world.size - 1)
-    largest = messages.all_reduce_max(torch.tensor([rank]), mesh.world)
-    copied = messages.broadcast(torch.tensor([rank]), mesh.pp, source=mesh.pp.size - 1)
-    messages.barrier(mesh.world)
-    return {
-        "place": (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank),
-        "sizes": (mesh.pp.size, mesh.dp.size, mesh.tp.size),
-        "dp_sum": total.item(),
-        "tp_ranks": [word["rank"] for word in words],
-        "told": told,
-        "any": messages.any_true(rank == 1, mesh.world),
-        "all": messages.all_true(rank == 1, mesh.world),
-        "largest": largest.item(),
-        "copied": copied.item(),
-        "ends": (mesh.is_first_stage, mesh.is_last_stage),
-    }
+MINUTE = timedelta(minutes=1)
+# Every axis larger than 1, and one that the package does not know.
+FULL = (
+    AxisSize("pp", 3, "stage"),
+    AxisSize("dp", 2, "batch"),
+    AxisSize("ep", 2, "batch"),
+    AxisSize("toy", 2, "sequence"),
+    AxisSize("tp", 2, "tensor"),
+)
+DERIVED = ("batch", "loss", "gradient", "expert_gradient", "model", "embedding")
 
 
-def test_four_ranks_in_deepspeed_order() -> None:
-    results = run_ranks(_describe, 4, 2, 2)
-    for rank, result in enumerate(results):
-        pp, dp, tp = result["place"]
-        assert result["sizes"] == (2, 1, 2)
-        assert rank == (pp * 1 + dp) * 2 + tp
-        assert result["tp_ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert result["told"] == {"from": 3}
-        assert result["any"] is True and result["all"] is False
-        assert result["largest"] == 3
-        assert result["copied"] == 2 + rank % 2
-        assert result["ends"] == (pp == 0, pp == 1)
-        assert result["dp_sum"] == rank
+def _all_groups(mesh: ParallelMesh) -> list[Axis]:
+    return [*mesh.axes, mesh.world, mesh.control, *(getattr(mesh, name) for name in DERIVED)]
 
 
-def test_groups_partition_the_world_on_every_axis() -> None:
-    for groups in axis_ranks(24, 2, 3).values():
-        assert sorted(rank for group in groups for rank in group) == list(range(24))
-    assert axis_ranks(8, 2, 2)["dp"] == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert axis_ranks(8, 2, 2)["pp"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+@pytest.mark.parametrize("rank", range(16))
+def test_ranks_are_numbered_in_deepspeed_order(rank: int) -> None:
+    mesh = ParallelMesh.at(standard_axes(16, tp=2, pp=4), rank)
+    assert (mesh.pp.size, mesh.dp.size, mesh.tp.size) == (4, 2, 2)
+    assert (mesh.pp.rank * 2 + mesh.dp.rank) * 2 + mesh.tp.rank == rank
+    assert (mesh.is_first_stage, mesh.is_last_stage) == (rank < 4, rank >= 12)
+    assert [axis.name for axis in mesh.axes] == ["pp", "dp", "ep", "cp", "sp", "tp"]
+    assert [axis.name for axis in mesh.model_axes] == ["pp", "tp"]
+
+
+def test_neighbours_on_every_axis() -> None:
+    mesh = ParallelMesh.at(standard_axes(8, tp=2, pp=2), 5)
+    assert (mesh.tp.ranks, mesh.dp.ranks, mesh.pp.ranks) == ((4, 5), (5, 7), (1, 5))
+    assert (mesh.tp.rank, mesh.dp.rank, mesh.pp.rank) == (1, 0, 1)
+    inner = ParallelMesh.at(standard_axes(32, tp=2, pp=2, ep=2, cp=2), 0)
+    assert [(axis.name, axis.ranks) for axis in inner.axes] == [
+        ("pp", (0, 16)),
+        ("dp", (0, 8)),
+        ("ep", (0, 4)),
+        ("cp", (0, 2)),
+        ("sp", (0,)),
+        ("tp", (0, 1)),
+    ]
+
+
+def test_derived_groups_span_the_axes_of_their_roles() -> None:
+    mesh = ParallelMesh.at(FULL, 0)
+    assert mesh.batch.ranks == (0, 4, 8, 12)
+    assert mesh.loss.ranks == mesh.gradient.ranks == (0, 2, 4, 6, 8, 10, 12, 14)
+    assert mesh.expert_gradient.ranks == (0, 2, 8, 10)
+    assert mesh.model.ranks == (0, 1, 16, 17, 32, 33)
+    assert mesh.embedding.ranks == (0, 32)
+    assert mesh.axes_of("sequence", "batch") == mesh.axes[1:4]
+    assert mesh.axis("toy").ranks == (0, 2) and mesh.cp == Axis("cp", 0, 1, (0,))
+
+
+def test_all_groups_partition_the_world() -> None:
+    meshes = [ParallelMesh.at(FULL, rank) for rank in range(48)]
+    for name, *groups in zip(*[[axis.name for axis in _all_groups(meshes[0])], *map(_all_groups, meshes)], strict=True):
+        for rank, group in enumerate(groups):
+            assert group.ranks[group.rank] == rank and len(group.ranks) == group.size, name
+            assert all(groups[other].ranks == group.ranks for other in group.ranks), name
+
+
+def test_embedding_is_shared_by_the_ends_of_a_pipeline_only() -> None:
+    places = [ParallelMesh.at(standard_axes(6, tp=2, pp=3), rank).embedding for rank in range(6)]
+    assert [place.ranks for place in places] == [(0, 4), (1, 5), (2,), (3,), (0, 4), (1, 5)]
+    assert [place.rank for place in places] == [0, 0, 0, 0, 1, 1]
+    assert ParallelMesh.at(standard_axes(2, tp=2), 1).embedding == Axis("embedding", 0, 1, (1,))
 
 
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "words"),
-    [(6, 4, 1, "start 4 or 8 processes"), (2, 2, 2, "start 4 processes"), (3, 2, 1, "3 processes cannot hold")],
+    [(6, 4, 1, "Start 4 or 8,"), (2, 2, 2, "Start 4,"), (3, 2, 1, "needs a multiple of 2 processes, and 3 were")],
 )
 def test_layout_that_does_not_fit_names_the_legal_ones(world: int, tp: int, pp: int, words: str) -> None:
     with pytest.raises(LaunchError, match=words) as failure:
@@ -85,71 +94,83 @@ def test_layout_that_does_not_fit_names_the_legal_ones(world: int, tp: int, pp: 
     assert "1 x 1" in str(failure.value)
 
 
-def _alone(rank: int) -> tuple[int, int, float]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    before = time.perf_counter()
-    mesh = open_mesh(Layout())
-    spent = time.perf_counter() - before
-    messages.barrier(mesh.world)
-    size = torch.distributed.get_world_size(mesh.dp.group)
-    close_mesh(mesh)
-    assert not torch.distributed.is_initialized()
-    return mesh.world.size, size, spent
-
-
-def test_plain_python_opens_a_mesh_of_one_without_a_rendezvous() -> None:
-    ((world, size, seconds),) = run_ranks(_alone, 1)
-    assert (world, size) == (1, 1)
-    assert seconds < 2
+def test_inner_axes_that_do_not_divide_the_copies_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"6 copies of the model \(12 ranks / 2 x 1.*ep 2 x cp 2 x sp 1 = 4"):
+        standard_axes(12, tp=2, ep=2, cp=2)
 
 
 def test_single_mesh_needs_no_process_group() -> None:
     mesh = ParallelMesh.single()
     assert mesh.is_first_stage and mesh.is_last_stage
-    assert messages.gather_json((1, 2), mesh.world) == [[1, 2]]
-    assert messages.broadcast_json("a", mesh.tp) == "a"
-    assert messages.any_true(True, mesh.dp) and not messages.all_true(False, mesh.dp)
-    close_mesh(mesh)
+    assert all(axis.ranks == (0,) and axis.group is None for axis in _all_groups(mesh))
 
 
-def test_lost_launcher_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([4711, 1, 1])
-    monkeypatch.setattr(mesh_module.os, "getppid", lambda: next(answers))
-    monkeypatch.setattr(mesh_module.ctypes, "CDLL", lambda *_, **__: type("C", (), {"prctl": lambda *_: 0})())
-    with pytest.raises(LaunchError, match="its parent process was 4711 and is now 1"):
-        mesh_module.die_with_launcher()
+@pytest.mark.parametrize("rank", [0, 2730, 4095])
+def test_a_rank_creates_only_the_groups_it_is_in(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = dist.new_group, []
+
+    def counted(ranks: list[int], **options: Any) -> Any:
+        asked.append((tuple(ranks), options["timeout"]))
+        return real(ranks, **options)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4096)
+    try:
+        monkeypatch.setattr(dist, "new_group", counted)
+        mesh = build_mesh(standard_axes(4096, tp=8, pp=16), "cpu", 0, MINUTE)
+    finally:
+        dist.destroy_process_group()
+    distinct = {axis.ranks for axis in _all_groups(mesh) if 1 < axis.size < 4096}
+    assert distinct == {mesh.tp.ranks, mesh.pp.ranks, mesh.dp.ranks, mesh.model.ranks} | (
+        {mesh.embedding.ranks} if mesh.embedding.size == 2 else set()
+    )
+    assert sorted(ranks for ranks, _ in asked) == sorted([*distinct, (rank,)])
+    assert {timeout for _, timeout in asked} == {MINUTE}
+    assert len({id(axis.group) for axis in _all_groups(mesh)}) == len(distinct) + 2  # and this rank alone, and WORLD
+    assert mesh.world.group is mesh.control.group is not None
+    assert mesh.ep.group is mesh.sp.group is not None
 
 
-def _fails_on_one(rank: int) -> None:
-    if rank == 1:
-        raise ValueError(f"rank {rank} broke")
-    time.sleep(60)
+def test_sizes_must_make_up_the_world() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        with pytest.raises(LaunchError, match="The axes dp 3 x tp 2 make 6 ranks, and 4 take part"):
+            build_mesh((AxisSize("dp", 3, "batch"), AxisSize("tp", 2, "tensor")), "cpu", 0, MINUTE)
+    finally:
+        dist.destroy_process_group()
 
 
-def _dies_on_zero(rank: int) -> None:
-    if rank == 0:
-        os._exit(3)
-    time.sleep(60)
+def _uneven(rank: int) -> list[tuple[str, list[float]]]:
+    """Sums ranks over every group of two meshes, the second built where ranks have different numbers of groups."""
+    dist.init_process_group("gloo", timeout=MINUTE)
+    build_mesh(standard_axes(6, pp=3, tp=2), "cpu", 0, MINUTE)
+    dist.new_group([0, 1])  # torch counts it on its members only
+    sizes = (AxisSize("dp", 1, "batch"), AxisSize("pp", 3, "stage"), AxisSize("toy", 2, "sequence"))
+    mesh = build_mesh(sizes, "cpu", 0, timedelta(seconds=47))
+    for axis in _all_groups(mesh):
+        total = messages.all_reduce_sum(torch.tensor([float(rank)]), axis)
+        assert total.item() == sum(axis.ranks), axis
+        assert dist.get_world_size(axis.group) == axis.size and dist.get_rank(axis.group) == axis.rank
+        seconds = axis.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        assert seconds == 47, axis
+    return [(axis.name, list(axis.ranks)) for axis in _all_groups(mesh)]
 
 
-def _sleeps(rank: int) -> None:
-    time.sleep(60)
+def test_groups_work_and_carry_their_timeout_whatever_was_created_before() -> None:
+    assert ("loss", [0, 1]) in run_ranks(_uneven, 6)[0]
 
 
-def test_run_ranks_shows_the_first_failure() -> None:
-    with pytest.raises(RankFailure, match="rank 1 broke"):
-        run_ranks(_fails_on_one, 2)
-    with pytest.raises(RankFailure, match="rank 0 ended without a word"):
-        run_ranks(_dies_on_zero, 2)
-    with pytest.raises(RankFailure, match="not finished after 1 s(.|\n)*in _sleeps"):
-        run_ranks(_sleeps, 1, timeout_seconds=1)
+def _late(rank: int) -> float:
+    timeout = timedelta(seconds=4.5)
+    dist.init_process_group("gloo", timeout=MINUTE)
+    mesh = build_mesh(standard_axes(4, tp=2), "cpu", 0, timeout)
+    if rank == 3:
+        time.sleep(30)
+    messages.all_reduce_sum(torch.zeros(1), mesh.tp)
+    if rank < 2:
+        time.sleep(30)
+    return 0.0
 
 
-def test_unknown_host_from_a_node_list_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(mesh_module.time, "sleep", waits.append)
-    ranks = Ranks(1, 4, 0, "node001.invalid", 12345, "srun")
-    with pytest.raises(LaunchError, match=r"Rank 1 of 4 cannot look up 'node001\.invalid'.*Set MASTER_ADDR"):
-        mesh_module._join(ranks, "gloo", timedelta(minutes=1))
-    assert waits == [1, 1]
+def test_a_group_whose_rank_does_not_come_gives_up_after_its_timeout() -> None:
+    with pytest.raises(RankFailure, match="rank 2 failed first(.|\n)*[Tt]imed out waiting 4500ms"):
+        run_ranks(_late, 4)

@@ -19,11 +19,11 @@ REPOSITORY = Path(__file__).parents[2]
 PROGRAM = """
 import os, socket, sys, time
 import torch
-from megatron.config import ParallelConfig
+from megatron.config import ParallelRequest
 from megatron.parallel import messages
-from megatron.parallel.mesh import close_mesh, open_mesh
+from megatron.parallel.joining import close_mesh, open_mesh
 
-mesh = open_mesh(ParallelConfig())
+mesh = open_mesh(ParallelRequest())
 total = int(messages.all_reduce_sum(torch.tensor([mesh.world.rank + 1]), mesh.world))
 facts = (mesh.world.rank, mesh.world.size, total, mesh.local_rank, os.getpid(), socket.gethostname())
 print("\\nFACTS", *facts, os.environ.get("SLURM_JOB_ID", "-"), flush=True)

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from torch import nn
 
-from megatron.errors import ConfigError
-from megatron.parallel.placement import Placement, place
+from megatron.parallel.mesh import Axis
 from megatron.parallel.rng import attention_dropout, attention_seed, hidden_dropout, mix, normal_, seeded
+from megatron.parallel.shard_spec import Dimension, ShardSpec
 
 
-def _draw(shape: tuple[int, ...], start: tuple[int, ...], stop: tuple[int, ...], *, padding: int = 0, name: str = "w"):
-    sides = [last - first for first, last in zip(start, stop, strict=True)]
-    sides[0] += padding
-    parameter = place(nn.Parameter(torch.full(sides, 9.0)), Placement(shape, start, stop, True))
-    return normal_(parameter, 1234, name, 0.5).detach()
+def _spec(
+    shape: tuple[int, ...], splits: dict[int, tuple[int, int]] | None = None, padded: int | None = None
+) -> ShardSpec:
+    """A matrix of some shape; `splits` maps a dimension to (rank, size) of the axis that splits it."""
+    axes = {
+        dimension: Axis(f"axis{dimension}", rank, size, tuple(range(size)))
+        for dimension, (rank, size) in (splits or {}).items()
+    }
+    dimensions = tuple(
+        Dimension(f"d{place}", size, axes.get(place), padded if place == 0 else None)
+        for place, size in enumerate(shape)
+    )
+    return ShardSpec(dimensions, is_matrix=True, init_std=0.5)
+
+
+def _draw(spec: ShardSpec, *, name: str = "w", first: int = 0, last: int | None = None) -> torch.Tensor:
+    count = math.prod(spec.local_shape)
+    part = normal_(torch.full(((count if last is None else last) - first,), 9.0), spec, 1234, name, first=first)
+    return part.view(spec.local_shape) if last is None and first == 0 else part
 
 
 def _dropped(
@@ -31,25 +46,38 @@ def test_mix_is_splitmix64() -> None:
 
 
 def test_weights_do_not_depend_on_the_split() -> None:
-    whole = _draw((37, 21), (0, 0), (37, 21))
-    for start, stop in [
-        ((0, 0), (18, 21)),
-        ((18, 0), (37, 21)),
-        ((0, 7), (37, 14)),
-        ((5, 3), (6, 4)),
-        ((36, 20), (37, 21)),
-    ]:
-        part = _draw((37, 21), start, stop)
-        assert torch.equal(part, whole[start[0] : stop[0], start[1] : stop[1]])
-    padded = _draw((37, 21), (20, 0), (37, 21), padding=3)
-    assert torch.equal(padded[:17], whole[20:])
+    whole = _draw(_spec((36, 21)))
+    for splits in ({0: (1, 2)}, {0: (2, 4)}, {1: (1, 3)}, {0: (5, 6), 1: (2, 7)}):
+        spec = _spec((36, 21), splits)
+        box = tuple(slice(start, stop) for start, stop in zip(spec.start, spec.stop, strict=True))
+        assert torch.equal(_draw(spec), whole[box])
+    padded = _draw(_spec((37, 21), {0: (1, 2)}, padded=40))
+    assert torch.equal(padded[:17], _draw(_spec((37, 21)))[20:])
     assert not padded[17:].any()
-    assert not _draw((37, 21), (37, 0), (37, 21), padding=4).any()
-    assert torch.equal(_draw((50,), (11,), (30,)), _draw((50,), (0,), (50,))[11:30])
+    assert not _draw(_spec((37, 21), {0: (3, 4)}, padded=64)).any()
+    assert torch.equal(_draw(_spec((50,), {0: (1, 5)})), _draw(_spec((50,)))[10:20])
+
+
+def test_a_flat_range_holds_the_values_of_its_place() -> None:
+    """What a rank draws that holds only part of a tensor, as under ZeRO-3."""
+    for spec in (_spec((7, 5)), _spec((4, 3, 6), {1: (0, 3)}), _spec((9,)), _spec((6, 4), {0: (1, 2)}, padded=16)):
+        whole = _draw(spec).flatten()
+        for first, last in ((0, 4), (3, 11), (5, whole.numel()), (whole.numel() - 1, whole.numel() + 5)):
+            part = _draw(spec, first=first, last=last)
+            known = whole[first:last]
+            assert torch.equal(part[: known.numel()], known)
+            assert not part[known.numel() :].any()
+
+
+def test_weights_of_more_dimensions_are_those_of_the_merged_matrix() -> None:
+    matrix = _draw(_spec((4 * 3 * 8, 10)))
+    assert torch.equal(_draw(_spec((4, 3, 8, 10))).view(96, 10), matrix)
+    middle = _draw(_spec((2, 6, 10), {1: (1, 2)}))  # both halves of a gated unit, each split
+    assert torch.equal(middle, _draw(_spec((12, 10))).view(2, 6, 10)[:, 3:])
 
 
 def test_weights_are_normal_and_unrelated() -> None:
-    values = _draw((2000, 501), (0, 0), (2000, 501)).double() / 0.5
+    values = _draw(_spec((2000, 501))).double() / 0.5
     count = values.numel()
     assert abs(values.mean()) < 4 / count**0.5
     assert abs(values.var() - 1) < 4 * (2 / count) ** 0.5
@@ -64,19 +92,15 @@ def test_weights_are_normal_and_unrelated() -> None:
     for shifted in (values.roll(1, 0), values.roll(1, 1), values.roll(2, 1), values.roll((1, 1), (0, 1))):
         assert abs((values * shifted).mean()) < 4 / count**0.5
         assert abs((values.square() * shifted.square()).mean() - 1) < 4 * 8**0.5 / count**0.5
-    other = _draw((2000, 501), (0, 0), (2000, 501), name="v").double() / 0.5
+    other = _draw(_spec((2000, 501)), name="v").double() / 0.5
     assert abs((values * other).mean()) < 4 / count**0.5
     assert 4.5 < values.abs().max() < 6.67
 
 
-def test_weights_of_three_dimensions_are_refused() -> None:
-    with pytest.raises(ConfigError, match="w has 3 dimensions"):
-        _draw((2, 2, 2), (0, 0, 0), (2, 2, 2))
-
-
 def test_weights_reach_half_precision() -> None:
-    single = normal_(torch.empty(8, 8), 1, "w", 1.0)
-    assert torch.equal(normal_(torch.empty(8, 8, dtype=torch.bfloat16), 1, "w", 1.0), single.bfloat16())
+    spec = _spec((8, 8))
+    single = normal_(torch.empty(64), spec, 1, "w")
+    assert torch.equal(normal_(torch.empty(64, dtype=torch.bfloat16), spec, 1, "w"), single.bfloat16())
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.01])
@@ -102,10 +126,14 @@ def test_dropout_rate_scale_and_independence(probability: float) -> None:
 
 def test_dropout_does_not_depend_on_the_batch() -> None:
     x = torch.randn(4, 16, 10)
-    together = _dropped(x, ids=[7, 100, 3, 2**40])
+    whole = _dropped(x, ids=[7, 100, 3, 2**40])
     for row, sample in enumerate([7, 100, 3, 2**40]):
-        assert torch.equal(_dropped(x[row : row + 1], ids=[sample])[0], together[row])
-    assert torch.equal(_dropped(x[:, :5], ids=[7, 100, 3, 2**40]), together[:, :5])
+        assert torch.equal(_dropped(x[row : row + 1], ids=[sample])[0], whole[row])
+    assert torch.equal(_dropped(x[:, :5], ids=[7, 100, 3, 2**40]), whole[:, :5])
+    later = hidden_dropout(
+        x[:, 5:], 0.1, seed=1, layer=3, sample_ids=torch.tensor([7, 100, 3, 2**40]), training=True, first_position=5
+    )
+    assert torch.equal(later, whole[:, 5:])
 
 
 def test_dropout_backward_uses_the_same_mask() -> None:
@@ -143,16 +171,11 @@ def test_seeded_repeats_and_restores() -> None:
 
 def test_attention_seed_tells_everything_apart() -> None:
     seeds = {
-        attention_seed(seed, torch.tensor([sample, 5]), layer, rank)
+        attention_seed(seed, sample, layer, rank)
         for seed in (1, 2) for sample in (0, 1, 2**33) for layer in (0, 1) for rank in (0, 1)
     }  # fmt: skip
     assert len(seeds) == 24
     assert all(0 <= seed < 2**63 for seed in seeds)
-    ids = torch.tensor([4])
-    first = attention_seed(1, ids, 0, 0)
-    assert attention_seed(1, ids, 0, 0) == first
-    ids.add_(1)  # a changed tensor is read again
-    assert attention_seed(1, ids, 0, 0) == attention_seed(1, torch.tensor([5]), 0, 0) != first
 
 
 def test_attention_dropout_does_not_depend_on_heads_or_batch_at_hand() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.data.loader import Batch
-from megatron.parallel.mesh import ParallelMesh, open_mesh
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.shard_spec import shard_spec_of
 from megatron.train.build import build_engine
+from tests.helpers.networks import build_gpt
 from tests.parity.reference import Recipe, batch_mask, batch_tokens
 
 # tp, pp, dp with a world of at most four processes
@@ -64,9 +68,9 @@ def local_batches(recipe: Recipe, config: RunConfig, mesh: ParallelMesh, step: i
     """This rank's micro-batches of one global batch, dealt as the loader deals them."""
     tokens = batch_tokens(recipe, step).numpy()
     mask = batch_mask(recipe, step, uneven).numpy()
-    micro, copies = config.optim.micro_batch_size, mesh.dp.size
+    micro, copies = config.optim.micro_batch_size, mesh.batch.size
     batches = []
-    for first in range(mesh.dp.rank * micro, len(tokens), micro * copies):
+    for first in range(mesh.batch.rank * micro, len(tokens), micro * copies):
         rows = slice(first, first + micro)
         ids = np.arange(first, first + micro, dtype=np.int64) + step * len(tokens)
         batches.append(
@@ -79,6 +83,18 @@ def local_batches(recipe: Recipe, config: RunConfig, mesh: ParallelMesh, step: i
             )
         )
     return batches
+
+
+def initial_weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The weights every layout starts from, under their global names, without vocabulary padding."""
+    config = layout_config(recipe, (1, 1, 1), 0, [])
+    module = build_gpt(config.model, ParallelMesh.single())
+    return {
+        parameter.global_name: parameter.detach()
+        .view(-1)[: shard_spec_of(parameter).box_numel]
+        .view(-1, *parameter.shape[1:])
+        for parameter in module.parameters()
+    }
 
 
 def train_layouts(

@@ -6,10 +6,8 @@ import dataclasses
 
 import pytest
 
-from megatron.model.gpt import build_dense
-from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.ranks import run_ranks
-from tests.parity.layouts import LAYOUTS, layout_config, layout_name, legal_zero_stages, train_layouts
+from tests.parity.layouts import LAYOUTS, initial_weights, layout_name, legal_zero_stages, train_layouts
 from tests.parity.reference import Recipe, train_reference
 
 pytestmark = pytest.mark.slow
@@ -18,13 +16,6 @@ LOSS_RATIO = 1.0e-5
 NORM_RATIO = 1.0e-4
 # bf16 keeps 8 bits: one rounding is 4e-3; the losses of 20 steps stay within a few of them.
 BF16_LOSS_RATIO = 3.0e-2
-
-
-def initial_weights(recipe: Recipe):
-    """The weights every layout starts from, under their global names, without vocabulary padding."""
-    config = layout_config(recipe, (1, 1, 1), 0, [])
-    module = build_dense(config.model, ParallelMesh.single())
-    return {p.global_name: p.detach()[: p.placement.shape[0]].clone() for p in module.parameters()}
 
 
 @pytest.fixture(scope="module")

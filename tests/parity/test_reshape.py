@@ -13,7 +13,7 @@ import pytest
 
 from megatron.checkpoint import load, read_tensors, save
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
-from megatron.parallel.mesh import open_mesh
+from megatron.parallel.joining import open_mesh
 from megatron.train.build import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches

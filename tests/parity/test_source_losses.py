@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from megatron.data.loader import Batch
-from megatron.parallel.mesh import open_mesh
+from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
+from megatron.parallel.joining import open_mesh
 from megatron.train.build import build_engine
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, layout_name, local_batches
@@ -37,7 +38,7 @@ def train_twice(rank: int, layout: tuple[int, int, int]):
     config = layout_config(RECIPE, layout, 1, [])
     mesh = open_mesh(config.parallel)
     plain, noting = build_engine(config, mesh), build_engine(config, mesh)
-    noting.objective.source_count = SOURCES
+    noting.objective = dataclasses.replace(noting.objective, source_count=SOURCES)
     curves, noted, expected = [], [], []
     for step in range(RECIPE.steps):
         batches = local_batches(RECIPE, config, mesh, step, uneven=True)
@@ -45,8 +46,8 @@ def train_twice(rank: int, layout: tuple[int, int, int]):
         results = [plain.train_batch(batches, RECIPE.learning_rate)]
         results.append(noting.train_batch(with_sources(batches), RECIPE.learning_rate))
         curves.append([(result.loss, result.gradient_norm) for result in results])
-        assert results[0].source_losses == ()
-        noted.append(results[1].source_losses)
+        assert results[0].metrics == {}
+        noted.append(list(zip(results[1].metrics[SOURCE_LOSS], results[1].metrics[SOURCE_TOKENS], strict=True)))
     return curves, noted, expected
 
 

@@ -29,7 +29,7 @@ from random import Random
 from typing import Any
 
 from megatron import log
-from megatron.config.flags import Area, flag, parse_flags
+from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import MegatronError
 from tests.reliability.fuzz_files import write_undamaged
 from tests.reliability.fuzz_targets import TARGETS, Broken, Target, load_before_fork, write_derived
@@ -44,7 +44,7 @@ _NAMES = r"/case/|/undamaged?|split-paths|data prefix"  # files of a case, those
 
 
 @dataclass(frozen=True)
-class FuzzFlags(Area):
+class FuzzFlags(ConfigSection):
     """How much is fuzzed, and from which seed."""
 
     cases: int = flag(2000, "how many cases are run", at_least=1)

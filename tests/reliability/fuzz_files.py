@@ -15,10 +15,11 @@ from random import Random
 
 import numpy as np
 
-from megatron.data.indexed import IndexedWriter
-from megatron.data.sidecar import Sidecar, SourceRecord, TokenizerRecord, write_sidecar
-from megatron.data.token_index import CACHED_HEADER, CACHED_MAGIC
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.sidecar import Sidecar, SourceRecord, write_sidecar
+from megatron.data.formats.token_index import CACHED_HEADER, CACHED_MAGIC
+from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 from tests.reliability.mutations import Files, Mutation
 

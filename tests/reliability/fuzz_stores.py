@@ -7,18 +7,18 @@ from random import Random
 
 import numpy as np
 
-from megatron.config.data import DataConfig
-from megatron.corpus.featurize import WindowOptions, featurize_tokens
-from megatron.corpus.progress import Progress
-from megatron.corpus.store import ImportOptions, audit, import_files
-from megatron.corpus.store_writers import open_writer
-from megatron.data.document_store import open_backend, open_store
-from megatron.data.index_map import build_indices
-from megatron.data.indexed import IndexedDataset
+from megatron.config import DataConfig
+from megatron.corpus.featurize.run import WindowOptions, featurize_tokens
+from megatron.corpus.stores.operations import ImportOptions, audit, import_files
+from megatron.corpus.stores.writers import open_writer
+from megatron.corpus.workers.progress import ProgressLine
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.windows import WindowFile
 from megatron.data.loader import BatchOptions, MicroBatches
-from megatron.data.split_datasets import build_split_datasets
-from megatron.data.store_address import StoreAddress
-from megatron.data.windows import WindowFile
+from megatron.data.order.index_map import build_indices
+from megatron.data.stores.address import StoreAddress
+from megatron.data.stores.document_store import open_backend, open_store
 from tests.reliability.fuzz_files import VOCAB_SIZE
 
 SEQUENCE_LENGTH = 8
@@ -44,7 +44,7 @@ def check_ids(ids: np.ndarray, what: str) -> None:
 
 def train(prefix: str, cache: Path, sequence_length: int = 4) -> None:
     """Reads a few batches as training does, and checks their ids."""
-    data = DataConfig(data_path=(prefix,), split="1,0,0", data_cache_path=str(cache))
+    data = DataConfig(seq_length=sequence_length, data_path=(prefix,), split="1,0,0", data_cache_path=str(cache))
     datasets, _ = build_split_datasets(data, sequence_length, SEED, (SAMPLES, 0, 0))
     options = BatchOptions(eod_id=VOCAB_SIZE - 1, vocab_size=VOCAB_SIZE, segments=True)
     if datasets.train is None:
@@ -86,7 +86,7 @@ def write_store(undamaged: Path) -> None:
     """The undamaged lines as an SQLite store."""
     writer = open_writer(StoreAddress.of(f"sqlite:///{undamaged}/store.db"), "docs")
     try:
-        quiet = Progress(None, 1, lambda text: None)
+        quiet = ProgressLine(None, 1, lambda text: None)
         list(import_files([str(undamaged / "in.jsonl")], writer, "docs", ImportOptions(), quiet))
     finally:
         writer.close()

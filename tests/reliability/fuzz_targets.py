@@ -18,20 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config.data import DataConfig
-from megatron.config.request import read_group_files
-from megatron.corpus import encode as encode_module
-from megatron.corpus.check import examine, report, sample_documents
-from megatron.corpus.encode import EncodeOptions
-from megatron.corpus.merge import merge
-from megatron.corpus.preprocess import preprocess
-from megatron.corpus.progress import Progress
-from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset
-from megatron.data.sidecar import check_tokenizer_fits, read_sidecar
-from megatron.data.split_datasets import build_split_datasets
-from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+from megatron.config import DataConfig
+from megatron.config.files.group_files import read_group_files
+from megatron.corpus.preprocess import encode as encode_module
+from megatron.corpus.preprocess.check import examine, report, sample_documents
+from megatron.corpus.preprocess.encode import EncodeOptions
+from megatron.corpus.preprocess.merge import merge
+from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.workers.progress import ProgressLine
+from megatron.data.datasets.build import build_split_datasets
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.sidecar import check_tokenizer_fits, read_sidecar
+from megatron.data.order.index_cache import IndexCache
 from megatron.errors import ConfigError, MegatronError
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents
 from tests.reliability.fuzz_files import LINES, VOCAB_SIZE, compressors
 from tests.reliability.fuzz_stores import (
@@ -201,7 +201,7 @@ def _read_text(folder: Path, undamaged: Path, draw: Random) -> None:
     keys = draw.choice((("text",), ("text",), ("text", "a.b")))
     skip, eod = draw.random() < 0.6, draw.random() < 0.5
     options = EncodeOptions(_choice(str(undamaged)), keys, eod, skip)
-    quiet = Progress(None, 1, lambda text: None)
+    quiet = ProgressLine(None, 1, lambda text: None)
     try:
         result = preprocess((str(path),), str(folder / "out"), options, 1, quiet, draw.choice((100, 5000, 1 << 20)))
     except MegatronError:
@@ -343,7 +343,9 @@ def _read_blend(folder: Path, undamaged: Path, draw: Random) -> None:
     if problems:
         raise ConfigError(problems)
     data = DataConfig(
-        train_weighted_split_paths=values["data.train_weighted_split_paths"], data_cache_path=str(folder / "cache")
+        seq_length=4,
+        train_weighted_split_paths=values["data.train_weighted_split_paths"],
+        data_cache_path=str(folder / "cache"),
     )
     problems = list(data.problems())
     if problems:

@@ -16,24 +16,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.corpus import encode as encode_module
-from megatron.corpus import preprocess as preprocess_module
-from megatron.corpus.check import examine
-from megatron.corpus.cleaning.clean import CleanOutputs, clean_corpus
-from megatron.corpus.cleaning.options import CleanOptions
-from megatron.corpus.crew import Crew
-from megatron.corpus.encode import EncodeOptions
-from megatron.corpus.featurize import WindowOptions, featurize_tokens
-from megatron.corpus.merge import merge
-from megatron.corpus.preprocess import preprocess
-from megatron.corpus.progress import Progress
-from megatron.corpus.vocab import save_vocabulary
-from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedWriter
-from megatron.data.sidecar import write_sidecar
-from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+from megatron.corpus.cleaning.documents.options import CleanOptions
+from megatron.corpus.cleaning.run import CleanOutputs, clean_corpus
+from megatron.corpus.featurize.run import WindowOptions, featurize_tokens
+from megatron.corpus.preprocess import encode as encode_module
+from megatron.corpus.preprocess.check import examine
+from megatron.corpus.preprocess.encode import EncodeOptions
+from megatron.corpus.preprocess.merge import merge
+from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.vocabulary.learning import save_vocabulary
+from megatron.corpus.workers import pool as pool_module
+from megatron.corpus.workers.progress import ProgressLine
+from megatron.corpus.workers.ranks import JobRanks
+from megatron.data.formats.indexed import IndexedWriter
+from megatron.data.formats.sidecar import write_sidecar
+from megatron.data.order.index_cache import IndexCache
 from megatron.errors import StorageError
-from tests.data.test_sidecar import SIDECAR
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from tests.data.formats.test_sidecar import SIDECAR
 from tests.helpers.faulty_disk import FaultyDisk, faulty_disk
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
@@ -59,8 +59,8 @@ class Job:
     says_need: bool = True
 
 
-def _quiet() -> Progress:
-    return Progress(None, 1, lambda text: None)
+def _quiet() -> ProgressLine:
+    return ProgressLine(None, 1, lambda text: None)
 
 
 def _choice(inputs: Path) -> TokenizerChoice:
@@ -98,7 +98,7 @@ def _merge_as(rank: int, pipe: Any, inputs: Path, out: Path, seed: int) -> None:
         return [value, other] if rank == 0 else [other, json.loads(json.dumps(value))]
 
     try:
-        merge([str(inputs / f"pair{seed}"), str(inputs / "pair0")], str(out / "merged"), Crew(rank, 2, gather))
+        merge([str(inputs / f"pair{seed}"), str(inputs / "pair0")], str(out / "merged"), JobRanks(rank, 2, gather))
     except StorageError:
         if rank == 0:
             raise
@@ -165,7 +165,7 @@ def one_tokenizer(inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded once, and workers however few cores there are."""
     tokenizer = build_tokenizer(_choice(inputs))
     monkeypatch.setattr(encode_module, "build_tokenizer", lambda flags, known_library=None: tokenizer)
-    monkeypatch.setattr(preprocess_module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(pool_module, "usable_cores", lambda: 2)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import index
+from benchmarks import index, mesh
 from benchmarks.figures import print_figure
 from benchmarks.plain_gpt import PlainGPT
-from megatron.model.gpt import DenseGPT, build_dense
+from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
-from tests.model.configs import tiny_config
+from tests.helpers.networks import build_gpt, forward, tiny_config
 
 
-def _copy_weights(ours: DenseGPT, plain: PlainGPT, heads: int) -> None:
+def _copy_weights(ours: LayerStack, plain: PlainGPT, heads: int) -> None:
     """Gives the plain network our weights; rows of qkv are [heads, 3, d] here and [3, heads, d] there."""
     source = dict(ours.named_parameters())
 
@@ -46,10 +46,10 @@ def _copy_weights(ours: DenseGPT, plain: PlainGPT, heads: int) -> None:
 
 def test_the_plain_model_is_the_same_model() -> None:
     config = tiny_config(hidden_dropout=0.0, attention_dropout=0.0)
-    ours, plain = build_dense(config, ParallelMesh.single()), PlainGPT(config)
+    ours, plain = build_gpt(config, ParallelMesh.single()), PlainGPT(config)
     _copy_weights(ours, plain, config.num_attention_heads)
     tokens = torch.randint(0, 101, (3, 16), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(plain(tokens), ours(tokens, torch.arange(3)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(plain(tokens), forward(ours, tokens, torch.arange(3)), rtol=1e-4, atol=1e-5)
     assert sum(weight.numel() for weight in plain.parameters()) == sum(weight.numel() for weight in ours.parameters())
 
 
@@ -68,3 +68,13 @@ def test_the_index_benchmark_measures_a_corpus_that_opens(tmp_path: Path, capsys
     assert all(record["value"] > 0 for record in figures.values())
     assert figures["cache_on_disk"]["documents"] == 3000
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_mesh_benchmark_counts_the_groups_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--world-size", "96", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "4"]
+    assert mesh.main(words) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    calls = {record["stage"]: record["value"] for record in records if record["figure"] == "new_group_calls"}
+    # This rank alone, pp, dp, tp and model; the ends of a pipeline also embedding.
+    assert calls == {"first": 6, "middle": 5}
+    assert records[-1]["figure"] == "seconds_to_refuse_a_layout" and records[-1]["refused"] == 1

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.corpus.encode import EncodeOptions
-from megatron.corpus.preprocess import preprocess
-from megatron.corpus.progress import Progress
-from megatron.data.indexed import IndexedWriter
+from megatron.corpus.preprocess.encode import EncodeOptions
+from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.workers.progress import ProgressLine
+from megatron.data.formats.indexed import IndexedWriter
 from tests.helpers.vocabulary import write_vocabulary
 
 TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "check_data.py")
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["the first document", "a second one", "the first document", ""]
     (folder / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = EncodeOptions(choice, append_eod=True)
-    preprocess((f"{folder}/in.jsonl",), f"{folder}/good", options, 1, Progress(None, 1, lambda text: None))
+    preprocess((f"{folder}/in.jsonl",), f"{folder}/good", options, 1, ProgressLine(None, 1, lambda text: None))
     with IndexedWriter(folder / "wrong", np.uint16) as writer:
         writer.add_document([[1, 700]])
     (folder / "cut.idx").write_bytes((folder / "wrong.idx").read_bytes()[:-1])

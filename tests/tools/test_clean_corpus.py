@@ -105,7 +105,7 @@ def test_near_duplicates_and_contamination_by_flags(tmp_path: Path) -> None:
 def test_standard_input_and_nothing_left(tmp_path: Path) -> None:
     done = run(tmp_path, "--input", "-", "--output", "out.jsonl", "--max-words", "2", given=lines_of(TEXT, TEXT))
     assert done.returncode == 0
-    assert b"No document was kept of 2" in done.stderr and b"<stdin>:1: 'It is said" in done.stderr
+    assert b"None of the 2 documents was kept" in done.stderr and b"<stdin>:1: 'It is said" in done.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
@@ -116,7 +116,7 @@ def test_flags_that_contradict_each_other(tmp_path: Path) -> None:
     for sentence in (
         "--min-tokens 128 needs the tokenizer",
         "--min-words 9 is more than --max-words 8",
-        "--keep-curly-quotes changes what --fix-text does",
+        "--keep-curly-quotes only affects --fix-text",
     ):
         assert sentence in done.stderr.decode()
     done = run(tmp_path, "--input", "none.jsonl", "--output", "out.jsonl")

@@ -68,7 +68,7 @@ def test_import_stat_bench_and_fetch(tool: Tool, folder: Path) -> None:
     ]
     assert tool("import", "--input", "corpus/a.jsonl", "--config", "sqlite:///store.db", "--collection", "news")[0] == 0
     code, shown = tool("import", "corpus/a.jsonl", "--config", "db.json", "--collection", "web")
-    assert (code, shown) == (0, "corpus/a.jsonl: imported before; nothing was added\n")
+    assert (code, shown) == (0, "corpus/a.jsonl: already imported; nothing was added\n")
     code, shown = tool("stat", "--config", "db.json")
     assert code == 0 and shown.splitlines() == [
         "web: 5 documents (numbers 0 to 4 of the store)",
@@ -91,10 +91,10 @@ def test_import_stat_bench_and_fetch(tool: Tool, folder: Path) -> None:
 def test_wrong_commands_are_answered(tool: Tool, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"the command 'imprt' is not known\. Use one of: import, stat"):
         tool("imprt")
-    with pytest.raises(ConfigError, match=r"nothing\.json is no document store"):
+    with pytest.raises(ConfigError, match=r"nothing\.json is not a document store"):
         tool("import", "corpus/a.jsonl", "--config", "nothing.json", "--collection", "web")
     assert tool("import", "corpus/a.jsonl", "--config", "db.json", "--collection", "books")[0] == 0
-    assert "--collection books is not among those that db.json?collection=web,news names" in tool.complaints
+    assert "--collection books is not among the collections listed in db.json?collection=web,news" in tool.complaints
     assert "Commands: import, stat, bench, fetch" in tool("--help")[1]
     done = subprocess.run(
         [sys.executable, TOOL, "stat", "--config", "sqlite:///absent.db"],

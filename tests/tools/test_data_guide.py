@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.corpus.demo import corpus_documents
-from megatron.data.indexed import IndexedDataset
+from megatron.corpus.inputs.demo import corpus_documents
+from megatron.data.formats.indexed import IndexedDataset
 from tests.helpers.programs import forking_python
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -57,7 +57,7 @@ def test_megatron_core_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed_version", lambda name: "0.14.0" if name == "megatron-core" else found(name))
     (finding,) = [one for one in doctor.examine() if one.subject == "megatron-core"]
     assert finding.status == doctor.SLOW
-    assert "0.14.0 is installed too and shares the import name megatron" in finding.text
+    assert "0.14.0 is also installed and has the same import name megatron" in finding.text
     assert "pip uninstall megatron-core" in finding.fix
 
 
@@ -79,7 +79,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str | Non
 
 
 def test_a_missing_index_builder_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.data import index_map
+    from megatron.data.order import index_map
 
     monkeypatch.setattr(index_map, "compiled_builder", lambda: None)
     (finding,) = doctor.index_findings()

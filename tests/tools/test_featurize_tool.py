@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.flags import parse_flags
-from megatron.data.indexed import IndexedDataset
-from megatron.data.windows import WindowFile
+from megatron.config.flags.command_line import parse_flags
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.windows import WindowFile
 from megatron.errors import ConfigError
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 from tools.featurize import FeaturizeFlags, divide, make_in_worker
@@ -118,9 +118,9 @@ def test_a_data_set_of_the_library(folder: Path, report: str, monkeypatch: pytes
     ("words", "text"),
     [
         ("--input a --data-prefix b --output-path o", "--input and --data-prefix is"),
-        ("--output-path o --tokenizer-model t", "one must be given, none is"),
+        ("--output-path o --tokenizer-model t", "must be given; given: none"),
         ("--input a --output-path o", "--tokenizer-model (or --vocab-file and --merge-file) is required"),
-        ("--data-prefix a --output-path o --runner beam", "--data-prefix a is tokens already: Beam (--runner beam)"),
+        ("--data-prefix a --output-path o --runner beam", "--data-prefix a is already tokenized: Beam (--runner beam)"),
         ("--data-prefix a --output-path o --no-overlap --stride 128", "window of 254, but --stride 128 was given"),
         ("--data-prefix a --output-path o --overlap --stride 254", "below the 254 tokens of a window; it is 254"),
         (

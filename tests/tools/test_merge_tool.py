@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedWriter
+from megatron.data.formats.indexed import IndexedWriter
 from tests.helpers.programs import forking_python
 
 TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "merge_preprocessed_data.py")
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 def test_three_chunks_are_the_whole_serially_and_under_torchrun(folder: Path) -> None:
     flags = ["--datasets", *(f"{name}_text_document" for name in "abc"), "--output-prefix"]
     done = run(folder, sys.executable, TOOL, *flags, "one")
-    assert done.returncode == 0 and "Merged 3 data sets into one (.bin, .idx): 40 documents" in done.stderr, done.stderr
+    assert done.returncode == 0 and "Merged 3 datasets into one (.bin, .idx): 40 documents" in done.stderr, done.stderr
     launcher = [forking_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(folder, *launcher, TOOL, *flags, "two", "--merge", "distributed", "--torch-backend", "gloo")
     assert done.returncode == 0 and done.stderr.count("Merged 3 data sets") == 1, done.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.tokenizer import build_tokenizer
+from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.fast_encoder import resident_bytes
-from megatron.data.indexed import IndexedDataset, IndexedWriter
-from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+from megatron.data.formats.indexed import IndexedDataset, IndexedWriter
+from megatron.tokenizers.fast_encoder import resident_bytes
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import GPT2_FOLDER, hard_documents, write_vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +130,7 @@ def test_flags_of_other_forks_are_accepted_and_said_to_change_nothing(tmp_path: 
     done = run([sys.executable, TOOL, *words.split()], tmp_path)
     assert done.returncode == 0, done.stderr.decode()
     for name in ("--seq-length", "--vocab-size", "--trust-remote-code", "--keep-newlines"):
-        assert f"warning: {name} changes nothing here and is ignored.".encode() in done.stderr
+        assert f"warning: {name} has no effect here and is ignored.".encode() in done.stderr
     assert b"BertWordPieceLowerCase without --split-sentences: BERT trains on sentences" in done.stderr
     assert IndexedDataset(tmp_path / "out_text_document")[0].tolist() == [5, 6]
 
@@ -142,7 +142,7 @@ def test_a_run_in_parts_goes_on_where_it_stopped(tmp_path: Path, choice: Tokeniz
     words = command(choice, "--input", "in.jsonl", "--output-prefix", "out", "--partitions", "4", "--workers", "2")
     done = run(words, tmp_path)
     assert done.returncode == 65
-    assert b"3 of 4 parts are finished and stay in .out_text_document.parts; the same command goes on" in done.stderr
+    assert b"3 of 4 parts are finished and stay in .out_text_document.parts; the same command continues" in done.stderr
     done = run([*words, "--append-eod"], tmp_path)
     assert done.returncode == 64 and b"with other --append-eod: false then, true now" in done.stderr
     done = run([*words, "--on-bad-line", "skip"], tmp_path)
@@ -180,7 +180,7 @@ def test_a_corpus_without_a_token_is_warned_of_once(tmp_path: Path, choice: Toke
         (["--input", "in.jsonl", "--workers", "0"], "--workers 0 is out of range"),
         (["--input", "in.jsonl", "--dataset-impl", "best"], "--dataset-impl best is not known"),
         (["--input", "in.jsonl", "--tokenizer-type", "Parrot"], "--tokenizer-type Parrot is not known"),
-        (["--input", "in.jsonl", "--split-sentences", "--lang", "x"], "--lang x is no language"),
+        (["--input", "in.jsonl", "--split-sentences", "--lang", "x"], "--lang x is not a language"),
         (["--input", "in.jsonl", "--json-keys", "a", "a"], "names a key twice"),
         (
             ["--input", "in.jsonl", "--json-keys", "a", "b", "--document-separator", "x"],

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import RunConfig, parse
-from megatron.config.flags import Area, parse_flags
+from megatron.config import ConfigSection, RunRequest, parse, parse_flags
 from megatron.config.overlay import parse_over
 from tests.helpers.programs import forking_python
 from tests.helpers.recording_shell import recorded
@@ -70,22 +69,22 @@ def check_tool(path: str, words: list[str]) -> None:
     if path == "tools/preprocess_data_many_cores.py":  # takes the flags of its sibling
         module = importlib.import_module("tools.preprocess_data")
     found = [
-        one
-        for one in vars(module).values()
-        if dataclasses.is_dataclass(one)
-        and isinstance(one, type)
-        and issubclass(one, Area)
-        and one.__module__ == module.__name__
+        value
+        for value in vars(module).values()
+        if dataclasses.is_dataclass(value)
+        and isinstance(value, type)
+        and issubclass(value, ConfigSection)
+        and value.__module__ == module.__name__
     ]
     if len(found) > 1:  # a tool of several commands: the first word names one
-        found = [one for one in found if one.__name__.lower() == f"{words[0]}flags"]
+        found = [section for section in found if section.__name__.lower() == f"{words[0]}flags"]
         words = words[1:]
     (flags,) = found
     if path in ("tools/generate_samples_gpt.py", "tools/sample_idxs_to_text.py"):  # they take the trainer's flags too
         parse_over(flags, words, path)
         return
     if words and not words[0].startswith("-"):
-        names = [field.name for field in dataclasses.fields(flags)]  # tools whose first flag's name may be left out
+        names = list(flags.__annotations__)  # tools whose first flag's name may be left out; inherited flags come later
         first = "input" if "input" in names else names[0]
         words = ["--" + first.replace("_", "-"), *words]
     parse_flags(flags, words)
@@ -107,6 +106,14 @@ def test_inline_commands_are_understood() -> None:
     assert "python tools/doctor.py" in commands
     for command in commands:
         check(command.split())
+
+
+def test_the_extras_of_readme_are_those_of_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    table = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    found = re.search(r"\(extras: `([\w ]+)`\)", (ROOT / "README.md").read_text())
+    assert found is not None
+    assert found.group(1).split() == re.findall(r"^(\w+) = \[", table, flags=re.M)
 
 
 def test_files_that_are_named_exist() -> None:
@@ -149,18 +156,20 @@ def test_launch_scripts_start_what_the_trainer_understands(script: str, tmp_path
     assert config.control.load == config.control.save, "a second start goes on"
 
 
-def launched(script: str, folder: Path, *flags: str, **variables: str) -> RunConfig:
+def launched(script: str, folder: Path, *flags: str, **variables: str) -> RunRequest:
     """The configuration that a script starts the trainer with."""
     text = (ROOT / script).read_text().replace("${BASH_SOURCE[0]}", str(ROOT / script))
     (command,) = [
-        one for one in recorded(text, folder, *flags, **variables) if any("pretrain_gpt.py" in word for word in one)
+        words
+        for words in recorded(text, folder, *flags, **variables)
+        if any("pretrain_gpt.py" in word for word in words)
     ]
     return parse(command[command.index("pretrain_gpt.py") + 1 :])
 
 
 def test_the_single_node_script_on_a_cpu(tmp_path: Path) -> None:
     config = launched("examples/pretrain_gpt_single_node.sh", tmp_path, "--exit-interval", "1", PRECISION="--bf16")
-    assert config.model.bf16 and not config.model.fp16
+    assert config.precision.bf16 and not config.precision.fp16
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (75, True), (77, False)])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.train.metrics_file import MetricsFile
-from megatron.train.progress import Progress
+from megatron.checkpoint.record import Progress
+from megatron.observe.metrics_file import MetricsFile
 from tests.train.samples import metrics
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -45,7 +45,7 @@ def test_equal_runs_end_with_0(runs: tuple[Path, Path]) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split("|")[0].strip() for line in lines[2:-1]] == ["4", "5", "6"]
-    assert lines[-1].startswith("EQUAL: all 3 steps 4 to 6, 0 of them to the last bit")
+    assert lines[-1].startswith("EQUAL: all 3 steps 4 to 6, 0 of them bit for bit")
 
 
 def test_different_runs_end_with_77(runs: tuple[Path, Path]) -> None:
@@ -57,7 +57,7 @@ def test_different_runs_end_with_77(runs: tuple[Path, Path]) -> None:
 def test_what_cannot_be_compared_is_told(runs: tuple[Path, Path]) -> None:
     done = run_tool("compare_runs.py", *runs, "--after", "6")
     assert done.returncode == 65
-    assert "share no step after 6" in done.stderr
+    assert "have no step after 6 in common" in done.stderr
     done = run_tool("compare_runs.py", *runs, runs[0])
     assert done.returncode == 64
     assert "--runs takes one or two runs, 3 given" in done.stderr
@@ -82,7 +82,7 @@ def test_a_plot_of_another_metric(runs: tuple[Path, Path]) -> None:
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_plot(runs: tuple[Path, Path], tmp_path: Path) -> None:
     done = run_tool("plot_run.py", runs[0], "--output", tmp_path / "loss.xyz")
     assert done.returncode == 64 and done.stdout == ""
-    assert "has no ending of a picture format" in done.stderr
+    assert "has no extension of an image format" in done.stderr
     (tmp_path / "folder.png").mkdir()
     done = run_tool("plot_run.py", runs[0], "--output", tmp_path / "folder.png")
     assert done.returncode == 74 and done.stdout == "" and "Is a directory" in done.stderr

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.checkpoint.record import Progress
 from megatron.config import DataConfig, parse
-from megatron.data.indexed import IndexedDataset
-from megatron.data.plan import DataPlan
-from megatron.data.tokenizer import build_tokenizer
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.order.plan import DataPlan
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import open_run
 from megatron.train.checkpoints import save_run
-from megatron.train.progress import Progress
 from megatron.train.sample_order import SampleOrder, read_samples, samples_of_logged_steps, samples_of_steps
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
@@ -37,7 +37,7 @@ def consume(flags: Sequence[str], steps: int) -> list[Rows]:
         assert run is not None
         run.report.started(run.progress)
         for _ in range(steps):
-            run.skip_unwanted_data()
+            run.skip_data_ranges()
             batches = run.train_batches()
             seen.append(
                 [row for one in batches for row in np.concatenate([one.tokens, one.labels[:, -1:]], axis=1).tolist()]
@@ -175,11 +175,11 @@ def test_plain_lines_and_a_file(trained: dict[str, Any], capsys: pytest.CaptureF
     ("words", "message"),
     [
         ("--load a --run-dir b --start-step 1", "--load a and --run-dir b both"),
-        ("--load a", "Say which samples once"),
-        ("--load a --start-sample 1", "Say which samples once"),
-        ("--load a --start-step 1 --sample-id-range 1 2", "Say which samples once"),
+        ("--load a", "Choose the samples in one way"),
+        ("--load a --start-sample 1", "Choose the samples in one way"),
+        ("--load a --start-step 1 --sample-id-range 1 2", "Choose the samples in one way"),
         ("--load a --end-step 3", "--end-step 3 needs a --start-step"),
-        ("--load a --start-step 4 --end-step 3", "--end-step 3 needs a --start-step that is not behind it"),
+        ("--load a --start-step 4 --end-step 3", "--end-step 3 needs a --start-step that does not come after it"),
         ("--sample-id-range 1 2", "--seq-length is needed"),
         (
             "--sample-id-range 1 2 --train-weighted-split-paths-path /nowhere.txt",
@@ -200,7 +200,7 @@ def test_wrong_flags(words: str, message: str) -> None:
 
 def test_what_cannot_be_shown(trained: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = ["--load", str(trained["folder"] / "checkpoints")]
-    with pytest.raises(DataError, match="Samples 5 to 41 are no range of the 40 that are planned"):
+    with pytest.raises(DataError, match="Samples 5 to 41 are not a range within the 40 planned training samples"):
         tool.main([*checkpoint, "--sample-id-range", "5", "41"])
     with pytest.raises(CheckpointError, match="there is no checkpoint in .*empty"):
         tool.main(["--load", str(tmp_path / "empty"), "--start-step", "1"])
@@ -215,7 +215,7 @@ def test_steps_to_samples() -> None:
     optim = optim_config(rampup_batch_size=(2, 2, 12), train_samples=100)  # 2 2 4 6 8 8 ...
     assert samples_of_steps(1, 1, optim, ()) == (0, 2)
     assert samples_of_steps(2, 5, optim, ()) == (2, 22)
-    assert samples_of_steps(3, 4, optim, ("2-2",)) == (8, 22)
+    assert samples_of_steps(3, 4, optim, ((2, 2),)) == (8, 22)
     assert samples_of_steps(1, 2, optim, (), Progress(step=5, consumed_samples=22)) == (0, 4)
     with pytest.raises(ConfigError, match="had consumed 20 samples at step 5; .* that would be 22"):
         samples_of_steps(1, 2, optim, (), Progress(step=5, consumed_samples=20))
@@ -229,6 +229,6 @@ def test_steps_to_samples() -> None:
 
 def test_a_plan_without_training_data(trained: dict[str, Any]) -> None:
     plan = DataPlan(32, 1234, "bigscience", None, (), ())
-    order = dataclasses.replace(SampleOrder.of_plan(plan, DataConfig()), planned_samples=3)
+    order = dataclasses.replace(SampleOrder.of_plan(plan, DataConfig(seq_length=8)), planned_samples=3)
     with pytest.raises(DataError, match="no training data|There is no training data"):
         read_samples(order, 0, 1, None)

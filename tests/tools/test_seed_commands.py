@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.indexed import IndexedDataset
-from megatron.data.sidecar import read_sidecar
-from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.sidecar import read_sidecar
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.programs import forking_python
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.indexed import IndexedDataset
-from megatron.data.sidecar import read_sidecar
-from megatron.data.tokenizer import TokenizerChoice, build_tokenizer
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.sidecar import read_sidecar
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.sentencepiece_models import write_model
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"

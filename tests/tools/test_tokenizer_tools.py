@@ -75,7 +75,7 @@ def test_a_sample_of_standard_input_and_of_plain_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lower-case"], "--lower-case has no meaning for --model-type bpe"),
+        (["--lower-case"], "--lower-case has no effect with --model-type bpe"),
         (["--megabytes", "3", "--sample", "0.5"], "--megabytes 3 and --sample 0.5 both"),
         (["--special-tokens", "word"], "--special-tokens 'word' could be learned"),
         (["--sample", "0"], "--sample 0"),
@@ -95,8 +95,8 @@ def test_a_byte_level_tokenizer_that_loses_bytes_is_an_error(tmp_path: Path) -> 
     reference.save(str(tmp_path / "few.json"))
     few = ["--tokenizer-type", "HFTokenizer", "--tokenizer-name-or-path", tmp_path / "few.json"]
     done = run("check_tokenizer.py", *few, "--text", "abc", "abd")
-    assert done.returncode == 65 and b"1 texts do not come back byte for byte" in done.stderr
-    assert b"document 1, letter 2: 'd' became ''" in done.stdout
+    assert done.returncode == 65 and b"1 texts do not round-trip byte for byte" in done.stderr
+    assert b"document 1, character 2: 'd' became ''" in done.stdout
     good = [
         "--tokenizer-type",
         "GPT2BPETokenizer",

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import ControlConfig, ModelConfig, OptimConfig
-from megatron.train.metrics import Metrics, Workload
+from megatron.observe.metrics import Metrics, Workload
 
 
 def optim_config(**changes: Any) -> OptimConfig:
-    """An optimizer area with micro batch 2 and, unless changed, a global batch of 8."""
-    return OptimConfig(**{"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, **changes})
+    """An optimizer section with micro batch 2 and, unless changed, a global batch of 8."""
+    return OptimConfig(**{"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, "train_iters": 0, **changes})
 
 
 def control_config(**changes: Any) -> ControlConfig:
-    """A control area with a log line at every step."""
+    """A control section with a log line at every step."""
     return ControlConfig(**{"log_interval": 1, **changes})
 
 
@@ -25,7 +26,6 @@ def model_config(**changes: Any) -> ModelConfig:
         "num_layers": 2,
         "hidden_size": 12,
         "num_attention_heads": 2,
-        "seq_length": 36,
         "max_position_embeddings": 36,
     }
     return ModelConfig(**{**sizes, "vocab_size": 90, "padded_vocab_size": 96, **changes})
@@ -49,7 +49,7 @@ class Outcome:
     sample_count: int = 8
     skipped: bool = False
     loss_scale: float = 1.0
-    source_losses: tuple[tuple[float, int], ...] = ()
+    metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 def metrics(**changes: Any) -> Metrics:
@@ -65,8 +65,6 @@ def metrics(**changes: Any) -> Metrics:
         "lm_loss": 9.87654321,
         "loss_scale": None,
         "gradient_norm": 1.23456,
-        "zero_count": None,
-        "parameter_norm": None,
         "skipped_iterations": 0,
         "nan_iterations": 0,
         "samples_per_second": 16.0,

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config import Machine, TokenizerFacts, resolve
-from megatron.config.run import AREAS
+from megatron.checkpoint.record import Progress
+from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
+from megatron.config.run import sections_of
+from megatron.data.datasets.build import SplitDatasets
+from megatron.data.datasets.sample import Sample
 from megatron.data.loader import BatchOptions
-from megatron.data.sample import Sample
-from megatron.data.split_datasets import SplitDatasets
+from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.build import Run, flat_arguments, open_run, parameter_counts
-from megatron.train.progress import Progress
-from megatron.train.skip import SkipRanges
+from megatron.train.build import Run, open_run, parameter_counts
 from megatron.train.stop import Verdict
 from tests.config.command_lines import small
 
@@ -51,7 +51,6 @@ def run_of(text: str = "", *, train: Any = None, progress: Progress | None = Non
         report=nothing,
         rules=parts.get("rules", nothing),
         lock=None,
-        skips=parts.get("skips", SkipRanges()),
         progress=progress or Progress(),
     )
 
@@ -70,7 +69,7 @@ def test_a_run_is_done_when_its_iterations_are() -> None:
 
 
 def test_a_run_without_training_data_does_not_train() -> None:
-    with pytest.raises(RuntimeError, match="a run without training data does not train"):
+    with pytest.raises(RuntimeError, match="this run has no training data"):
         run_of().train_batches()
 
 
@@ -86,16 +85,36 @@ def test_batches_follow_the_consumed_samples(workers: int) -> None:
 
 
 def test_skipping_moves_the_progress() -> None:
-    run = run_of(skips=SkipRanges(((1, 2),)))
-    run.skip_unwanted_data()
+    run = run_of("--skip-train-iteration-range 1-2")
+    run.skip_data_ranges()
     assert run.progress == Progress(0, 16, 16 * 32)
 
 
 def test_the_verdict_of_one_rank_is_the_verdict() -> None:
-    run = run_of(rules=SimpleNamespace(verdict=lambda step: Verdict.SIGNAL if step == 4 else Verdict.GO_ON))
-    assert run.should_stop() is Verdict.GO_ON
+    run = run_of(rules=rules({4: Verdict.SIGNAL}))
+    assert run.should_stop() is Verdict.CONTINUE
     run.progress = Progress(4)
     assert run.should_stop() is Verdict.SIGNAL
+
+
+def rules(verdicts: dict[int, Verdict]) -> Any:
+    """Stop rules with a verdict for some steps."""
+    return SimpleNamespace(
+        verdict=lambda step: verdicts.get(step, Verdict.CONTINUE),
+        is_interval_over=lambda step: verdicts.get(step) is Verdict.INTERVAL,
+    )
+
+
+def test_a_verdict_on_its_way_holds_one_step_later_and_an_interval_at_once() -> None:
+    """On a GPU the host does not wait for the other ranks' verdicts."""
+    run = run_of(rules=rules({2: Verdict.DURATION, 6: Verdict.INTERVAL, 7: Verdict.SIGNAL}))
+    run.steps_in_flight = 1
+    seen = {}
+    for step in range(1, 9):
+        run.progress = Progress(step)
+        seen[step] = run.should_stop()
+    expected = {3: Verdict.DURATION, 6: Verdict.INTERVAL, 8: Verdict.SIGNAL}
+    assert seen == {step: expected.get(step, Verdict.CONTINUE) for step in range(1, 9)}
 
 
 def test_the_groups_of_a_split() -> None:
@@ -108,19 +127,16 @@ def test_closing_a_run_that_read_nothing() -> None:
 
 
 def test_every_argument_is_logged_under_its_own_name() -> None:
-    fields = [field.name for area in AREAS.values() for field in dataclasses.fields(area)]
-    assert len(fields) == len(set(fields)), "two areas use one name, and one of them would be lost"
-    arguments = flat_arguments(run_of().config)
+    fields = [field.name for section in sections_of(RunConfig).values() for field in dataclasses.fields(section)]
+    assert len(fields) == len(set(fields)), "two sections use one name, and one of them would be lost"
+    arguments = run_of().config.flat()
     assert set(arguments) == set(fields)
     assert (arguments["hidden_size"], arguments["micro_batch_size"], arguments["world_size"]) == (64, 2, 1)
 
 
 def test_parameters_are_counted_with_and_without_embeddings() -> None:
-    counted = [
-        ("embedding.word_embeddings.weight", 100),
-        ("embedding.position_embeddings.weight", 20),
-        ("decoder.layers.0.mlp.linear_fc1.weight", 7),
-    ]
+    kinds = [(LayerKind.EMBEDDING, 100), (LayerKind.EMBEDDING, 20), (LayerKind.BLOCK, 7)]
+    counted = [(LayerSpec("any", kind, LayerCost(0), object), count) for kind, count in kinds]
     engine: Any = SimpleNamespace(mesh=ParallelMesh.single(), counted_parameters=lambda: iter(counted))
     assert parameter_counts(engine) == (127, 7)
 

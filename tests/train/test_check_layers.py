@@ -6,27 +6,29 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from torch import nn
 
 from megatron.engine.engine import Engine
 from megatron.errors import LaunchError
+from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.build import check_layers
 
 
-def engine_with(blocks: int, num_layers: int) -> Engine:
+def engine_with(blocks: int) -> Engine:
     """What `check_layers` looks at, with so many blocks built."""
-    names = [f"decoder.layers.{index}.mlp.linear_fc1.{part}" for index in range(blocks) for part in ("weight", "bias")]
-    parameters = [("embedding.word_embeddings.weight", 8), *((name, 4) for name in names)]
-    fake: Any = SimpleNamespace(
-        mesh=ParallelMesh.single(), model=SimpleNamespace(num_layers=num_layers), counted_parameters=lambda: parameters
-    )
+    kinds = [LayerKind.EMBEDDING, *[LayerKind.BLOCK] * blocks, LayerKind.HEAD]
+    layers = [
+        (LayerSpec(str(place), kind, LayerCost(1), nn.Identity), nn.Identity()) for place, kind in enumerate(kinds)
+    ]
+    fake: Any = SimpleNamespace(mesh=ParallelMesh.single(), stack=SimpleNamespace(named_layers=lambda: layers))
     return cast(Engine, fake)
 
 
 def test_all_layers_are_there() -> None:
-    check_layers(engine_with(12, 12))
+    check_layers(engine_with(12), 12)
 
 
 def test_a_missing_layer_is_an_error() -> None:
-    with pytest.raises(LaunchError, match="hold 28 transformer layers together, not the 30"):
-        check_layers(engine_with(28, 30))
+    with pytest.raises(LaunchError, match="hold 28 transformer layers, not the 30"):
+        check_layers(engine_with(28), 30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import pytest
 
 from megatron import __version__
+from megatron.checkpoint.record import Progress
 from megatron.errors import StorageError
-from megatron.parallel.mesh import Axis, ParallelMesh
+from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import checkpoints
 from megatron.train.checkpoints import run_record, save_run
-from megatron.train.progress import Progress
+from tests.checkpoint.records import PLAN
 from tests.train.samples import control_config
 
 
@@ -45,7 +45,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
     """As much of a run as saving looks at."""
-    mesh = dataclasses.replace(ParallelMesh.single(), world=Axis("world", rank, 2, (0, 1), None))
+    mesh = ParallelMesh.at(standard_axes(2), rank)
     return SimpleNamespace(
         config=SimpleNamespace(
             control=control_config(**{"save": "checkpoints", "save_interval": 2, **control}),
@@ -55,8 +55,8 @@ def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
         engine=SimpleNamespace(update_count=step - 1, loss_scale_state={"cur_scale": 2.0}),
         mesh=mesh,
         lock="lock",
-        plan=SimpleNamespace(to_json=lambda: {"plan": 1}),
-        tokenizer=SimpleNamespace(fingerprint="f", vocab_size=600, name="GPT2BPE"),
+        plan=PLAN,
+        tokenizer=SimpleNamespace(fingerprint="f", vocab_size=600, name="GPT2BPE", eod_id=0),
         progress=Progress(step, 8 * step, 80 * step),
         saved_step=None,
         failed_saves=0,
@@ -71,7 +71,7 @@ def test_a_step_is_saved_once(disk: Disk) -> None:
     assert run.saved_step == 4
     directory, pieces, record, lock = disk.calls[0]
     assert (directory, pieces, lock) == (Path("checkpoints"), ("pieces", True), "lock")
-    assert record == run_record(run)
+    assert record == run_record(run).to_json()
 
 
 def test_a_step_that_was_loaded_is_not_saved_again(disk: Disk) -> None:
@@ -97,7 +97,7 @@ def test_one_failed_save_is_reported_and_training_goes_on(disk: Disk, capsys: py
     save_run(run)
     said = capsys.readouterr().err
     assert "cannot write checkpoints: No space left on device." in said
-    assert "Training goes on; the next save is tried at the next --save-interval." in said
+    assert "Training continues; the next attempt to save is at the next --save-interval." in said
     assert (run.saved_step, run.failed_saves) == (None, 1)
     run.progress = Progress(6, 48, 480)
     save_run(run)
@@ -145,12 +145,12 @@ def test_other_errors_are_not_taken_for_a_full_disk(disk: Disk, monkeypatch: pyt
 
 
 def test_the_record_holds_all_that_is_no_tensor(disk: Disk) -> None:
-    assert run_record(run_at(4)) == {
+    assert run_record(run_at(4)).to_json() == {
         "progress": {"step": 4, "consumed_samples": 32, "consumed_tokens": 320, "skipped_steps": 0},
         "optimizer_updates": 3,
         "loss_scale": {"cur_scale": 2.0},
         "config": {"config": 1},
-        "data_plan": {"plan": 1},
+        "data_plan": PLAN.to_json(),
         "data": {"of": "data"},
         "tokenizer": {"fingerprint": "f", "vocab_size": 600, "name": "GPT2BPE"},
         "program": {"version": __version__},
@@ -158,4 +158,4 @@ def test_the_record_holds_all_that_is_no_tensor(disk: Disk) -> None:
 
 
 def test_one_rank_looks_at_the_data_files(disk: Disk) -> None:
-    assert run_record(run_at(4, rank=1))["data"] == {}
+    assert run_record(run_at(4, rank=1)).data == {}

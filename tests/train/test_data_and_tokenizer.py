@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron.config import parse
-from megatron.corpus.encode import EncodeOptions
-from megatron.corpus.preprocess import preprocess
-from megatron.corpus.progress import Progress
-from megatron.data.tokenizer import build_tokenizer
+from megatron.corpus.preprocess.encode import EncodeOptions
+from megatron.corpus.preprocess.run import preprocess
+from megatron.corpus.workers.progress import ProgressLine
 from megatron.errors import DataError
+from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import open_run
 from tests.helpers.tiny_run import write_tiny_corpus
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
@@ -24,7 +24,7 @@ def test_the_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     choice = write_vocabulary(tmp_path / "other", 520)
     text = tmp_path / "in.jsonl"
     text.write_text("".join(json.dumps({"text": words}) + "\n" for words in hard_documents(20)))
-    preprocess((str(text),), str(tmp_path / "mine"), EncodeOptions(choice), 1, Progress(None, 1, lambda line: None))
+    preprocess((str(text),), str(tmp_path / "mine"), EncodeOptions(choice), 1, ProgressLine(None, 1, lambda line: None))
     made, given = build_tokenizer(choice), build_tokenizer(parse(corpus.flags()).data)
     message = (
         rf"mine_text_document was made with another tokenizer \(GPT2BPETokenizer, fingerprint {made.fingerprint[:12]}, "

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.record import Progress
 from megatron.train.evaluation import evaluate, mean_loss
-from megatron.train.progress import Progress
 from tests.train.samples import control_config
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint.record import Progress
 from megatron.errors import ExitCode, NumericsError
 from megatron.train import loop
-from megatron.train.loop import check_numbers, run_to_end
-from megatron.train.progress import Progress
+from megatron.train.loop import TrainedStep, check_numbers, run_to_end
 from megatron.train.stop import Verdict
 from tests.train.samples import Outcome, control_config, optim_config
 
@@ -26,9 +26,11 @@ class FakeRun:
         self.config = SimpleNamespace(
             control=control_config(**{"eval_interval": 2, **control}),
             optim=optim_config(train_iters=train_iters, lr=1.0, lr_decay_style="constant"),
-            model=SimpleNamespace(seq_length=10, fp16=False),
+            data=SimpleNamespace(seq_length=10),
+            precision=SimpleNamespace(fp16=False),
         )
         self.progress = Progress()
+        self.steps_in_flight = 0
         self.engine = SimpleNamespace(train_batch=self._train)
         self.report = SimpleNamespace(
             started=lambda progress: self.events.append(("started", progress.step)),
@@ -45,7 +47,7 @@ class FakeRun:
     def is_done(self) -> bool:
         return self.progress.step >= self.config.optim.train_iters
 
-    def skip_unwanted_data(self) -> None:
+    def skip_data_ranges(self) -> None:
         self.events.append("skip")
 
     def train_batches(self) -> str:
@@ -56,7 +58,7 @@ class FakeRun:
 
     def should_stop(self) -> Verdict:
         self.events.append(("ask", self.progress.step))
-        return self.verdicts.get(self.progress.step, Verdict.GO_ON)
+        return self.verdicts.get(self.progress.step, Verdict.CONTINUE)
 
 
 @pytest.fixture(autouse=True)
@@ -163,5 +165,32 @@ def test_numbers_that_are_none_end_the_run_reported_and_unsaved(loss: float, nor
 
 def test_an_overflow_in_fp16_is_the_loss_scaler_s_business() -> None:
     run = FakeRun()
-    run.config.model.fp16 = True
-    check_numbers(run, math.inf, math.nan)
+    run.config.precision.fp16 = True
+    check_numbers(run, TrainedStep(Progress(1), Outcome(loss=math.inf, gradient_norm=math.nan), 1.0, 1.0))
+
+
+def test_figures_on_their_way_are_reported_one_step_later_but_before_anything_is_saved() -> None:
+    """On a GPU the host does not wait for a step's figures; an evaluation, a save and the end do."""
+    run = FakeRun(train_iters=4, save="checkpoints", save_interval=3, eval_interval=100)
+    run.steps_in_flight = 1
+    run_to_end(run)
+    names = [
+        event if isinstance(event, str) else event[:2] if event[0] in ("report", "save") else event[0]
+        for event in run.events
+    ]
+    assert names == [
+        "started",
+        *("skip", "train", "ask"),
+        *("skip", "train", ("report", 1), "ask"),
+        *("skip", "train", ("report", 2), ("report", 3), ("save", 3), "ask"),
+        *("skip", "train", "ask"),
+        *(("report", 4), ("save", 4), "evaluate", "evaluate"),
+    ]
+
+
+def test_a_poisoned_step_on_its_way_is_found_before_the_save() -> None:
+    run = FakeRun(outcome=Outcome(loss=math.nan), save="checkpoints", save_interval=1, eval_interval=100)
+    run.steps_in_flight = 1
+    with pytest.raises(NumericsError, match="iteration 1: loss nan"):
+        run_to_end(run)
+    assert not any(event[0] == "save" for event in run.events)

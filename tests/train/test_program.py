@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.record import Progress
 from megatron.errors import ExitCode
-from megatron.train.build import say_if_done
-from megatron.train.progress import Progress
+from megatron.train.build import warn_if_done
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus
 from tests.train.samples import optim_config
 
@@ -224,9 +224,9 @@ def test_nothing_left_to_train_trains_nothing(corpus: TinyCorpus, tmp_path: Path
 
 def test_nothing_left_to_train_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     optim = optim_config(train_iters=60)
-    say_if_done(optim, Progress(step=59))
+    warn_if_done(optim, Progress(step=59))
     assert capsys.readouterr().err == ""
-    say_if_done(optim, Progress(step=400, consumed_samples=3200))
+    warn_if_done(optim, Progress(step=400, consumed_samples=3200))
     assert "at iteration 400 (3200 samples) and the run ends at iteration 60" in capsys.readouterr().err
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import newest_record
-from megatron.data.plan import DataPlan, GroupPlan
+from megatron.checkpoint.record import Record
+from megatron.data.order.plan import GroupPlan
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.tiny_run import TinyCorpus, steps, train, write_tiny_corpus
 
@@ -24,7 +25,7 @@ def stored_plan(folder: Path) -> GroupPlan:
     """The training plan of the newest checkpoint."""
     found = newest_record(folder / "checkpoints", ParallelMesh.single())
     assert found is not None
-    plan = DataPlan.from_json(found[0]["data_plan"]).train
+    plan = Record.from_json(found.record, found.path).data_plan.train
     assert plan is not None
     return plan
 
@@ -40,7 +41,7 @@ def test_a_blend_changes_at_a_resume(corpora: list[TinyCorpus], tmp_path: Path) 
     three = ("1", corpora[0].prefix, "1", corpora[1].prefix, "2", corpora[2].prefix)
     assert train(first.flags(log, folder=tmp_path, data_path=two, exit_interval=4))[0] == 0
     code, text = train(first.flags(folder=tmp_path, data_path=three))
-    assert code == 65 and "add --change-data-blend to go on with this blend from here" in text
+    assert code == 65 and "add --change-data-blend to continue with this blend from here" in text
     assert train(first.flags(log, "--change-data-blend", folder=tmp_path, data_path=three, exit_interval=6))[0] == 0
     assert train(first.flags(log, folder=tmp_path, data_path=three))[0] == 0
     plan = stored_plan(tmp_path)

@@ -70,13 +70,13 @@ def test_interval() -> None:
 
 
 def test_nothing_asked_nothing_stops() -> None:
-    assert StopRules(control_config(), StopSignals()).verdict(1) is Verdict.GO_ON
+    assert StopRules(control_config(), StopSignals()).verdict(1) is Verdict.CONTINUE
 
 
 def test_duration_counts_from_the_start_of_the_program() -> None:
     clock = Clock()
     rules = StopRules(control_config(exit_duration_in_mins=2), StopSignals(), started_at=970.0, clock=clock)
-    assert rules.verdict(1) is Verdict.GO_ON
+    assert rules.verdict(1) is Verdict.CONTINUE
     clock.now = 970.0 + 121.0
     assert rules.verdict(2) is Verdict.DURATION
     assert rules.message(Verdict.DURATION, 2) == f"exiting program after {121 / 60:.2f} minutes"
@@ -86,11 +86,11 @@ def test_kill_switch(tmp_path: Path) -> None:
     path = tmp_path / "stop"
     control = control_config(kill_switch_path=str(path))
     rules = StopRules(control, StopSignals())
-    assert rules.verdict(1) is Verdict.GO_ON
+    assert rules.verdict(1) is Verdict.CONTINUE
     path.touch()
     assert kill_switch_is_on(str(path))
     assert rules.verdict(1) is Verdict.KILL_SWITCH
-    assert StopRules(control, StopSignals(), watches_file=False).verdict(1) is Verdict.GO_ON
+    assert StopRules(control, StopSignals(), watches_file=False).verdict(1) is Verdict.CONTINUE
     assert (
         rules.message(Verdict.KILL_SWITCH, 1)
         == kill_switch_message(str(path))

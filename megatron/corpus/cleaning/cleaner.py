@@ -1,4 +1,4 @@
-"""Blocks of documents to cleaned lines and the hashes that find duplicates: the part that runs in every worker."""
+"""The part of cleaning that runs in every worker: blocks of documents to cleaned lines and hashes for duplicates."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.corpus.cleaning.contamination import EvaluationSets, Match, pieces_around
-from megatron.corpus.cleaning.entries import Entry, line_of, read_entries
-from megatron.corpus.cleaning.language import LanguageFilter
-from megatron.corpus.cleaning.options import CleanOptions
-from megatron.corpus.cleaning.quality import GopherQuality
-from megatron.corpus.cleaning.repair import TextRepair, with_plain_spaces
-from megatron.corpus.cleaning.repetition import GopherRepetition
-from megatron.corpus.cleaning.signatures import Signer
-from megatron.corpus.cleaning.verdicts import (
+from megatron.corpus.cleaning.documents.entries import Entry, line_of, read_entries
+from megatron.corpus.cleaning.documents.options import CleanOptions
+from megatron.corpus.cleaning.documents.repair import TextRepair, with_plain_spaces
+from megatron.corpus.cleaning.documents.words import WordSplitter
+from megatron.corpus.cleaning.filters.language import LanguageFilter
+from megatron.corpus.cleaning.filters.quality import GopherQuality
+from megatron.corpus.cleaning.filters.rejections import (
     BAD_LINE,
     CONTAMINATED,
     CUT,
@@ -28,13 +27,14 @@ from megatron.corpus.cleaning.verdicts import (
     SPACES,
     CharacterCount,
     DocumentFilter,
-    LanguageJudge,
+    LanguageCheck,
+    Rejection,
     TokenCount,
-    Verdict,
     WordCount,
 )
-from megatron.corpus.cleaning.words import WordSplitter
-from megatron.corpus.sources import Block
+from megatron.corpus.cleaning.filters.repetition import GopherRepetition
+from megatron.corpus.cleaning.near_duplicates.signatures import Signer
+from megatron.corpus.inputs.sources import Block
 
 SHOWN_CHARACTERS = 80
 _BEFORE_A_CHANGE = 20
@@ -42,7 +42,7 @@ _COMPARED_CHARACTERS = 8**4
 
 
 class Dropped(NamedTuple):
-    """A document of a block that goes no further.
+    """A document of a block that is dropped.
 
     Args:
         number: of the document in its block, from 0.
@@ -68,7 +68,7 @@ class Changed(NamedTuple):
 
 @dataclass
 class CleanedBlock:
-    """What became of the documents of a block, as far as each is looked at by itself.
+    """The result of cleaning a block, as far as each document is looked at by itself.
 
     Args:
         documents: documents read, bad lines included.
@@ -126,7 +126,7 @@ class Cleaner:
         self._splitter = WordSplitter() if needs_words else None
 
     def clean(self, block: Block) -> CleanedBlock:
-        """Repairs and judges every document of a block.
+        """Repairs and filters every document of a block.
 
         Raises:
             DataError: the block cannot be read.
@@ -145,9 +145,9 @@ class Cleaner:
                     return cleaned
             elif entry.text is not None:
                 texts[number] = self._repaired(number, entry.text, cleaned)
-        self._drop(texts, [Verdict(EMPTY) if not text.strip() else None for text in texts.values()], cleaned)
+        self._drop(texts, [Rejection(EMPTY) if not text.strip() else None for text in texts.values()], cleaned)
         for judge in self._filters:
-            self._drop(texts, judge.judge(list(texts.values())), cleaned)
+            self._drop(texts, judge.rejections(list(texts.values())), cleaned)
         pieces: dict[int, list[str]] = {}
         if self._splitter is not None:
             self._judge_words(self._splitter, texts, pieces, cleaned)
@@ -174,7 +174,7 @@ class Cleaner:
         place = {number: index for index, number in enumerate(texts)}
         words = splitter.split(list(texts.values()))
         if self._repetition is not None:
-            self._drop(texts, self._repetition.judge(list(texts.values()), words), cleaned)
+            self._drop(texts, self._repetition.rejections(list(texts.values()), words), cleaned)
         if self.evaluation is not None:
             matches = self.evaluation.matches(words)
             self._drop(
@@ -188,16 +188,16 @@ class Cleaner:
 
     def _cut(
         self, number: int, text: str, matches: Sequence[Match], pieces: dict[int, list[str]], cleaned: CleanedBlock
-    ) -> Verdict | None:
+    ) -> Rejection | None:
         choice = self.options.contamination
         if not matches or choice is None:
             return None
         shown = text[matches[0].start : matches[0].stop][: 4 * SHOWN_CHARACTERS]
         if choice.drops:
-            return Verdict(CONTAMINATED, shown)
+            return Rejection(CONTAMINATED, shown)
         found = pieces_around(text, matches, choice)
-        if not found or len(found) > choice.most_pieces:
-            return Verdict(CONTAMINATED, f"{len(found)} pieces left: {shown}")
+        if not found or len(found) > choice.maximum_pieces:
+            return Rejection(CONTAMINATED, f"{len(found)} pieces left: {shown}")
         pieces[number] = found
         cleaned.changed.append(Changed(number, CUT, shown[:SHOWN_CHARACTERS], f"{len(found)} pieces left"))
         return None
@@ -216,12 +216,12 @@ class Cleaner:
         return text
 
     @staticmethod
-    def _drop(texts: dict[int, str], verdicts: Sequence[Verdict | None], cleaned: CleanedBlock) -> None:
-        """Takes out of `texts` what has a verdict."""
-        for number, verdict in zip(list(texts), verdicts, strict=True):
-            if verdict is not None:
+    def _drop(texts: dict[int, str], rejections: Sequence[Rejection | None], cleaned: CleanedBlock) -> None:
+        """Removes rejected texts from `texts`."""
+        for number, rejection in zip(list(texts), rejections, strict=True):
+            if rejection is not None:
                 shown = texts.pop(number)[:SHOWN_CHARACTERS]
-                cleaned.dropped.append(Dropped(number, verdict.reason, verdict.detail, shown))
+                cleaned.dropped.append(Dropped(number, rejection.reason, rejection.detail, shown))
 
     def _pack(
         self,
@@ -250,7 +250,7 @@ class Cleaner:
 def text_digest(text: str) -> bytes:
     """Sixteen bytes that two texts share if they differ only in spaces and in how characters are composed (NFC).
 
-    BLAKE2b: that two of n other texts share them by chance has a probability of about n² / 2^129.
+    BLAKE2b: the probability that two of n other texts share them by chance is about n² / 2^129.
     """
     plain = " ".join(text.split())
     if not plain.isascii():
@@ -266,18 +266,18 @@ def _filters(options: CleanOptions) -> list[DocumentFilter]:
     """The filters that were asked for, cheap ones first."""
     lengths = options.lengths
     filters: list[DocumentFilter] = []
-    if lengths.least_characters is not None or lengths.most_characters is not None:
+    if lengths.minimum_characters is not None or lengths.maximum_characters is not None:
         filters.append(CharacterCount(lengths))
-    if lengths.least_words is not None or lengths.most_words is not None:
+    if lengths.minimum_words is not None or lengths.maximum_words is not None:
         filters.append(WordCount(lengths))
-    if lengths.least_tokens is not None or lengths.most_tokens is not None:
+    if lengths.minimum_tokens is not None or lengths.maximum_tokens is not None:
         filters.append(TokenCount(lengths))
     if options.gopher_quality:
-        filters.append(GopherQuality(options.least_stop_words))
+        filters.append(GopherQuality(options.minimum_stop_words))
     if options.language is not None:
         choice = options.language
         filters.append(
-            LanguageJudge(LanguageFilter(choice.languages, choice.threshold, choice.sample_characters)),
+            LanguageCheck(LanguageFilter(choice.languages, choice.threshold, choice.sample_characters)),
         )
     return filters
 

@@ -1,4 +1,4 @@
-"""Evaluation texts inside training texts: runs of words that both have, and how documents are cut around them.
+"""Evaluation texts inside training texts: runs of words that both contain, and how documents are cut around them.
 
 Source: upstream's `tools/openwebtext/filter_ngrams.py` and its defaults; the idea is Brown et al. 2020, Language Models
 are Few-Shot Learners, appendix C.
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.corpus.cleaning.options import ContaminationChoice
-from megatron.corpus.cleaning.words import Hashes, Words, WordSplitter
-from megatron.corpus.inputs import STANDARD_INPUT, expand_inputs, layout_of
-from megatron.corpus.sources import Block, blocks, check_inputs
+from megatron.corpus.cleaning.documents.options import ContaminationChoice
+from megatron.corpus.cleaning.documents.words import Hashes, Words, WordSplitter
+from megatron.corpus.inputs.files import STANDARD_INPUT, expand_inputs, layout_of
+from megatron.corpus.inputs.sources import Block, blocks, check_inputs
 from megatron.errors import ConfigError, DataError
 
 _BLOCK_BYTES = 1 << 20
@@ -105,7 +105,7 @@ class EvaluationSets:
 
     def __len__(self) -> int:
         """Runs of all lengths."""
-        return sum(len(one.hashes) for one in self.sets)
+        return sum(len(run_set.hashes) for run_set in self.sets)
 
     def ignore(self, occurrences: npt.NDArray[np.int64]) -> int:
         """Leaves out runs that occur more often in the corpus than the choice allows; gives how many there are.
@@ -113,20 +113,23 @@ class EvaluationSets:
         Shapes:
             occurrences: int64 [len(self)].
         """
-        too_many = occurrences > self.choice.most_occurrences
-        self.sets = [replace(one, ignored=too_many[one.first : one.first + len(one.hashes)]) for one in self.sets]
+        too_many = occurrences > self.choice.maximum_occurrences
+        self.sets = [
+            replace(run_set, ignored=too_many[run_set.first : run_set.first + len(run_set.hashes)])
+            for run_set in self.sets
+        ]
         return int(np.count_nonzero(too_many))
 
     def matches(self, words: Words) -> list[list[Match]]:
         """For each text the runs that it shares with evaluation texts, from left to right."""
         found: list[list[Match]] = [[] for _ in range(len(words.bounds) - 1)]
-        for one in self.sets:
-            hashes, fits = words.runs(one.length)
-            places, runs = one.find(hashes)
+        for run_set in self.sets:
+            hashes, fits = words.runs(run_set.length)
+            places, runs = run_set.find(hashes)
             kept = fits[places]
             places, runs = places[kept], runs[kept]
             texts = np.searchsorted(words.bounds, places, side="right") - 1
-            stops = words.ends[places + one.length - 1]
+            stops = words.ends[places + run_set.length - 1]
             for text, *match in zip(
                 texts.tolist(), words.starts[places].tolist(), stops.tolist(), runs.tolist(), strict=True
             ):
@@ -210,5 +213,5 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, dict)):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _strings(one)
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)

@@ -1,4 +1,4 @@
-"""Documents that were there before: the part that must see all documents in order, so it runs in the parent."""
+"""Duplicates: the part of cleaning that must see all documents in order, so it runs in the parent."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from bisect import bisect_right
 import numpy as np
 
 from megatron.corpus.cleaning.cleaner import CleanedBlock
-from megatron.corpus.cleaning.key_table import KeyTable
-from megatron.corpus.cleaning.near_duplicates import NearIndex
-from megatron.corpus.cleaning.options import CleanOptions
-from megatron.corpus.cleaning.signatures import band_shape
-from megatron.corpus.cleaning.verdicts import EXACT_DUPLICATE, NEAR_DUPLICATE, Verdict
+from megatron.corpus.cleaning.documents.options import CleanOptions
+from megatron.corpus.cleaning.filters.rejections import EXACT_DUPLICATE, NEAR_DUPLICATE, Rejection
+from megatron.corpus.cleaning.near_duplicates.index import NearIndex
+from megatron.corpus.cleaning.near_duplicates.key_table import KeyTable
+from megatron.corpus.cleaning.near_duplicates.signatures import band_shape
 
 
 class DuplicateFilter:
@@ -27,26 +27,26 @@ class DuplicateFilter:
         self._read = 0
         self._sources: list[tuple[int, str, int]] = []
 
-    def judge(self, cleaned: CleanedBlock, path: str, line: int) -> list[Verdict | None]:
-        """A verdict for each document of a block that passed so far, None where it stays.
+    def rejections(self, cleaned: CleanedBlock, path: str, line: int) -> list[Rejection | None]:
+        """A rejection for each document of a block that passed so far, None where it stays.
 
         Args:
             path, line: the input, and how many of its documents came before the block.
         """
         if not self._sources or self._sources[-1][1] != path or line == 0:
             self._sources.append((self._read, path, line))
-        verdicts: list[Verdict | None] = [None] * len(cleaned.passed)
+        rejections: list[Rejection | None] = [None] * len(cleaned.passed)
         if self._exact is not None:
-            verdicts = self._exact.judge(cleaned)
+            rejections = self._exact.rejections(cleaned)
         if self._near is not None:
-            left = np.flatnonzero([verdict is None for verdict in verdicts])
+            left = np.flatnonzero([rejection is None for rejection in rejections])
             numbers = cleaned.passed[left] + self._read
-            found = self._near.judge(cleaned.signatures[left], cleaned.band_keys[left], numbers)
+            found = self._near.twins(cleaned.signatures[left], cleaned.band_keys[left], numbers)
             for index, twin in zip(left.tolist(), found, strict=True):
                 if twin is not None:
-                    verdicts[index] = Verdict(NEAR_DUPLICATE, f"{twin[1]:.2f} like {self._place(twin[0])}")
+                    rejections[index] = Rejection(NEAR_DUPLICATE, f"{twin[1]:.2f} like {self._place(twin[0])}")
         self._read += cleaned.documents
-        return verdicts
+        return rejections
 
     def _place(self, number: int) -> str:
         """Input and line of a document, by its number among all that were read."""
@@ -60,8 +60,8 @@ class ExactDuplicates:
     def __init__(self) -> None:
         self._table = KeyTable(2, with_values=False)
 
-    def judge(self, cleaned: CleanedBlock) -> list[Verdict | None]:
-        """A verdict for each document of a block that passed so far, None where it is the first of its kind."""
+    def rejections(self, cleaned: CleanedBlock) -> list[Rejection | None]:
+        """A rejection for each document of a block that passed so far, None where it is the first of its kind."""
         seen, _ = self._table.find(cleaned.digests)
         hashes = cleaned.digests.tobytes()
         first: dict[bytes, int] = {}
@@ -69,4 +69,4 @@ class ExactDuplicates:
             if first.setdefault(hashes[16 * number : 16 * number + 16], number) != number:
                 seen[number] = True
         self._table.put(cleaned.digests[~seen])
-        return [Verdict(EXACT_DUPLICATE) if is_seen else None for is_seen in seen.tolist()]
+        return [Rejection(EXACT_DUPLICATE) if is_seen else None for is_seen in seen.tolist()]

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.corpus.zstandard_stream import zstandard_library
-from megatron.data.atomic_files import write_atomically
+from megatron.corpus.inputs.zstandard_stream import zstandard_library
+from megatron.data.formats.atomic_files import write_atomically
 from megatron.errors import ConfigError
 
 _GZIP_LEVEL = 6
-_ZSTANDARD_WAY_OUT = "name it .jsonl.gz"
+_ZSTANDARD_ADVICE = "name it .jsonl.gz"
 _ZSTANDARD_LEVEL = 3
 
 
@@ -27,7 +27,7 @@ def check_output(flag: str, path: str) -> None:
     if suffix in (".bz2", ".xz", ".parquet"):
         raise ConfigError(f"{flag} {path}: {suffix} is not written. Name it .jsonl, .jsonl.gz or .jsonl.zst.")
     if suffix == ".zst":
-        zstandard_library(path, flag, _ZSTANDARD_WAY_OUT)
+        zstandard_library(path, flag, _ZSTANDARD_ADVICE)
 
 
 def write_lines(path: str, write: Callable[[Any], None]) -> None:
@@ -53,7 +53,7 @@ def _compressed(path: str, stream: BinaryIO) -> Iterator[Any]:
         with gzip.GzipFile("", "wb", _GZIP_LEVEL, stream, mtime=0) as lines:
             yield lines
     elif suffix == ".zst":
-        compressor = zstandard_library(path, "--output", _ZSTANDARD_WAY_OUT).ZstdCompressor(level=_ZSTANDARD_LEVEL)
+        compressor = zstandard_library(path, "--output", _ZSTANDARD_ADVICE).ZstdCompressor(level=_ZSTANDARD_LEVEL)
         with compressor.stream_writer(stream, closefd=False) as lines:
             yield lines
     else:

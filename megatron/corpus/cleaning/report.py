@@ -31,10 +31,10 @@ class CleaningReport:
         kept: documents of which something was written; `written` counts the lines, which are more where documents
             were split, and `changed_documents` those of the kept whose text is not what was read.
         text_bytes: bytes of input, uncompressed.
-        most_examples: examples a reason.
+        maximum_examples: examples a reason.
     """
 
-    most_examples: int = 3
+    maximum_examples: int = 3
     read: int = 0
     kept: int = 0
     written: int = 0
@@ -60,7 +60,7 @@ class CleaningReport:
     def wants_example(self, reason: str) -> bool:
         """Whether an example of a dropped document is still wanted: making one may cost time."""
         known = self.dropped.get(reason)
-        return self.most_examples > 0 if known is None else len(known.examples) < self.most_examples
+        return self.maximum_examples > 0 if known is None else len(known.examples) < self.maximum_examples
 
     def as_json(self) -> bytes:
         """The report as indented JSON."""
@@ -102,5 +102,5 @@ class CleaningReport:
     def _count(self, reasons: dict[str, Reason], name: str, example: dict[str, str]) -> None:
         found = reasons.setdefault(name, Reason())
         found.documents += 1
-        if len(found.examples) < self.most_examples:
+        if len(found.examples) < self.maximum_examples:
             found.examples.append(example)

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.corpus.cleaning.clean import CleanOutputs, clean_corpus
-from megatron.corpus.cleaning.options import CleanOptions
+from megatron.corpus.cleaning.documents.options import CleanOptions
 from megatron.corpus.cleaning.report import CleaningReport
-from megatron.corpus.progress import Progress
+from megatron.corpus.cleaning.run import CleanOutputs, clean_corpus
+from megatron.corpus.workers.progress import ProgressLine
 
 
-def quiet() -> Progress:
+def quiet() -> ProgressLine:
     """A progress that shows nothing."""
-    return Progress(None, 1 << 60, lambda text: None)
+    return ProgressLine(None, 1 << 60, lambda text: None)
 
 
 def write_jsonl(path: Path, documents: Sequence[Any]) -> Path:

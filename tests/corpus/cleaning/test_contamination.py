@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.corpus.cleaning.clean import CleanOutputs, clean_corpus
 from megatron.corpus.cleaning.contamination import EvaluationSets, Match, pieces_around
-from megatron.corpus.cleaning.options import CleanOptions, ContaminationChoice, NearChoice
-from megatron.corpus.cleaning.words import WordSplitter
+from megatron.corpus.cleaning.documents.options import CleanOptions, ContaminationChoice, NearChoice
+from megatron.corpus.cleaning.documents.words import WordSplitter
+from megatron.corpus.cleaning.run import CleanOutputs, clean_corpus
 from megatron.errors import ConfigError, DataError
 from tests.corpus.cleaning.runs import clean_texts, quiet, read_jsonl, write_jsonl
 from tests.corpus.cleaning.texts import random_text, vocabulary
@@ -72,7 +72,7 @@ def test_short_pieces_and_too_many_pieces(tmp_path: Path, choice: ContaminationC
     nothing_left = f"{sentences(3, 5)} {QUESTION} {sentences(4, 5)}"
     shredded = " ".join(f"{sentences(number, 20)} {QUESTION}" for number in range(11))
     barely = " ".join(f"{sentences(number, 20)} {QUESTION}" for number in range(10))
-    options = CleanOptions(contamination=replace(choice, most_occurrences=0))
+    options = CleanOptions(contamination=replace(choice, maximum_occurrences=0))
     kept, report = clean_texts(tmp_path, [near_the_start, nothing_left, shredded, barely], options)
     assert len(kept) == 11 and near_the_start.endswith(kept[0])
     details = [example["detail"] for example in report.dropped["contaminated"].examples]
@@ -112,7 +112,7 @@ def test_no_run_is_left(tmp_path: Path) -> None:
             start = drawn.randrange(len(words))
             parts += [" ".join(words[start : start + 20]), sentences(drawn.randrange(10**6), drawn.randint(1, 40))]
         documents.append(" ".join(parts))
-    choice = ContaminationChoice((str(task),), most_occurrences=0)
+    choice = ContaminationChoice((str(task),), maximum_occurrences=0)
     kept, report = clean_texts(tmp_path, documents, CleanOptions(contamination=choice))
     assert not any(_holds_one(text, runs) for text in kept)
     clean = [text for text in documents if not _holds_one(text, runs)]

@@ -34,3 +34,6 @@ def jaccard(first: str, second: str, length: int = 5) -> float:
         words = text.replace(".", "").lower().split()
         sets.append({tuple(words[start : start + length]) for start in range(len(words) - length + 1)})
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+PROSE = random_text(random.Random(1), vocabulary(2000, seed=2), 120) + " and that is the end of it, to be sure."

@@ -1,0 +1,123 @@
+"""How a finished folder takes its place among the checkpoints of a directory, and what a dead save leaves behind.
+
+Everything is written into a temporary folder and becomes visible by one rename; whatever happens before it leaves every
+earlier checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron import log
+from megatron.checkpoint.manifest import folder_name, folder_step, read_manifest
+from megatron.checkpoint.reader import check_files
+from megatron.checkpoint.storage import Storage, cannot_write, write_file
+from megatron.errors import CheckpointError, StorageError
+
+HINT_NAME = "latest_checkpointed_iteration.txt"
+TEMPORARY_PREFIX = ".tmp-"
+ASIDE_PREFIX = ".old-"
+
+
+def temporary_folder(directory: Path, step: int, run: str) -> Path:
+    """Where the save `run` of a step is written before it is published."""
+    return directory / f"{TEMPORARY_PREFIX}{folder_name(step)}-{run}"
+
+
+def open_temporary(temporary: Path, need_bytes: int, storage: Storage) -> None:
+    """Makes the folder of a save, after cleaning up what dead saves left in its directory.
+
+    Raises:
+        StorageError: the folder cannot be made, or the file system has not enough room.
+    """
+    directory = temporary.parent
+    try:
+        storage.make_directories(directory)
+        sweep(directory, storage)
+        free = storage.free_bytes(directory)
+        if free is not None and free < need_bytes:
+            raise StorageError(
+                f"no room for a checkpoint in {directory}: it needs {need_bytes} bytes, {free} bytes are free there. "
+                "Earlier checkpoints are untouched. Free space there or give --save another directory."
+            )
+        storage.make_directory(temporary)
+    except OSError as failure:
+        raise cannot_write(storage, temporary, need_bytes, failure) from failure
+
+
+def publish(temporary: Path, final: Path, run: str, storage: Storage) -> None:
+    """Renames the folder to its final name; one of that name is moved aside first and moved back when that fails.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    aside: Path | None = None
+    if storage.exists(final):
+        aside = final.with_name(f"{ASIDE_PREFIX}{final.name}-{run}")
+        storage.rename(final, aside)
+    try:
+        storage.rename(temporary, final)
+    except OSError:
+        if aside is not None:
+            storage.rename(aside, final)
+        raise
+    storage.sync_directory(final.parent)
+    if aside is not None:
+        discard(aside, storage)
+
+
+def write_hint(directory: Path, step: int, run: str, storage: Storage) -> None:
+    """Points upstream's tools at the newest checkpoint. Recovery does not need it, so a failure is only a warning."""
+    temporary = directory / f"{TEMPORARY_PREFIX}latest-{run}"
+    try:
+        write_file(storage, temporary, str(step).encode())
+        storage.rename(temporary, directory / HINT_NAME)
+        storage.sync_directory(directory)
+    except OSError as failure:
+        log.warning(
+            f"the checkpoint is saved, but {HINT_NAME} could not be updated: {failure}. This program does not need it."
+        )
+        _warn_on_failure(storage.remove_file, temporary)
+
+
+def sweep(directory: Path, storage: Storage) -> None:
+    """Removes what dead saves left behind, and puts back a checkpoint that one of them had moved aside."""
+    for name in storage.names(directory):
+        path = directory / name
+        if name.startswith(TEMPORARY_PREFIX + "iter_"):
+            log.warning(f"removing {path}, which an unfinished save left behind")
+            discard(path, storage)
+        elif name.startswith(TEMPORARY_PREFIX + "latest-"):
+            _warn_on_failure(storage.remove_file, path)
+        elif name.startswith(ASIDE_PREFIX + "iter_"):
+            _settle(path, storage)
+
+
+def discard(folder: Path, storage: Storage) -> None:
+    """Removes a folder that is not needed any more; a failure is only a warning."""
+    _warn_on_failure(storage.remove_tree, folder)
+
+
+def _settle(aside: Path, storage: Storage) -> None:
+    """Moves a checkpoint that was moved aside back, or removes it if the one in its place is good."""
+    step = folder_step(aside.name)
+    if step is None:
+        return
+    final = aside.with_name(folder_name(step))
+    if not storage.exists(final):
+        log.warning(f"moving {aside} back to {final}: a save of the same step died while it replaced it")
+        _warn_on_failure(lambda path: storage.rename(path, final), aside)
+        return
+    try:
+        check_files(final, read_manifest(final, storage), storage)
+    except (CheckpointError, StorageError):
+        return  # the one in its place is not good: keep both
+    discard(aside, storage)
+
+
+def _warn_on_failure(work: Callable[[Path], None], path: Path) -> None:
+    try:
+        work(path)
+    except OSError as failure:
+        log.warning(f"could not clean up {path}: {failure}. It does no harm; remove it by hand if it stays.")

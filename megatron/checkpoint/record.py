@@ -1,0 +1,196 @@
+"""The record of a checkpoint: all of a run that is not a tensor, as one typed value and as JSON.
+
+The JSON form is part of the checkpoint format. Its keys stay: old checkpoints are read, and old programs read new ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.data.order.plan import DataPlan
+from megatron.errors import CheckpointError
+from megatron.tokenizers.record import TokenizerRecord
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What has happened in a run so far.
+
+    Attributes:
+        step: optimizer steps taken, skipped ones included.
+        consumed_samples: training samples consumed, those of skipped steps included.
+        consumed_tokens: the same in tokens.
+        skipped_steps: steps whose update was dropped because a half-precision gradient overflowed.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    skipped_steps: int = 0
+
+    def after(self, samples: int, tokens: int, skipped: bool = False) -> Progress:
+        """Progress after one more step that consumed so many samples and tokens."""
+        return Progress(
+            step=self.step + 1,
+            consumed_samples=self.consumed_samples + samples,
+            consumed_tokens=self.consumed_tokens + tokens,
+            skipped_steps=self.skipped_steps + int(skipped),
+        )
+
+    def to_json(self) -> dict[str, int]:
+        """A JSON object with one entry per field."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Progress:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            CheckpointError: a field is missing, unknown, or no whole number >= 0.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        wrong = sorted(names ^ set(value))
+        wrong += sorted(name for name in names & set(value) if not _is_count(value[name]))
+        if wrong:
+            raise CheckpointError(
+                f"The stored progress {dict(value)!r} cannot be used: {', '.join(wrong)} missing, unknown or no whole "
+                "number >= 0. Resume from another checkpoint of this run (--load)."
+            )
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a checkpoint holds beside its tensors.
+
+    Attributes:
+        optimizer_updates: updates the optimizer has made (skipped steps make none); Adam's bias correction needs it.
+        loss_scale: counters of the dynamic loss scaler; empty outside fp16.
+        config: the run's configuration as `RunConfig.to_json` gave it; `RunConfig.from_json` reads it.
+        data_plan: which sample comes when.
+        data: sizes and fingerprints of the data files; empty on ranks other than 0.
+        tokenizer: the tokenizer that made the ids.
+        program_version: version of the program that wrote the checkpoint.
+    """
+
+    progress: Progress
+    optimizer_updates: int
+    loss_scale: Mapping[str, float]
+    config: Mapping[str, Any]
+    data_plan: DataPlan
+    data: Mapping[str, Any]
+    tokenizer: TokenizerRecord
+    program_version: str
+
+    @property
+    def has_optimizer_state(self) -> bool:
+        """Whether the checkpoint holds moments and the loss scale: not if it was saved with --no-save-optim."""
+        sections = (section for section in self.config.values() if isinstance(section, Mapping))
+        return not any(section.get("no_save_optim") for section in sections)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as it stands in a manifest."""
+        return {
+            "progress": self.progress.to_json(),
+            "optimizer_updates": self.optimizer_updates,
+            "loss_scale": dict(self.loss_scale),
+            "config": dict(self.config),
+            "data_plan": self.data_plan.to_json(),
+            "data": dict(self.data),
+            "tokenizer": {
+                "fingerprint": self.tokenizer.fingerprint,
+                "vocab_size": self.tokenizer.vocab_size,
+                "name": self.tokenizer.name,
+            },
+            "program": {"version": self.program_version},
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], path: Path) -> Record:
+        """Reads what `to_json` wrote; entries that it does not know are ignored.
+
+        Args:
+            path: the checkpoint it comes from, for error texts.
+
+        Raises:
+            CheckpointError: an entry is missing or cannot be what it should; names the entry and its value.
+            DataError: the same of the data plan's entries.
+        """
+        fields = _Fields(value, path)
+        return cls(
+            progress=Progress.from_json(fields.mapping("progress")),
+            optimizer_updates=fields.count("optimizer_updates"),
+            loss_scale=fields.numbers("loss_scale"),
+            config=fields.mapping("config"),
+            data_plan=DataPlan.from_json(fields.mapping("data_plan")),
+            data=fields.mapping("data"),
+            tokenizer=fields.tokenizer("tokenizer"),
+            program_version=fields.version("program"),
+        )
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """The entries of a stored record, each checked when it is asked for."""
+
+    value: Mapping[str, Any]
+    path: Path
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        entry = self._entry(name)
+        if not isinstance(entry, Mapping):
+            raise self._wrong(name, entry, "a JSON object")
+        return entry
+
+    def count(self, name: str) -> int:
+        entry = self._entry(name)
+        if not _is_count(entry):
+            raise self._wrong(name, entry, "a whole number >= 0")
+        return int(entry)
+
+    def numbers(self, name: str) -> Mapping[str, float]:
+        entry = self.mapping(name)
+        for key, number in entry.items():
+            if not isinstance(number, int | float):
+                raise self._wrong(f"{name}.{key}", number, "a number")
+        return entry
+
+    def tokenizer(self, name: str) -> TokenizerRecord:
+        entry = self.mapping(name)
+        for key in ("fingerprint", "name"):
+            if not isinstance(entry.get(key), str):
+                raise self._wrong(f"{name}.{key}", entry.get(key), "a text")
+        if not _is_count(entry.get("vocab_size")):
+            raise self._wrong(f"{name}.vocab_size", entry.get("vocab_size"), "a whole number >= 0")
+        return TokenizerRecord.from_json(entry)
+
+    def version(self, name: str) -> str:
+        version = self.mapping(name).get("version")
+        if not isinstance(version, str):
+            raise self._wrong(f"{name}.version", version, "a text")
+        return version
+
+    def _entry(self, name: str) -> Any:
+        if name not in self.value:
+            raise CheckpointError(
+                f"the record of {self.path} has no {name} (it has {', '.join(self.value) or 'nothing'}): it is not the "
+                "checkpoint of a run. Give another one with --load."
+            )
+        return self.value[name]
+
+    def _wrong(self, name: str, entry: Any, should_be: str) -> CheckpointError:
+        shown = repr(entry)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return CheckpointError(
+            f"the record of {self.path} has {name} = {shown}, which should be {should_be}. Give another checkpoint of "
+            "the run with --load."
+        )
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a value is a whole number >= 0; JSON's true is not."""
+    return type(value) is int and value >= 0

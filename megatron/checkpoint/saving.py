@@ -1,0 +1,164 @@
+"""Saves a checkpoint: every rank writes its own file, rank 0 the manifest, and one rename makes all of it visible.
+
+Saving has two halves. `take_snapshot` takes this rank's values; `write_snapshot` puts them on the disk. With a snapshot
+that is a copy, the second half touches no tensor of the run, so training may go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import log
+from megatron.checkpoint.layout import StoredPiece, as_kind, check_complete
+from megatron.checkpoint.lock import CheckpointLock
+from megatron.checkpoint.manifest import (
+    CHUNK_BYTES,
+    ITEM_BYTES,
+    MANIFEST_NAME,
+    StoredFile,
+    file_name,
+    folder_name,
+    manifest_bytes,
+    record_text,
+)
+from megatron.checkpoint.publish import discard, open_temporary, publish, temporary_folder, write_hint
+from megatron.checkpoint.snapshot import Pieces, Snapshot, take_snapshot
+from megatron.checkpoint.storage import Storage, cannot_write, write_file
+from megatron.checkpoint.writer import write_pieces
+from megatron.errors import CheckpointError
+from megatron.parallel.agreement import gather_on_first, run_on_all, run_on_first
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_reduce_sum
+from megatron.parallel.pieces import PieceKey
+
+
+def save(
+    directory: Path,
+    step: int,
+    pieces: Pieces,
+    record: Mapping[str, Any],
+    mesh: ParallelMesh,
+    *,
+    lock: CheckpointLock | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    storage: Storage | None = None,
+) -> Path:
+    """Takes a snapshot and writes it at once, in constant memory; collective over the whole mesh.
+
+    Args:
+        pieces: what this rank writes, flat tensors on any device; over all ranks every element of every tensor exactly
+            once.
+
+    Raises:
+        as `write_snapshot`, and CheckpointError: a tensor does not fit its key.
+    """
+    taken = run_on_all(mesh, lambda: take_snapshot(pieces))
+    return write_snapshot(directory, step, taken, record, mesh, lock=lock, chunk_bytes=chunk_bytes, storage=storage)
+
+
+def write_snapshot(
+    directory: Path,
+    step: int,
+    taken: Snapshot,
+    record: Mapping[str, Any],
+    mesh: ParallelMesh,
+    *,
+    lock: CheckpointLock | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    storage: Storage | None = None,
+) -> Path:
+    """Writes a snapshot of every rank to `directory/iter_{step:07d}`; collective over the whole mesh.
+
+    Args:
+        record: JSON that goes into the manifest; global rank 0's counts.
+        lock: checked before the checkpoint becomes visible, so that a run whose lock was taken over publishes nothing.
+
+    Raises:
+        StorageError: the file system of some rank refused (on every rank); earlier checkpoints are untouched.
+        CheckpointError: the pieces do not make up whole tensors, or the record is not JSON.
+    """
+    directory = Path(directory)
+    storage = storage or Storage()
+    first = mesh.control.rank == 0
+    log.line(f"saving checkpoint at iteration {step:7d} to {directory}")
+    run = run_on_first(mesh, lambda: _check_request(step, record))
+    temporary = temporary_folder(directory, step, run)
+    need_bytes = int(all_reduce_sum(torch.tensor([taken.size_bytes], dtype=torch.int64), mesh.control))
+    run_on_first(mesh, lambda: open_temporary(temporary, need_bytes, storage))
+    try:
+        entries = gather_on_first(mesh, lambda: _write_own(temporary, mesh.control.rank, taken, chunk_bytes, storage))
+        run_on_first(mesh, lambda: _commit(temporary, step, run, record, chunk_bytes, entries or [], lock, storage))
+    except Exception:
+        if first:
+            discard(temporary, storage)
+        raise
+    if first:
+        write_hint(directory, step, run, storage)
+    log.line(f"successfully saved checkpoint at iteration {step:7d} to {directory}")
+    return directory / folder_name(step)
+
+
+def _check_request(step: int, record: Mapping[str, Any]) -> str:
+    """Checks what can be checked before anything is written, and names the save: a number that no other save has."""
+    if not 0 <= step < 10**18:
+        raise CheckpointError(f"cannot save a checkpoint of step {step}; steps are counted from 0.")
+    record_text(record)
+    return secrets.token_hex(8)
+
+
+def _write_own(temporary: Path, rank: int, taken: Snapshot, chunk_bytes: int, storage: Storage) -> list[Any] | None:
+    """Writes this rank's file and describes it as JSON; None when the rank has nothing to write."""
+    if not taken.listed:
+        return None
+    file, stored = write_pieces(temporary / file_name(rank), taken, chunk_bytes, storage)
+    rows = [
+        [key.name, key.kind, key.shape, key.start, key.stop, key.first, key.last, piece.dtype, piece.begin_bytes]
+        for piece in stored
+        for key in [piece.key]
+    ]
+    return [[file.name, file.size_bytes, file.sha256, file.chunks], rows]
+
+
+def _commit(
+    temporary: Path,
+    step: int,
+    run: str,
+    record: Mapping[str, Any],
+    chunk_bytes: int,
+    entries: Sequence[Any],
+    lock: CheckpointLock | None,
+    storage: Storage,
+) -> None:
+    """Checks that all ranks together wrote everything, writes the manifest, and makes the checkpoint visible."""
+    files: list[StoredFile] = []
+    pieces: list[StoredPiece] = []
+    for (name, size_bytes, sha256, chunks), rows in filter(None, entries):
+        pieces.extend(_stored(row, len(files)) for row in rows)
+        files.append(StoredFile(name, size_bytes, sha256, tuple(chunks)))
+    if not files:
+        raise CheckpointError("no rank has anything to save: a checkpoint needs at least one tensor.")
+    check_complete(piece.key for piece in pieces)
+    content = manifest_bytes(step, run, record, chunk_bytes, files, pieces)
+    if lock is not None:
+        lock.check()
+    final = temporary.parent / folder_name(step)
+    target = temporary / MANIFEST_NAME
+    try:
+        write_file(storage, target, content)
+        storage.sync_directory(temporary)
+        target = final
+        publish(temporary, final, run, storage)
+    except OSError as failure:
+        raise cannot_write(storage, target, len(content), failure) from failure
+
+
+def _stored(row: Sequence[Any], file: int) -> StoredPiece:
+    """A piece as `_write_own` described it."""
+    name, kind, shape, start, stop, first, last, dtype, begin_bytes = row
+    key = PieceKey(name, as_kind(kind) or "weight", tuple(shape), tuple(start), tuple(stop), first, last)
+    return StoredPiece(key, dtype, ITEM_BYTES[dtype], file, begin_bytes)

@@ -1,0 +1,138 @@
+"""What one rank saves: which pieces, announced once, and their values, copied to the host or read as they are written.
+
+A snapshot that is a copy owns its tensors, so training may go on while another thread writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron.checkpoint.layout import key_problem
+from megatron.checkpoint.manifest import ITEM_BYTES
+from megatron.errors import CheckpointError
+from megatron.parallel.pieces import PieceKey
+
+Pieces = Iterable[tuple[PieceKey, torch.Tensor]]
+
+# safetensors name -> torch element type.
+TORCH_TYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+
+_NAMES = {dtype: name for name, dtype in TORCH_TYPES.items()}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The pieces that one rank writes.
+
+    Args:
+        listed: key and element type (its safetensors name) of every piece that holds elements, in order.
+        pieces: the same with their values, flat tensors; iterated over several times while they are written.
+    """
+
+    listed: tuple[tuple[PieceKey, str], ...]
+    pieces: Pieces
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes the values take."""
+        return sum(key.numel * ITEM_BYTES[dtype] for key, dtype in self.listed)
+
+    def tensors(self) -> Iterator[tuple[PieceKey, str, torch.Tensor]]:
+        """The announced pieces with their values, in file order: wider element types first, else as they come.
+
+        Raises:
+            CheckpointError: other pieces come than were announced.
+        """
+        announced = iter(sorted(self.listed, key=lambda entry: -ITEM_BYTES[entry[1]]))
+        widths = sorted({ITEM_BYTES[dtype] for _, dtype in self.listed}, reverse=True)
+        for width in widths:
+            for key, dtype, tensor in _typed(self.pieces):
+                if ITEM_BYTES[dtype] != width and ITEM_BYTES[dtype] in widths:
+                    continue
+                expected = next(announced, None)
+                if expected != (key, dtype):
+                    raise _changed("nothing" if expected is None else piece_name(expected[0]), piece_name(key))
+                yield key, dtype, tensor
+        left = next(announced, None)
+        if left is not None:
+            raise _changed(piece_name(left[0]), "nothing")
+
+
+def take_snapshot(pieces: Pieces, *, copy: bool = False) -> Snapshot:
+    """Lists the pieces of this rank and takes their values.
+
+    Args:
+        pieces: flat tensors on any device. An iterator is kept as a list, because pieces are iterated over again.
+        copy: copy the values to the host now, all of them at once. Otherwise they are read piece by piece while they
+            are written, which takes constant memory; until then they must not change.
+
+    Raises:
+        CheckpointError: a tensor does not fit its key, or a piece comes twice.
+    """
+    if copy:
+        pieces = [(key, _host_copy(tensor)) for key, tensor in pieces]
+    elif isinstance(pieces, Iterator):
+        pieces = list(pieces)
+    listed = tuple((key, dtype) for key, dtype, _ in _typed(pieces))
+    seen: set[PieceKey] = set()
+    for key, _ in listed:
+        if key in seen:
+            raise CheckpointError(
+                f"piece {piece_name(key)} comes twice on one rank. Each element must be written exactly once."
+            )
+        seen.add(key)
+    return Snapshot(listed, pieces)
+
+
+def piece_name(key: PieceKey) -> str:
+    """A piece's name in its file: tensor, kind, global shape, box and range, so that the file explains itself."""
+    shape = "x".join(map(str, key.shape))
+    box = ",".join(f"{start}:{stop}" for start, stop in zip(key.start, key.stop, strict=True))
+    return f"{key.name}|{key.kind}|{shape}|{box}|{key.first}:{key.last}"
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory that nothing else refers to."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _typed(pieces: Pieces) -> Iterator[tuple[PieceKey, str, torch.Tensor]]:
+    """The pieces that hold elements, with the name of their element type, each checked against its key."""
+    for key, tensor in pieces:
+        if key.numel == 0 and tensor.numel() == 0:
+            continue
+        problem = key_problem(key)
+        if problem is not None:
+            raise CheckpointError(f"cannot save a piece of tensor {key.name} ({key.kind}): {problem}.")
+        dtype = _NAMES.get(tensor.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                f"cannot save tensor {key.name} ({key.kind}) of element type {tensor.dtype}; "
+                f"known are {', '.join(map(str, _NAMES))}."
+            )
+        if tensor.dim() != 1 or tensor.numel() != key.numel:
+            raise CheckpointError(
+                f"cannot save tensor {key.name} ({key.kind}): the piece has {key.numel} elements, but the given tensor "
+                f"has shape {list(tensor.shape)}. It must be flat and of that length."
+            )
+        yield key, dtype, tensor
+
+
+def _changed(announced: str, came: str) -> CheckpointError:
+    return CheckpointError(
+        f"the pieces changed while they were saved: {announced} was announced, then {came} came. "
+        "They must come in the same order every time."
+    )

@@ -1,0 +1,254 @@
+"""Reading a command line into the fields of dataclasses; the only file that knows argparse.
+
+A boolean flag may carry a word (`--eval-only false`). Everything that is wrong with a command line is collected, never
+just the first thing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import math
+import re
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.flags.fields import Flag, flags_of
+from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
+from megatron.errors import ConfigError
+
+_TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
+_FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+_NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+
+
+@dataclass
+class Reading:
+    """What a command line said, before any rule between the values is looked at."""
+
+    values: dict[str, Any]  # destination -> value
+    problems: list[str]
+    broken: set[str]  # flags that were given but could not be read
+    spellings: dict[str, str]  # destination -> the option string that was used
+
+
+def read_command_line(
+    flags: Mapping[str, Flag],
+    argv: Sequence[str],
+    *,
+    prog: str | None,
+    description: str,
+    groups: Sequence[tuple[str, Sequence[str]]],
+    epilog: str = "",
+    hidden: Sequence[str] = (),
+) -> Reading:
+    """Reads `argv` against a set of flags; prints the help and exits if asked to.
+
+    Args:
+        flags: destination -> flag. A destination is any text, unique over all flags.
+        argv: the words after the program's name.
+        prog: the program's name, None for the one the process was started with.
+        description: what the program does, for the help.
+        groups: (title, destinations) in the order of the help.
+        epilog: printed after the flags.
+        hidden: destinations that are read but not shown in the help.
+    """
+    parser, known = _build_parser(flags, prog, description, [*groups, (argparse.SUPPRESS, hidden)], epilog)
+    namespace = argparse.Namespace(occurrences=[])
+    _, extra = parser.parse_known_args(list(argv), namespace)
+    reading = Reading({}, _unknown_problems(extra, known), set(), {})
+    for destination, option, words in namespace.occurrences:
+        flag = flags[destination]
+        reading.spellings[destination] = option
+        try:
+            reading.values[destination] = value_from_words(flag, option, words)
+        except ConfigError as failure:
+            reading.problems.extend(failure.problems)
+            reading.broken.add(flag.field)
+            reading.values.pop(destination, None)
+    return reading
+
+
+def parse_flags(cls: type[Instance], argv: Sequence[str], prog: str | None = None, description: str = "") -> Instance:
+    """Reads the command line of a tool into an instance of `cls`, a dataclass of `flag()` fields.
+
+    Raises:
+        ConfigError: with all problems of the command line at once.
+    """
+    flags = {flag.field: flag for flag in flags_of(cls)}
+    reading = read_command_line(flags, argv, prog=prog, description=description, groups=[("flags", list(flags))])
+    problems = [*reading.problems, *missing_problems(flags.values(), reading.values, reading.broken)]
+    missing = {flag.field for flag in flags.values() if flag.required and flag.field not in reading.values}
+    instance = build_unchecked(cls, reading.values)
+    problems.extend(relevant_problems([instance], reading.values, reading.broken | missing))
+    if problems:
+        raise ConfigError(problems)
+    return instance
+
+
+def value_from_words(flag: Flag, option: str, words: Sequence[str]) -> Any:
+    """Converts the words that followed an option.
+
+    Raises:
+        ConfigError: too few or too many words, or a word that is not of the flag's type.
+    """
+    if flag.element is bool and not flag.is_tuple:
+        turns_on = flag.spellings.get(option, True)
+        if not words:
+            return turns_on
+        return _single_value(flag, option, words) is turns_on
+    if not flag.is_tuple:
+        return _single_value(flag, option, words)
+    if flag.count is not None and len(words) != flag.count:
+        raise ConfigError(f"{option} takes {flag.count} values, {len(words)} given ({' '.join(words) or 'none'}).")
+    if flag.facts.nargs == "+" and not words:
+        raise ConfigError(f"{option} takes at least one value; give one or drop the flag.")
+    return tuple(_convert(flag, option, word) for word in words)
+
+
+def value_from_file(flag: Flag, value: Any) -> Any:
+    """Converts an entry of a configuration file.
+
+    Raises:
+        ConfigError: the entry is not of the flag's type; the message starts with what the entry must be.
+    """
+    if flag.is_tuple:
+        items = value if isinstance(value, list) else [value]
+        if flag.count is not None and len(items) != flag.count:
+            raise ConfigError(f"must be a list of {flag.count} values, {len(items)} given")
+        return tuple(_from_file(flag, item) for item in items)
+    return _from_file(flag, value)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known spelling that resembles `name` most, if any does."""
+    close = difflib.get_close_matches(name.replace("_", "-"), list(known), n=1, cutoff=0.7)
+    return close[0] if close else None
+
+
+def _single_value(flag: Flag, option: str, words: Sequence[str]) -> Any:
+    if len(words) != 1:
+        given = f"{len(words)} given ({' '.join(words)})" if words else "none given"
+        raise ConfigError(f"{option} takes one value, {given}.")
+    return _convert(flag, option, words[0])
+
+
+def _convert(flag: Flag, option: str, word: str) -> Any:
+    if flag.element is bool:
+        if word.lower() in _TRUE_WORDS | _FALSE_WORDS:
+            return word.lower() in _TRUE_WORDS
+        raise ConfigError(f'{option} takes no value, or true or false, not "{word}".')
+    if flag.element is str:
+        if not word and flag.default != "":
+            raise ConfigError(f"{option} takes a string, but its value is empty. Is a variable in the script unset?")
+        return word
+    try:
+        value = flag.element(word)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        kind = "a whole number" if flag.element is int else "a number"
+        raise ConfigError(f'{option} takes {kind}, not "{word}".')
+    return value
+
+
+def _from_file(flag: Flag, value: Any) -> Any:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+    if flag.element is float and isinstance(value, str):  # YAML 1.1 reads 1e-4 as a string
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+    if flag.element is float and is_number:
+        return float(value)
+    if flag.element is int and is_number and value == int(value):
+        return int(value)
+    if flag.element in (bool, str) and isinstance(value, flag.element):
+        return value
+    raise ConfigError(f"must be {names[flag.element]}, not {value!r}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises our errors."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ConfigError(f"{message}.")
+
+
+class _Collect(argparse.Action):
+    """Records an option and its words; they are converted later, so that every problem is found."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        namespace.occurrences.append((self.dest, option_string, values))
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """One line per flag: its main name and its type."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=48, width=140)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if action.nargs == 0:
+            return ", ".join(action.option_strings)
+        return f"{action.option_strings[0]} {action.metavar}".rstrip()
+
+    def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
+        return f"usage: {self._prog} [flags]\n\n"
+
+
+def _build_parser(
+    flags: Mapping[str, Flag],
+    prog: str | None,
+    description: str,
+    groups: Sequence[tuple[str, Sequence[str]]],
+    epilog: str,
+) -> tuple[_Parser, list[str]]:
+    parser = _Parser(
+        prog=prog, description=description, epilog=epilog, allow_abbrev=False, formatter_class=_HelpFormatter
+    )
+    parser._negative_number_matcher = _NEGATIVE_NUMBER  # argparse's own takes -1e-3 for a flag
+    known = ["--help"]
+    for title, destinations in groups:
+        group = parser.add_argument_group(title)
+        for destination in destinations:
+            flag = flags[destination]
+            spellings = [flag.name, *(text for text in flag.spellings if text != flag.name)]
+            known.extend(spellings)
+            group.add_argument(
+                *spellings,
+                dest=destination,
+                action=_Collect,
+                nargs="*",
+                default=argparse.SUPPRESS,
+                metavar="" if flag.element is bool and not flag.is_tuple else flag.type_name,
+                help=argparse.SUPPRESS if title == argparse.SUPPRESS else _help_text(flag),
+            )
+    return parser, known
+
+
+def _help_text(flag: Flag) -> str:
+    default = "required" if flag.required else f"default: {flag.shown_default}"
+    choices = f" {{{', '.join(str(choice) for choice in flag.facts.choices)}}}" if flag.facts.choices else ""
+    also = [text for text in flag.facts.spelled if text != flag.name]
+    spelled = f"; also {', '.join(also)}" if also else ""
+    ignored = " [ignored]" if flag.facts.ignored else ""
+    return f"{flag.facts.help}{choices} ({default}{spelled}){ignored}".replace("%", "%%")
+
+
+def _unknown_problems(extra: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Sentences about the words argparse could not assign: unknown flags, and values without a flag."""
+    found: list[str] = []
+    after_unknown = False
+    for word in extra:
+        if word.startswith("-"):
+            name = word.split("=", 1)[0]
+            guess = nearest(name, known)
+            hint = f"Did you mean {guess}?" if guess else "See --help for all flags."
+            found.append(f"{name} is not a flag of this program. {hint}")
+            after_unknown = True
+        elif not after_unknown:
+            found.append(f'"{word}" does not belong to a flag. Put each value right after its flag.')
+    return found

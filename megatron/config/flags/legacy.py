@@ -1,0 +1,476 @@
+"""Flags of published launch scripts that set no field here: accepted and ignored, or refused with what to use instead.
+
+A row is a reason and the flags it holds for, each written `name:type=harmless` (type: `int`, `float`, `str`, `word`; a
+trailing `*` takes several values; no type: an on/off flag). A harmless value asks for what is done anyway, so no
+message is shown for it.
+
+Source: the flags, types and defaults of bigscience-workshop/Megatron-DeepSpeed `megatron/arguments.py` and
+deepspeedai's fork.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.flags.fields import Flag, FlagFacts
+
+SUPPORTED = "supported"
+IGNORED = "ignored"
+REFUSED = "refused"
+
+_TYPES: Mapping[str, type] = types.MappingProxyType({"": bool, "int": int, "float": float, "str": str})
+
+
+@dataclass(frozen=True)
+class Legacy:
+    """A flag that is known but sets no field."""
+
+    flag: Flag
+    status: str
+    reason: str
+    harmless: tuple[Any, ...]
+
+    def sentence(self, option: str, value: Any) -> str | None:
+        """The sentence for a user who gave it; None if the value asks for what is done anyway."""
+        words = value if self.flag.is_tuple else (value,)
+        if value is False or (self.harmless and all(word in self.harmless for word in words)):
+            return None
+        shown = option if value is True else f"{option} {' '.join(str(word) for word in words)}".rstrip()
+        verb = "is accepted and ignored" if self.status == IGNORED else "is refused"
+        return f"{shown} {verb}: {self.reason}"
+
+
+_REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    # removed by upstream
+    ("it was renamed. Use --micro-batch-size (samples per forward pass) and --global-batch-size.", ("batch_size:int",)),
+    ("it was renamed. Use --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples.", ("warmup:int",)),
+    ("it was renamed. Use --tensor-model-parallel-size.", ("model_parallel_size:int",)),
+    # the network
+    (
+        "only learned absolute positions are supported. Drop the flag and give --max-position-embeddings.",
+        (
+            "position_embedding_type:str=absolute,PositionEmbeddingType.absolute,learned_absolute",
+            "use_rotary_position_embeddings",
+            "rotary_position_embeddings_theta:int=10000",
+            "rotary_percent:float=1.0",
+            "rotary_base:int=10000",
+            "no_position_embedding",
+        ),
+    ),
+    ("GELU is the only activation supported. Drop the flag.", ("glu_activation:str", "swiglu", "squared_relu")),
+    (
+        "LayerNorm is the only norm supported. Drop the flag.",
+        ("normalization:str=layernorm,LayerNorm", "apply_layernorm_1p"),
+    ),
+    (
+        "every head has its own keys and values. Drop the flag.",
+        ("num_key_value_heads:int", "num_query_groups:int", "group_query_attention"),
+    ),
+    ("the residual is taken before the norm (pre-LN). Drop the flag.", ("apply_residual_connection_post_layernorm",)),
+    (
+        "a norm after the embedding is not supported. Drop the flag; --clip-grad and a longer warm-up also stabilise "
+        "the start of training.",
+        ("embed_layernorm",),
+    ),
+    (
+        "the output layer shares the word embedding's weights, and every linear layer has a bias. Drop the flag.",
+        ("untie_embeddings_and_output_weights", "disable_bias_linear"),
+    ),
+    (
+        "weights and activations have one dtype. Use --bf16, whose range needs no wider residual.",
+        ("fp32_residual_connection",),
+    ),
+    ("weights are drawn from a normal distribution. Use --init-method-std.", ("init_method_xavier_uniform",)),
+    (
+        "only decoder-only GPT models are supported. Drop the flag.",
+        (
+            "bert_no_binary_head",
+            "bert_load:str",
+            "mask_prob:float=0.15",
+            "short_seq_prob:float=0.1",
+            "decoder_seq_length:int",
+            "retriever_seq_length:int=256",
+            "vocab_extra_ids:int=0",
+            "encoder_num_layers:int",
+            "decoder_num_layers:int",
+            "pipeline_model_parallel_split_rank:int",
+            "sample_rate:float=1.0",
+            "noise_density:float",
+            "mean_noise_span_length:int",
+            "ict_head_size:int",
+            "biencoder_projection_dim:int=0",
+            "biencoder_shared_query_context_model",
+            "ict_load:str",
+            "titles_data_path:str",
+            "query_in_block_prob:float=0.1",
+            "use_one_sent_docs",
+            "evidence_data_path:str",
+            "retriever_report_topk_accuracies:int*",
+            "retriever_score_scaling",
+            "block_data_path:str",
+            "embedding_path:str",
+            "indexer_batch_size:int=128",
+            "indexer_log_interval:int=1000",
+            "num_classes:int=1000",
+            "img_dim:int=224",
+            "img_h:int=224",
+            "img_w:int=224",
+            "num_channels:int=3",
+            "patch_dim:int=16",
+            "vision_pretraining",
+            "output_bert_embeddings",
+            "retro_workdir:str",
+            "retro_add_retriever",
+        ),
+    ),
+    (
+        "every token of a document is trained on. Use --eod-mask-loss for end-of-document tokens, or drop the flag.",
+        ("loss_on_targets_only", "reweight_loss_based_on_position_frequency"),
+    ),
+    (
+        "mixture of experts is not supported. Train a dense model: drop the flag.",
+        (
+            "num_experts:int*=1",
+            "num_experts_switch:int",
+            "mlp_type:str=standard",
+            "topk:int=1",
+            "expert_interval:int=2",
+            "moe_expert_parallel_size:int=1",
+            "enable_expert_tensor_parallelism",
+            "disable_moe_token_dropping",
+            "moe_train_capacity_factor:float=1.0",
+            "moe_eval_capacity_factor:float=1.0",
+            "moe_min_capacity:int=4",
+            "moe_loss_coeff:float=0.1",
+            "create_moe_param_group",
+            "disable_moe_top2_2nd_expert_sampling",
+            "use_tutel",
+        ),
+    ),
+    (
+        "distillation is not supported. Train without a teacher: drop the flag.",
+        (
+            "kd",
+            "mos",
+            "load_teacher:str",
+            "num_layers_teacher:int",
+            "hidden_size_teacher:int",
+            "num_attention_heads_teacher:int",
+        ),
+    ),
+    ("fp8 is not supported. Use --bf16.", ("fp8_e4m3", "fp8_hybrid", "fp8_format:str", "transformer_impl:str=local")),
+    # layout
+    (
+        "pipelines alternate one forward and one backward pass, without virtual stages. Drop the flag; more "
+        "micro-batches shrink the bubble.",
+        (
+            "num_layers_per_virtual_pipeline_stage:int",
+            "enable_zbh1_pipeline",
+            "enable_zbh1_exact_semantics",
+            "standalone_embedding_stage",
+        ),
+    ),
+    (
+        "sequences are not split over ranks. Use --checkpoint-activations or --tensor-model-parallel-size to save "
+        "memory.",
+        (
+            "sequence_parallel",
+            "ds_sequence_parallel_size:int=1",
+            "force_ds_sequence_parallel",
+            "ds_sequence_parallel_fpdt",
+            "context_parallel_size:int=1",
+        ),
+    ),
+    (
+        "weights and optimizer state stay on the device. Use --zero-stage 3 or --tensor-model-parallel-size for "
+        "models that do not fit.",
+        ("remote_device:str=none", "cpu_optimizer"),
+    ),
+    (
+        "8-bit optimizer state is not supported. Use --optimizer adam with --zero-stage 1 or more.",
+        ("use_bnb_optimizer",),
+    ),
+    # schedule and data
+    (
+        "the sequence length is fixed, so tokens are samples x --seq-length. Divide by it and use --lr-decay-samples "
+        "or --lr-warmup-samples.",
+        ("lr_decay_tokens:int", "lr_warmup_tokens:int"),
+    ),
+    (
+        "weight decay is constant. Use --weight-decay.",
+        ("start_weight_decay:float", "end_weight_decay:float", "weight_decay_incr_style:str=constant"),
+    ),
+    (
+        "every epoch is shuffled already, and there is only one loader. Drop the flag.",
+        ("dataloader_type:str=single",),
+    ),
+    (
+        "curricula, dropped tokens and compression are not supported. Drop the flag.",
+        ("random_ltd", "data_efficiency_curriculum_learning", "train_desc_path:str"),
+    ),
+    (
+        "index files are found by their content. Use --data-cache-path.",
+        ("train_idx_path:str", "train_doc_idx_path:str", "train_sample_idx_path:str", "train_shuffle_idx_path:str"),
+    ),
+    (
+        "the run's length is a number of steps. Use --train-iters or --train-samples.",
+        ("train_data_exact_num_epochs:int",),
+    ),
+    ("data is read from local folders only. Give full prefixes in --data-path.", ("aml_data_download_path:str",)),
+    ("the vocabulary's size is the tokenizer's. Drop the flag, or use --pad-vocab-size-to.", ("vocab_size:int",)),
+    (
+        "no code of a tokenizer's author is run. Save the tokenizer as tokenizer.json and use "
+        "--tokenizer-name-or-path.",
+        ("trust_remote_code",),
+    ),
+    # checkpoints and modes
+    (
+        "flags are not read from a checkpoint. Repeat the command, or give --config RUN_DIR/config.json of the run "
+        "that saved it.",
+        ("use_checkpoint_args", "use_mp_args_from_checkpoint_args"),
+    ),
+    (
+        "the newest intact checkpoint is loaded. Give --load a folder that contains only the checkpoint you want.",
+        ("load_tag:str", "ckpt_step:int"),
+    ),
+    (
+        "the step count cannot restart without the data. Use --finetune, which takes the weights and starts at step 0.",
+        ("reset_iteration",),
+    ),
+    (
+        "the trainer does not generate text. Use tools/generate_samples_gpt.py to generate text.",
+        ("inference", "ds_inference"),
+    ),
+    ("there is no exporter to ONNX. Drop the flag.", ("onnx_safe",)),
+    (
+        "every block is recomputed alike. Drop the flag; --checkpoint-activations recomputes every block.",
+        ("recompute_method:str=uniform",),
+    ),
+    (
+        "no flag starts the profiler. Run the command under a profiler, or drop the flag.",
+        ("profile:str", "profile_steps:str=2,3", "profile_ranks:int*"),
+    ),
+)
+
+_IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    # kernels
+    (
+        "attention selects the fastest available kernel by itself.",
+        (
+            "use_flash_attn",
+            "use_flash_attn_v1",
+            "use_flash_attn_v2",
+            "use_flash_attn_triton",
+            "use_flash_attn_builder",
+            "attention_backend:str=auto",
+        ),
+    ),
+    (
+        "the attention kernel already accumulates in float32 and scales safely.",
+        ("no_query_key_layer_scaling", "attention_softmax_in_fp32"),
+    ),
+    ("the loss is always computed in float32, which is more exact.", ("fp16_lm_cross_entropy",)),
+    (
+        "bfloat16 accumulates gradients in float32 at ZeRO stages 0 and 1 in any case; other dtypes in their own.",
+        ("accumulate_allreduce_grads_in_fp32",),
+    ),
+    (
+        "no fused kernel is required; each operation falls back to plain PyTorch.",
+        ("abort_on_unmet_fused_kernel_constraints",),
+    ),
+    (
+        "it selects fused kernels that are not used here.",
+        (
+            "no_persist_layer_norm",
+            "disable_mem_efficient_ln",
+            "no_gradient_accumulation_fusion",
+            "no_bias_swiglu_fusion",
+            "no_rope_fusion",
+        ),
+    ),
+    # parallelism
+    (
+        "copies of one parameter are computed from equal values on every rank, so they cannot drift.",
+        ("sync_tp_duplicated_parameters",),
+    ),
+    (
+        "initial weights never depend on the layout.",
+        ("use_cpu_initialization", "data_parallel_random_init", "no_initialization"),
+    ),
+    (
+        "DeepSpeed reduces the gradients; its own buffers are used.",
+        ("DDP_impl:str=local", "use_contiguous_buffers_in_ddp", "no_contiguous_buffers_in_local_ddp", "lazy_mpu_init"),
+    ),
+    ("ZeRO stage 1, the default, shards the optimizer already.", ("use_distributed_optimizer",)),
+    (
+        "it changes when data is sent, not what is computed.",
+        (
+            "no_scatter_gather_tensors_in_pipeline",
+            "no_async_tensor_model_parallel_allreduce",
+            "overlap_p2p_communication",
+            "use_ring_exchange_p2p",
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+            "empty_unused_memory_level:int=0",
+        ),
+    ),
+    ("a run with one pipeline stage never uses the pipeline engine.", ("no_pipeline_parallel",)),
+    (
+        "upstream reads it nowhere; ZeRO's settings come from --deepspeed_config.",
+        (
+            "zero_reduce_scatter",
+            "zero_contigious_gradients",
+            "zero_reduce_bucket_size:float=0",
+            "zero_allgather_bucket_size:float=0",
+            "use_pin_memory",
+        ),
+    ),
+    ("upstream reads it nowhere.", ("scattered_embeddings", "memory_centric_tiled_linear", "tile_factor:int=1")),
+    ("launchers, mpirun included, are detected automatically.", ("deepspeed_mpi",)),
+    (
+        "it trades memory for traffic during recompute; results are the same without it.",
+        (
+            "distribute_checkpointed_activations",
+            "distribute_saved_activations",
+            "split_transformers",
+            "deepspeed_activation_checkpointing",
+            "partition_activations",
+            "contigious_checkpointing",
+            "checkpoint_in_cpu",
+            "synchronize_each_layer",
+            "profile_backward",
+        ),
+    ),
+    ("torch's fused AdamW is the default.", ("cpu_torch_adam", "ds_fused_adam")),
+    # data
+    ("token files are memory-mapped and read on demand.", ("mmap_warmup",)),
+    ("validation reads with --num-workers too.", ("valid_num_workers:int=2",)),
+    (
+        "the data order has no such option; samples are never repeated within an epoch.",
+        ("repeated_dataloader", "return_data_index"),
+    ),
+    # length and checkpoints
+    ("the run ends by --train-iters or --train-samples; tokens are samples x --seq-length.", ("train_tokens:int",)),
+    (
+        "random streams follow from the seed and the samples consumed, so none are stored.",
+        ("no_save_rng", "no_load_rng"),
+    ),
+    ("the schedule follows from the samples consumed, so none is stored.", ("no_load_lr_state",)),
+    (
+        "every checkpoint loads into every layout.",
+        ("universal_checkpoint", "auto_detect_ckpt_format", "ckpt_format:str=torch_dist"),
+    ),
+    # reports and surroundings
+    ("emissions are not tracked.", ("codecarbon_dir:str",)),
+    (
+        "SIGTERM and SIGUSR1 save and stop the run (--exit-on-signal).",
+        ("adlr_autoresume", "adlr_autoresume_interval:int=1000"),
+    ),
+    (
+        "timers are always on and cost nothing noticeable.",
+        ("timing_log_level:int=0", "timing_log_option:str=minmax", "no_barrier_with_level_1_timing"),
+    ),
+    (
+        "this value is not written to TensorBoard.",
+        ("log_optimizer_states_to_tensorboard", "log_memory_to_tensorboard", "log_world_size_to_tensorboard"),
+    ),
+    (
+        "it has no effect without a feature that is not supported.",
+        (
+            "embedding_weights_in_fp32",
+            "no_fp8_wgrad",
+            "fp8_margin:int=0",
+            "fp8_interval:int=1",
+            "fp8_amax_history_len:int=1",
+            "fp8_amax_compute_algo:str=most_recent",
+            "ds_sequence_parallel_fpdt_chunk_size:int=65536",
+            "ds_sequence_parallel_fpdt_offloading",
+            "inference_batch_times_seqlen_threshold:int=512",
+            "max_tokens_to_oom:int=12000",
+            "bert_embedder_type:str=megatron",
+            "kd_alpha_ce:float=1",
+            "kd_beta_ce:float=1",
+            "kd_temp:float=1.0",
+            "num_experts_teacher:int*=1",
+            "use_dataset_only",
+            "classes_fraction:float=1.0",
+            "data_per_class_fraction:float=1.0",
+            "no_data_sharding",
+            "head_lr_mult:float=1.0",
+            "vision_pretraining_type:str=classify",
+            "vision_backbone_type:str=vit",
+            "swin_backbone_type:str=tiny",
+            "mask_type:str=random",
+            "mask_factor:float=1.0",
+            "iter_per_epoch:int=1250",
+            "dino_local_img_size:int=96",
+            "dino_local_crops_number:int=10",
+            "dino_head_hidden_size:int=2048",
+            "dino_bottleneck_size:int=256",
+            "dino_freeze_last_layer:float=1",
+            "dino_norm_last_layer",
+            "dino_warmup_teacher_temp:float=0.04",
+            "dino_teacher_temp:float=0.07",
+            "dino_warmup_teacher_temp_epochs:int=30",
+            "retro_cyclic_train_iters:int",
+            "retro_encoder_layers:int=2",
+            "retro_encoder_hidden_dropout:float=0.1",
+            "retro_encoder_attention_dropout:float=0.1",
+            "retro_num_neighbors:int=2",
+            "retro_num_retrieved_chunks:int=2",
+            "retro_return_doc_ids",
+        ),
+    ),
+    ("there is one implementation of the model.", ("use_mcore_models", "use_legacy_models")),
+)
+
+# Further spellings of the flags above.
+_SPELLED: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "cpu_torch_adam": ("--cpu_torch_adam",),
+        "ds_fused_adam": ("--ds_fused_adam",),
+        "deepspeed_mpi": ("--deepspeed_mpi",),
+        "profile_steps": ("--profile_steps",),
+        "zero_contigious_gradients": ("--zero-contiguous-gradients",),
+        "contigious_checkpointing": ("--contiguous-checkpointing",),
+    }
+)
+
+# Spellings of supported flags that upstream has dropped.
+DEPRECATED: Mapping[str, str] = types.MappingProxyType(
+    {
+        "--deepscale": "it is an old name for --deepspeed.",
+        "--deepscale_config": "it is an old name for --deepspeed_config.",
+        "--deepscale-config": "it is an old name for --deepspeed_config.",
+    }
+)
+
+
+def legacy_flags() -> dict[str, Legacy]:
+    """Every flag that is known but sets no field, by its destination `legacy.name`."""
+    found: dict[str, Legacy] = {}
+    for status, rows in ((REFUSED, _REFUSED_ROWS), (IGNORED, _IGNORED_ROWS)):
+        for reason, specs in rows:
+            for spec in specs:
+                entry = _read(spec, status, reason)
+                found[f"legacy.{entry.flag.field}"] = entry
+    return found
+
+
+def _read(spec: str, status: str, reason: str) -> Legacy:
+    written, _, harmless = spec.partition("=")
+    name, _, kind = written.partition(":")
+    many = kind.endswith("*")
+    element = _TYPES[kind.rstrip("*")]
+    values = tuple(
+        element(word)
+        for word in (harmless.split(",") if harmless and name != "profile_steps" else [harmless] if harmless else [])
+    )
+    facts = FlagFacts(help=reason, spelled=_SPELLED.get(name, ()))
+    default = False if element is bool else values[0] if values else None
+    return Legacy(
+        Flag(name, element, facts, default, required=False, is_tuple=many, count=None), status, reason, values
+    )

@@ -1,0 +1,140 @@
+"""Sections of the configuration: dataclasses of flags that complete and check themselves.
+
+Everything that is wrong with a section is collected, never just the first thing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from megatron.config.flags.fields import Flag, Unset, flags_of
+from megatron.errors import ConfigError
+
+Instance = TypeVar("Instance")
+
+_OPTION = re.compile(r"(?<![\w-])--[\w-]*\w")
+
+
+class ConfigSection:
+    """Base of a dataclass of flags: completes itself, then checks itself.
+
+    Raises:
+        ConfigError: a value is out of bounds, or the values contradict each other; all problems at once.
+    """
+
+    def __post_init__(self) -> None:
+        self.compute_defaults()
+        self.complete()
+        found = [*(sentence for _, sentence in bound_problems(self)), *self.all_problems()]
+        if found:
+            raise ConfigError(found)
+
+    def compute_defaults(self) -> None:
+        """Fills in every computed default that can be computed; `all_problems` says why one cannot."""
+        for flag in flags_of(type(self)):
+            if flag.facts.computed is not None and getattr(self, flag.field) is Unset.COMPUTED:
+                try:
+                    self.set_derived(flag.field, flag.facts.computed(self))
+                except ConfigError:
+                    continue
+
+    def complete(self) -> None:
+        """Makes fields agree where one implies another (a frozen dataclass uses `set_derived`)."""
+
+    def problems(self) -> Iterator[str]:
+        """One sentence for every broken rule between the fields of this section."""
+        return iter(())
+
+    def all_problems(self) -> Iterator[str]:
+        """The broken rules, and why a default cannot be computed."""
+        for flag in flags_of(type(self)):
+            if flag.facts.computed is not None and getattr(self, flag.field) is Unset.COMPUTED:
+                try:
+                    flag.facts.computed(self)
+                except ConfigError as failure:
+                    yield from failure.problems
+        yield from self.problems()
+
+    def set_derived(self, field: str, value: Any) -> None:
+        """Writes a derived value during construction."""
+        object.__setattr__(self, field, value)
+
+
+def bound_problems(section: Any) -> Iterator[tuple[str, str]]:
+    """The name of every field whose value lies outside its bounds or choices, and a sentence that says so."""
+    for flag in flags_of(type(section)):
+        values = getattr(section, flag.field)
+        for value in values if flag.is_tuple and values is not None else [values]:
+            if value is None or value is Unset.COMPUTED:
+                continue
+            facts = flag.facts
+            if facts.choices and value not in facts.choices:
+                allowed = ", ".join(str(choice) for choice in facts.choices)
+                sentence = f"{flag.positive_name} {value} is not known. Use one of: {allowed}."
+                yield flag.field, sentence + _after(facts.remedy)
+            for bound, breaks, words in (
+                (facts.at_least, operator.lt, "at least"),
+                (facts.above, operator.le, "more than"),
+                (facts.at_most, operator.gt, "at most"),
+                (facts.below, operator.ge, "less than"),
+            ):
+                if bound is not None and breaks(value, bound):
+                    sentence = f"{flag.positive_name} {value} is out of range. It must be {words} {bound}."
+                    yield flag.field, sentence + _after(facts.remedy)
+
+
+def build_unchecked(cls: type[Instance], values: Mapping[str, Any]) -> Instance:
+    """Builds a frozen section without checking it, so that the problems of several sections can be shown at once.
+
+    A required value that is missing is replaced by the empty value of its type.
+    """
+    instance = object.__new__(cls)
+    empty = {flag.field: flag.empty_value for flag in flags_of(cls)}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        default = field.default if field.default is not dataclasses.MISSING else empty[field.name]
+        object.__setattr__(instance, field.name, values.get(field.name, default))
+    if isinstance(instance, ConfigSection):
+        instance.compute_defaults()
+        instance.complete()
+    return instance
+
+
+def missing_problems(flags: Iterable[Flag], values: Mapping[str, Any], broken: set[str]) -> list[str]:
+    """One sentence for every required flag that has no value."""
+    return [
+        f"{flag.positive_name} is required: {flag.facts.help}."
+        for flag in flags
+        if flag.required and flag.field not in values and flag.field not in broken
+    ]
+
+
+def relevant_problems(
+    sections: Sequence[Any], given: Container[str], refused: set[str], rules: Iterable[str] = ()
+) -> list[str]:
+    """The broken bounds and rules of sections, and of `rules` between them, without those that only repeat another.
+
+    Nothing is said about a value that is `refused` already (unreadable or missing) or computed from a wrong one, and no
+    rule is applied to a value that is out of bounds. `given` and `refused` hold names of fields.
+    """
+    bounds = [pair for section in sections for pair in bound_problems(section)]
+    wrong = refused | {name for name, _ in bounds}
+    computed = {
+        flag.field
+        for section in sections
+        for flag in flags_of(type(section))
+        if flag.field not in given and wrong.intersection(flag.facts.follows)
+    }
+    found = [sentence for name, sentence in bounds if name not in refused | computed]
+    options = {"--" + name.replace("_", "-") for name in wrong | computed}
+    own = [
+        sentence for section in sections if isinstance(section, ConfigSection) for sentence in section.all_problems()
+    ]
+    return found + [text for text in [*own, *rules] if not options.intersection(_OPTION.findall(text))]
+
+
+def _after(sentence: str) -> str:
+    return f" {sentence}" if sentence else ""

@@ -1,0 +1,81 @@
+"""Which tensor and pipeline sizes are legal: the rules, their refusals, and the nearest layouts that keep them.
+
+A rule yields one sentence if it is broken and nothing otherwise. Sizes of ranks and stages are at least 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+_MOST_SHOWN = 8
+
+
+def layout_problems(
+    world_size: int, tp_size: int, pp_size: int, *, split_sizes: Sequence[int] = (), most_stages: int | None = None
+) -> Iterator[str]:
+    """Whole copies of the model, tp x pp ranks each, must fill the world.
+
+    Args:
+        split_sizes: what tensor parallelism divides (attention heads, width of the feed-forward network); proposed
+            layouts divide all of it.
+        most_stages: the largest pipeline that may be proposed.
+    """
+    needed = tp_size * pp_size
+    copies, rest = divmod(world_size, needed)
+    if rest == 0 and copies > 0:
+        return
+    counts = f"{needed}" if copies == 0 else f"{copies * needed} or {(copies + 1) * needed}"
+    nearest = nearest_layouts(world_size, tp_size, pp_size, split_sizes=split_sizes, most_stages=most_stages)
+    shown = ", ".join(f"{tp} x {pp}" for tp, pp in nearest[:_MOST_SHOWN])
+    hidden = f" or {len(nearest) - _MOST_SHOWN} others" if len(nearest) > _MOST_SHOWN else ""
+    yield (
+        f"--tensor-model-parallel-size {tp_size} x --pipeline-model-parallel-size {pp_size} needs a multiple of "
+        f"{needed} processes, and {world_size} {'was' if world_size == 1 else 'were'} started. Start {counts}, or use "
+        f"a tensor x pipeline layout that fits {world_size}: {shown}{hidden}."
+    )
+
+
+def nearest_layouts(
+    world_size: int, tp_size: int, pp_size: int, *, split_sizes: Sequence[int] = (), most_stages: int | None = None
+) -> list[tuple[int, int]]:
+    """All legal (tp, pp) of a world, the nearest to the wanted one first: near is a small ratio of the sizes."""
+    legal = [
+        (tp, pp)
+        for tp in divisors(world_size)
+        for pp in divisors(world_size // tp)
+        if all(size % tp == 0 for size in split_sizes) and (most_stages is None or pp <= most_stages)
+    ]
+    return sorted(legal, key=lambda pair: (_ratio(pair[0], tp_size) * _ratio(pair[1], pp_size), pair))
+
+
+def heads_problems(heads: int, tp_size: int) -> Iterator[str]:
+    """Every tensor-parallel rank must get as many attention heads."""
+    if heads % tp_size == 0:
+        return
+    yield (
+        f"{heads} attention heads cannot be split over {tp_size} ranks (--num-attention-heads {heads}, "
+        f"--tensor-model-parallel-size {tp_size}). Heads must be a multiple of the ranks; use one of "
+        f"{', '.join(map(str, divisors(heads)))} ranks, or {-(-heads // tp_size) * tp_size} heads."
+    )
+
+
+def stages_problems(num_layers: int, stages: int) -> Iterator[str]:
+    """Every pipeline stage must get a layer."""
+    if num_layers >= stages:
+        return
+    yield (
+        f"{num_layers} layers cannot fill {stages} pipeline stages (--num-layers {num_layers}, "
+        f"--pipeline-model-parallel-size {stages}). Every stage needs a layer: without one it has fewer optimizer "
+        f"parameter groups than the others, and DeepSpeed waits for them without end; use at most {num_layers} stages."
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def _ratio(left: int, right: int) -> float:
+    return max(left, right) / min(left, right)

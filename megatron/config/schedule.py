@@ -1,0 +1,169 @@
+"""The arithmetic of a run: learning rate, batch sizes, and the number of its steps and samples.
+
+Everything here is a pure function of the configuration and of what was consumed, so a resumed run needs no scheduler
+state. Two things differ from upstream on purpose: a step that is skipped because of an overflow consumed its samples
+and so advances the schedule, and the rate that is reported is the one that was applied (upstream prints the next
+step's).
+
+Source: bigscience-workshop/Megatron-DeepSpeed, megatron/microbatches.py, megatron/learning_rates.py and
+megatron/training.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.config.sections.control import ControlConfig
+from megatron.config.sections.optim import OptimConfig
+
+StepRange = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The course of the learning rate, counted in samples.
+
+    Attributes:
+        warmup_samples: samples over which the rate rises from 0 to its peak; not always whole (a fraction of the
+            decay).
+        decay_samples: samples after which the rate has reached its floor.
+    """
+
+    warmup_samples: float
+    decay_samples: float
+
+
+def schedule(optim: OptimConfig) -> Schedule:
+    """Warm-up and decay of the learning rate in samples, whatever unit they were given in."""
+    warmup: float
+    if optim.train_samples is None:
+        decay = (optim.lr_decay_iters or optim.train_iters) * optim.global_batch_size
+        warmup = optim.lr_warmup_iters * optim.global_batch_size
+    else:
+        decay = optim.lr_decay_samples or optim.train_samples
+        warmup = optim.lr_warmup_samples
+    if optim.lr_warmup_fraction is not None:
+        warmup = optim.lr_warmup_fraction * decay
+    return Schedule(warmup, decay)
+
+
+def learning_rate(optim: OptimConfig, consumed_samples: int) -> float:
+    """Learning rate of the step that starts after so many consumed samples.
+
+    The first step of a run with warm-up therefore runs at rate 0, as upstream's does.
+    """
+    course = schedule(optim)
+    peak, floor = optim.lr, optim.min_lr
+    if course.warmup_samples > 0 and consumed_samples <= course.warmup_samples:
+        return peak * consumed_samples / course.warmup_samples
+    if optim.lr_decay_style == "constant":
+        return peak
+    if consumed_samples > course.decay_samples:
+        return floor
+    ratio = (consumed_samples - course.warmup_samples) / (course.decay_samples - course.warmup_samples)
+    remaining = 1.0 - ratio if optim.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    return floor + remaining * (peak - floor)
+
+
+def global_batch_size(optim: OptimConfig, consumed_samples: int) -> int:
+    """Samples of the step that starts after so many consumed samples.
+
+    With --rampup-batch-size START INCREMENT SAMPLES the size grows from START by INCREMENT in equal shares of SAMPLES.
+    The division is upstream's floating-point one, so the sizes agree step by step.
+    """
+    full = optim.global_batch_size
+    if optim.rampup_batch_size is None:
+        return full
+    start, increment, ramp_samples = optim.rampup_batch_size
+    increments = (full - start) // increment
+    if consumed_samples > ramp_samples or increments == 0 or ramp_samples == 0:
+        return full
+    return min(full, start + int(consumed_samples / (ramp_samples / increments)) * increment)
+
+
+def ramp_up_batches(optim: OptimConfig, consumed_samples: int) -> Iterator[int]:
+    """Global batch sizes of the steps that start within the batch-size ramp-up, from so many consumed samples on."""
+    if optim.rampup_batch_size is None:
+        return
+    while consumed_samples <= optim.rampup_batch_size[2]:
+        size = global_batch_size(optim, consumed_samples)
+        yield size
+        consumed_samples += size
+
+
+def samples_after(optim: OptimConfig, steps: int, consumed_samples: int = 0) -> int:
+    """Samples consumed after so many further steps."""
+    for size in ramp_up_batches(optim, consumed_samples):
+        if steps == 0:
+            return consumed_samples
+        consumed_samples += size
+        steps -= 1
+    return consumed_samples + steps * optim.global_batch_size
+
+
+def is_done(optim: OptimConfig, step: int, consumed_samples: int) -> bool:
+    """Whether the planned steps or samples are used up; a batch that would exceed the samples is not started."""
+    if optim.train_samples is not None:
+        return consumed_samples + global_batch_size(optim, consumed_samples) > optim.train_samples
+    return step >= optim.train_iters
+
+
+def planned_iterations(optim: OptimConfig, step: int = 0, consumed_samples: int = 0) -> int:
+    """Steps at the end of training: those already taken plus those that the remaining samples allow.
+
+    Source: bigscience Megatron-DeepSpeed `megatron/training.py`, `update_train_iters`; unlike there, a run that ends
+    inside the ramp-up stops before the first batch that would exceed --train-samples.
+    """
+    if optim.train_samples is None:
+        return optim.train_iters
+    for size in ramp_up_batches(optim, consumed_samples):
+        if consumed_samples + size > optim.train_samples:
+            return step
+        consumed_samples += size
+        step += 1
+    return step + max(0, optim.train_samples - consumed_samples) // optim.global_batch_size
+
+
+def planned_samples(
+    optim: OptimConfig, control: ControlConfig, step: int = 0, consumed_samples: int = 0
+) -> tuple[int, int, int]:
+    """Samples that training, validation and test need over the whole run; what the index files are built for.
+
+    Every evaluation sees the same first samples, so it needs those of one evaluation only (upstream goes on through its
+    validation data and plans for all of them). Training also needs the data that it passes over.
+
+    Args:
+        optim: the resolved optimizer section.
+        control: length of evaluation, and the ranges of steps to skip.
+        step: where the run resumes.
+        consumed_samples: likewise, so that a changed batch size still gives enough samples.
+    """
+    batch = optim.global_batch_size
+    if optim.train_samples is not None:
+        train = optim.train_samples
+    else:
+        train = samples_after(optim, max(0, optim.train_iters - step), consumed_samples)
+    train += skipped_steps(control.skip_ranges, after=step) * batch
+    return train, control.eval_iters * batch, control.eval_iters * batch
+
+
+def skipped_steps(ranges: Sequence[StepRange], after: int) -> int:
+    """Global batches that `ranges` (1-based, inclusive) pass over once `after` steps were taken.
+
+    The numbering of steps has no gap: step A is taken next, on the data of step B + 1. Unlike upstream's, a range
+    passes over whole global batches and moves the consumed samples, so a later resume is right.
+    """
+    return sum(last - first + 1 for first, last in ranges if first > after)
+
+
+def range_to_skip(ranges: Sequence[StepRange], step: int) -> StepRange | None:
+    """The range of data to pass over before the next step, once `step` steps were taken."""
+    return next((pair for pair in ranges if pair[0] == step + 1), None)
+
+
+def samples_before_step(optim: OptimConfig, ranges: Sequence[StepRange], step: int) -> int:
+    """Samples consumed when step number `step`, counted from 1, reads its batch; the data passed over is included."""
+    passed = skipped_steps(ranges, after=0) - skipped_steps(ranges, after=step)
+    return samples_after(optim, step - 1 + passed)

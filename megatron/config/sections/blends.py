@@ -1,0 +1,130 @@
+"""Texts that say which data is read: splits, blends of weighted sources, and groups of parts of sources."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megatron.errors import ConfigError
+
+_SHARD_NAME = re.compile(r"-\d{5,}-of-\d{5,}$")
+
+
+@dataclass(frozen=True)
+class WeightedPath:
+    """One entry of a weighted group: `weight start:stop prefix`."""
+
+    weight: float
+    start: float
+    stop: float
+    prefix: str
+
+
+@dataclass(frozen=True)
+class WeightedGroup:
+    """A named blend of parts of data sets, read from `NAME: W S:E PREFIX, W S:E PREFIX`."""
+
+    name: str
+    entries: tuple[WeightedPath, ...]
+
+
+def read_split(text: str) -> tuple[float, float, float]:
+    """Reads `969,30,1`: shares of train, validation and test, normalised; missing ones are 0.
+
+    Raises:
+        ConfigError: a share is not a number or is negative, or there are more than three, or all are 0.
+    """
+    parts = [part.strip() for part in text.replace("/", ",").split(",")]
+    try:
+        shares = [float(part) for part in parts]
+    except ValueError:
+        raise ConfigError(f"--split {text} is not a list of numbers. Write it like 969,30,1.") from None
+    if len(shares) > 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
+        raise ConfigError(
+            f"--split {shown_split(text)} must be up to three shares, none negative, not all 0. Write it like 969,30,1."
+        )
+    shares += [0.0] * (3 - len(shares))
+    total = sum(shares)
+    return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+def shown_split(text: str) -> str:
+    """A split in a form that can follow `--split` on a command line: without blanks."""
+    return "".join(text.split())
+
+
+def read_blend(words: tuple[str, ...], name: str) -> tuple[tuple[float, str], ...]:
+    """Reads `PREFIX` or `WEIGHT PREFIX WEIGHT PREFIX ...` into (weight, prefix) pairs.
+
+    Raises:
+        ConfigError: an odd number of words, a weight that is not a positive number, or a NUL character.
+    """
+    shown = " ".join(words)
+    _check_no_nul(shown, name)
+    if len(words) <= 1:
+        return tuple((1.0, word) for word in words)
+    if len(words) % 2:
+        raise ConfigError(
+            f"{name} {shown} has {len(words)} words. Give one prefix, or pairs of weight and prefix"
+            f"{_quote_hint(words)}."
+        )
+    pairs = []
+    for weight, prefix in zip(words[::2], words[1::2], strict=True):
+        value = _number(weight)
+        if value is None or not 0 < value < float("inf"):
+            raise ConfigError(
+                f'{name} {shown}: "{weight}" must be a positive weight, followed by its prefix{_quote_hint(words)}.'
+            )
+        pairs.append((value, prefix))
+    return tuple(pairs)
+
+
+def read_weighted_group(text: str, name: str) -> WeightedGroup:
+    """Reads one group `NAME: W S:E PREFIX, W S:E PREFIX`.
+
+    Raises:
+        ConfigError: the text does not have this form or holds a NUL, or a range is not within 0 <= S < E <= 1.
+    """
+    _check_no_nul(text, name)
+    label, colon, rest = text.partition(":")
+    form = f'{name} "{text}": a group is written "NAME: WEIGHT START:STOP PREFIX, WEIGHT START:STOP PREFIX"'
+    if not colon or not label.strip() or not rest.strip():
+        raise ConfigError(f"{form}; the name and its colon, or the entries, are missing.")
+    entries = []
+    for entry in rest.split(","):
+        words = entry.split()
+        if len(words) != 3:
+            raise ConfigError(f'{form}; the entry "{entry.strip()}" has {len(words)} words, not 3.')
+        weight, (start, stop) = _number(words[0]), _range(words[1])
+        if weight is None or not 0 < weight < float("inf"):
+            raise ConfigError(f'{form}; the weight "{words[0]}" is not a positive number.')
+        if start is None or stop is None or not 0 <= start < stop <= 1:
+            raise ConfigError(f'{form}; the range "{words[1]}" must be START:STOP with 0 <= START < STOP <= 1.')
+        entries.append(WeightedPath(weight, start, stop, words[2]))
+    return WeightedGroup(label.strip(), tuple(entries))
+
+
+def _quote_hint(words: tuple[str, ...]) -> str:
+    """What to do if the shell has expanded a pattern."""
+    is_expanded = words[0].endswith(".parquet") or _SHARD_NAME.search(words[0])
+    return "; a pattern of Parquet files must be quoted, so that the shell does not expand it" if is_expanded else ""
+
+
+def _check_no_nul(text: str, name: str) -> None:
+    if "\0" in text:
+        raise ConfigError(
+            f"{name} {text!r} contains a NUL character at position {text.index(chr(0))}, which no path can contain. "
+            "The file it was read from is damaged: write it again."
+        )
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _range(text: str) -> tuple[float | None, float | None]:
+    start, _, stop = text.partition(":")
+    return _number(start), _number(stop)

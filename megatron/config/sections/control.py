@@ -1,0 +1,113 @@
+"""When the run saves, evaluates, reports and stops, and where it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection
+from megatron.errors import ConfigError
+
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True)
+class ControlConfig(ConfigSection):
+    """Checkpoints, evaluation, exits and reports."""
+
+    config: str | None = flag(None, "JSON or YAML file with flags by name; the command line wins")
+    save: str | None = flag(None, "folder checkpoints are written to")
+    save_interval: int | None = flag(None, "steps between checkpoints", at_least=1)
+    no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
+    load: str | None = flag(None, "folder to resume from")
+    no_load_optim: bool = flag(False, "take the weights of a checkpoint but not its optimizer state")
+    finetune: bool = flag(False, "take only the weights of a checkpoint and start at step 0")
+    from_scratch: bool = flag(False, "start at step 0 although --load or --save holds checkpoints")
+    exit_on_missing_checkpoint: bool = flag(False, "stop with an error if --load holds no checkpoint")
+    log_interval: int = flag(100, "steps between log lines", at_least=1)
+    eval_interval: int = flag(1000, "steps between evaluations", at_least=1)
+    eval_iters: int = flag(100, "global batches per evaluation; 0 evaluates nothing", at_least=0)
+    eval_only: bool = flag(False, "evaluate the loaded checkpoint and exit", spelled=("--skip-train",))
+    exit_interval: int | None = flag(None, "save and exit when the step is a multiple of this", at_least=1)
+    exit_duration_in_mins: int | None = flag(None, "save and exit after this many minutes", at_least=0)
+    exit_on_signal: bool = flag(
+        True, "on SIGTERM or SIGUSR1 save and exit with code 75", spelled=("--exit-signal-handler",)
+    )
+    kill_switch_path: str | None = flag(
+        None, "save and exit as soon as this file exists", spelled=("--kill-switch-file",)
+    )
+    skip_train_iteration_range: tuple[str, ...] = flag(
+        (), "ranges A-B of steps whose data is consumed without training on it", nargs="+"
+    )
+    run_dir: str | None = flag(None, "folder of this run's config.json, logs and metrics")
+    metrics_file: str | None = flag(None, "JSON-lines file of metrics; metrics.jsonl in the run folder if unset")
+    log_path: str | None = flag(None, "folder that also gets the printed flags")
+    log_level: str | None = flag(None, "least severe message rank 0 shows", choices=_LEVELS)
+    log_level_replica: str | None = flag(
+        None,
+        "the same for the other ranks",
+        choices=_LEVELS,
+        ignored="the other ranks show only warnings and errors",
+    )
+    tensorboard_dir: str | None = flag(None, "folder for TensorBoard scalars; none are written if unset")
+    tensorboard_log_interval: int = flag(1, "steps between TensorBoard scalars", at_least=1)
+    tensorboard_queue_size: int = flag(1000, "TensorBoard events buffered before they are written", at_least=1)
+    log_params_norm: bool = flag(
+        False, "log the L2 norm of the weights", ignored="the norm of the weights is not computed yet"
+    )
+    log_num_zeros_in_grad: bool = flag(
+        False, "log the number of zeros in the gradient", ignored="zeros in the gradient are not counted yet"
+    )
+    log_per_source_loss: bool = flag(False, "log the loss of each source of the training blend as well")
+    log_timers_to_tensorboard: bool = flag(False, "write timers to TensorBoard")
+    log_batch_size_to_tensorboard: bool = flag(False, "write the batch size to TensorBoard")
+    log_learning_rate_to_tensorboard: bool = flag(
+        True, "write the learning rate to TensorBoard", spelled=("--no-log-learnig-rate-to-tensorboard",)
+    )
+    log_loss_scale_to_tensorboard: bool = flag(True, "write the loss scale to TensorBoard")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "write the validation perplexity to TensorBoard")
+    wandb_project: str = flag("", "Weights & Biases project; nothing is sent if empty")
+    wandb_exp_name: str = flag("", "name of the run at Weights & Biases")
+    wandb_save_dir: str = flag("", "folder for Weights & Biases files")
+
+    @property
+    def skip_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of steps to skip: 1-based, inclusive, sorted, with overlapping ranges merged."""
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted(_read_range(text) for text in self.skip_train_iteration_range):
+            if merged and first <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+            else:
+                merged.append((first, last))
+        return tuple(merged)
+
+    def problems(self) -> Iterator[str]:
+        if self.save is not None and self.save_interval is None:
+            yield (
+                f"--save {self.save} needs --save-interval, the steps between checkpoints, for example --save-interval "
+                "500."
+            )
+        for text in self.skip_train_iteration_range:
+            try:
+                _read_range(text)
+            except ConfigError as failure:
+                yield from failure.problems
+        if self.from_scratch and self.finetune:
+            yield "--from-scratch and --finetune contradict each other: the first loads nothing. Drop one of them."
+        if self.from_scratch and self.eval_only:
+            yield (
+                "--from-scratch and --eval-only contradict each other: there would be no weights to evaluate. Drop one "
+                "of them."
+            )
+        if self.exit_on_missing_checkpoint and self.load is None:
+            yield "--exit-on-missing-checkpoint needs --load, the folder that must hold a checkpoint."
+
+
+def _read_range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last):
+        raise ConfigError(
+            f"--skip-train-iteration-range {text} is not a range of steps. Write A-B with 1 <= A <= B, for example 2-4."
+        )
+    return int(first), int(last)

@@ -1,0 +1,20 @@
+"""Switches of fused kernels that published launch scripts pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection
+
+
+@dataclass(frozen=True)
+class KernelConfig(ConfigSection):
+    """Fusions that may be switched; accepted, and without effect today."""
+
+    bias_dropout_fusion: bool = flag(
+        True, "fused bias, dropout and residual", ignored="PyTorch picks the kernel for this operation"
+    )
+    masked_softmax_fusion: bool = flag(
+        True, "fused masked softmax", ignored="attention is one call of PyTorch's scaled_dot_product_attention"
+    )

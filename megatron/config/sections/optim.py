@@ -1,0 +1,140 @@
+"""How the weights are updated: optimizer, learning rate, batch sizes, length of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import RUN_MUST_MATCH, flag
+from megatron.config.flags.section import ConfigSection
+
+
+@dataclass(frozen=True)
+class OptimRequest(ConfigSection):
+    """Optimizer, schedule, batch sizes and the length of training, as they were asked for."""
+
+    micro_batch_size: int = flag(help="samples per forward pass of one model replica", at_least=1)
+    global_batch_size: int | None = flag(
+        None, "samples per step over all replicas; micro batch x replicas if unset", at_least=1
+    )
+    rampup_batch_size: tuple[int, int, int] | None = flag(
+        None, "start, increment, samples: the global batch grows from start to its full size over so many samples"
+    )
+    train_iters: int | None = flag(
+        None,
+        "steps to train",
+        at_least=1,
+        remedy="--eval-only evaluates without training.",
+    )
+    train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1)
+    optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
+    lr: float | None = flag(None, "peak learning rate", at_least=0)
+    min_lr: float = flag(0.0, "lowest learning rate of the schedule", at_least=0)
+    lr_decay_style: str = flag(
+        "linear", "shape of the schedule after warm-up", choices=("constant", "linear", "cosine")
+    )
+    lr_decay_iters: int | None = flag(None, "length of the decay in steps; --train-iters if unset", at_least=1)
+    lr_decay_samples: int | None = flag(None, "length of the decay in samples; --train-samples if unset", at_least=1)
+    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay", at_least=0, below=1)
+    lr_warmup_iters: int = flag(0, "warm-up in steps", at_least=0)
+    lr_warmup_samples: int = flag(0, "warm-up in samples", at_least=0)
+    override_lr_scheduler: bool = flag(
+        False,
+        "on resume, use the schedule of the command line (the default)",
+        spelled=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
+    )
+    use_checkpoint_lr_scheduler: bool = flag(
+        False,
+        "on resume, use the schedule of the checkpoint",
+        spelled=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
+    )
+    weight_decay: float = flag(0.01, "decoupled weight decay of matrices; biases and norms have none", at_least=0)
+    adam_beta1: float = flag(0.9, "decay of Adam's first moment", at_least=0, below=1)
+    adam_beta2: float = flag(0.999, "decay of Adam's second moment", at_least=0, below=1)
+    adam_eps: float = flag(1e-8, "Adam's epsilon", above=0)
+    sgd_momentum: float = flag(0.9, "momentum of SGD", at_least=0, below=1)
+    clip_grad: float = flag(1.0, "global gradient norm is clipped to this; 0 clips nothing", at_least=0)
+
+    def problems(self) -> Iterator[str]:
+        if self.lr is not None and self.min_lr > self.lr:
+            yield (
+                f"--min-lr {self.min_lr} is more than --lr {self.lr}. The schedule falls from --lr to --min-lr; lower "
+                "--min-lr."
+            )
+        if self.override_lr_scheduler and self.use_checkpoint_lr_scheduler:
+            yield (
+                "--override-lr-scheduler and --use-checkpoint-lr-scheduler contradict each other. Drop one of them: "
+                "the first takes the schedule from the command line, the second from the checkpoint."
+            )
+        micro, batch = self.micro_batch_size, self.global_batch_size
+        if batch is not None and micro > 0 and batch % micro:
+            lower = batch // micro * micro
+            yield (
+                f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro}. "
+                f"Use {f'{lower} or ' if lower else ''}{lower + micro}."
+            )
+        yield from self._rampup_problems()
+        yield from self._schedule_problems()
+
+    def _rampup_problems(self) -> Iterator[str]:
+        if self.rampup_batch_size is None:
+            return
+        start, increment, samples = self.rampup_batch_size
+        given = f"--rampup-batch-size {start} {increment} {samples}"
+        if start <= 0 or increment <= 0 or samples < 0:
+            yield f"{given}: start and increment must be positive and samples not negative."
+            return
+        if self.global_batch_size is None:
+            yield f"{given} needs --global-batch-size, the size the batch grows to."
+        elif start > self.global_batch_size:
+            yield f"{given} starts above --global-batch-size {self.global_batch_size}. Start at or below it."
+        elif (self.global_batch_size - start) % increment:
+            yield (
+                f"{given}: from {start} to --global-batch-size {self.global_batch_size} is "
+                f"{self.global_batch_size - start}, which is not a multiple of the increment {increment}. Use an "
+                "increment that divides it."
+            )
+        if self.micro_batch_size > 0 and (start % self.micro_batch_size or increment % self.micro_batch_size):
+            yield (
+                f"{given}: start and increment must be multiples of --micro-batch-size {self.micro_batch_size}, or "
+                "some step could not be split into micro-batches."
+            )
+
+    def _schedule_problems(self) -> Iterator[str]:
+        """Rules of a run whose length is known; the schedule is counted in the unit of the length."""
+        by_samples = self.train_samples is not None
+        unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
+        length = self.train_samples if by_samples else self.train_iters
+        if length is None or length < 1:
+            return
+        foreign_decay = self.lr_decay_iters if by_samples else self.lr_decay_samples
+        foreign_warmup = self.lr_warmup_iters if by_samples else self.lr_warmup_samples
+        if foreign_decay is not None:
+            yield f"--lr-decay-{other} {foreign_decay} does not go with --train-{unit}. Use --lr-decay-{unit}."
+        if foreign_warmup:
+            yield f"--lr-warmup-{other} {foreign_warmup} does not go with --train-{unit}. Use --lr-warmup-{unit}."
+        if self.rampup_batch_size is not None and not by_samples:
+            shown = " ".join(map(str, self.rampup_batch_size))
+            yield f"--rampup-batch-size {shown} does not go with --train-iters. Use --train-samples."
+        warmup = self.lr_warmup_samples if by_samples else self.lr_warmup_iters
+        if self.lr_warmup_fraction is not None and warmup:
+            yield (
+                f"--lr-warmup-fraction {self.lr_warmup_fraction} and --lr-warmup-{unit} {warmup} are both given. The "
+                "warm-up has one length; drop one of them."
+            )
+        given_decay = self.lr_decay_samples if by_samples else self.lr_decay_iters
+        decay, source = (given_decay, f"--lr-decay-{unit}") if given_decay else (length, f"--train-{unit}")
+        if warmup >= decay:
+            yield (
+                f"--lr-warmup-{unit} {warmup} is not less than {source} {decay}, the length of the decay that contains "
+                f"it. Use a shorter warm-up or a longer --lr-decay-{unit}."
+            )
+
+
+@dataclass(frozen=True)
+class OptimConfig(OptimRequest):
+    """The same with every number that training needs; a run that only evaluates plans no step."""
+
+    global_batch_size: int = flag(help="samples per step over all replicas", at_least=1)
+    train_iters: int = flag(help="steps to train", at_least=0)
+    lr: float = flag(help="peak learning rate", at_least=0)

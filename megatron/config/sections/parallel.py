@@ -1,0 +1,84 @@
+"""How the run is laid out over processes, and how they are started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import derived, flag
+from megatron.config.flags.section import ConfigSection
+
+_EVEN_PARTITIONS = ("type:transformer", "type:transformer|embedding")
+
+
+@dataclass(frozen=True)
+class ParallelRequest(ConfigSection):
+    """Tensor, pipeline and data parallelism, ZeRO, and the launcher's flags, as they were asked for."""
+
+    tensor_model_parallel_size: int = flag(1, "ranks that the matrices of each layer are split over", at_least=1)
+    pipeline_model_parallel_size: int = flag(1, "stages the layers are spread over", at_least=1)
+    zero_stage: int = flag(
+        1,
+        "what is sharded over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights",
+        choices=(0, 1, 2, 3),
+    )
+    pp_partition_method: str | None = flag(None, "how blocks are spread over pipeline stages; evenly if unset")
+    distributed_backend: str | None = flag(
+        None, "communication library; nccl on CUDA and gloo on CPU if unset", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: int = flag(
+        10, "minutes until a collective that waits for other ranks times out", at_least=1
+    )
+    local_rank: int | None = flag(
+        None, "device number of this process; filled in by launchers", spelled=("--local_rank",)
+    )
+    deepspeed: bool = flag(
+        False, "accepted for old launch scripts; DeepSpeed is always the engine", spelled=("--deepscale",)
+    )
+    deepspeed_config: str | None = flag(
+        None,
+        "JSON file with more DeepSpeed settings",
+        spelled=("--deepspeed_config", "--deepscale_config", "--deepscale-config"),
+    )
+    make_vocab_size_divisible_by: int = flag(
+        128, "the vocabulary is padded up to a multiple of this times the tensor-parallel size", at_least=1
+    )
+    pad_vocab_size_to: int | None = flag(None, "pad the vocabulary to exactly this size instead", at_least=1)
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+
+    def problems(self) -> Iterator[str]:
+        stages = self.pipeline_model_parallel_size
+        if stages > 1 and self.zero_stage >= 2:
+            yield (
+                f"--zero-stage {self.zero_stage} cannot be used with --pipeline-model-parallel-size {stages}: a "
+                "pipeline accumulates gradients over micro-batches, and this ZeRO stage would already have scattered "
+                "them. Use --zero-stage 0 or 1, or --pipeline-model-parallel-size 1 (--tensor-model-parallel-size may "
+                "take its place)."
+            )
+        method = self.pp_partition_method
+        if method is not None and method not in _EVEN_PARTITIONS:
+            yield (
+                f"--pp-partition-method {method} could leave a stage without a transformer block; it would have fewer "
+                "optimizer parameter groups than the others, and DeepSpeed would wait for them forever. Use "
+                "type:transformer, which spreads the blocks evenly, or drop the flag."
+            )
+        size, divisor = self.pad_vocab_size_to, self.make_vocab_size_divisible_by
+        if size is not None and divisor > 0 and size % divisor:
+            yield (
+                f"--pad-vocab-size-to: {size} is not divisible by {divisor} (--make-vocab-size-divisible-by). Use "
+                f"--pad-vocab-size-to {-(-size // divisor) * divisor} or another divisor."
+            )
+
+
+@dataclass(frozen=True)
+class ParallelConfig(ParallelRequest):
+    """The layout of a run on the machine that was found."""
+
+    distributed_backend: str = flag(help="communication library", choices=("nccl", "gloo"))
+    world_size: int = derived("processes of the run")
+    data_parallel_size: int = derived("replicas of the model")
+    effective_zero_stage: int = derived("the ZeRO stage DeepSpeed is given")

@@ -1,0 +1,15 @@
+"""The seed that every random choice of a run follows from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import RUN_MUST_MATCH, flag
+from megatron.config.flags.section import ConfigSection
+
+
+@dataclass(frozen=True)
+class RandomConfig(ConfigSection):
+    """Randomness of a run."""
+
+    seed: int = flag(1234, "seed of weights, dropout and data order", at_least=1, resume=RUN_MUST_MATCH)

@@ -1,0 +1,33 @@
+"""The flags with which a tool chooses a tokenizer, declared once for all tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection
+from megatron.config.sections.data import TOKENIZERS
+
+
+@dataclass(frozen=True)
+class TokenizerFileFlags(ConfigSection):
+    """The flags of a tool that name a tokenizer's files; the tool declares `--tokenizer-type` itself."""
+
+    vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
+    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
+    tokenizer_name_or_path: str | None = flag(
+        None,
+        "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
+        spelled=("--tokenizer-model",),
+    )
+
+
+def required_tokenizer_type() -> Any:
+    """The `--tokenizer-type` of a tool that always needs a tokenizer."""
+    return flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
+
+
+def optional_tokenizer_type(help: str) -> Any:
+    """The `--tokenizer-type` of a tool that can do without a tokenizer."""
+    return flag(None, help, choices=TOKENIZERS)

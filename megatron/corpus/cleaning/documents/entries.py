@@ -1,0 +1,134 @@
+"""The documents of a block with the lines they came from, so that everything else in a line is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.corpus.inputs.documents import parse_block
+from megatron.corpus.inputs.lines import BadLine, parse_lines
+from megatron.corpus.inputs.parquet import parquet_texts
+from megatron.corpus.inputs.sources import Block
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One document as it was read.
+
+    Args:
+        text: its text; None if it is bad.
+        raw: its line of JSON without the newline; None where the input has no lines of JSON.
+        others: what else the output's line holds, where there is no `raw`.
+        bad: what is wrong with it; `offset` is inside the block.
+    """
+
+    text: str | None
+    raw: bytes | None = None
+    others: dict[str, Any] = field(default_factory=dict)
+    bad: BadLine | None = None
+
+
+def read_entries(block: Block, keys: Sequence[str], separator: str | None = None) -> list[Entry]:
+    """Every document of a block, bad ones included.
+
+    Args:
+        keys: the key of the text first; of Parquet files the other columns that are kept.
+        separator: what ends a document in plain text.
+
+    Raises:
+        DataError: the block cannot be read.
+    """
+    if block.layout == "jsonl":
+        return _read_lines(block.read(), keys[0], block.start == 0)
+    if block.layout == "parquet":
+        return _read_rows(parquet_texts(block.read(), keys), keys)
+    parsed = parse_block(block, keys[:1], True, separator)
+    if not parsed.bad_count:
+        return [Entry(text) for text in parsed.texts[0]]
+    return _read_pieces(block, separator or "\n")
+
+
+def line_of(entry: Entry, key: str, text: str) -> bytes:
+    """The line of JSON, without its newline, that holds an entry with `text` as its text.
+
+    A line whose text did not change is the line that was read, byte for byte; else all other keys keep their order and
+    their values (numbers of any size).
+    """
+    if entry.raw is None:
+        return _written({key: text, **entry.others})
+    if text == entry.text:
+        return entry.raw
+    whole = json.loads(entry.raw)
+    _put(whole, key, text)
+    return _written(whole)
+
+
+def document_of(line: bytes, key: str) -> str:
+    """The text in a line that `line_of` gave."""
+    return parse_lines(line, [key], False, True).texts[0][0]
+
+
+def _read_lines(data: bytes, key: str, is_first: bool) -> list[Entry]:
+    offset = len(_BYTE_ORDER_MARK) if is_first and data.startswith(_BYTE_ORDER_MARK) else 0
+    lines = data[offset:].split(b"\n") if data.find(b"\n") < len(data) - 1 else [data[offset:-1]]
+    if not lines[-1]:
+        lines.pop()
+    entries = []
+    for number, line in enumerate(map(bytes, lines)):  # a very long one comes as a bytearray
+        parsed = parse_lines(line, (key,), False, True)
+        if parsed.texts[0]:
+            entries.append(Entry(parsed.texts[0][0], line))
+        else:
+            found = parsed.bad[0] if parsed.bad else BadLine(0, 0, "the line is empty, not a JSON object")
+            entries.append(Entry(None, line, bad=BadLine(number, offset + found.offset, found.reason)))
+        offset += len(line) + 1
+    return entries
+
+
+def _read_rows(columns: list[list[Any]], keys: Sequence[str]) -> list[Entry]:
+    entries = []
+    for number, values in enumerate(zip(*columns, strict=True)):
+        text, others = values[0], dict(zip(keys[1:], values[1:], strict=True))
+        if isinstance(text, str):
+            entries.append(Entry(text, None, others))
+            continue
+        kind = "is null or missing" if text is None else f"holds a {type(text).__name__}, not a text"
+        bad = BadLine(number, 0, f"column {keys[0]!r} {kind} in this row")
+        entries.append(Entry(None, None, others, bad))
+    return entries
+
+
+def _read_pieces(block: Block, separator: str) -> list[Entry]:
+    """Plain text with a piece that is not UTF-8: each piece by itself."""
+    data, ending = block.read(), separator.encode()
+    offset = len(_BYTE_ORDER_MARK) if block.start == 0 and data.startswith(_BYTE_ORDER_MARK) else 0
+    pieces = data[offset:].split(ending)
+    if not pieces[-1]:
+        pieces.pop()
+    entries = []
+    for number, piece in enumerate(pieces):
+        try:
+            entries.append(Entry(piece.decode("utf-8")))
+        except UnicodeDecodeError as failure:
+            reason = f"not UTF-8: byte 0x{piece[failure.start]:02x} ({failure.reason})"
+            entries.append(Entry(None, bad=BadLine(number, offset + failure.start, reason)))
+        offset += len(piece) + len(ending)
+    return entries
+
+
+def _put(whole: dict[str, Any], key: str, text: str) -> None:
+    """Replaces the text where `parse_lines` found it: under the key itself, or under its parts."""
+    if key not in whole:
+        *folders, key = key.split(".")
+        for name in folders:
+            whole = whole[name]
+    whole[key] = text
+
+
+def _written(whole: dict[str, Any]) -> bytes:
+    # A lone surrogate, which another key may hold, becomes its escape, which JSON allows.
+    return json.dumps(whole, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace")

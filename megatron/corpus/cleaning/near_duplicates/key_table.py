@@ -1,0 +1,110 @@
+"""A set or map of random keys in two arrays: many are looked up at once, and a key takes little more than its bytes.
+
+Open addressing with linear probing; the table doubles when three quarters are used, so it is at least three eighths
+full and a key of w words takes 8 w / 0.75 to 8 w / 0.375 bytes (values likewise; half as much again while it doubles).
+
+Source: Knuth, The Art of Computer Programming 3, § 6.4, algorithm L.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+_MOST_USED = 0.75
+_FIRST_SLOTS = 1 << 12
+_REHASHED_SLOTS = 1 << 20
+
+
+class KeyTable:
+    """Keys of one or more 64-bit words that look random in all bits, each with a value.
+
+    Args:
+        words: 64-bit words a key.
+        with_values: whether keys have values: uint32.
+    """
+
+    def __init__(self, words: int, with_values: bool) -> None:
+        self._keys = np.zeros((_FIRST_SLOTS, words), np.uint64)
+        self._values = np.zeros(_FIRST_SLOTS if with_values else 0, np.uint32)
+        self._used = 0
+
+    def __len__(self) -> int:
+        return self._used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both arrays."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def find(self, keys: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint32]]:
+        """Which keys are there, and the values of these.
+
+        Shapes:
+            keys: [n, words] -> bool [n], uint32 [number found] (empty without values).
+        """
+        keys = _without_zero(keys)
+        slots = _slots(self._keys, keys)
+        there = (self._keys[slots] == keys).all(axis=1)
+        return there, self._values[slots[there]] if self._values.size else self._values
+
+    def put(self, keys: npt.NDArray[np.uint64], values: npt.NDArray[np.uint32] | None = None) -> None:
+        """Adds keys, none of them twice, or gives those that are there another value.
+
+        Shapes:
+            keys: [n, words]; values: [n].
+        """
+        while self._used + len(keys) > _MOST_USED * len(self._keys):
+            self._double()
+        keys = _without_zero(keys)
+        slots = _place(self._keys, keys)
+        self._used += slots[1]
+        if values is not None:
+            self._values[slots[0]] = values
+
+    def _double(self) -> None:
+        larger = np.zeros((len(self._keys) * 2, self._keys.shape[1]), np.uint64)
+        values = np.zeros(len(self._values) * 2, np.uint32)
+        for start in range(0, len(self._keys), _REHASHED_SLOTS):
+            there = np.flatnonzero(self._keys[start : start + _REHASHED_SLOTS].any(axis=1)) + start
+            slots, _ = _place(larger, self._keys[there])
+            if values.size:
+                values[slots] = self._values[there]
+        self._keys, self._values = larger, values
+
+
+def _without_zero(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Zero marks a free slot, so a key of zeros is taken for another."""
+    zeros = ~keys.any(axis=1)
+    if zeros.any():
+        keys = keys.copy()
+        keys[zeros] = 1
+    return keys
+
+
+def _slots(table: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """For each key the slot that holds it, or the first free one where it may be put."""
+    mask = len(table) - 1
+    slots = (keys[:, 0] & np.uint64(mask)).astype(np.int64)
+    searching = np.arange(len(keys))
+    while searching.size:
+        there = table[slots[searching]]
+        searching = searching[~((there == keys[searching]).all(axis=1) | ~there.any(axis=1))]
+        slots[searching] = (slots[searching] + 1) & mask
+    return slots
+
+
+def _place(table: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], int]:
+    """Writes keys into a table with room for them; gives their slots and how many are new."""
+    slots = np.zeros(len(keys), np.int64)
+    waiting = np.arange(len(keys))
+    new = 0
+    while waiting.size:
+        found = _slots(table, keys[waiting])
+        free = ~table[found].any(axis=1)
+        table[found[free]] = keys[waiting[free]]  # of several keys for one slot the last stays, the others go on
+        placed = (table[found] == keys[waiting]).all(axis=1)
+        new += int(np.count_nonzero(placed & free))
+        slots[waiting[placed]] = found[placed]
+        waiting = waiting[~placed]
+    return slots, new

@@ -1,0 +1,124 @@
+"""The demo corpus: text that comes with every Python installation, its sources and docstrings.
+
+Standard library only, so that it works before anything is installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron.data.formats.atomic_files import check_writable, storage_error, write_atomically
+from megatron.errors import DataError
+
+LEAST_BYTES = 10_000_000
+_LEAST_TEXT_LETTERS = 200
+_LONGEST_TEXT_LETTERS = 1_000_000
+_LEFT_OUT_FOLDERS = frozenset(
+    {
+        "__pycache__",
+        "site-packages",
+        "dist-packages",
+        "data",
+        "cjkencodings",
+        "lib2to3",
+        "test_lib2to3",
+        "bad",
+        "encoded_modules",
+        "encodings",  # tables of code points: they crowd out prose and code
+    }
+)
+
+
+@dataclass
+class DemoCorpus:
+    """What was written: documents, and bytes."""
+
+    documents: int = 0
+    size_bytes: int = 0
+
+
+def write_demo_corpus(path: Path, wanted_bytes: int) -> DemoCorpus:
+    """Writes jsonl lines {"text", "src"} until there are enough bytes.
+
+    Raises:
+        DataError: this Python carries less than 10 MB of text.
+        StorageError: the file cannot be written; checked before the work where possible.
+    """
+    check_writable(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise storage_error(path, failure) from failure
+    corpus = DemoCorpus()
+    write_atomically(path, lambda stream: _write(stream, wanted_bytes, corpus))
+    return corpus
+
+
+def corpus_documents() -> Iterator[tuple[str, str]]:
+    """(source, text) of the standard library, then, where that is not enough, of the installed packages."""
+    paths = sysconfig.get_paths()
+    standard = Path(paths["stdlib"])
+    yield from _documents_of(standard, "stdlib")
+    for name in ("purelib", "platlib"):
+        if name == "purelib" or paths[name] != paths["purelib"]:
+            yield from _documents_of(Path(paths[name]), name)
+
+
+def _write(stream: BinaryIO, wanted_bytes: int, corpus: DemoCorpus) -> None:
+    for source, text in corpus_documents():
+        line = json.dumps({"text": text, "src": source}, ensure_ascii=False)
+        corpus.size_bytes += stream.write(line.encode() + b"\n")
+        corpus.documents += 1
+        if corpus.size_bytes >= wanted_bytes:
+            return
+    if corpus.size_bytes < LEAST_BYTES:
+        raise DataError(
+            f"This Python ({sys.prefix}) carries only {corpus.size_bytes} bytes of source text; {LEAST_BYTES} are "
+            "needed. Use an interpreter with its full standard library, or train on a jsonl file of your own."
+        )
+
+
+def _documents_of(root: Path, title: str) -> Iterator[tuple[str, str]]:
+    for path in _source_files(root):
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if not _LEAST_TEXT_LETTERS <= len(text) <= _LONGEST_TEXT_LETTERS or "\x00" in text:
+            continue
+        source = f"{title}/{path.relative_to(root).as_posix()}"
+        prose = "\n\n".join(_docstrings(text))
+        if len(prose) >= _LEAST_TEXT_LETTERS:
+            yield f"{source}#docstrings", prose
+        yield source, text
+
+
+def _source_files(root: Path) -> Iterator[Path]:
+    """Python files below a folder, modules before tests, in an order that depends on their names only."""
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT_FOLDERS and not name.endswith("data")]
+        found.extend(Path(folder, name) for name in names if name.endswith(".py"))
+    relative = [(path.relative_to(root).as_posix(), path) for path in found]
+    yield from (path for _, path in sorted(relative, key=lambda entry: ("test" in entry[0], entry[0])))
+
+
+def _docstrings(source: str) -> list[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [text for text in found if text]

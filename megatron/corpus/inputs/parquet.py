@@ -1,0 +1,167 @@
+"""Parquet files to blocks and blocks to texts, with the optional package pyarrow.
+
+The process that cuts the inputs decodes only the wanted columns and passes rows on in Arrow's own form, which a worker
+reads without parsing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError, DataError
+
+_BATCH_ROWS = 1024
+
+
+def check_parquet(path: str, keys: Sequence[str]) -> None:
+    """Checks that a file can be read and holds the columns of all keys.
+
+    Raises:
+        ConfigError: pyarrow is missing.
+        DataError: it is no Parquet file, or a column is missing.
+    """
+    with _open(path) as file:
+        columns_of(file.schema_arrow.names, path, keys)
+
+
+def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Batches of rows as Arrow streams, about `block_bytes` each, and how many rows each has.
+
+    Raises:
+        ConfigError: pyarrow is missing.
+        DataError: the file is damaged, or a column is missing.
+    """
+    arrow, _ = _pyarrow(path)
+    with _open(path) as file:
+        columns = columns_of(file.schema_arrow.names, path, keys)
+        _check_counts(file.metadata, path)
+        held: list[Any] = []
+        rows = 0
+        try:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=columns, use_threads=False):
+                held.append(batch)
+                if sum(batch.nbytes for batch in held) >= block_bytes:
+                    yield _packed(arrow, held), sum(batch.num_rows for batch in held)
+                    rows += sum(batch.num_rows for batch in held)
+                    held = []
+        except (OSError, arrow.ArrowException) as failure:
+            raise DataError(
+                f"{path}: cannot be read past row {rows}: {failure}. The file is damaged; fetch it again or leave it "
+                "out."
+            ) from failure
+        if held:
+            yield _packed(arrow, held), sum(batch.num_rows for batch in held)
+            rows += sum(batch.num_rows for batch in held)
+        if rows != file.metadata.num_rows:
+            raise DataError(
+                f"{path}: its footer counts {file.metadata.num_rows} rows, but row {rows} is the last that could be "
+                "read. The file is damaged; fetch it again or leave it out."
+            )
+
+
+def parquet_texts(data: bytes, keys: Sequence[str]) -> list[list[Any]]:
+    """For each key, the values of all rows of a block: None where there is none, bytes where a text is not UTF-8.
+
+    `a.b` is field b of column a.
+    """
+    from pyarrow import ipc
+
+    with ipc.open_stream(data) as reader:
+        table = reader.read_all()
+    found = []
+    for key in keys:
+        if key in table.column_names:
+            found.append(_values(table.column(key)))
+            continue
+        first, *rest = key.split(".")
+        values = _values(table.column(first))
+        for name in rest:
+            values = [value.get(name) if isinstance(value, dict) else None for value in values]
+        found.append(values)
+    return found
+
+
+def columns_of(names: Sequence[str], title: str, keys: Sequence[str]) -> list[str]:
+    """The columns that hold the keys, each once; `a.b` is field b of column a.
+
+    Raises:
+        DataError: there is none for a key.
+    """
+    columns = []
+    for key in keys:
+        column = key if key in names else key.split(".")[0]
+        if column not in names:
+            raise DataError(
+                f"{title}: there is no column {key!r} (--json-keys); it has "
+                f"{', '.join(map(repr, names[:8])) or 'none'}."
+            )
+        columns.append(column)
+    return list(dict.fromkeys(columns))
+
+
+def _packed(arrow: Any, batches: list[Any]) -> bytes:
+    sink = arrow.BufferOutputStream()
+    with arrow.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return bytes(sink.getvalue())
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of a column; bytes in place of a text that is not UTF-8, which Parquet does not rule out."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return b""
+
+
+def _open(path: str) -> Any:
+    _, parquet = _pyarrow(path)
+    try:
+        return parquet.ParquetFile(path)
+    except (OSError, ValueError) as failure:
+        raise DataError(f"{path} is not a Parquet file that can be read: {failure}.") from failure
+
+
+def _check_counts(metadata: Any, path: str) -> None:
+    """Checks that the numbers of rows in a footer agree; the library would leave rows out silently.
+
+    Raises:
+        DataError: they do not.
+    """
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    if sum(group.num_rows for group in groups) != metadata.num_rows:
+        raise DataError(
+            f"{path}: its footer counts {metadata.num_rows} rows, but the row groups hold "
+            f"{sum(group.num_rows for group in groups)}. The file is damaged; fetch it again or leave it out."
+        )
+    for number, group in enumerate(groups):
+        for place in range(group.num_columns):
+            if metadata.schema.column(place).max_repetition_level == 0:
+                values = group.column(place).num_values
+                if values != group.num_rows:
+                    raise DataError(
+                        f"{path}: row group {number} has {group.num_rows} rows, but {values} values in column "
+                        f"{group.column(place).path_in_schema!r}. The file is damaged; fetch it again or leave it out."
+                    )
+
+
+def _pyarrow(path: str) -> tuple[Any, Any]:
+    """pyarrow and its part for Parquet files."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as failure:
+        raise ConfigError(
+            f"--input {Path(path)} needs the pyarrow package: pip install pyarrow, or turn the file into jsonl first."
+        ) from failure
+    return pyarrow, pyarrow.parquet

@@ -1,0 +1,170 @@
+"""Examines a finished pair of token files: counts, lengths, ids outside the vocabulary, documents that recur.
+
+Memory: eight bytes a document for the duplicates, and a few megabytes of tokens at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.sidecar import read_sidecar
+from megatron.errors import DataError
+
+_PIECE_TOKENS = 1 << 22
+_SHOWN = 5
+_BAR_WIDTH = 40
+_HASH_BYTES = 8
+
+
+@dataclass
+class Examination:
+    """What a pair of token files holds.
+
+    Args:
+        vocab_size: ids must lie below it; None when it is not known.
+        histogram: (least length, documents) of each class of lengths in tokens: 0, 1, 2 to 3, 4 to 7, ...
+        out_of_range: ids below 0 or not in the vocabulary; `first_out_of_range` says where the first is.
+        duplicates: documents that an earlier one equals; `shown_duplicates` are pairs (earlier, later).
+    """
+
+    prefix: str
+    dtype: str
+    sequences: int
+    documents: int
+    tokens: int
+    vocab_size: int | None
+    empty: int = 0
+    shortest: int = 0
+    median: float = 0.0
+    longest: int = 0
+    histogram: list[tuple[int, int]] = field(default_factory=list)
+    out_of_range: int = 0
+    first_out_of_range: str = ""
+    duplicates: int = 0
+    shown_duplicates: list[tuple[int, int]] = field(default_factory=list)
+
+
+def examine(prefix: str, vocab_size: int | None = None) -> Examination:
+    """Reads a pair from end to end.
+
+    Args:
+        vocab_size: of the tokenizer; the sidecar's when it is left out.
+
+    Raises:
+        DataError: the pair is damaged, or its sidecar belongs to another pair.
+    """
+    dataset = IndexedDataset(prefix)
+    sidecar = read_sidecar(prefix)
+    if sidecar is not None:
+        found = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
+        if found != (sidecar.sequences, sidecar.documents, sidecar.tokens):
+            raise DataError(
+                f"{prefix}.json lists {sidecar.sequences} sequences, {sidecar.documents} documents and "
+                f"{sidecar.tokens} tokens; the pair has {found[0]}, {found[1]} and {found[2]}. One is of another "
+                "run: preprocess the corpus again, or remove the .json."
+            )
+        vocab_size = sidecar.tokenizer.vocab_size if vocab_size is None else vocab_size
+    counts = (len(dataset), len(dataset.documents) - 1, dataset.tokens)
+    result = Examination(prefix, dataset.dtype.name, *counts, vocab_size)
+    _lengths(dataset, result)
+    _tokens(dataset, result)
+    return result
+
+
+def report(found: Examination) -> list[str]:
+    """The examination as lines of text."""
+    lines = [
+        f"{found.prefix}: {found.documents} documents, {found.sequences} sequences, {found.tokens} tokens of "
+        f"{found.dtype}; tokens per document: least {found.shortest}, median {found.median:g}, most {found.longest}"
+    ]
+    most = max((count for _, count in found.histogram), default=0)
+    for place, (least, count) in enumerate(found.histogram):
+        bar = "#" * -(-count * _BAR_WIDTH // most) if most else ""
+        words = str(least) if least < 2 else f"{least}-{2 * least - 1}"
+        if place == 0:
+            lines.append("  tokens per document")
+        lines.append(f"  {words:>21} |{bar:<{_BAR_WIDTH}} {count}")
+    if found.vocab_size is None:
+        lines.append("  ids: the size of the vocabulary is not known (no sidecar and no tokenizer), so not checked")
+    elif found.out_of_range:
+        lines.append(
+            f"  ids: {found.out_of_range} lie outside of 0 to {found.vocab_size - 1}, the first at "
+            f"{found.first_out_of_range}"
+        )
+    else:
+        lines.append(f"  ids: all in 0 to {found.vocab_size - 1}")
+    pairs = ", ".join(f"{later} (as {earlier})" for earlier, later in found.shown_duplicates)
+    more = ", ..." if found.duplicates > len(found.shown_duplicates) else ""
+    lines.append(f"  duplicates: {found.duplicates} documents{f': {pairs}{more}' if pairs else ''}")
+    return lines
+
+
+def sample_documents(dataset: IndexedDataset, count: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Some documents, evenly spread: their numbers and at most `_PIECE_TOKENS` of their ids."""
+    total = len(dataset.documents) - 1
+    shown = min(count, total)
+    for number in [total * place // shown for place in range(shown)]:
+        first, last = int(dataset.documents[number]), int(dataset.documents[number + 1])
+        pieces = [
+            dataset.get(sequence, 0, min(int(dataset.lengths[sequence]), _PIECE_TOKENS))
+            for sequence in range(first, min(last, first + 100))
+        ]
+        yield number, np.concatenate(pieces) if pieces else np.empty(0, dataset.dtype)
+
+
+def _lengths(dataset: IndexedDataset, result: Examination) -> None:
+    """Tokens of each document, from the tables alone."""
+    ends = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])[dataset.documents]
+    lengths = np.diff(ends)
+    if not len(lengths):
+        return
+    result.empty = int((lengths == 0).sum())
+    result.shortest, result.longest = int(lengths.min()), int(lengths.max())
+    result.median = float(np.median(lengths))
+    classes = np.where(lengths > 0, np.frexp(lengths.astype(np.float64))[1], 0)
+    counts = np.bincount(classes)
+    first = int(np.flatnonzero(counts)[0])
+    result.histogram = [(0 if bits == 0 else 1 << (bits - 1), int(counts[bits])) for bits in range(first, len(counts))]
+
+
+def _tokens(dataset: IndexedDataset, result: Examination) -> None:
+    """Ids out of range and recurring documents, in one pass over the tokens."""
+    hashes = array("Q")
+    for number in range(result.documents):
+        digest = hashlib.blake2b(digest_size=_HASH_BYTES)
+        for sequence in range(int(dataset.documents[number]), int(dataset.documents[number + 1])):
+            length = int(dataset.lengths[sequence])
+            for start in range(0, length, _PIECE_TOKENS):
+                ids = dataset.get(sequence, start, min(_PIECE_TOKENS, length - start))
+                digest.update(ids.view(np.uint8).data)
+                if result.vocab_size is not None:
+                    _check_range(ids, sequence, start, result)
+        hashes.append(int.from_bytes(digest.digest(), "little"))
+    _duplicates(np.frombuffer(hashes, np.uint64) if hashes else np.empty(0, np.uint64), result)
+
+
+def _check_range(ids: np.ndarray, sequence: int, start: int, result: Examination) -> None:
+    vocab_size = result.vocab_size or 0
+    if int(ids.max()) < vocab_size and int(ids.min()) >= 0:
+        return
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if not result.out_of_range:
+        result.first_out_of_range = f"sequence {sequence}, token {start + int(wrong[0])}: id {int(ids[wrong[0]])}"
+    result.out_of_range += len(wrong)
+
+
+def _duplicates(hashes: np.ndarray, result: Examination) -> None:
+    """Documents with the hash of an earlier one; those without tokens do not count."""
+    nothing = int.from_bytes(hashlib.blake2b(digest_size=_HASH_BYTES).digest(), "little")
+    order = np.argsort(hashes, kind="stable")
+    ordered = hashes[order]
+    again = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != nothing)) + 1
+    result.duplicates = len(again)
+    shown = sorted((int(order[place]), int(order[place - 1])) for place in again[:_SHOWN])
+    result.shown_duplicates = [(earlier, later) for later, earlier in shown]

@@ -1,0 +1,341 @@
+"""Operations on a document store: importing files, auditing document numbers, timing reads, drawing samples.
+
+Source: `fetch_samples` writes what dsGPT2's `vocab_downloader.py` writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import random
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron import log
+from megatron.corpus.inputs.documents import parse_block
+from megatron.corpus.inputs.sources import blocks, check_inputs, total_bytes
+from megatron.corpus.stores.writers import StoreWriter
+from megatron.corpus.workers.progress import ProgressLine
+from megatron.data.formats.atomic_files import check_writable, write_atomically
+from megatron.data.stores.address import without_password
+from megatron.data.stores.backend import ImportRecord, StoreBackend
+from megatron.data.stores.document_store import chosen_collections, open_store
+from megatron.errors import ConfigError, DataError, StorageError
+
+_BLOCK_BYTES = 4 << 20
+_READ_BYTES = 1 << 20
+_SHOWN_BAD_LINES = 5
+_SHOWN_NUMBERS = 20
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """How texts are found in the files that are imported.
+
+    Args:
+        key: of the text, which becomes `filt_text`.
+        original_key: of the text before it was filtered, which becomes `form`; None where it is not kept.
+        skip_bad_lines: leave bad lines out instead of stopping at the first.
+        document_separator: what ends a document in plain text.
+        adds_changed: import a file again whose contents are not those that were imported under its name.
+    """
+
+    key: str = "text"
+    original_key: str | None = None
+    skip_bad_lines: bool = False
+    document_separator: str | None = None
+    adds_changed: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys that are read."""
+        return (self.key,) if self.original_key is None else (self.key, self.original_key)
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """The import of one file: `record` is None if its contents were in the collection already."""
+
+    source: str
+    record: ImportRecord | None
+    skipped: int = 0
+
+
+def import_files(
+    paths: Sequence[str], writer: StoreWriter, collection: str, options: ImportOptions, progress: ProgressLine
+) -> Iterator[ImportResult]:
+    """Adds files to a collection, each as a whole or not at all; what is in the collection already is not added again.
+
+    A file is known by the hash of its bytes and the key, whatever its name. Standard input and databases are known by
+    the hash of what they give, so they are read before that is found out.
+
+    Raises:
+        ConfigError: a file is missing, or it has changed since it was imported.
+        DataError: a bad line, unless they are skipped; files before this one stay imported.
+        StorageError: the store cannot be written.
+    """
+    check_inputs(paths, options.keys)
+    for path in paths:
+        fingerprint = _file_fingerprint(path)
+        first = writer.begin()  # before anything is looked up: another import may be under way
+        try:
+            if fingerprint is not None:
+                if _known(writer, fingerprint, options) is not None:
+                    progress.leave_out(total_bytes([path]) or 0)
+                    yield ImportResult(without_password(path), None)
+                    continue
+                _refuse_changed(writer, path, fingerprint, options)
+            yield _import_one(path, fingerprint, first, writer, collection, options, progress)
+        finally:
+            writer.abort()
+
+
+def _import_one(
+    path: str,
+    fingerprint: str | None,
+    first: int,
+    writer: StoreWriter,
+    collection: str,
+    options: ImportOptions,
+    progress: ProgressLine,
+) -> ImportResult:
+    added = lines = skipped = 0
+    running = hashlib.blake2b(digest_size=16)
+    for block in blocks([path], _BLOCK_BYTES, options.document_separator, options.keys):
+        if fingerprint is None:
+            running.update(block.read())
+        parsed = parse_block(block, options.keys, options.skip_bad_lines, options.document_separator)
+        for bad in parsed.bad:
+            where = f"{block.source}:{lines + bad.line + 1}: byte offset {block.start + bad.offset}: {bad.reason}"
+            if not options.skip_bad_lines:
+                raise DataError(
+                    f"{where}. Nothing of this file was imported. Fix the line, or leave such lines out with "
+                    "--on-bad-line skip."
+                )
+            if skipped < _SHOWN_BAD_LINES:
+                log.warning(f"{where}; skipped")
+        writer.append(parsed.texts[0], parsed.texts[1] if len(parsed.texts) > 1 else None)
+        lines += parsed.lines
+        added += len(parsed.texts[0])
+        skipped += parsed.bad_count
+        progress.advance(parsed.lines, block.size, block.input_bytes)
+    if fingerprint is None:
+        fingerprint = running.hexdigest()
+        if _known(writer, fingerprint, options) is not None:
+            return ImportResult(without_password(path), None)
+    record = ImportRecord(collection, without_password(path), fingerprint, "\t".join(options.keys), first, added)
+    writer.commit(record)
+    return ImportResult(record.source, record, skipped)
+
+
+def _known(writer: StoreWriter, fingerprint: str, options: ImportOptions) -> ImportRecord | None:
+    key = "\t".join(options.keys)
+    return next((record for record in writer.records() if (record.fingerprint, record.key) == (fingerprint, key)), None)
+
+
+def _refuse_changed(writer: StoreWriter, path: str, fingerprint: str, options: ImportOptions) -> None:
+    key = "\t".join(options.keys)
+    former = [record for record in writer.records() if (record.source, record.key) == (path, key)]
+    if former and not options.adds_changed:
+        raise ConfigError(
+            f"{path} was imported before ({former[-1].num_docs} documents from idx {former[-1].first_idx}) and has "
+            f"other contents now (hash {former[-1].fingerprint[:8]} then, {fingerprint[:8]} now). Give "
+            "--on-changed-file add to import all of it once more, or import into a new collection."
+        )
+
+
+def _file_fingerprint(path: str) -> str | None:
+    """Hash of a file's bytes on disk; None for what is not a regular file."""
+    if not Path(path).is_file() or total_bytes([path]) is None:
+        return None
+    running = hashlib.blake2b(digest_size=16)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while piece := file.read(_READ_BYTES):
+                running.update(piece)
+    except OSError as failure:
+        raise DataError(f"{path} cannot be read: {failure.strerror or failure}.") from failure
+    return running.hexdigest()
+
+
+@dataclass
+class Audit:
+    """What is wrong with the numbers of a collection.
+
+    Args:
+        counted: documents according to `meta_info`, None where it says nothing.
+        found: documents there are.
+        holes: the first stretches of missing numbers, both ends included; `hole_count` counts the numbers of all.
+        duplicates: the first numbers that are there more than once; `duplicate_count` counts the surplus documents.
+        unnumbered: documents without an idx.
+    """
+
+    name: str
+    counted: int | None
+    found: int = 0
+    size: int = 0
+    holes: list[tuple[int, int]] = field(default_factory=list)
+    hole_count: int = 0
+    duplicates: list[int] = field(default_factory=list)
+    duplicate_count: int = 0
+    unnumbered: int = 0
+
+    @property
+    def problems(self) -> list[str]:
+        """One sentence for each kind of fault."""
+        problems = []
+        if self.hole_count:
+            numbers = [str(first) if first == last else f"{first}-{last}" for first, last in self.holes]
+            problems.append(f"{self.hole_count} missing: idx {_listed(numbers, self.hole_count)}")
+        if self.duplicate_count:
+            numbers = [str(number) for number in self.duplicates]
+            problems.append(f"{self.duplicate_count} duplicates: idx {_listed(numbers, self.duplicate_count)}")
+        if self.unnumbered:
+            problems.append(f"{self.unnumbered} documents without an idx")
+        if self.counted is not None and self.counted < self.size:
+            problems.append(
+                f"{self.size - self.counted} numbers beyond the {self.counted} documents that meta_info counts (an "
+                "import that is running or was killed; the next import removes them)"
+            )
+        return problems
+
+
+def audit(backend: StoreBackend, names: Sequence[str] = ()) -> list[Audit]:
+    """Audits the document numbers of collections (all, if none is named) in constant memory.
+
+    Raises:
+        DataError: a collection is missing.
+        StorageError: the database cannot be reached, or is locked.
+    """
+    return [_audit_one(backend, name) for name in chosen_collections(backend, names)]
+
+
+def _audit_one(backend: StoreBackend, name: str) -> Audit:
+    facts = backend.facts(name)
+    found = Audit(name, facts.counted)
+    if not facts.is_numbered:
+        found.found = found.unnumbered = backend.count(name)
+        return found
+    expected = 0
+    for idx in backend.indices(name):
+        found.found += 1
+        if idx is None:
+            found.unnumbered += 1
+        elif idx < expected:
+            found.duplicate_count += 1
+            if len(found.duplicates) < _SHOWN_NUMBERS and idx not in found.duplicates:
+                found.duplicates.append(idx)
+        else:
+            if idx > expected:
+                _note_hole(found, expected, idx - 1)
+            expected = idx + 1
+    found.size = expected
+    if facts.counted is not None and facts.counted > expected:
+        _note_hole(found, expected, facts.counted - 1)
+    return found
+
+
+def _note_hole(found: Audit, first: int, last: int) -> None:
+    found.hole_count += last - first + 1
+    if len(found.holes) < _SHOWN_NUMBERS:
+        found.holes.append((first, last))
+
+
+def _listed(numbers: Sequence[str], count: int) -> str:
+    return ", ".join(numbers) + (", ..." if count > len(numbers) >= _SHOWN_NUMBERS else "")
+
+
+def time_fetches(address: str, fetches: int, seed: int) -> dict[str, Any]:
+    """Times the fetch of documents drawn at random; the first ones pay for what is not cached yet.
+
+    Raises:
+        ConfigError: the store is empty.
+    """
+    store = open_store(address)
+    if not len(store):
+        raise ConfigError(f"{store.shown} holds no document to fetch. Import some first.")
+    drawn = random.Random(seed)
+    nanoseconds = []
+    characters = 0
+    for _ in range(fetches):
+        number = drawn.randrange(len(store))
+        begin = time.perf_counter_ns()
+        text = store.fetch(number)
+        nanoseconds.append(time.perf_counter_ns() - begin)
+        characters += len(text)
+    nanoseconds.sort()
+    return {
+        "store": store.shown,
+        "documents": len(store),
+        "fetches": fetches,
+        "mean_characters": round(characters / fetches, 1),
+        "p50_ms": _milliseconds(nanoseconds, 0.50),
+        "p99_ms": _milliseconds(nanoseconds, 0.99),
+        "max_ms": _milliseconds(nanoseconds, 1.0),
+        "peak_rss_mb": round(_peak_memory_bytes() / 1e6, 1),
+    }
+
+
+def _milliseconds(nanoseconds: Sequence[int], share: float) -> float:
+    return round(nanoseconds[min(int(share * len(nanoseconds)), len(nanoseconds) - 1)] / 1e6, 5)
+
+
+def _peak_memory_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def fetch_samples(
+    address: str, samples: int, processes: int, output_prefix: str, separator: str, seed: int
+) -> list[tuple[str, int]]:
+    """Writes documents drawn at random, each at most once, to `<prefix><i>.txt`, one file a process.
+
+    Returns:
+        the files and how many documents each holds.
+
+    Raises:
+        ConfigError: there are fewer documents than samples.
+        StorageError: a file cannot be written, or a process was killed.
+    """
+    size = len(open_store(address))
+    if samples > size:
+        raise ConfigError(f"--nsample {samples} is more than the {size} documents of the store. Ask for fewer.")
+    drawn = random.Random(seed).sample(range(size), samples)
+    shares = [sorted(drawn[first::processes]) for first in range(processes)]
+    paths = [Path(f"{output_prefix}{number}.txt") for number in range(processes)]
+    for path in paths:
+        check_writable(path)
+    if processes == 1:
+        _write_texts(address, shares[0], paths[0], separator)
+    else:
+        context = multiprocessing.get_context("spawn")
+        try:
+            with ProcessPoolExecutor(processes, context) as pool:
+                work = [
+                    pool.submit(_write_texts, address, *share, separator) for share in zip(shares, paths, strict=True)
+                ]
+                for future in work:
+                    future.result()
+        except BrokenProcessPool as failure:
+            raise StorageError(
+                f"A process that wrote {output_prefix}<i>.txt was killed (out of memory?). Run it again with fewer "
+                f"processes than --num-process {processes}."
+            ) from failure
+    return [(str(path), len(share)) for path, share in zip(paths, shares, strict=True)]
+
+
+def _write_texts(address: str, numbers: Sequence[int], path: Path, separator: str) -> None:
+    store = open_store(address)
+
+    def write(stream: BinaryIO) -> None:
+        for number in numbers:
+            stream.write((store.fetch(number) + separator).encode("utf-8", "surrogatepass"))
+
+    write_atomically(path, write)

@@ -1,0 +1,328 @@
+"""Adding a file's documents to a collection of a store: all of them or none, even if the process is killed.
+
+SQLite holds one transaction open for the whole file; new pages are not kept in its journal, so that costs neither
+memory nor time. MongoDB has no transactions on a single server: documents are added above the number that `meta_info`
+counts, which no reader looks at, and counting them is the one step that completes the import. What a killed import left
+above that number is removed by the next.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, fields
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import quote
+
+from megatron.data.formats.atomic_files import THIS_MACHINE, is_running
+from megatron.data.stores.address import StoreAddress
+from megatron.data.stores.backend import (
+    FILTERED_COLUMN,
+    IMPORT_COLLECTION,
+    META_COLLECTION,
+    ORIGINAL_COLUMN,
+    RESERVED_COLLECTIONS,
+    CollectionFacts,
+    ImportRecord,
+)
+from megatron.data.stores.mongodb import MongoCollections, explained
+from megatron.data.stores.sqlite import BUSY_SECONDS, quoted_name, sqlite_error
+from megatron.errors import ConfigError, DataError
+
+_SCHEMA = (
+    f"CREATE TABLE IF NOT EXISTS {META_COLLECTION} (collection_name TEXT PRIMARY KEY, num_docs INTEGER NOT NULL)",
+    f"CREATE TABLE IF NOT EXISTS {IMPORT_COLLECTION} (collection_name TEXT NOT NULL, source TEXT NOT NULL, "
+    "fingerprint TEXT NOT NULL, key TEXT NOT NULL, first_idx INTEGER NOT NULL, num_docs INTEGER NOT NULL)",
+)
+_IMPORTER = "importer"
+
+
+class StoreWriter(Protocol):
+    """Adds to one collection of a store, one file at a time."""
+
+    def records(self) -> list[ImportRecord]:
+        """The imports into the collection that were completed."""
+        ...
+
+    def begin(self) -> int:
+        """Keeps other imports out, removes what a killed one left, and returns the first idx to be given."""
+        ...
+
+    def append(self, texts: Sequence[str], originals: Sequence[str] | None) -> None:
+        """Adds documents after those that are there."""
+        ...
+
+    def commit(self, record: ImportRecord) -> None:
+        """Makes what was added since `begin` part of the collection."""
+        ...
+
+    def abort(self) -> None:
+        """Removes what was added since `begin`."""
+        ...
+
+    def close(self) -> None:
+        """Closes the connection to the database."""
+        ...
+
+
+def open_writer(address: StoreAddress, collection: str, takes_over: bool = False) -> StoreWriter:
+    """A writer for a collection, which need not exist; nor need the SQLite file.
+
+    Args:
+        takes_over: continue although another machine's import seems to be running.
+
+    Raises:
+        ConfigError: the collection's name cannot be used.
+        DataError: a table of this name is not a collection of documents.
+        StorageError: the database cannot be reached or written.
+    """
+    if (
+        not collection
+        or collection in RESERVED_COLLECTIONS
+        or collection.startswith(("sqlite_", "system."))
+        or "$" in collection
+        or "\0" in collection
+    ):
+        raise ConfigError(
+            f"--collection {collection!r} cannot be the name of a collection: {', '.join(RESERVED_COLLECTIONS)} and "
+            "what begins with sqlite_ or system. are taken, and $ is not allowed. Choose another."
+        )
+    if address.kind == "sqlite":
+        return _SqliteWriter(address.place, collection)
+    return _MongoWriter(MongoCollections(address.place, address.database), collection, takes_over)
+
+
+class _SqliteWriter:
+    def __init__(self, path: str, collection: str) -> None:
+        self._path = path
+        self._collection = collection
+        self._next = 0
+        folder = Path(path).absolute().parent
+        if not folder.is_dir():
+            raise ConfigError(f"{path}: there is no folder {folder} for the SQLite file. Make it, or correct the path.")
+        with self._explained():
+            address = f"file:{quote(os.path.abspath(path))}?mode=rwc"
+            self._connection = sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+            self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+
+    def records(self) -> list[ImportRecord]:
+        with self._explained():
+            if not self._has_table(IMPORT_COLLECTION):
+                return []
+            names = ", ".join(field.name for field in fields(ImportRecord))
+            rows = self._connection.execute(
+                f"SELECT {names} FROM {IMPORT_COLLECTION} WHERE collection_name = ? ORDER BY rowid", (self._collection,)
+            )
+            return [ImportRecord(*row) for row in rows]
+
+    def begin(self) -> int:
+        table = quoted_name(self._collection)
+        with self._explained():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                for statement in _SCHEMA:
+                    self._connection.execute(statement)
+                if not self._has_table(self._collection):
+                    self._connection.execute(
+                        f"CREATE TABLE {table} (_id INTEGER PRIMARY KEY, idx INTEGER NOT NULL, "
+                        f"{ORIGINAL_COLUMN} TEXT, {FILTERED_COLUMN} TEXT NOT NULL)"
+                    )
+                columns = {row[1] for row in self._connection.execute(f"PRAGMA table_info({table})")}
+                _check_columns(self._path, self._collection, columns)
+                index = quoted_name(f"{self._collection}_idx")
+                self._connection.execute(f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ON {table} (idx)")
+                self._next = self._first_free(table)
+            except BaseException:
+                self.abort()
+                raise
+        return self._next
+
+    def append(self, texts: Sequence[str], originals: Sequence[str] | None) -> None:
+        forms: Sequence[str | None] = originals if originals is not None else [None] * len(texts)
+        rows = zip(range(self._next, self._next + len(texts)), forms, texts, strict=True)
+        with self._explained():
+            self._connection.executemany(
+                f"INSERT INTO {quoted_name(self._collection)} (idx, {ORIGINAL_COLUMN}, {FILTERED_COLUMN}) "
+                "VALUES (?, ?, ?)",
+                rows,
+            )
+        self._next += len(texts)
+
+    def commit(self, record: ImportRecord) -> None:
+        with self._explained():
+            marks = ", ".join("?" for _ in fields(ImportRecord))
+            self._connection.execute(f"INSERT INTO {IMPORT_COLLECTION} VALUES ({marks})", astuple(record))
+            self._connection.execute(
+                f"INSERT INTO {META_COLLECTION} VALUES (?, ?) "
+                "ON CONFLICT (collection_name) DO UPDATE SET num_docs = excluded.num_docs",
+                (self._collection, self._next),
+            )
+            self._connection.execute("COMMIT")
+
+    def abort(self) -> None:
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _first_free(self, table: str) -> int:
+        row = self._connection.execute(
+            f"SELECT num_docs FROM {META_COLLECTION} WHERE collection_name = ?", (self._collection,)
+        ).fetchone()
+        last = self._connection.execute(f"SELECT max(idx) FROM {table}").fetchone()[0]
+        found = 0 if last is None else last + 1
+        return _agreed(self._path, self._collection, found if row is None else row[0], found)
+
+    def _has_table(self, name: str) -> bool:
+        found = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = ? AND type = 'table'", (name,))
+        return found.fetchone() is not None
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.IntegrityError as failure:
+            raise DataError(
+                f"{self._path}: collection {self._collection!r} holds an idx twice ({failure}), so nothing can be "
+                "added. tools/corpus_store.py stat lists the numbers; import into a new collection."
+            ) from failure
+        except (sqlite3.DataError, OverflowError) as failure:
+            raise DataError(
+                f"{self._path}: a document after idx {self._next - 1} of collection {self._collection!r} is longer "
+                f"than SQLite holds ({failure}). Divide it, or leave it out."
+            ) from failure
+        except sqlite3.Error as failure:
+            raise sqlite_error(self._path, failure, BUSY_SECONDS) from failure
+
+
+class _MongoWriter:
+    """Holds the collection through a field of its entry in `meta_info` that names machine and process."""
+
+    def __init__(self, backend: MongoCollections, collection: str, takes_over: bool) -> None:
+        self._backend = backend
+        self._collection = collection
+        self._takes_over = takes_over
+        self._mine = {"machine": THIS_MACHINE, "process": os.getpid()}
+        self._holds = False
+        self._first = self._next = 0
+
+    def records(self) -> list[ImportRecord]:
+        return [record for record in self._backend.imports() if record.collection_name == self._collection]
+
+    def begin(self) -> int:
+        database, name = self._backend.database, self._collection
+        facts = self._backend.facts(name)
+        _check_facts(self._backend.shown, name, facts)
+        found = 0 if facts.last_idx is None else facts.last_idx + 1
+        with explained(self._backend.shown):
+            database[name].create_index("idx", unique=True)
+            database[META_COLLECTION].create_index("collection_name", unique=True)
+            database[META_COLLECTION].update_one(
+                {"collection_name": name}, {"$setOnInsert": {"num_docs": found}}, upsert=True
+            )
+            self._hold()
+            try:
+                counted = int(database[META_COLLECTION].find_one({"collection_name": name})["num_docs"])
+                database[name].delete_many({"idx": {"$gte": counted}})
+                gone = {"collection_name": name, "first_idx": {"$gte": counted}}
+                database[IMPORT_COLLECTION].delete_many(gone)
+                self._first = self._next = _agreed(self._backend.shown, name, counted, min(found, counted))
+            except BaseException:
+                self._let_go()
+                raise
+        return self._first
+
+    def append(self, texts: Sequence[str], originals: Sequence[str] | None) -> None:
+        forms: Sequence[str | None] = originals if originals is not None else [None] * len(texts)
+        numbered = enumerate(zip(forms, texts, strict=True), self._next)
+        documents = [
+            {"idx": idx, ORIGINAL_COLUMN: original, FILTERED_COLUMN: text}
+            if original is not None
+            else {"idx": idx, FILTERED_COLUMN: text}
+            for idx, (original, text) in numbered
+        ]
+        if documents:
+            with explained(self._backend.shown):
+                self._backend.database[self._collection].insert_many(documents)
+        self._next += len(texts)
+
+    def commit(self, record: ImportRecord) -> None:
+        database = self._backend.database
+        with explained(self._backend.shown):
+            database[IMPORT_COLLECTION].insert_one(asdict(record))
+            done = database[META_COLLECTION].update_one(
+                {"collection_name": self._collection, _IMPORTER: self._mine, "num_docs": self._first},
+                {"$set": {"num_docs": self._next}, "$unset": {_IMPORTER: ""}},
+            )
+        self._holds = False
+        if done.matched_count != 1:
+            raise DataError(
+                f"{self._backend.shown}: another import took over collection {self._collection!r} while "
+                f"{record.source} was added, so it is not counted. Import it again when no other import runs."
+            )
+
+    def abort(self) -> None:
+        if self._holds:
+            with explained(self._backend.shown):
+                self._backend.database[self._collection].delete_many({"idx": {"$gte": self._first}})
+                self._let_go()
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def _hold(self) -> None:
+        """Writes this process into the collection's entry, where there is none, or one that is gone."""
+        entries = self._backend.database[META_COLLECTION]
+        holder = entries.find_one({"collection_name": self._collection}).get(_IMPORTER)
+        if holder is not None and not self._takes_over:
+            is_gone = holder.get("machine") == THIS_MACHINE and not is_running(int(holder.get("process", 0)))
+            if not is_gone:
+                raise ConfigError(
+                    f"{self._backend.shown}: process {holder.get('process')} of machine {holder.get('machine')} is "
+                    f"importing into collection {self._collection!r}. Wait until it is done; if it was killed, give "
+                    "--take-over."
+                )
+        done = entries.update_one(
+            {"collection_name": self._collection, _IMPORTER: holder}, {"$set": {_IMPORTER: self._mine}}
+        )
+        if done.matched_count != 1:
+            raise ConfigError(
+                f"{self._backend.shown}: another process began to import into collection {self._collection!r} at this "
+                "moment. Wait until it is done."
+            )
+        self._holds = True
+
+    def _let_go(self) -> None:
+        self._backend.database[META_COLLECTION].update_one(
+            {"collection_name": self._collection, _IMPORTER: self._mine}, {"$unset": {_IMPORTER: ""}}
+        )
+        self._holds = False
+
+
+def _check_facts(shown: str, name: str, facts: CollectionFacts) -> None:
+    if facts.columns:
+        _check_columns(shown, name, {*facts.columns, ORIGINAL_COLUMN})
+
+
+def _check_columns(shown: str, name: str, columns: set[str]) -> None:
+    missing = [column for column in ("idx", ORIGINAL_COLUMN, FILTERED_COLUMN) if column not in columns]
+    if missing:
+        raise DataError(
+            f"{shown}: {name!r} is not a collection of a document store: it lacks {', '.join(map(repr, missing))}. "
+            f"Choose "
+            "another --collection."
+        )
+
+
+def _agreed(shown: str, name: str, counted: int, found: int) -> int:
+    """The first free idx, if `meta_info` and the documents agree."""
+    if counted != found:
+        raise DataError(
+            f"{shown}: meta_info counts {counted} documents in collection {name!r}, but its last idx is {found - 1}. "
+            "Correct num_docs, or import into a new collection."
+        )
+    return counted

@@ -1,0 +1,108 @@
+"""How well a tokenizer encodes texts: whether they come back, in how many tokens, and how fast."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from megatron.tokenizers.library import LibraryTokenizer
+
+_BATCH = 256  # documents encoded together
+_SHOWN_LETTERS = 30
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A text that did not come back.
+
+    Args:
+        document: its number, from 0.
+        place: the first character that differs.
+        was, became: some characters from there on.
+    """
+
+    document: int
+    place: int
+    was: str
+    became: str
+
+
+@dataclass
+class RoundTrip:
+    """Counts over all texts; `seconds` are those of encoding alone.
+
+    Args:
+        inexact: texts that did not come back character by character.
+        differences: the first few of them.
+    """
+
+    documents: int = 0
+    text_bytes: int = 0
+    words: int = 0
+    tokens: int = 0
+    unknown: int = 0
+    inexact: int = 0
+    seconds: float = 0.0
+    differences: list[Difference] = field(default_factory=list)
+
+    def report(self) -> list[str]:
+        """The counts as lines of text."""
+        seconds = max(self.seconds, 1e-9)
+        return [
+            f"{self.documents:,} documents, {self.text_bytes:,} bytes, {self.words:,} words, {self.tokens:,} tokens",
+            f"fertility: {self.tokens / max(self.words, 1):.3f} tokens per word, "
+            f"{self.text_bytes / max(self.tokens, 1):.3f} bytes per token",
+            f"unknown: {self.unknown:,} tokens ({self.unknown / max(self.tokens, 1):.4%})",
+            f"speed: {self.documents / seconds:,.0f} lines/s, {self.text_bytes / seconds / 1e6:.2f} MB/s on one core",
+            f"round trip: {self.documents - self.inexact:,} of {self.documents:,} documents come back byte for byte",
+        ]
+
+
+def round_trip(tokenizer: LibraryTokenizer, texts: Iterable[str], shown: int = 3) -> RoundTrip:
+    """Encodes and decodes texts; what the tokenizer adds around a text is taken off before it is decoded.
+
+    Args:
+        shown: differences to keep.
+    """
+    found = RoundTrip()
+    remaining = iter(texts)
+    while batch := list(islice(remaining, _BATCH)):
+        started_at = time.perf_counter()
+        ids, lengths = tokenizer.encode_flat(batch)
+        found.seconds += time.perf_counter() - started_at
+        for text, row in zip(batch, _rows(ids, lengths), strict=True):
+            _count(found, tokenizer, text, row, shown)
+    return found
+
+
+def _count(found: RoundTrip, tokenizer: LibraryTokenizer, text: str, row: Sequence[int], shown: int) -> None:
+    before, after = (len(ids) for ids in tokenizer.added)
+    row = row[before : len(row) - after]
+    became = tokenizer.decode(row)
+    if became != text:
+        found.inexact += 1
+        if len(found.differences) < shown:
+            found.differences.append(_difference(found.documents, text, became))
+    found.documents += 1
+    found.text_bytes += len(text.encode("utf-8", errors="surrogatepass"))
+    found.words += len(text.split())
+    found.tokens += len(row)
+    found.unknown += row.count(tokenizer.unknown_id) if tokenizer.unknown_id is not None else 0
+
+
+def _rows(ids: np.ndarray, lengths: np.ndarray) -> Iterator[list[int]]:
+    start = 0
+    for length in lengths.tolist():
+        yield ids[start : start + length].tolist()
+        start += length
+
+
+def _difference(document: int, text: str, became: str) -> Difference:
+    pairs = enumerate(zip(text, became, strict=False))
+    place = next((place for place, (was, now) in pairs if was != now), min(len(text), len(became)))
+    end = place + _SHOWN_LETTERS
+    return Difference(document, place, text[place:end], became[place:end])

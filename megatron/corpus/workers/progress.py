@@ -1,0 +1,101 @@
+"""The progress of a long job over documents: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_BAR_WIDTH = 24
+_BAR_SECONDS = 0.1
+_LINE_SECONDS = 1.0
+
+
+class ProgressLine:
+    """Counts documents and bytes and shows them now and then.
+
+    Args:
+        total_bytes: size of the inputs on disk, None if unknown.
+        every_documents: documents between two plain lines; they also come at most once a second.
+        write_line: takes a plain line.
+        write_bar: takes text for a terminal as it is; None where there is no terminal.
+    """
+
+    def __init__(
+        self,
+        total_bytes: int | None,
+        every_documents: int,
+        write_line: Callable[[str], None],
+        write_bar: Callable[[str], object] | None = None,
+    ) -> None:
+        self.documents = 0
+        self.text_bytes = 0
+        self._input_bytes = 0
+        self._total_bytes = total_bytes
+        self._every_documents = every_documents
+        self._write_line = write_line
+        self._write_bar = write_bar
+        self._start_at = time.monotonic()
+        self._shown_at = self._start_at
+        self._shown_documents = 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._start_at
+
+    def advance(self, documents: int, text_bytes: int, input_bytes: int) -> None:
+        """Adds to the counts, and shows them if it is time."""
+        self.documents += documents
+        self.text_bytes += text_bytes
+        self._input_bytes += input_bytes
+        now = time.monotonic()
+        if self._write_bar is not None:
+            if now - self._shown_at >= _BAR_SECONDS:
+                self._shown_at = now
+                self._write_bar(f"\r{self._bar()}\x1b[K")
+        elif self.documents - self._shown_documents >= self._every_documents and now - self._shown_at >= _LINE_SECONDS:
+            self._shown_at, self._shown_documents = now, self.documents
+            self._write_line(self.line())
+
+    def leave_out(self, input_bytes: int) -> None:
+        """Takes work that need not be done out of the total."""
+        if self._total_bytes is not None:
+            self._total_bytes -= input_bytes
+
+    def finish(self) -> None:
+        """Removes the bar and leaves the last counts as a line."""
+        if self._write_bar is not None:
+            self._write_bar("\r\x1b[K")
+        self._write_line(self.line())
+
+    def clear(self) -> None:
+        """Removes the bar, so that an error stands alone."""
+        if self._write_bar is not None:
+            self._write_bar("\r\x1b[K")
+
+    def line(self) -> str:
+        """Upstream's progress line."""
+        seconds = max(self.seconds, 1e-9)
+        return (
+            f"Processed {self.documents} documents ({self.documents / seconds:.1f} docs/s, "
+            f"{self.text_bytes / seconds / 1e6:.2f} MB/s)."
+        )
+
+    def _bar(self) -> str:
+        seconds = max(self.seconds, 1e-9)
+        rates = (
+            f"{self.documents:,} docs, {self.documents / seconds:,.0f} docs/s, "
+            f"{self.text_bytes / seconds / 1e6:.1f} MB/s"
+        )
+        if not self._total_bytes:
+            return f"{rates}, {self.text_bytes / 1e6:,.0f} MB"
+        share = min(self._input_bytes / self._total_bytes, 1.0)
+        filled = int(share * _BAR_WIDTH)
+        left = f", ETA {_clock(seconds * (1 - share) / share)}" if share > 0 else ""
+        return f"[{'=' * filled}{' ' * (_BAR_WIDTH - filled)}] {share:4.0%} {rates}{left}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(int(seconds + 0.5), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

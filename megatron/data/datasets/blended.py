@@ -1,0 +1,135 @@
+"""Several data sets mixed by weight, and several such blends one after the other, where a run changed its blend."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.data.datasets.sample import DocumentSpan, Sample, SourceDataset
+from megatron.data.order.blend import blend_counts
+from megatron.errors import DataError
+
+
+class BlendedDataset:
+    """Samples of several data sets in blended order.
+
+    Args:
+        sources, samples: what `blend_order` gave.
+        firsts: at which of its samples each data set begins; 0 unless it was used before.
+        places: what `source_of` calls each data set; its place in `datasets` unless given.
+
+    Raises:
+        DataError: the order asks a data set for more samples than it has.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[SourceDataset],
+        sources: np.ndarray,
+        samples: np.ndarray,
+        firsts: Sequence[int] | None = None,
+        places: Sequence[int] | None = None,
+    ) -> None:
+        self.datasets = tuple(datasets)
+        self._sources = sources
+        self._samples = samples
+        self._firsts = tuple(firsts) if firsts is not None else (0,) * len(self.datasets)
+        self._places = tuple(places) if places is not None else tuple(range(len(self.datasets)))
+        self.taken = blend_counts(sources, len(self.datasets))
+        for dataset, first, count in zip(self.datasets, self._firsts, self.taken, strict=True):
+            if first + count > len(dataset):
+                raise DataError(
+                    f"The blend takes {count} samples of {dataset.prefix}, which has {len(dataset) - first} planned."
+                )
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        """Token ids int64 [s + 1] of a sample."""
+        return self.read(sample).tokens
+
+    def read(self, sample: int) -> Sample:
+        """Token ids, and which of them count as labels."""
+        chosen, number = self._place(sample)
+        return self.datasets[chosen].read(number)
+
+    def source_of(self, sample: int) -> int:
+        """Which source a sample comes from."""
+        return self._places[int(self._sources[sample])]
+
+    def locate(self, sample: int, position: int) -> str:
+        """Describes where a token of a sample is stored."""
+        chosen, number = self._place(sample)
+        return self.datasets[chosen].locate(number, position)
+
+    def spans(self, sample: int) -> list[DocumentSpan]:
+        """The stretches of documents that make up a sample, in the order of its tokens."""
+        chosen, number = self._place(sample)
+        return self.datasets[chosen].spans(number)
+
+    def _place(self, sample: int) -> tuple[int, int]:
+        """The data set of a sample, and its number there."""
+        chosen = int(self._sources[sample])
+        return chosen, self._firsts[chosen] + int(self._samples[sample])
+
+
+class PhasedDataset:
+    """The samples of consecutive phases, each with a blend of its own.
+
+    Args:
+        firsts: the first sample of each phase.
+        earlier: samples of the completed phases, each numbered from 0; None for one that was not opened.
+        newest: samples of the last phase, numbered from 0.
+    """
+
+    def __init__(
+        self,
+        firsts: Sequence[int],
+        earlier: Sequence[SourceDataset | BlendedDataset | None],
+        newest: SourceDataset | BlendedDataset,
+    ) -> None:
+        self.firsts = tuple(firsts)
+        self.newest = newest
+        self._phases = (*earlier, newest)
+
+    def __len__(self) -> int:
+        return self.firsts[-1] + len(self.newest)
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        """Token ids int64 [s + 1] of a sample."""
+        return self.read(sample).tokens
+
+    def read(self, sample: int) -> Sample:
+        """Token ids, and which of them count as labels."""
+        phase, number = self._place(sample)
+        return phase.read(number)
+
+    def source_of(self, sample: int) -> int:
+        """Which source a sample comes from."""
+        phase, number = self._place(sample)
+        return phase.source_of(number)
+
+    def locate(self, sample: int, position: int) -> str:
+        """Describes where a token of a sample is stored."""
+        phase, number = self._place(sample)
+        return phase.locate(number, position)
+
+    def spans(self, sample: int) -> list[DocumentSpan]:
+        """The stretches of documents that make up a sample, in the order of its tokens."""
+        phase, number = self._place(sample)
+        return phase.spans(number)
+
+    def _place(self, sample: int) -> tuple[SourceDataset | BlendedDataset, int]:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"{len(self)} samples are planned; there is no sample {sample}.")
+        number = bisect_right(self.firsts, sample) - 1
+        phase = self._phases[number]
+        if phase is None:
+            raise DataError(
+                f"Sample {sample} was consumed before the blend changed at sample {self.firsts[number + 1]}; the data "
+                f"of that phase were not opened."
+            )
+        return phase, sample - self.firsts[number]

@@ -1,0 +1,334 @@
+"""From the data flags to the training, validation and test data sets of a run, and the plan that fixes their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+
+from megatron import log
+from megatron.config import DataConfig, WeightedGroup
+from megatron.config.sections.blends import read_blend, shown_split
+from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
+from megatron.data.datasets.gpt import GPTDataset
+from megatron.data.datasets.open_files import allow_open_files
+from megatron.data.datasets.rows import RowDataset, RowSource
+from megatron.data.datasets.sample import SampleDataset, SourceDataset
+from megatron.data.datasets.sources import DataSources, check_source, source_facts, source_folder
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.order.blend import blend_order
+from megatron.data.order.index_cache import INDEX_CACHE_FOLDER, IndexCache
+from megatron.data.order.index_map import Indices, build_indices
+from megatron.data.order.old_index import read_old_index
+from megatron.data.order.plan import DataPlan, GroupPlan, Member, Phase, Segment, SourcePlan
+from megatron.data.order.resumed_plan import resumed_plan
+from megatron.data.order.splits import fraction_range, split_boundaries
+from megatron.data.stores.address import without_password
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.tokenizer import Tokenizer
+
+_SPLIT_NAMES = ("train", "valid", "test")
+_FILES_PER_PREFIX = 12  # tokens, index, three mapped arrays in each of three splits; one to spare
+
+
+@dataclass(frozen=True)
+class SplitDatasets:
+    """The data sets of a run; a split without samples or without sequences is None or absent.
+
+    Args:
+        valid, test: data set of each named group (`valid`, `test` unless weighted groups have names of their own).
+    """
+
+    train: SampleDataset | None
+    valid: Mapping[str, SampleDataset]
+    test: Mapping[str, SampleDataset]
+
+
+def build_split_datasets(
+    data: DataConfig,
+    sequence_length: int,
+    seed: int,
+    samples: tuple[int, int, int],
+    plan: DataPlan | None = None,
+    build_indices: bool = True,
+    consumed: int = 0,
+    tokenizer: Tokenizer | None = None,
+) -> tuple[SplitDatasets, DataPlan]:
+    """Opens the sources and gives the data sets of all splits.
+
+    Args:
+        sequence_length: tokens of a sample, without the one that is only a label.
+        samples: training, validation and test samples the run needs in all (the latter two per group).
+        plan: the stored plan of the run that is resumed; its order is kept and, if need be, continued.
+        build_indices: whether this process writes missing indices; true on one process per node, which goes first.
+        consumed: training samples that were consumed before; a changed blend begins there, and phases that end there
+            or before are not opened.
+        tokenizer: of the run; document stores are encoded by it, Parquet windows must have been.
+
+    Raises:
+        DataError: a source is missing or damaged or of another layout than --data-impl says, training has no data, or
+            the stored plan is of other data.
+        ConfigError: two evaluation groups share a name, or Parquet windows have another length than samples.
+    """
+    allow_open_files(_FILES_PER_PREFIX * len(data_prefixes(data)))
+    files = DataSources(sequence_length, data.data_impl, tokenizer)
+    fresh = _fresh_plan(data, sequence_length, seed, files)
+    current = resumed_plan(fresh, plan, consumed, may_change_blend=data.change_data_blend) if plan else fresh
+    current = current.extended(samples)
+    if samples[0] and current.train is None:
+        raise DataError(_no_training_data_text(data))
+    caches = _Caches(data.data_cache_path, build_indices)
+    wanted = [*([current.train] if samples[0] and current.train else []), *current.valid, *current.test]
+    built = {id(group): _build_group(group, current, files, caches, consumed) for group in wanted if group.samples}
+    datasets = SplitDatasets(
+        train=built.get(id(current.train)),
+        valid={group.name: built[id(group)] for group in current.valid if group.samples},
+        test={group.name: built[id(group)] for group in current.test if group.samples},
+    )
+    return datasets, current
+
+
+def data_fingerprint(data: DataConfig) -> dict[str, Any]:
+    """What identifies the data, for a checkpoint's manifest: per prefix sizes and fingerprint."""
+    return {without_password(prefix): dict(source_facts(prefix)) for prefix in data_prefixes(data)}
+
+
+def data_prefixes(data: DataConfig) -> list[str]:
+    """The sources that the data flags name, each once."""
+    prefixes = [prefix for _, prefix in read_blend(data.data_path, "--data-path")]
+    groups = (*data.train_groups, *data.valid_groups, *data.test_groups)
+    prefixes += [entry.prefix for group in groups for entry in group.entries]
+    return list(dict.fromkeys(prefixes))
+
+
+def check_sources(data: DataConfig, sequence_length: int) -> None:
+    """Checks that the sources exist, so that a wrong one is refused before anything heavy is imported or built.
+
+    Raises:
+        ConfigError, DataError: see `check_source`.
+    """
+    for prefix in data_prefixes(data):
+        check_source(prefix, sequence_length)
+
+
+def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
+    """One line per source for the log: what the planned order takes from it, in samples, share and epochs."""
+    pairs = [(plan.train, datasets.train)]
+    pairs += [(group, datasets.valid.get(group.name)) for group in plan.valid]
+    pairs += [(group, datasets.test.get(group.name)) for group in plan.test]
+    return [
+        text
+        for group, dataset in pairs
+        if group is not None and dataset is not None
+        for text in _described(group, dataset, plan.sequence_length)
+    ]
+
+
+def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> Iterator[str]:
+    """The lines of a group's last phase; its sources' epochs count what earlier phases took."""
+    phase = group.phases[-1]
+    newest = dataset.newest if isinstance(dataset, PhasedDataset) else dataset
+    taken = newest.taken if isinstance(newest, BlendedDataset) else (group.length_of(-1),)
+    names = group.source_names()
+    name = f"{group.name} from sample {phase.first:,} on" if phase.first else group.name
+    for member, count in zip(phase.members, taken, strict=True):
+        source, before = group.sources[member.source], phase.consumed_of(member.source)
+        epochs = (before + count) * sequence_length / source.tokens
+        logged = names[member.source]
+        size = f"{source.last - source.first:,} rows" if source.is_rows else f"{source.tokens:,} tokens"
+        yield (
+            f"{name}: {source.prefix}"
+            + (f" (in the log: {logged})" if logged != PurePath(source.prefix).name else "")
+            + f" [{source.first}, {source.last}): {count:,} samples "
+            f"({count / max(sum(taken), 1):.2%}, asked {member.weight:.2%})"
+            + (f" after {before:,}" if before else "")
+            + f", {epochs:.2f} epochs of {size}"
+        )
+
+
+@dataclass(frozen=True)
+class _Caches:
+    """Where index arrays are kept: the folder the user named, else `index-cache` beside each source."""
+
+    directory: str | None
+    build: bool
+
+    def beside(self, prefix: str) -> IndexCache:
+        if self.directory:
+            return IndexCache(Path(self.directory), self.build, required=True)
+        return IndexCache(source_folder(prefix) / INDEX_CACHE_FOLDER, self.build)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Sequences [first, last) of a token file with a weight that is not normalised yet."""
+
+    prefix: str
+    weight: float
+    first: int
+    last: int
+
+
+def _fresh_plan(data: DataConfig, sequence_length: int, seed: int, files: DataSources) -> DataPlan:
+    """The plan of a new run, before any samples are asked of it."""
+    groups = {
+        "train": _weighted_groups(data.train_groups, files),
+        "valid": _weighted_groups(data.valid_groups, files),
+        "test": _weighted_groups(data.test_groups, files),
+    }
+    if data.data_path:
+        cut = _cut_groups(data, files)
+        groups = {name: groups[name] or cut[name] for name in _SPLIT_NAMES}
+    train = groups["train"][0] if groups["train"] else None
+    rule = data.index_epoch_rule
+    return DataPlan(sequence_length, seed, rule, train, tuple(groups["valid"]), tuple(groups["test"]))
+
+
+def _cut_groups(data: DataConfig, files: DataSources) -> dict[str, list[GroupPlan]]:
+    """One group per split, each source of `--data-path` cut by `--split`."""
+    pairs = read_blend(data.data_path, "--data-path")
+    ranges: dict[str, list[_Range]] = {name: [] for name in _SPLIT_NAMES}
+    for weight, prefix in pairs:
+        bounds = split_boundaries(data.split_shares, len(files[prefix]))
+        for number, name in enumerate(_SPLIT_NAMES):
+            ranges[name].append(_Range(prefix, weight, bounds[number], bounds[number + 1]))
+    blended = len(data.data_path) > 1
+    groups = {name: _group(name, blended, ranges[name], files) for name in _SPLIT_NAMES}
+    return {name: [group] if group else [] for name, group in groups.items()}
+
+
+def _weighted_groups(groups: Sequence[WeightedGroup], files: DataSources) -> list[GroupPlan]:
+    plans = []
+    names = [group.name for group in groups]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"The weighted groups {', '.join(names)} share a name; give each evaluation group a name of its own."
+        )
+    for group in groups:
+        ranges = [
+            _Range(entry.prefix, entry.weight, *fraction_range(entry.start, entry.stop, len(files[entry.prefix])))
+            for entry in group.entries
+        ]
+        plan = _group(group.name, len(ranges) > 1, ranges, files)
+        if plan:
+            plans.append(plan)
+    return plans
+
+
+def _group(name: str, blended: bool, ranges: Sequence[_Range], files: DataSources) -> GroupPlan | None:
+    """A group without its empty sources, the weights of the others summing to 1; None if all are empty."""
+    kept = [part for part in ranges if part.first < part.last]
+    if not kept:
+        return None
+    for part in ranges:
+        if part not in kept:
+            log.warning(
+                f"{name}: {part.prefix} has no sequences in its range [{part.first}, {part.last}); it is left out and "
+                f"its weight {part.weight:g} is shared by the others."
+            )
+    total = sum(part.weight for part in kept)
+    members = tuple(Member(place, part.weight / total) for place, part in enumerate(kept))
+    sources = tuple(_source(name, part, files) for part in kept)
+    return GroupPlan(name, sources, (Phase(0, members, blended=blended),))
+
+
+def _source(name: str, part: _Range, files: DataSources) -> SourcePlan:
+    source = files[part.prefix]
+    if not isinstance(source, IndexedDataset):
+        tokens = (part.last - part.first) * files.sequence_length
+        return SourcePlan(source.prefix, source.fingerprint, part.first, part.last, tokens, is_rows=True)
+    tokens = int(source.lengths[part.first : part.last].sum(dtype=np.int64))
+    if tokens == 0:
+        raise DataError(
+            f"{name}: the sequences [{part.first}, {part.last}) of {part.prefix} hold no tokens. "
+            "Preprocess a corpus that is not empty, or change the split."
+        )
+    return SourcePlan(part.prefix, source.fingerprint, part.first, part.last, tokens)
+
+
+def _no_training_data_text(data: DataConfig) -> str:
+    if not (data.data_path or data.train_groups):
+        return "There is no training data. Name it with --data-path PREFIX."
+    asked = f"--data-path {' '.join(data.data_path)} with --split {shown_split(data.split)}"
+    return (
+        f"No sequences are left for training: {asked} gives the training range none. Use a larger share or a corpus "
+        "with more documents."
+    )
+
+
+def _build_group(group: GroupPlan, plan: DataPlan, files: DataSources, caches: _Caches, consumed: int) -> SampleDataset:
+    """The samples of a group; of the phases that were over before `consumed`, only their places."""
+    firsts = [phase.first for phase in group.phases]
+    last = len(firsts) - 1
+    opened = [number for number in range(last) if firsts[number + 1] > consumed]
+    places = sorted({member.source for number in (*opened, last) for member in group.phases[number].members})
+    parts = {}
+    for place in places:
+        source = group.sources[place]
+        parts[place] = _build_source(group.name, source, plan, files[source.prefix], caches)
+    newest = _build_phase(group, last, parts, caches)
+    if last == 0:
+        return newest
+    earlier = [_build_phase(group, number, parts, caches) if number in opened else None for number in range(last)]
+    return PhasedDataset(firsts, earlier, newest)
+
+
+def _build_phase(
+    group: GroupPlan, number: int, parts: Mapping[int, SourceDataset], caches: _Caches
+) -> SourceDataset | BlendedDataset:
+    phase, length = group.phases[number], group.length_of(number)
+    members = [parts[member.source] for member in phase.members]
+    if not phase.blended:
+        return members[0]
+
+    def make() -> dict[str, np.ndarray]:
+        sources, samples = blend_order(phase.weights, length)
+        return {"source": sources, "sample": samples}
+
+    cache = caches.beside(members[0].prefix)
+    arrays = cache.arrays("blend", {"weights": phase.weights, "samples": length}, make)
+    places = [member.source for member in phase.members]
+    firsts = [phase.consumed_of(place) for place in places]
+    return BlendedDataset(members, arrays["source"], arrays["sample"], firsts, places)
+
+
+def _build_source(
+    group_name: str, source: SourcePlan, plan: DataPlan, opened: IndexedDataset | RowSource, caches: _Caches
+) -> SourceDataset:
+    if not isinstance(opened, IndexedDataset):
+        return RowDataset(opened, source.first, source.last, source.segments)
+    cache = caches.beside(source.prefix)
+    stem = f"{source.prefix}_{group_name}"
+    segments = [_load_segment(stem, source, segment, plan, opened, cache) for segment in source.segments]
+    return GPTDataset(opened, plan.sequence_length, segments)
+
+
+def _load_segment(
+    stem: str, source: SourcePlan, segment: Segment, plan: DataPlan, indexed: IndexedDataset, cache: IndexCache
+) -> Indices:
+    """The index arrays of a segment: our own if there are, else upstream's if they fit, else new ones."""
+    description = {
+        "idx_sha256": source.fingerprint,
+        "first": source.first,
+        "last": source.last,
+        "sequence_length": plan.sequence_length,
+        "samples": segment.samples,
+        "seed": segment.seed,
+        "epoch_rule": plan.epoch_rule,
+    }
+
+    def make() -> dict[str, np.ndarray]:
+        lengths, length, samples, seed = indexed.lengths, plan.sequence_length, segment.samples, segment.seed
+        if segment is source.segments[0] and plan.epoch_rule == "bigscience":
+            old = read_old_index(stem, lengths, source.first, source.last, length, samples, seed)
+            if old is not None:
+                return old._asdict()
+        wide = source.last > np.iinfo(np.int32).max
+        documents = np.arange(source.first, source.last, dtype=np.int64 if wide else np.int32)
+        return build_indices(lengths, documents, length, samples, seed, plan.epoch_rule, source.tokens)._asdict()
+
+    arrays = cache.arrays("gpt", description, make)
+    return Indices(arrays["document"], arrays["sample"], arrays["shuffle"])

@@ -1,0 +1,101 @@
+"""Samples of `sequence length + 1` tokens from one token file, in planned order.
+
+Source: bigscience Megatron-DeepSpeed `megatron/data/gpt_dataset.py` (`GPTDataset.__getitem__`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from megatron.data.datasets.sample import DocumentSpan, Sample
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.order.index_map import Indices
+from megatron.errors import DataError
+
+
+class GPTDataset:
+    """The samples of one source; segments follow each other, each in its own shuffled order.
+
+    Args:
+        indexed: the token file.
+        segments: one set of index arrays per segment of the plan.
+    """
+
+    def __init__(self, indexed: IndexedDataset, sequence_length: int, segments: Sequence[Indices]) -> None:
+        if indexed.dtype.kind not in "iu":
+            raise DataError(f"{indexed.bin_path} holds {indexed.dtype.name} values; token ids must be integers.")
+        self.indexed = indexed
+        self.sequence_length = sequence_length
+        self._segments = tuple(segments)
+        self._starts = [0, *accumulate(len(segment.shuffle) for segment in segments)]
+
+    @property
+    def prefix(self) -> str:
+        """The data prefix."""
+        return self.indexed.prefix
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        """Token ids int64 [s + 1] of a sample.
+
+        Raises:
+            IndexError: there is no such sample.
+            DataError: the index names tokens that the file does not have.
+        """
+        try:
+            spans = [self.indexed.get(*piece) for piece in self.spans(sample)]
+        except IndexError as failure:
+            if not 0 <= sample < len(self):
+                raise
+            raise DataError(
+                f"The sample index of {self.prefix} is damaged: {failure} Delete the index cache."
+            ) from failure
+        tokens = np.concatenate([np.empty(0, np.int64), *spans], dtype=np.int64, casting="unsafe")
+        if len(tokens) != self.sequence_length + 1:
+            raise DataError(
+                f"The sample index of {self.prefix} is damaged: sample {sample} has {len(tokens)} tokens, not "
+                f"{self.sequence_length + 1}. Delete the index cache."
+            )
+        return tokens
+
+    def read(self, sample: int) -> Sample:
+        """A sample, all of whose labels count."""
+        return Sample(self[sample])
+
+    def source_of(self, sample: int) -> int:
+        """Which source of its group a sample comes from: there is only this one."""
+        return 0
+
+    def locate(self, sample: int, position: int) -> str:
+        """Describes where a token of a sample is stored: file, sequence, token, byte offset."""
+        for sequence, offset, length in self.spans(sample):
+            if position < length:
+                token = offset + position
+                at = int(self.indexed.pointers[sequence]) + token * self.indexed.dtype.itemsize
+                return f"{self.indexed.bin_path}: token {token} of sequence {sequence} (byte offset {at})"
+            position -= length
+        raise IndexError(f"A sample has {self.sequence_length + 1} tokens; it has no token {position} beyond its end.")
+
+    def spans(self, sample: int) -> list[DocumentSpan]:
+        """The stretches of documents that make up a sample, in the order of its tokens."""
+        return list(self._spans(sample))
+
+    def _spans(self, sample: int) -> Iterator[DocumentSpan]:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"{self.prefix} has {len(self)} planned samples; there is no sample {sample}.")
+        number = bisect_right(self._starts, sample) - 1
+        segment = self._segments[number]
+        row = int(segment.shuffle[sample - self._starts[number]])
+        first, offset = (int(value) for value in segment.sample[row])
+        last, end = (int(value) for value in segment.sample[row + 1])
+        for place in range(first, last + 1):
+            sequence = int(segment.document[place])
+            stop = end + 1 if place == last else int(self.indexed.lengths[sequence])
+            yield DocumentSpan(sequence, offset, stop - offset)
+            offset = 0

@@ -1,0 +1,62 @@
+"""What a data set returns for a number: the tokens of one sample and, where not all of its labels count, a mask."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+class Sample(NamedTuple):
+    """One sample.
+
+    Shapes:
+        tokens: int64 [s + 1], the inputs and, one further, the labels.
+        loss_mask: bool [s], for each label whether it counts; None if all do.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray | None = None
+
+
+class DocumentSpan(NamedTuple):
+    """A stretch of tokens of one document that lies in a sample.
+
+    Args:
+        sequence: its number in the source, of a row source the number of the row.
+        first: number of its first token in that sequence.
+        tokens: how many of them.
+    """
+
+    sequence: int
+    first: int
+    tokens: int
+
+
+class SampleDataset(Protocol):
+    """Samples by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        """Token ids int64 [s + 1]."""
+
+    def read(self, sample: int) -> Sample:
+        """Token ids, and which of them count as labels."""
+
+    def source_of(self, sample: int) -> int:
+        """Which source of its group (`GroupPlan.sources`) a sample comes from."""
+
+    def locate(self, sample: int, position: int) -> str:
+        """Describes where a token of a sample is stored."""
+
+    def spans(self, sample: int) -> list[DocumentSpan]:
+        """The stretches of documents that make up a sample, in the order of its tokens."""
+
+
+class SourceDataset(SampleDataset, Protocol):
+    """The samples of one source."""
+
+    @property
+    def prefix(self) -> str:
+        """The source as the user named it."""

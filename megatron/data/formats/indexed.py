@@ -1,0 +1,466 @@
+"""Reader and writer of Megatron's token files: a `.bin` of token ids back to back and an `.idx` that says where each
+sequence is.
+
+Source: the byte layouts are those of bigscience Megatron-DeepSpeed and NVIDIA Megatron-LM (`indexed_dataset.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from types import TracebackType
+from typing import IO, BinaryIO, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from megatron import log
+from megatron.data.formats.atomic_files import (
+    discard,
+    publish_together,
+    remove_leftovers,
+    start_write_back,
+    storage_error,
+    temporary_beside,
+    write_temporary,
+)
+from megatron.data.formats.exact import read_exactly
+from megatron.data.formats.index_layout import IndexLayout
+from megatron.data.formats.sidecar import Sidecar, is_sidecar, sidecar_path, write_temporary_sidecar
+from megatron.data.formats.token_index import CODE_OF_DTYPE, LONGEST_SEQUENCE_TOKENS, read_token_index
+from megatron.errors import DataError, StorageError
+
+_NARROW_VOCABULARY_LIMIT = 65500
+_COPY_ENTRIES = 1 << 20
+_COPY_BYTES = 1 << 24
+_PROBES = 64
+_PROBE_BYTES = 4096
+_WRITE_BACK_BYTES = 1 << 20
+
+
+def width_for(vocab_size: int | None, *, is_cached: bool = False) -> np.dtype:
+    """The dtype in which ids of a vocabulary are written: uint16 below 65500 entries, int32 otherwise or when unknown,
+    and always in the cached layout, as upstream writes it.
+    """
+    narrow = vocab_size is not None and vocab_size < _NARROW_VOCABULARY_LIMIT and not is_cached
+    return np.dtype(np.uint16 if narrow else np.int32)
+
+
+class IndexedDataset:
+    """Random access to the sequences of one `.bin/.idx` pair, checked when it is opened.
+
+    The tables are mapped; token ids are read with exact-length positioned reads, so that a file truncated while in use
+    gives an error, not a bus error or stray memory. Safe to use from several threads.
+
+    Shapes:
+        lengths: int32 [N]; pointers: int64 [N] in bytes; documents: int64 [D].
+
+    Args:
+        prefix: path of the pair without `.bin` and `.idx`.
+
+    Raises:
+        DataError: a file is missing, damaged, or the two do not belong together.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self.bin_path = Path(self.prefix + ".bin")
+        self.idx_path = Path(self.prefix + ".idx")
+        for path in (self.idx_path, self.bin_path):
+            if not path.is_file():
+                raise DataError(_missing_file_text(self.prefix, path))
+        try:
+            self._bin = self.bin_path.open("rb", buffering=0)
+            self._index = read_token_index(self.idx_path, self.bin_path, os.fstat(self._bin.fileno()).st_size)
+        except OSError as failure:
+            raise DataError(f"Cannot read {failure.filename or self.idx_path}: {failure.strerror}.") from failure
+        self.dtype = self._index.dtype
+        self.lengths = self._index.lengths
+        self.pointers = self._index.pointers
+        self.documents = self._index.documents
+        self.modes = self._index.modes
+        self.is_cached = self._index.is_cached
+        self.tokens = self._index.tokens
+
+    @property
+    def layout(self) -> str:
+        """What `--data-impl` calls the layout of the index: "mmap" or "cached" (which lazy shares)."""
+        return self._index.layout
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return f"IndexedDataset({self.prefix!r}, sequences={len(self)}, tokens={self.tokens}, dtype={self.dtype.name})"
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        return IndexedDataset, (self.prefix,)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the header, the lengths, the document table and 64 stretches of the token ids.
+
+        Files of other lengths always differ; other tokens under the same lengths differ unless all stretches agree.
+        """
+        digest = hashlib.sha256(self._index.fingerprint().encode())
+        size = self.tokens * self.dtype.itemsize
+        last = max(0, size - _PROBE_BYTES)
+        for start in sorted({last * probe // (_PROBES - 1) for probe in range(_PROBES)}):
+            digest.update(self._read(start, min(_PROBE_BYTES, size)))
+        return digest.hexdigest()
+
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Reads tokens [offset, offset + length) of a sequence; without a length, all from the offset on.
+
+        Raises:
+            IndexError: the sequence, or the range inside it, does not exist.
+            DataError: one of the two files was truncated since it was opened.
+        """
+        sequence, offset = operator.index(sequence), operator.index(offset)
+        if not 0 <= sequence < len(self):
+            raise IndexError(f"{self.prefix} has {len(self)} sequences; there is no sequence {sequence}.")
+        self._index.check_uncut()
+        available = int(self.lengths[sequence])
+        length = available - offset if length is None else operator.index(length)
+        if offset < 0 or length < 0 or offset + length > available:
+            raise IndexError(
+                f"{self.prefix}: sequence {sequence} has {available} tokens; tokens {offset} to {offset + length} do "
+                "not exist."
+            )
+        start = int(self.pointers[sequence]) + offset * self.dtype.itemsize
+        return np.frombuffer(self._read(start, length * self.dtype.itemsize), dtype=self.dtype)
+
+    def tokens_at(self, pointer: int, count: int) -> np.ndarray:
+        """Reads tokens from a byte offset of the `.bin` file on, whatever sequences they belong to.
+
+        Raises:
+            DataError: the `.bin` file ended early.
+        """
+        return np.frombuffer(self._read(pointer, count * self.dtype.itemsize), dtype=self.dtype)
+
+    @overload
+    def __getitem__(self, item: int | np.integer) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, item: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, item: int | np.integer | slice) -> np.ndarray | list[np.ndarray]:
+        """One sequence, or a list of them for a slice without step.
+
+        Raises:
+            IndexError: there is no such sequence.
+            ValueError: the slice has a step.
+        """
+        if isinstance(item, slice):
+            start, stop, step = item.indices(len(self))
+            if step != 1:
+                raise ValueError(f"Sequences are read in order: a slice with step {step} is not possible.")
+            return [self.get(sequence) for sequence in range(start, stop)]
+        sequence = operator.index(item)
+        return self.get(sequence + len(self) if sequence < 0 else sequence)
+
+    def _read(self, start: int, size: int) -> bytes:
+        data = read_exactly(lambda count, done: os.pread(self._bin.fileno(), count, start + done), size)
+        if len(data) < size:
+            raise DataError(
+                f"{self.bin_path}: the file ended {size - len(data)} bytes short of byte offset {start + size}. "
+                "It was truncated while in use: restore it and start again."
+            )
+        return data
+
+
+def clear_leftovers(prefix: str | Path) -> None:
+    """Removes the temporary files that killed runs of this machine left of a pair and its sidecar, and says so."""
+    for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), sidecar_path(prefix)):
+        for leftover in remove_leftovers(path):
+            log.info(f"Removed {leftover}, which a killed run had left.")
+
+
+class IndexedWriter:
+    """Writes one `.bin/.idx` pair; the two appear under their names, `.idx` last, only when everything is on disk.
+
+    Use as a context manager; an exception inside leaves nothing behind. Memory does not grow with the data: lengths and
+    document ends go to unnamed temporary files in the same folder.
+
+    Args:
+        prefix: path of the pair without suffix; its folder is made if it does not exist.
+        dtype: element type of the `.bin` file, see `width_for`.
+        is_cached: write the `.idx` file in upstream's older layout ("cached" and "lazy"); its own tools expect int32.
+
+    Raises:
+        DataError: ids do not fit the element type, or lengths and tokens disagree.
+        StorageError: the file system refused a write.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike, *, is_cached: bool = False) -> None:
+        self.bin_path = Path(str(prefix) + ".bin")
+        self.idx_path = Path(str(prefix) + ".idx")
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODE_OF_DTYPE or self.dtype.kind not in "iu":
+            raise DataError(f"Token ids cannot be written as {self.dtype.name}; use uint16 or int32 (see width_for).")
+        self._is_cached = is_cached
+        self.sequences = 0
+        self.tokens = 0
+        self.document_count = 0
+        self._prefix = prefix
+        self._sidecar: Sidecar | None = None
+        self._ready: list[tuple[Path, Path]] = []
+        self._is_published = False
+        self._streams: list[IO[bytes]] = []
+        clear_leftovers(prefix)
+        self._temporary_bin = temporary_beside(self.bin_path)
+        try:
+            self.bin_path.parent.mkdir(parents=True, exist_ok=True)
+            self._streams.append(self._temporary_bin.open("xb", buffering=1 << 20))
+            for _ in range(2):
+                self._streams.append(tempfile.TemporaryFile(dir=self.bin_path.parent, buffering=1 << 18))
+        except OSError as failure:
+            self._abandon()
+            raise storage_error(self.bin_path, failure) from failure
+        self._bin, self._lengths, self._documents = self._streams
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and not self._is_published:
+                publish_pairs([self])
+        finally:
+            self._abandon()
+
+    def describe_with(self, sidecar: Sidecar) -> None:
+        """Publishes a sidecar with the pair; without one, the sidecar of an older pair of that name is removed."""
+        self._sidecar = sidecar
+
+    def add_document(self, sequences: Iterable[ArrayLike]) -> None:
+        """Appends one document made of sequences of token ids; without sequences it is an empty document."""
+        arrays = [np.asarray(sequence) for sequence in sequences]
+        lengths = [array.size for array in arrays]
+        tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
+        self.add_batch(tokens, lengths, [len(lengths)])
+
+    def add_batch(
+        self, tokens: ArrayLike, lengths: Sequence[int] | np.ndarray, sequences_per_document: ArrayLike | None = None
+    ) -> None:
+        """Appends many sequences at once.
+
+        Shapes:
+            tokens: [sum of lengths]; lengths: [n]; sequences_per_document: [documents], summing to n.
+
+        Args:
+            sequences_per_document: how the sequences form documents; each is a document of its own if this is left out.
+        """
+        ids = self._checked_tokens(np.asarray(tokens))
+        counts, ends = self._checked_tables(lengths, sequences_per_document)
+        if int(counts.sum()) != ids.size:
+            raise DataError(
+                f"{self.bin_path}: {ids.size} tokens were given, but the lengths sum to {int(counts.sum())}."
+            )
+        start = self.tokens * self.dtype.itemsize
+        self._append(ids.view(np.uint8).data, counts, ends)
+        if ids.nbytes >= _WRITE_BACK_BYTES:
+            start_write_back(self._bin.fileno(), start, ids.nbytes)
+
+    def reserve(
+        self, lengths: Sequence[int] | np.ndarray, sequences_per_document: ArrayLike | None = None
+    ) -> tuple[str, int]:
+        """Appends sequences whose tokens another process writes, in `dtype`, before this writer is closed.
+
+        Shapes:
+            as in `add_batch`.
+
+        Returns:
+            path of the unfinished `.bin` file, and the byte offset in it at which the tokens must stand.
+        """
+        counts, ends = self._checked_tables(lengths, sequences_per_document)
+        start = self.tokens * self.dtype.itemsize
+        self._append(b"", counts, ends)
+        try:
+            self._bin.seek(self.tokens * self.dtype.itemsize)
+        except OSError as failure:
+            raise self._refused(failure) from failure
+        return str(self._temporary_bin), start
+
+    def _checked_tables(
+        self, lengths: Sequence[int] | np.ndarray, sequences_per_document: ArrayLike | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths of sequences, and after how many sequences of the whole file each document ends."""
+        counts = np.asarray(lengths, dtype=np.int64)
+        per_document = (
+            np.ones(len(counts), np.int64) if sequences_per_document is None else np.asarray(sequences_per_document)
+        )
+        if counts.size and (counts.min() < 0 or counts.max() > LONGEST_SEQUENCE_TOKENS):
+            worst = int(counts.min() if counts.min() < 0 else counts.max())
+            raise DataError(
+                f"{self.bin_path}: a sequence of {worst} tokens cannot be stored; 0 to {LONGEST_SEQUENCE_TOKENS} can."
+            )
+        if int(per_document.sum()) != len(counts) or (per_document.size and per_document.min() < 0):
+            raise DataError(
+                f"{self.bin_path}: {len(counts)} sequences were given, but the documents hold "
+                f"{int(per_document.sum())}."
+            )
+        return counts, self.sequences + np.cumsum(per_document, dtype=np.int64)
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Appends a whole pair, byte for byte, with its documents (merging).
+
+        Raises:
+            DataError: its element type is another one.
+        """
+        if dataset.dtype != self.dtype:
+            raise DataError(
+                f"{dataset.bin_path} holds {dataset.dtype.name} and cannot be appended to {self.dtype.name} "
+                f"({self.bin_path}). Merge files of one element type; preprocess the others again with the same "
+                "vocabulary."
+            )
+        first = self.sequences
+        try:
+            for start in range(0, dataset.tokens * self.dtype.itemsize, _COPY_BYTES):
+                size = min(_COPY_BYTES, dataset.tokens * self.dtype.itemsize - start)
+                self._bin.write(dataset._read(start, size))
+        except OSError as failure:
+            raise self._refused(failure) from failure
+        for start in range(0, len(dataset), _COPY_ENTRIES):
+            self._append(b"", dataset.lengths[start : start + _COPY_ENTRIES].astype(np.int64), np.empty(0, np.int64))
+        for start in range(1, len(dataset.documents), _COPY_ENTRIES):
+            ends = dataset.documents[start : start + _COPY_ENTRIES] + first
+            self._append(b"", np.empty(0, np.int64), ends)
+
+    def _checked_tokens(self, tokens: np.ndarray) -> np.ndarray:
+        if tokens.size == 0:
+            return np.empty(0, self.dtype)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(
+                f"{self.bin_path}: token ids must be a row of integers, not {tokens.ndim}-D {tokens.dtype.name}."
+            )
+        if tokens.dtype != self.dtype:
+            limits = np.iinfo(self.dtype)
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < limits.min or high > limits.max:
+                wrong = low if low < limits.min else high
+                raise DataError(
+                    f"{self.bin_path}: token id {wrong} does not fit {self.dtype.name} ({limits.min} to {limits.max}). "
+                    "Open the writer with width_for(vocabulary size)."
+                )
+            tokens = tokens.astype(self.dtype)
+        return np.ascontiguousarray(tokens)
+
+    def _append(self, data: bytes | memoryview, lengths: np.ndarray, document_ends: np.ndarray) -> None:
+        try:
+            self._bin.write(data)
+            self._lengths.write(lengths.astype("<i4").tobytes())
+            self._documents.write(document_ends.astype("<i8").tobytes())
+        except OSError as failure:
+            raise self._refused(failure) from failure
+        self.sequences += len(lengths)
+        self.tokens += int(lengths.sum())
+        self.document_count += len(document_ends)
+
+    def _complete(self) -> None:
+        """Puts everything on disk under temporary names."""
+        try:
+            self._bin.flush()
+            written = os.fstat(self._bin.fileno()).st_size
+            if written != self.tokens * self.dtype.itemsize:
+                raise DataError(
+                    f"{self.bin_path}: {written} bytes were written, but {self.tokens} tokens need "
+                    f"{self.tokens * self.dtype.itemsize}; nothing was published. Run the same command again."
+                )
+            os.fsync(self._bin.fileno())
+        except OSError as failure:
+            raise self._refused(failure) from failure
+        if self._sidecar is not None:
+            temporary = write_temporary_sidecar(self._prefix, self._sidecar)
+            self._ready.append((temporary, sidecar_path(self._prefix)))
+        counts = (self.sequences, self.document_count, self.tokens)
+        layout = IndexLayout(self._is_cached, self.dtype, *counts)
+        temporary = write_temporary(self.idx_path, partial(self._write_index, layout), layout.size_bytes)
+        self._ready = [(self._temporary_bin, self.bin_path), *self._ready, (temporary, self.idx_path)]
+
+    def _refused(self, failure: OSError) -> StorageError:
+        return storage_error(self.bin_path, failure, self.tokens * self.dtype.itemsize)
+
+    def _write_index(self, layout: IndexLayout, stream: BinaryIO) -> None:
+        """Puts every entry in its place; the places of a table follow each other, so that nothing stays unwritten."""
+        for spilled in (self._lengths, self._documents):
+            spilled.flush()
+        for offset, data in layout.frame():
+            stream.seek(offset)
+            stream.write(data)
+        first = tokens = 0
+        for chunk in _chunks(self._lengths, 4):
+            lengths = np.frombuffer(chunk, "<i4")
+            for offset, data in layout.of_sequences(first, lengths, tokens):
+                stream.seek(offset)
+                stream.write(data)
+            first += len(lengths)
+            tokens += int(lengths.sum(dtype=np.int64))
+        first = 0
+        for chunk in _chunks(self._documents, 8):
+            ends = np.frombuffer(chunk, "<i8")
+            offset, data = layout.of_documents(first, ends)
+            stream.seek(offset)
+            stream.write(data)
+            first += len(ends)
+
+    def _abandon(self) -> None:
+        for stream in self._streams:
+            try:
+                stream.close()
+            except OSError:
+                continue
+        for temporary, _ in (*self._ready, (self._temporary_bin, self.bin_path)):
+            discard(temporary)
+
+
+def publish_pairs(writers: Sequence[IndexedWriter]) -> None:
+    """Completes writers of one folder and publishes all their files, or, where the disk refuses, none.
+
+    Of each pair the `.idx` comes last, so that a crash in between leaves no pair that does not match.
+
+    Raises:
+        DataError: fewer tokens were written than reserved.
+        StorageError: the file system refused; older files of these names are as they were.
+    """
+    for writer in writers:
+        writer._complete()
+    described = [sidecar_path(writer._prefix) for writer in writers if writer._sidecar is None]
+    publish_together(
+        [pair for writer in writers for pair in writer._ready], [path for path in described if is_sidecar(path)]
+    )
+    for writer in writers:
+        writer._is_published = True
+
+
+def _chunks(stream: IO[bytes], entry_bytes: int) -> Iterable[bytes]:
+    stream.seek(0)
+    while chunk := stream.read(_COPY_ENTRIES * entry_bytes):
+        yield chunk
+
+
+def _missing_file_text(prefix: str, path: Path) -> str:
+    """Says which file is missing and, where the folder shows it, which prefix was probably meant."""
+    for suffix in (".bin", ".idx"):
+        if prefix.endswith(suffix):
+            return (
+                f"{path} does not exist. A data prefix is given without its suffix: use {prefix.removesuffix(suffix)}."
+            )
+    folder = Path(prefix).parent
+    near = sorted(str(found.with_suffix("")) for found in folder.glob("*.idx")) if folder.is_dir() else []
+    likely = [name for name in near if name.startswith(prefix)] or near
+    place = os.path.abspath(folder)
+    if likely:
+        hint = f"That folder holds {', '.join(likely[:3])}."
+    elif folder.is_dir():
+        hint = (
+            f"The folder {place} holds no .idx file. Give another prefix, or write one with tools/preprocess_data.py."
+        )
+    else:
+        hint = f"The folder {place} does not exist either. Give another prefix."
+    return f"{path} does not exist (data prefix {prefix}). {hint}"

@@ -1,0 +1,201 @@
+"""The sidecar of a token file: `<prefix>.json` says what the pair `<prefix>.bin/.idx` was made from and with which
+tokenizer.
+
+Training reads it to check the tokenizer: ids mean the same words only under the tokenizer that made them. A pair
+without a sidecar (another tool's) is not checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from megatron import log
+from megatron.data.formats.atomic_files import write_atomically, write_temporary
+from megatron.errors import DataError
+from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
+
+if TYPE_CHECKING:
+    from megatron.tokenizers.tokenizer import Tokenizer
+
+FORMAT = "megatron-corpus-sidecar"
+FORMAT_VERSION = 1
+_LONGEST_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """One input of a corpus.
+
+    Args:
+        path: as it was given.
+        text_bytes: bytes of its lines, uncompressed; of a Parquet file its size.
+        xxh3_64: XXH3 (64 bits, hexadecimal) over those bytes; None where the xxhash package is not installed.
+    """
+
+    path: str
+    text_bytes: int
+    xxh3_64: str | None
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What a pair of token files holds and where it came from.
+
+    Args:
+        empty: documents that gave no ids and were left out.
+        skipped: bad lines that were left out.
+        versions: of the programs and libraries that made the pair.
+    """
+
+    documents: int
+    empty: int
+    skipped: int
+    sequences: int
+    tokens: int
+    append_eod: bool
+    tokenizer: TokenizerRecord
+    versions: Mapping[str, str] = field(default_factory=dict)
+    sources: tuple[SourceRecord, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The contents of the file."""
+        return {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+
+
+def sidecar_path(prefix: str | Path) -> Path:
+    """Where the sidecar of a data prefix lies."""
+    return Path(f"{prefix}.json")
+
+
+def read_sidecar(prefix: str | Path) -> Sidecar | None:
+    """The sidecar of a data prefix, None when there is none or the file of that name is no sidecar.
+
+    Raises:
+        DataError: the file is a sidecar, but damaged or of a later version.
+    """
+    path = sidecar_path(prefix)
+    content = _parsed(path)
+    if not _is_sidecar(content):
+        return None
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise DataError(
+            f"{path} has format version {version!r}; version {FORMAT_VERSION} is read. Use the release that wrote it, "
+            "or remove the file: the data can be read without it."
+        )
+    try:
+        return _from_json(content)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as failure:
+        raise DataError(
+            f"{path} is a damaged sidecar ({type(failure).__name__}: {failure}). Restore it, or remove it: the data "
+            "can be read without it."
+        ) from failure
+
+
+def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
+    """Writes the sidecar of a data prefix in one step.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    write_atomically(sidecar_path(prefix), functools.partial(_write, sidecar))
+
+
+def write_temporary_sidecar(prefix: str | Path, sidecar: Sidecar) -> Path:
+    """Writes what the sidecar of a data prefix is to hold under a temporary name, which it returns.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    return write_temporary(sidecar_path(prefix), functools.partial(_write, sidecar))
+
+
+def check_replaceable(prefix: str | Path) -> None:
+    """Checks that writing the sidecar of a prefix overwrites no other file.
+
+    Raises:
+        DataError: a file of that name exists and is not a sidecar.
+    """
+    path = sidecar_path(prefix)
+    if path.exists() and not _is_sidecar(_parsed(path)):
+        raise DataError(
+            f"{path} exists and is not a description of token files, so it will not be overwritten. Move it away, or "
+            "choose another --output-prefix."
+        )
+
+
+def remove_sidecar(prefix: str | Path) -> None:
+    """Removes the sidecar of a data prefix if there is one; another file of that name stays."""
+    path = sidecar_path(prefix)
+    if is_sidecar(path):
+        path.unlink()
+
+
+def check_tokenizer_fits(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
+    """Checks that the ids of token files mean the same words to a tokenizer as to the one that made them.
+
+    Raises:
+        DataError: they do not.
+    """
+    for prefix in prefixes:
+        sidecar = read_sidecar(prefix)
+        if sidecar is None or not _describes(prefix, sidecar):
+            continue
+        advice = f", or preprocess the corpus again (without {sidecar_path(prefix)} nothing is checked)"
+        check_same_tokenizer(f"the data {prefix} was made", sidecar.tokenizer, tokenizer, advice=advice)
+
+
+def _describes(prefix: str, sidecar: Sidecar) -> bool:
+    """Whether a sidecar describes the pair beside it; another tool may have rewritten the pair."""
+    path = Path(f"{prefix}.bin")
+    size = path.stat().st_size if path.is_file() else 0
+    if sidecar.tokens == 0 or size in (sidecar.tokens * width for width in (1, 2, 4, 8)):
+        return True
+    log.warning(
+        f"{sidecar_path(prefix)} lists {sidecar.tokens} tokens, which do not make up the {size} bytes of {path}: "
+        "it describes other data and is ignored."
+    )
+    return False
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        with path.open("rb") as stream:
+            return json.loads(stream.read(_LONGEST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _write(sidecar: Sidecar, stream: BinaryIO) -> None:
+    stream.write((json.dumps(sidecar.to_json(), indent=1, ensure_ascii=True) + "\n").encode())
+
+
+def is_sidecar(path: Path) -> bool:
+    """Whether a file is the sidecar of a pair."""
+    return path.exists() and _is_sidecar(_parsed(path))
+
+
+def _is_sidecar(content: Any) -> bool:
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def _from_json(content: Mapping[str, Any]) -> Sidecar:
+    return Sidecar(
+        documents=int(content["documents"]),
+        empty=int(content["empty"]),
+        skipped=int(content["skipped"]),
+        sequences=int(content["sequences"]),
+        tokens=int(content["tokens"]),
+        append_eod=bool(content["append_eod"]),
+        tokenizer=TokenizerRecord.from_json(content["tokenizer"]),
+        versions={str(name): str(version) for name, version in content["versions"].items()},
+        sources=tuple(
+            SourceRecord(str(source["path"]), int(source["text_bytes"]), source["xxh3_64"])
+            for source in content["sources"]
+        ),
+    )

@@ -1,0 +1,232 @@
+"""Index arrays kept on disk, built once and shared by every process that needs the same ones.
+
+A name is the hash of everything that determines the content, so a stale file cannot be taken for a fresh one. Arrays
+are written first and a description with their checksums last, each by temporary file and rename: what has a description
+is complete. Nothing waits for the disk: what a crash of the machine damages fails its checksum and is built again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megatron import log
+from megatron.data.formats.atomic_files import storage_error, write_atomically
+from megatron.errors import StorageError
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: builds are not serialised, which costs time and nothing else
+    fcntl = None  # type: ignore[assignment]
+
+FORMAT_VERSION = 1
+INDEX_CACHE_FOLDER = "index-cache"
+"""Where the arrays are kept, beside the data, unless the user names a folder."""
+
+_READ_BYTES = 1 << 24
+_MAPPED_ABOVE_BYTES = 1 << 20
+_POLL_SECONDS = 0.2
+_REPORT_AFTER_SECONDS = 15.0
+
+Arrays = dict[str, np.ndarray]
+
+
+class IndexCache:
+    """A folder of index arrays.
+
+    The lock only spares two jobs the same work: it is released by the system when its owner dies, and where the file
+    system offers none both jobs write the same bytes.
+
+    Args:
+        directory: where the arrays are kept.
+        build: whether this process writes missing arrays. Others load them, or compute them in memory if they are
+            absent.
+        required: whether a folder that cannot be written is an error (the user named it) or costs only a warning.
+    """
+
+    def __init__(self, directory: Path, build: bool = True, required: bool = False) -> None:
+        self.directory = directory
+        self.build = build
+        self.required = required
+
+    def arrays(self, kind: str, description: Mapping[str, object], make: Callable[[], Arrays]) -> Arrays:
+        """Returns the arrays that `description` determines: from disk (mapped, verified) or made by `make`.
+
+        Args:
+            kind: first part of the file names, for readers.
+            description: JSON-able; everything the content depends on.
+
+        Raises:
+            StorageError: the folder was named by the user and cannot be written.
+        """
+        record = {"format": FORMAT_VERSION, "kind": kind, **description}
+        text = json.dumps(record, sort_keys=True)
+        stem = f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+        found = self._load(stem, record)
+        if found is not None:
+            return found
+        if not self.build:
+            log.warning(
+                f"no index {stem} in {self.directory}: is this folder shared with the process that built it? It is "
+                "computed in the memory of this process instead; the order of samples is the same."
+            )
+            return make()
+        return self._build(stem, record, make)
+
+    def _build(self, stem: str, record: dict[str, object], make: Callable[[], Arrays]) -> Arrays:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with self._lock():
+                found = self._load(stem, record)
+                if found is not None:
+                    return found
+                arrays = make()
+                self._store(stem, record, arrays)
+                return {name: _load_array(self._array_path(stem, name)) for name in arrays}
+        except (OSError, StorageError) as failure:
+            if isinstance(failure, OSError):
+                failure = storage_error(self.directory, failure)
+            text = f"The index cache {self.directory} cannot be written: {failure} Set --data-cache-path."
+            if self.required:
+                raise StorageError(text) from failure
+            log.warning(f"{text} Until then each process computes the order of samples in its own memory.")
+            return make()
+
+    def _store(self, stem: str, record: dict[str, object], arrays: Arrays) -> None:
+        files: dict[str, dict[str, object]] = {}
+        for name, array in arrays.items():
+            facts: dict[str, object] = {}
+            write = functools.partial(_save_array, array, facts)
+            write_atomically(self._array_path(stem, name), write, array.nbytes, durable=False)
+            files[name] = facts
+        stored = {"description": record, "files": files}
+        text = json.dumps({**stored, "crc32": _crc32_of(stored)}, indent=1, sort_keys=True)
+        write_atomically(self._description_path(stem), functools.partial(_write_all, text.encode()), durable=False)
+
+    def _load(self, stem: str, record: dict[str, object]) -> Arrays | None:
+        """Maps and verifies stored arrays; None if there are none or they are damaged (which is logged once)."""
+        path = self._description_path(stem)
+        try:
+            stored = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as failure:
+            log.warning(f"the index {path} cannot be read ({failure}) and is built again.")
+            return None
+        problem = self._problem(stem, stored, record)
+        try:
+            arrays = {} if problem else {name: _load_array(self._array_path(stem, name)) for name in stored["files"]}
+        except Exception as failure:  # NumPy reports a bad header in many ways
+            problem = f"{type(failure).__name__}: {failure}"
+        if problem:
+            log.warning(f"the index {path} is damaged ({problem[:300]}) and is built again.")
+            return None
+        return arrays
+
+    def _problem(self, stem: str, stored: object, record: dict[str, object]) -> str | None:
+        if not isinstance(stored, dict) or not isinstance(stored.get("files"), dict) or not stored["files"]:
+            return "it lists no files"
+        if stored.get("crc32") != _crc32_of({name: stored.get(name) for name in ("description", "files")}):
+            return "its checksum is not that of what it says"
+        if stored.get("description") != json.loads(json.dumps(record)):
+            return "it describes another index"
+        for name, facts in stored["files"].items():
+            path = self._array_path(stem, name)
+            try:
+                size, checksum = path.stat().st_size, _crc32(path)
+            except OSError as failure:
+                return f"{path.name}: {failure.strerror}"
+            if not isinstance(facts, dict) or size != facts.get("bytes") or checksum != facts.get("crc32"):
+                return f"{path.name} has {size} bytes with checksum {checksum:#010x}, stored were {facts}"
+        return None
+
+    def _array_path(self, stem: str, name: str) -> Path:
+        return self.directory / f"{stem}-{Path(name).name}.npy"
+
+    def _description_path(self, stem: str) -> Path:
+        return self.directory / f"{stem}.json"
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        with (self.directory / ".lock").open("ab") as stream:
+            _wait_for_lock(stream, self.directory)
+            yield
+
+
+def _wait_for_lock(stream: BinaryIO, directory: Path) -> None:
+    """Takes the exclusive lock of an open file; closing it, also by a killed owner, releases it."""
+    if fcntl is None:
+        return
+    started_at = time.monotonic()
+    reported = False
+    while True:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not reported and time.monotonic() - started_at > _REPORT_AFTER_SECONDS:
+                log.info(f"another process builds an index in {directory}; waiting for it")
+                reported = True
+            time.sleep(_POLL_SECONDS)
+        except OSError:  # no locks on this file system: the work is done twice, with the same result
+            return
+
+
+def _load_array(path: Path) -> np.ndarray:
+    """Maps an array; a small one is read, since a map holds its file open and hundreds of sources have many.
+
+    Raises:
+        ValueError: it holds no integers.
+    """
+    is_small = path.stat().st_size <= _MAPPED_ABOVE_BYTES
+    array = np.asarray(np.load(path, mmap_mode=None if is_small else "r", allow_pickle=False))
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{path.name} holds {array.dtype.name}, not integers")
+    return array
+
+
+def _save_array(array: np.ndarray, facts: dict[str, object], stream: BinaryIO) -> None:
+    """Writes an array and notes size and checksum of the file."""
+    counted = _CountedWriter(stream)
+    np.save(counted, array, allow_pickle=False)
+    facts.update(bytes=counted.size, crc32=counted.checksum)
+
+
+class _CountedWriter:
+    """Passes on what is written; keeps its size and checksum."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.size = 0
+        self.checksum = 0
+        self._stream = stream
+
+    def write(self, data: bytes) -> int:
+        """Writes and counts."""
+        self.size += len(data)
+        self.checksum = zlib.crc32(data, self.checksum)
+        return self._stream.write(data)
+
+
+def _write_all(data: bytes, stream: BinaryIO) -> None:
+    stream.write(data)
+
+
+def _crc32_of(value: object) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(_READ_BYTES):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum

@@ -1,0 +1,49 @@
+"""The order in which a row source (Parquet windows, a document store) gives its rows: a new permutation each epoch.
+
+A permutation of all rows at once would cost memory for every row and jump over the whole source at every step, which is
+slow for files that are stored in row groups. So the source names blocks of consecutive rows that are cheap to read
+together; the blocks are shuffled, and the rows of as many blocks as make up a chunk are shuffled among themselves. A
+source of one chunk is shuffled as a whole. Each part is computed when it is reached, from the seed, the epoch and its
+number alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class RowOrder:
+    """A permutation of the rows of consecutive blocks.
+
+    Args:
+        edges: first row of every block, then the end of the last, int64 [blocks + 1]; no block is empty.
+        chunk_rows: about this many rows are shuffled together, in whole blocks.
+        seed: of the segment, 0 to 2^32 - 1.
+        epoch: its number within the segment.
+    """
+
+    def __init__(self, edges: np.ndarray, chunk_rows: int, seed: int, epoch: int) -> None:
+        self._edges = edges
+        self._seed = seed
+        self._epoch = epoch
+        self._blocks = np.random.RandomState([seed, epoch]).permutation(len(edges) - 1)
+        sizes = np.diff(edges)[self._blocks]
+        starts = np.cumsum(sizes) - sizes  # of each block, in the order
+        _, self._first_blocks = np.unique(starts // chunk_rows, return_index=True)  # of each chunk
+        self._starts = starts[self._first_blocks]
+
+    def __len__(self) -> int:
+        return int(self._edges[-1] - self._edges[0])
+
+    def place(self, position: int) -> tuple[int, int]:
+        """The chunk in which a position of the order lies, and its place in that chunk."""
+        chunk = int(np.searchsorted(self._starts, position, side="right")) - 1
+        return chunk, position - int(self._starts[chunk])
+
+    def chunk(self, number: int) -> np.ndarray:
+        """The rows of a chunk in their order, int64."""
+        first, *rest = self._first_blocks[number : number + 2].tolist()
+        blocks = self._blocks[first : rest[0] if rest else None].tolist()
+        rows = np.concatenate([np.arange(self._edges[block], self._edges[block + 1]) for block in blocks])
+        np.random.RandomState([self._seed, self._epoch, 1 + number]).shuffle(rows)
+        return rows

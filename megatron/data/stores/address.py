@@ -1,0 +1,207 @@
+"""How a document store is named: an address, or a JSON file that holds a connection string and the collections.
+
+    sqlite:///corpus.db?table=web,news          a file of this folder; with four slashes an absolute path
+    mongodb://host:27017/corpus?collection=web  the database after the host; other options go to the driver
+    db.json, db.json?collection=web             a configuration file, or one of the collections it names
+
+`column=form` chooses another text column than `filt_text`.
+
+Source: the configuration file is dsGPT2's, with MONGO_CONNECTION_STRING, MONGO_CONNECTION_DB and COLLECTIONS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from megatron.errors import ConfigError
+
+CONNECTION_KEY = "MONGO_CONNECTION_STRING"
+DATABASE_KEY = "MONGO_CONNECTION_DB"
+COLLECTIONS_KEY = "COLLECTIONS"
+COLUMN_KEY = "TEXT_COLUMN"
+_SQLITE = "sqlite://"
+_MONGODB = ("mongodb://", "mongodb+srv://")
+_COLLECTION_OPTIONS = ("table", "collection")
+_COLUMN_OPTIONS = ("column", "field")
+_LONGEST_CONFIG_BYTES = 1 << 16
+_PASSWORD = re.compile(r"(//[^:@/]*):[^@]*@")
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """Where a document store is, and what of it is wanted.
+
+    Args:
+        kind: sqlite or mongodb.
+        place: path of the file, or the driver's connection string.
+        database: MongoDB's database; empty for SQLite.
+        collections: in the order of their documents; empty for all there are.
+        column: that holds the texts; None for `filt_text` or, where there is none, `text`.
+        written: how it was given, without options of ours.
+    """
+
+    kind: str
+    place: str
+    database: str = ""
+    collections: tuple[str, ...] = ()
+    column: str | None = None
+    written: str = ""
+
+    @staticmethod
+    def of(text: str) -> StoreAddress:
+        """Reads an address or the path of a configuration file.
+
+        Raises:
+            ConfigError: it is neither, or an option is unknown.
+        """
+        base, collections, column, rest = _without_our_options(text)
+        if base.startswith(_SQLITE):
+            address = _sqlite_address(base, rest)
+        elif base.startswith(_MONGODB):
+            address = _mongodb_address(base, rest)
+        else:
+            address = _configured(base, text, rest)
+        return replace(address, collections=collections or address.collections, column=column or address.column)
+
+    @property
+    def shown(self) -> str:
+        """The address without its password, for messages and records."""
+        options = [f"{self._option}={','.join(map(quote, self.collections))}"] if self.collections else []
+        options += [f"column={quote(self.column)}"] if self.column is not None else []
+        if not options:
+            return without_password(self.written)
+        return f"{without_password(self.written)}{'&' if '?' in self.written else '?'}{'&'.join(options)}"
+
+    def only(self, collection: str) -> str:
+        """The address of one collection of the store, as text; it holds the password if there is one."""
+        column = "" if self.column is None else f"&column={quote(self.column)}"
+        return f"{self.written}{'&' if '?' in self.written else '?'}{self._option}={quote(collection)}{column}"
+
+    @property
+    def _option(self) -> str:
+        return "table" if self.written.startswith(_SQLITE) else "collection"
+
+
+def is_store_address(text: str) -> bool:
+    """Whether a text names a document store: by its scheme, or a JSON file by the keys in it."""
+    if text.startswith((_SQLITE, *_MONGODB)):
+        return True
+    if os.path.isfile(text):
+        return _configuration(text) is not None
+    base = text.rpartition("?")[0]
+    return base.endswith(".json") and os.path.isfile(base) and _configuration(base) is not None
+
+
+def without_password(text: str) -> str:
+    """A connection string with `***` in place of a password."""
+    return _PASSWORD.sub(r"\1:***@", text)
+
+
+def _without_our_options(text: str) -> tuple[str, tuple[str, ...], str | None, str]:
+    """The part before the options, the collections and the column that the options name, and the other options."""
+    base, _, query = (text, "", "") if os.path.isfile(text) else text.partition("?")
+    collections: list[str] = []
+    column = None
+    rest = []
+    for option in filter(None, query.split("&")):
+        name, _, value = option.partition("=")
+        if name in _COLLECTION_OPTIONS:
+            collections += [unquote(name) for name in value.split(",") if name]
+        elif name in _COLUMN_OPTIONS and value:
+            column = unquote(value)
+        else:
+            rest.append(option)
+    return base, tuple(collections), column, "&".join(rest)
+
+
+def _refuse_options(options: str, text: str) -> None:
+    if options:
+        raise ConfigError(
+            f"{text}: the option {options} is not known. A store's address takes table= (or collection=) and column=."
+        )
+
+
+def _sqlite_address(base: str, options: str) -> StoreAddress:
+    _refuse_options(options, base)
+    path = base.removeprefix(_SQLITE)
+    if not path.startswith("/") or not path.strip("/"):
+        raise ConfigError(
+            f"{base} names no file. Write sqlite:///file.db for a file of this folder and sqlite:////folder/file.db "
+            "for an absolute path."
+        )
+    return StoreAddress("sqlite", unquote(path[1:]), written=base)
+
+
+def _mongodb_address(base: str, options: str, database: str | None = None) -> StoreAddress:
+    written = base + (f"?{options}" if options else "")
+    found = unquote(base.partition("://")[2].partition("/")[2])
+    if not (database or found):
+        raise ConfigError(
+            f"{without_password(base)} names no database. Write mongodb://host:27017/database?collection=name."
+        )
+    return StoreAddress("mongodb", written, database or found, written=written)
+
+
+def _configured(path: str, text: str, options: str) -> StoreAddress:
+    _refuse_options(options, text)
+    content = _configuration(path)
+    if content is None:
+        raise ConfigError(
+            f"{without_password(text)} is not a document store: neither sqlite:///file.db nor mongodb://host/database "
+            f"nor "
+            f"a JSON file with the keys {CONNECTION_KEY}, {DATABASE_KEY} and {COLLECTIONS_KEY}."
+        )
+    problems = _config_problems(path, content)
+    if problems:
+        raise ConfigError(problems)
+    base, collections, column, rest = _without_our_options(content[CONNECTION_KEY])
+    if base.startswith(_SQLITE):
+        address = _sqlite_address(base, rest)
+    elif base.startswith(_MONGODB):
+        address = _mongodb_address(base, rest, content.get(DATABASE_KEY))
+    else:
+        raise ConfigError(
+            f"{path}: {CONNECTION_KEY} {without_password(base)!r} is not an address. Write mongodb://host:27017 or "
+            "sqlite:///file.db."
+        )
+    return replace(
+        address,
+        collections=tuple(content.get(COLLECTIONS_KEY) or collections),
+        column=content.get(COLUMN_KEY, column),
+        written=path,
+    )
+
+
+def _config_problems(path: str, content: dict[str, Any]) -> list[str]:
+    known = (CONNECTION_KEY, DATABASE_KEY, COLLECTIONS_KEY, COLUMN_KEY)
+    problems = [f"{path}: the key {key!r} is not known. Use {', '.join(known)}." for key in content if key not in known]
+    for key in (CONNECTION_KEY, DATABASE_KEY, COLUMN_KEY):
+        if not isinstance(content.get(key, ""), str):
+            problems.append(f"{path}: {key} holds {content[key]!r}; it must be a text.")
+    names = content.get(COLLECTIONS_KEY, [])
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        problems.append(
+            f'{path}: {COLLECTIONS_KEY} holds {names!r}; it must be a list of names, as in ["web", "news"].'
+        )
+    elif len(set(names)) != len(names):
+        problems.append(f"{path}: {COLLECTIONS_KEY} names a collection twice: {', '.join(names)}. Name each once.")
+    return problems
+
+
+def _configuration(path: str) -> dict[str, Any] | None:
+    """The contents of a configuration file; None if the file is something else."""
+    if not path.endswith(".json"):
+        return None
+    try:
+        if os.path.getsize(path) > _LONGEST_CONFIG_BYTES:
+            return None
+        content = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) and CONNECTION_KEY in content else None

@@ -1,0 +1,283 @@
+"""A document store in one SQLite file: a table a collection, read without ever changing the file.
+
+Every thread of every process opens a connection of its own when it first reads, so a store may be shared with threads
+and across a fork. Nothing is mapped and SQLite's cache is small: memory does not grow with the store.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+from urllib.parse import quote
+
+from megatron.data.stores.backend import (
+    IMPORT_COLLECTION,
+    META_COLLECTION,
+    RESERVED_COLLECTIONS,
+    CollectionFacts,
+    ImportRecord,
+)
+from megatron.errors import DataError, MegatronError, StorageError
+
+BUSY_SECONDS = 10.0
+_FETCH_ROWS = 256
+
+
+@dataclass(frozen=True)
+class _Table:
+    """How the rows of a table are numbered.
+
+    Args:
+        order: SQL expression that numbers and sorts the rows: `idx`, or `rowid` where there is no such column; None
+            for a table that has neither.
+        base: number of the first row in the table's own counting.
+    """
+
+    order: str | None
+    base: int
+
+
+class SqliteCollections:
+    """The tables of a SQLite file as collections of documents.
+
+    Args:
+        path: the file; it is never created.
+        busy_seconds: how long to wait for a process that writes.
+
+    Raises:
+        DataError: there is no such file, or it is no SQLite file.
+    """
+
+    def __init__(self, path: str, busy_seconds: float = BUSY_SECONDS) -> None:
+        self.path = path
+        self.shown = path
+        self._busy_seconds = busy_seconds
+        self._threads = threading.local()
+        self._tables: dict[str, _Table] = {}
+        with self._explained():
+            self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "shown": self.shown, "busy_seconds": self._busy_seconds, "tables": self._tables}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.path, self.shown = state["path"], state["shown"]
+        self._busy_seconds, self._tables = state["busy_seconds"], state["tables"]
+        self._threads = threading.local()
+
+    def names(self) -> tuple[str, ...]:
+        """Collections that `meta_info` lists, then the tables it does not list."""
+        with self._explained():
+            tables = self._tables_of_file()
+            listed = []
+            if META_COLLECTION in tables:
+                rows = self._connection.execute(f"SELECT collection_name FROM {META_COLLECTION} ORDER BY rowid")
+                listed = [name for (name,) in _decoded(rows) if name in tables]
+        others = [name for name in tables if name not in RESERVED_COLLECTIONS and name not in listed]
+        return (*listed, *others)
+
+    def facts(self, name: str) -> CollectionFacts:
+        """What can be said of a table without reading its rows."""
+        with self._explained():
+            columns = [row[1].decode() for row in self._connection.execute(f"PRAGMA table_info({quoted_name(name)})")]
+            table = self._table(name, columns)
+            least, greatest = self._extremes(name, table)
+            return CollectionFacts(
+                columns=tuple(columns),
+                counted=self._counted(name),
+                first_idx=None if least is None else least - table.base,
+                last_idx=None if greatest is None else greatest - table.base,
+                is_indexed=table.order == "rowid" or (table.order == "idx" and self._has_index(name)),
+                is_numbered=table.order is not None,
+            )
+
+    def imports(self) -> list[ImportRecord]:
+        """Imports that were completed, in their order."""
+        with self._explained():
+            if IMPORT_COLLECTION not in self._tables_of_file():
+                return []
+            names = ", ".join(field.name for field in fields(ImportRecord))
+            rows = self._connection.execute(f"SELECT {names} FROM {IMPORT_COLLECTION} ORDER BY rowid")
+            return [ImportRecord(*row) for row in _decoded(rows)]
+
+    def texts(self, name: str, column: str, first: int, stop: int) -> list[tuple[int, Any]]:
+        """The rows with first <= idx < stop as (idx, value), in order of idx."""
+        table = self._tables[name]
+        with self._explained():
+            rows = self._connection.execute(
+                f"SELECT {table.order}, {quoted_name(column)} FROM {quoted_name(name)} "
+                f"WHERE {table.order} >= ? AND {table.order} < ? ORDER BY {table.order}",
+                (first + table.base, stop + table.base),
+            ).fetchall()
+        return [(idx - table.base, value) for idx, value in rows] if table.base else rows
+
+    def scan(
+        self, name: str, columns: Sequence[str], skipped: int, limit: int
+    ) -> Iterator[tuple[int, tuple[Any, ...]]]:
+        """Rows in order, each as its idx (or row number) and its values, TEXT as bytes; memory does not grow.
+
+        Args:
+            skipped: rows to leave out at the beginning.
+            limit: most rows to give.
+        """
+        facts = self.facts(name)
+        table = self._tables[name]
+        order = "rowid" if table.order == "rowid" else "idx, rowid" if self._has_rowid(name) else "idx"
+        if table.order is None:
+            order = ", ".join(quoted_name(column) for column in self._primary_key(name))
+        number = table.order or "NULL"
+        bound = f"WHERE idx < {facts.counted}" if table.order == "idx" and facts.counted is not None else ""
+        values = ", ".join(quoted_name(column) for column in columns)
+        with self._explained():
+            cursor = self._connection.execute(
+                f"SELECT {number}, {values} FROM {quoted_name(name)} {bound} ORDER BY {order} LIMIT ? OFFSET ?",
+                (limit, skipped),
+            )
+            for row in cursor:  # one by one: a row may be large
+                yield (skipped if row[0] is None else row[0]), row[1:]
+                skipped += 1
+
+    def indices(self, name: str) -> Iterator[int | None]:
+        """The idx of every row, sorted, duplicates included; None for a row without one."""
+        table = self._tables[name]
+        with self._explained():
+            cursor = self._connection.execute(f"SELECT {table.order} FROM {quoted_name(name)} ORDER BY {table.order}")
+            while rows := cursor.fetchmany(_FETCH_ROWS):
+                yield from (None if idx is None else idx - table.base for (idx,) in rows)
+
+    def count(self, name: str, below: int | None = None) -> int:
+        """Rows of a table, counted one by one; with `below`, those whose idx is less."""
+        bound = "" if below is None or self._tables[name].order != "idx" else f"WHERE idx < {below}"
+        with self._explained():
+            return int(self._connection.execute(f"SELECT count(*) FROM {quoted_name(name)} {bound}").fetchone()[0])
+
+    def close(self) -> None:
+        """Closes this thread's connection; the next read opens another."""
+        connection = self._threads.__dict__.pop(str(os.getpid()), None)
+        if connection is not None:
+            connection.close()
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        """This thread's connection; one that was inherited over a fork is kept but never touched."""
+        held, process = self._threads.__dict__, str(os.getpid())
+        if process not in held:
+            held[process] = self._connect()
+        return held[process]  # type: ignore[no-any-return]
+
+    def _connect(self) -> sqlite3.Connection:
+        if not os.path.isfile(self.path):
+            absolute = f" There is /{self.path}: write four slashes for it." if os.path.isfile(f"/{self.path}") else ""
+            raise DataError(f"{self.path}: there is no such SQLite file.{absolute or ' Check the path.'}")
+        # "rw" creates nothing and lets SQLite roll back what a killed writer left; query_only refuses every change.
+        address = f"file:{quote(os.path.abspath(self.path))}?mode=rw"
+        connection = sqlite3.connect(  # no two threads use it at once, but a scan may wander from one to another
+            address, uri=True, timeout=self._busy_seconds, isolation_level=None, check_same_thread=False
+        )
+        connection.text_factory = bytes
+        connection.execute("PRAGMA query_only = ON")
+        return connection
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as failure:
+            raise sqlite_error(self.path, failure, self._busy_seconds) from failure
+
+    def _tables_of_file(self) -> list[str]:
+        rows = self._connection.execute(
+            "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\' "
+            "ORDER BY rowid"
+        )
+        return [name for (name,) in _decoded(rows)]
+
+    def _table(self, name: str, columns: Sequence[str]) -> _Table:
+        if name not in self._tables:
+            if "idx" in columns:
+                table = _Table("idx", 0)
+            elif self._has_rowid(name):
+                table = _Table("rowid", self._extremes(name, _Table("rowid", 0))[0] or 0)
+            else:
+                table = _Table(None, 0)
+            self._tables[name] = table
+        return self._tables[name]
+
+    def _extremes(self, name: str, table: _Table) -> tuple[int | None, int | None]:
+        if table.order is None:
+            return None, None
+        found = []
+        for function in ("min", "max"):  # one at a time: only then does SQLite look at the ends of the index alone
+            row = self._connection.execute(f"SELECT {function}({table.order}) FROM {quoted_name(name)}").fetchone()
+            if row[0] is not None and not isinstance(row[0], int):
+                raise DataError(f"{self.path}: idx of table {name!r} holds {row[0]!r}; it must hold whole numbers.")
+            found.append(row[0])
+        return found[0], found[1]
+
+    def _counted(self, name: str) -> int | None:
+        if META_COLLECTION not in self._tables_of_file():
+            return None
+        row = self._connection.execute(
+            f"SELECT num_docs FROM {META_COLLECTION} WHERE collection_name = ?", (name,)
+        ).fetchone()
+        return None if row is None or row[0] is None else int(row[0])
+
+    def _has_rowid(self, name: str) -> bool:
+        kind = self._connection.execute("SELECT type FROM sqlite_master WHERE name = ?", (name,)).fetchone()[0]
+        if kind != b"table":
+            return False
+        try:
+            self._connection.execute(f"SELECT rowid FROM {quoted_name(name)} LIMIT 0")
+        except sqlite3.OperationalError:
+            return False
+        return True
+
+    def _primary_key(self, name: str) -> list[str]:
+        rows = self._connection.execute(f"PRAGMA table_info({quoted_name(name)})").fetchall()
+        columns = [row[1].decode() for row in sorted(rows, key=lambda row: row[5]) if row[5]]
+        if not columns:
+            raise DataError(
+                f"{self.path}: the view {name!r} has no column idx, so its rows have no order. Add one, or "
+                "name a table."
+            )
+        return columns
+
+    def _has_index(self, name: str) -> bool:
+        quoted = quoted_name(name)
+        columns = self._connection.execute(f"PRAGMA table_info({quoted})").fetchall()
+        if any(row[1] == b"idx" and row[5] and row[2].upper() == b"INTEGER" for row in columns):
+            return True
+        for row in self._connection.execute(f"PRAGMA index_list({quoted})").fetchall():
+            parts = self._connection.execute(f"PRAGMA index_info({quoted_name(row[1].decode())})").fetchall()
+            if parts and parts[0][2] == b"idx" and not row[4]:
+                return True
+        return False
+
+
+def quoted_name(name: str) -> str:
+    """A table's or column's name as SQL wants it."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def sqlite_error(path: str, failure: sqlite3.Error, busy_seconds: float) -> MegatronError:
+    """The error for what SQLite refused, with the file and what to do."""
+    reason = str(failure)
+    if "locked" in reason or "busy" in reason:
+        return StorageError(
+            f"{path} is locked by a process that writes it ({busy_seconds:g} s waited). Start again when it is done."
+        )
+    if "readonly" in reason or "unable to open" in reason or "disk I/O" in reason or "full" in reason:
+        return StorageError(
+            f"{path}: {reason}. Check the rights on the file and its folder (SQLite may write a journal beside it) and "
+            "the free space."
+        )
+    return DataError(f"{path} cannot be read as a SQLite store: {reason}. Restore the file, or import it again.")
+
+
+def _decoded(rows: Iterator[Any]) -> list[tuple[Any, ...]]:
+    return [tuple(value.decode() if isinstance(value, bytes) else value for value in row) for row in rows]

@@ -1,0 +1,116 @@
+"""Initializes DeepSpeed on the mesh's process groups with a torch optimizer, and silences its set-up output."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from megatron import log
+from megatron.config import OptimConfig
+from megatron.engine.grid import ModelParallelUnit
+from megatron.errors import ConfigError
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.shard_spec import shard_spec_of
+
+# Stands for "no clipping": with a clipping threshold of 0, DeepSpeed would not compute the gradient norm at all.
+_NO_CLIPPING = 1.0e30
+
+# Warnings that torch prints at every step of some layouts because of how DeepSpeed uses it: pipeline stages exchange
+# activations inside a backward pass (gradients cross stages explicitly, so none is lost; tests/parity checks that), and
+# DeepSpeed calls functions that torch has renamed.
+_HARMLESS_WARNINGS = (
+    r"c10d::broadcast_: an autograd kernel was not registered",
+    r"`torch\.distributed\.all_gather_into_tensor` is deprecated",
+    r"`torch\.distributed\.reduce_scatter_tensor` is deprecated",
+)
+
+
+def join_deepspeed() -> None:
+    """Lets DeepSpeed use the process groups that the mesh opened; idempotent."""
+    # On the CPU, DeepSpeed would compile its shared-memory collectives here: half a minute, and an error without a
+    # compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for text in _HARMLESS_WARNINGS:
+        warnings.filterwarnings("ignore", message=text)
+    with quiet():
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
+def initialize(settings: Mapping[str, Any], optim: OptimConfig, mesh: ParallelMesh, module: nn.Module) -> Any:
+    """Wraps a module and its optimizer in a DeepSpeed engine."""
+    settings = dict(settings)
+    stage = settings["zero_optimization"]["stage"]
+    if stage == 0 and not settings["gradient_clipping"]:
+        settings["gradient_clipping"] = _NO_CLIPPING
+    # DeepSpeed counts samples over all ranks that average gradients, even if several of them share a sample.
+    settings["train_batch_size"] = settings["train_batch_size"] // mesh.batch.size * mesh.gradient.size
+    _warn_of_narrow_accumulation(settings, mesh)
+    with quiet():
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=build_optimizer(optim, module),
+            config=settings,
+            mpu=None if mesh.pp.size > 1 else ModelParallelUnit(mesh),
+            dist_init_required=False,
+        )
+    log.info(
+        f"DeepSpeed info: version={deepspeed.__version__}, engine={type(engine).__name__}, "
+        f"optimizer={type(engine.optimizer).__name__}, ZeRO stage={stage}"
+    )
+    return engine
+
+
+def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh) -> None:
+    accumulation = settings.get("data_types", {}).get("grad_accum_dtype", "fp32")
+    if accumulation != "fp32" and mesh.world.rank == 0:
+        log.warning(
+            f"gradients are accumulated in {accumulation}, as the --deepspeed_config file says (data_types, "
+            f"grad_accum_dtype): with many micro-batches small ones are lost. Remove the entry to accumulate in fp32."
+        )
+
+
+def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """Builds the torch optimizer with two parameter groups: matrices with weight decay, biases and norms without.
+
+    Raises:
+        ConfigError: the optimizer is unknown, or this stage lacks one of the parameter groups.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if shard_spec_of(parameter).is_matrix]
+    vectors = [parameter for parameter in parameters if not shard_spec_of(parameter).is_matrix]
+    if not matrices or not vectors:
+        raise ConfigError(
+            "a pipeline stage holds no matrix or no bias/norm parameter, so its optimizer parameter groups would "
+            "differ from those of the other stages. Give every stage at least one transformer layer "
+            "(--pipeline-model-parallel-size, "
+            "--pp-partition-method)."
+        )
+    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    rate = optim.lr or 0.0
+    if optim.optimizer == "adam":
+        betas = (optim.adam_beta1, optim.adam_beta2)
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optim.adam_eps, fused=True)
+    if optim.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=rate, momentum=optim.sgd_momentum)
+    raise ConfigError(f"--optimizer {optim.optimizer} is not known. Use adam or sgd.")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps DeepSpeed's set-up messages off standard output, which is reserved for results."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level if level > logging.WARNING else logging.WARNING)

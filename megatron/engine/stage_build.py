@@ -1,0 +1,118 @@
+"""Builds this rank's module from the list of layers, initializes it, and sets the attributes that DeepSpeed reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+
+from megatron.engine.deepspeed_setup import quiet
+from megatron.engine.grid import ModelParallelUnit
+from megatron.engine.pipeline import StageHooks, StageModule
+from megatron.engine.stages import stage_bounds
+from megatron.model.interface.network import LayerSpec, LayerStack, build_layer
+from megatron.model.interface.step_context import StepSettings
+from megatron.parallel.mesh import Axis, ParallelMesh
+from megatron.parallel.messages import all_reduce_sum
+from megatron.parallel.rng import normal_
+from megatron.parallel.shard_spec import shard_spec_of
+
+
+def build_module(
+    network: Sequence[LayerSpec],
+    mesh: ParallelMesh,
+    settings: Mapping[str, Any],
+    steps: StepSettings,
+    seed: int,
+    hooks: StageHooks,
+) -> nn.Module:
+    """Builds and initializes this rank's part of a network: one pipeline stage, or the whole network.
+
+    Args:
+        network: the layers of the whole network.
+        settings: the DeepSpeed configuration; under ZeRO-3 each layer is partitioned as soon as it is built.
+        steps: settings shared by all micro-batches.
+        seed: seed of the initial parameter values.
+        hooks: the engine's callbacks for a pipeline stage.
+    """
+    bounds = stage_bounds(network, mesh.pp.size)
+    own = network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]]
+    if settings["zero_optimization"]["stage"] == 3:
+        stack = _partitioned_stack(own, mesh, settings, steps.dtype, seed)
+    else:
+        stack = LayerStack(own, seed=seed).to(steps.dtype)
+    _mark_for_deepspeed(stack, mesh)
+    if mesh.pp.size == 1:
+        return stack
+    return StageModule(stack, mesh, steps, hooks, _tied_weights(network, own, stack, mesh))
+
+
+def _partitioned_stack(
+    specs: Sequence[LayerSpec], mesh: ParallelMesh, settings: Mapping[str, Any], dtype: torch.dtype, seed: int
+) -> LayerStack:
+    """Builds layer by layer under `zero.Init`: a rank holds at most one unpartitioned layer, and draws only its own
+    shard.
+    """
+    zero = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": settings["zero_optimization"],
+        **{name: settings[name] for name in ("bf16", "fp16") if name in settings},
+    }
+
+    def build(spec: LayerSpec, shared: nn.Parameter | None) -> nn.Module:
+        if shared is not None:
+            return build_layer(spec, shared)
+        with deepspeed.zero.Init(
+            data_parallel_group=mesh.gradient.group,
+            config_dict_or_path=zero,
+            dtype=dtype,
+            mem_efficient_linear=False,  # it would replace torch.nn.functional.linear for the whole process
+            mpu=ModelParallelUnit(mesh),
+        ):
+            return build_layer(spec)
+
+    with quiet():
+        stack = LayerStack(specs, build=build)
+    for parameter in stack.parameters():
+        spec = shard_spec_of(parameter)
+        if spec.is_matrix:
+            part = parameter.ds_tensor.data.view(-1)  # type: ignore[attr-defined]
+            normal_(part, spec, seed, parameter.global_name, first=mesh.gradient.rank * part.numel())  # type: ignore[attr-defined]
+    return stack
+
+
+def _mark_for_deepspeed(stack: LayerStack, mesh: ParallelMesh) -> None:
+    """Sets the parameter attributes that DeepSpeed reads, and sums gradients over the axes that saw different tokens.
+
+    The sum is taken before any DeepSpeed hook sees the gradient.
+    """
+    for parameter in stack.parameters():
+        spec = shard_spec_of(parameter)
+        parameter.tensor_model_parallel = spec.is_counted(mesh)  # type: ignore[attr-defined]
+        parameter.ds_pipe_replicated = spec.is_tied_copy  # type: ignore[attr-defined]
+        for axis in spec.summed_over:
+            if axis.size > 1:
+                parameter.register_hook(_summing_over(axis))
+
+
+def _summing_over(axis: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
+    def sum_gradient(gradient: torch.Tensor) -> torch.Tensor:
+        return all_reduce_sum(gradient.clone(memory_format=torch.contiguous_format), axis)
+
+    return sum_gradient
+
+
+def _tied_weights(
+    network: Sequence[LayerSpec], own: Sequence[LayerSpec], stack: LayerStack, mesh: ParallelMesh
+) -> list[tuple[nn.Parameter, Axis]]:
+    """The weights that both this stage and another one hold, each with the axis over which its gradient is summed."""
+    names = {spec.name for spec in own}
+    tied: list[tuple[nn.Parameter, Axis]] = []
+    for spec in network:
+        here = {spec.name, spec.tied_to} & names if spec.tied_to is not None else set()
+        if len(here) == 1:
+            tied.append((stack.weight_of(here.pop()), mesh.embedding))
+    return tied

@@ -1,0 +1,114 @@
+"""Sums over a global batch, kept on the device and copied to the host once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron import device
+from megatron.objective.base import ObjectiveResult
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_reduce_sum
+
+
+class StepTotals:
+    """Sums over the micro-batches of a global batch: losses, counted tokens and the metrics of an objective.
+
+    Args:
+        metric_sizes: name and length of every metric.
+    """
+
+    def __init__(self, metric_sizes: Mapping[str, int], on_device: torch.device) -> None:
+        self._sizes = dict(metric_sizes)
+        self._sums = torch.zeros(2 + sum(self._sizes.values()), dtype=torch.float64, device=on_device)
+
+    def add(self, result: ObjectiveResult, auxiliary: Mapping[str, torch.Tensor]) -> None:
+        """Adds one micro-batch, without synchronizing.
+
+        Args:
+            auxiliary: auxiliary losses of layers; those that the objective lists as metrics are added.
+        """
+        parts = [result.loss_sum.detach().reshape(1), result.token_count.reshape(1)]
+        for name, size in self._sizes.items():
+            value = result.metrics.get(name, auxiliary.get(name))
+            parts.append(self._sums.new_zeros(size) if value is None else value.reshape(size))
+        self._sums += torch.cat([part.to(self._sums) for part in parts])
+
+    def add_auxiliary(self, auxiliary: Mapping[str, torch.Tensor]) -> None:
+        """Adds the auxiliary losses of layers on a stage that does not compute the objective."""
+        offset = 2
+        for name, size in self._sizes.items():
+            if name in auxiliary:
+                self._sums[offset : offset + size] += auxiliary[name].reshape(size).to(self._sums)
+            offset += size
+
+    def over_ranks(self, mesh: ParallelMesh) -> torch.Tensor:
+        """The sums of the whole global batch, on every rank; collective.
+
+        Shapes: `[2 + metrics]` float64.
+        """
+        return all_reduce_sum(all_reduce_sum(self._sums, mesh.loss), mesh.pp)
+
+
+class StepResult:
+    """The result of one optimizer step; equal on all ranks.
+
+    The values are copied to the host while the device continues; the first read waits for the copy.
+
+        Args:
+            sums: as `StepTotals.over_ranks` returns them.
+            gradient_norm: global 2-norm of the gradient before clipping, on the device or the host.
+            sample_count: samples of the global batch.
+            skipped: whether the update was skipped because an fp16 gradient overflowed.
+            loss_scale: the loss scale (1 outside fp16).
+    """
+
+    def __init__(
+        self,
+        sums: torch.Tensor,
+        metric_sizes: Mapping[str, int],
+        *,
+        gradient_norm: torch.Tensor | float,
+        sample_count: int,
+        skipped: bool,
+        loss_scale: float,
+    ) -> None:
+        self.sample_count = sample_count
+        self.skipped = skipped
+        self.loss_scale = loss_scale
+        self._sizes = dict(metric_sizes)
+        norm = torch.as_tensor(gradient_norm, dtype=torch.float64, device=sums.device).reshape(1)
+        self._figures = device.HostCopy(torch.cat([sums, norm]))
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per counted token of the global batch, in nats."""
+        loss_sum, tokens = self._figures.read()[:2].tolist()
+        return loss_sum / max(tokens, 1.0)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens counted in the loss; 0 if the count is not finite."""
+        tokens = float(self._figures.read()[1])
+        return round(tokens) if math.isfinite(tokens) else 0
+
+    @property
+    def gradient_norm(self) -> float:
+        """Global 2-norm of the gradient before clipping."""
+        return float(self._figures.read()[-1])
+
+    @property
+    def metrics(self) -> dict[str, Sequence[float]]:
+        """The objective's metrics, by name."""
+        return named_metrics(self._figures.read()[2:-1], self._sizes)
+
+
+def named_metrics(values: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, Sequence[float]]:
+    """Splits a vector of metrics by name.
+
+    Shapes: values `[sum of sizes]`.
+    """
+    parts = torch.split(values, list(sizes.values())) if sizes else ()
+    return {name: part.tolist() for name, part in zip(sizes, parts, strict=True)}

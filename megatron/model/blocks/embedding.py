@@ -1,0 +1,118 @@
+"""Embeddings and output head: token ids to hidden states, and hidden states to logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron.config import ModelConfig
+from megatron.errors import DataError
+from megatron.model.blocks.transformer import EMBEDDING_DROPOUT
+from megatron.model.interface.step_context import StepContext
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.rng import hidden_dropout
+from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.tensor.collectives import copy_to
+from megatron.parallel.tensor.layers import LayerNorm, VocabParallelEmbedding, vocabulary_table
+
+
+class WordEmbedding(VocabParallelEmbedding):
+    """The first layer of the network: looks up token embeddings.
+
+    Shapes: tokens `[b, s]` int64 to `[b, s, h]`.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+        super().__init__(
+            config.vocab_size,
+            config.padded_vocab_size,
+            config.hidden_size,
+            mesh.tp,
+            init_std=config.init_method_std,
+            device=mesh.device,
+        )
+
+    def forward(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
+        """Looks the tokens up."""
+        return self.embed(tokens)
+
+
+class PositionEmbedding(nn.Module):
+    """Adds a learned vector per position, then applies dropout.
+
+    Shapes: `[b, s, h]` to the same; weight `[positions, h]`, replicated.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+        super().__init__()
+        shape = (config.max_position_embeddings, config.hidden_size)
+        dimensions = (Dimension("positions", shape[0]), Dimension("hidden", shape[1]))
+        spec = ShardSpec(dimensions, is_matrix=True, init_std=config.init_method_std)
+        self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
+        self.positions, self.dropout = shape[0], config.hidden_dropout
+
+    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """Adds the position embeddings.
+
+        Raises:
+            DataError: the sequence is longer than the table.
+        """
+        last = context.position_offset + hidden.shape[1]
+        if last > self.positions:
+            raise DataError(
+                f"The sequence has {last} tokens and there are {self.positions} positions "
+                f"(--max-position-embeddings {self.positions}). Shorten the text, or train with more positions."
+            )
+        if context.position_ids is not None:
+            vectors = F.embedding(context.position_ids, self.weight)  # [b, s, h]
+        else:
+            vectors = self.weight[context.position_offset : last]  # [s, h]
+        return hidden_dropout(
+            hidden + vectors,
+            self.dropout,
+            seed=context.seed,
+            layer=EMBEDDING_DROPOUT,
+            sample_ids=context.sample_ids,
+            training=self.training,
+            first_position=context.position_offset,
+        )
+
+
+class FinalLayerNorm(LayerNorm):
+    """Layer norm after the last block."""
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+        super().__init__(config.hidden_size, config.layernorm_epsilon, device=mesh.device)
+
+    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
+        """Normalizes the hidden states."""
+        return super().forward(hidden)
+
+
+class OutputHead(nn.Module):
+    """Computes the logits of this rank's vocabulary rows, including padding rows, whose logits are 0.
+
+    Shapes: `[b, s, h]` to `[b, s, v/t]`; weight `[v/t, h]`.
+
+    Args:
+        weight: the word embedding matrix that the head shares; None creates a separate matrix.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, weight: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.axis = mesh.tp
+        self.weight = weight
+        if weight is None:
+            self.weight = vocabulary_table(
+                config.vocab_size,
+                config.padded_vocab_size,
+                config.hidden_size,
+                mesh.tp,
+                config.init_method_std,
+                mesh.device,
+            )
+
+    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """Computes the logits."""
+        return F.linear(copy_to(hidden, self.axis), self.weight)  # type: ignore[arg-type]

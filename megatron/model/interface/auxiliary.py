@@ -1,0 +1,54 @@
+"""Auxiliary losses that layers add to the objective, such as the load-balancing loss of a mixture of experts.
+
+A layer attaches its loss to the hidden states that it returns: forward leaves them unchanged, and backward gives the
+loss its gradient. An auxiliary loss thus works in any pipeline stage and under activation recomputation, and is never
+sent along with the activations.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class AuxiliaryLosses:
+    """The losses that this rank's layers added for one micro-batch.
+
+    Args:
+        backward_scale: factor by which the engine multiplies the loss of a micro-batch before backward: the fp16 loss
+            scale divided by the number of micro-batches.
+    """
+
+    def __init__(self, backward_scale: float = 1.0) -> None:
+        self.backward_scale = backward_scale
+        self._values: dict[tuple[str, int], torch.Tensor] = {}
+
+    def attach(self, hidden: torch.Tensor, name: str, layer: int, loss: torch.Tensor) -> torch.Tensor:
+        """Returns `hidden` with a loss attached, and records its value.
+
+        The step minimizes the main loss plus the mean of `loss` over the micro-batches. A recomputed layer records the
+        same value again, which has no effect.
+
+        Shapes: loss `[]`.
+        """
+        self._values[name, layer] = loss.detach()
+        return _Attach.apply(hidden, loss, self.backward_scale)
+
+    def sums(self) -> dict[str, torch.Tensor]:
+        """The losses by name, each summed over this rank's layers, without gradients."""
+        totals: dict[str, torch.Tensor] = {}
+        for (name, _), value in self._values.items():
+            totals[name] = totals[name] + value if name in totals else value
+        return totals
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, loss, scale):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(loss)
+        ctx.scale = scale
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (loss,) = ctx.saved_tensors
+        return gradient, torch.full_like(loss, ctx.scale), None

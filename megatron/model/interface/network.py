@@ -1,0 +1,173 @@
+"""A network as a list of layers, and the module that runs the layers of one rank.
+
+The list describes every layer without building it; each rank builds the layers it owns. A single process, a pipeline
+stage and the generation tool all run the same `LayerStack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.errors import ConfigError
+from megatron.model.interface.key_value_cache import KeyValueCache
+from megatron.model.interface.step_context import StepContext
+from megatron.parallel.rng import normal_
+from megatron.parallel.shard_spec import shard_spec_of
+
+
+class LayerKind(Enum):
+    """The role of a layer in the network; pipeline stages are split between blocks."""
+
+    EMBEDDING = "embedding"
+    BLOCK = "block"
+    NORM = "norm"
+    HEAD = "head"
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The cost of a layer, over all ranks that share it.
+
+    Attributes:
+        parameters: number of parameters.
+        flops_per_token: forward FLOPs per token, without attention scores.
+        flops_per_token_pair: forward FLOPs per (query, key) pair.
+    """
+
+    parameters: int
+    flops_per_token: int = 0
+    flops_per_token_pair: int = 0
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The description of a layer, which only the ranks that own it build.
+
+    Args:
+        name: global name; parameters are named `<name>.<name inside the module>`.
+        kind: role in the network.
+        cost: parameters and FLOPs.
+        build: builds the module, with all matrices zero. The module maps hidden states (the first layer: the
+            micro-batch's inputs) and a `StepContext` to hidden states (the last layer: outputs).
+        tied_to: the layer whose weight this one shares. If both are on the same rank, that weight is passed to `build`
+            as `weight`; otherwise `build` creates a copy.
+    """
+
+    name: str
+    kind: LayerKind
+    cost: LayerCost
+    build: Callable[..., nn.Module]
+    tied_to: str | None = None
+
+
+class LayerStack(nn.Module):
+    """Consecutive layers of a network as one module; `named_parameters` yields global names.
+
+    Args:
+        specs: the layers in order.
+        seed: seed of the initial parameter values; None leaves the matrices zero, for weights to be loaded.
+        build: builds a layer from its spec and shared weight, for callers that must do more than `build_layer`.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        *,
+        seed: int | None = None,
+        build: Callable[[LayerSpec, nn.Parameter | None], nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        self._layers: list[tuple[LayerSpec, nn.Module]] = []
+        built: dict[str, nn.Module] = {}
+        for spec in specs:
+            shared = built.get(spec.tied_to) if spec.tied_to is not None else None
+            weight = None if shared is None else _shared_weight(shared, str(spec.tied_to))
+            module = (build or build_layer)(spec, weight)
+            if shared is None:
+                name_parameters(spec, module)
+                if seed is not None:
+                    draw_initial_values(module, seed)
+            built[spec.name] = module
+            self._layers.append((spec, module))
+            _attach(self, spec.name, module)
+
+    def forward(self, inputs: Any, context: StepContext) -> torch.Tensor:
+        """Runs the layers.
+
+        Args:
+            inputs: hidden states; for a stack with the first layer, the micro-batch's inputs.
+        """
+        for _, layer in self._layers:
+            inputs = layer(inputs, context)
+        return inputs  # type: ignore[no-any-return]
+
+    def named_layers(self) -> Iterator[tuple[LayerSpec, nn.Module]]:
+        """The layers and their specs, in order."""
+        yield from self._layers
+
+    def layer(self, name: str) -> nn.Module:
+        """A layer by its global name.
+
+        Raises:
+            ConfigError: it is not in this stack.
+        """
+        for spec, module in self._layers:
+            if spec.name == name:
+                return module
+        raise ConfigError(f"layer {name} is not among the {len(self._layers)} layers of this stage.")
+
+    def weight_of(self, name: str) -> nn.Parameter:
+        """The weight that a layer shares with other layers.
+
+        Raises:
+            ConfigError: the layer is not in this stack, or has no weight.
+        """
+        return _shared_weight(self.layer(name), name)
+
+    def new_caches(self, capacity: int) -> list[KeyValueCache]:
+        """Empty caches, one per block, for sequences of up to `capacity` tokens."""
+        return [KeyValueCache(capacity) for spec, _ in self._layers if spec.kind is LayerKind.BLOCK]
+
+
+def build_layer(spec: LayerSpec, shared: nn.Parameter | None = None) -> nn.Module:
+    """Builds a layer, with its shared weight if that is on this rank."""
+    return spec.build() if shared is None else spec.build(weight=shared)
+
+
+def name_parameters(spec: LayerSpec, module: nn.Module) -> None:
+    """Sets the global name of every parameter (`parameter.global_name`); a tied copy gets the original's name."""
+    for inner, parameter in module.named_parameters():
+        parameter.global_name = f"{spec.tied_to or spec.name}.{inner}"  # type: ignore[attr-defined]
+        if spec.tied_to is not None:
+            parameter.shard_spec = shard_spec_of(parameter).as_tied_copy()  # type: ignore[attr-defined]
+
+
+def draw_initial_values(module: nn.Module, seed: int) -> None:
+    """Draws the initial values of the matrices of a named module; norms and biases keep theirs."""
+    for parameter in module.parameters():
+        spec = shard_spec_of(parameter)
+        if spec.is_matrix:
+            normal_(parameter.detach().view(-1), spec, seed, parameter.global_name)  # type: ignore[attr-defined]
+
+
+def _shared_weight(module: nn.Module, name: str) -> nn.Parameter:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter):
+        raise ConfigError(f"layer {name} is a {type(module).__name__}, which has no weight for other layers to share.")
+    return weight
+
+
+def _attach(root: nn.Module, dotted_name: str, module: nn.Module) -> None:
+    """Registers a module under a dotted name, creating containers where needed."""
+    *path, last = dotted_name.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.add_module(last, module)

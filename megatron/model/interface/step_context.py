@@ -1,0 +1,161 @@
+"""What layers need besides the hidden states: sample ids, positions, attention mask, caches and recomputation.
+
+A `StepContext` is built once per micro-batch and stage and is immutable. It is converted to tensors only between
+pipeline stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+import torch
+
+from megatron.model.interface.auxiliary import AuxiliaryLosses
+from megatron.model.interface.key_value_cache import KeyValueCache
+
+
+class Recompute(Enum):
+    """What is recomputed during backward instead of keeping its activations."""
+
+    NONE = "none"
+    ATTENTION = "attention"
+    BLOCKS = "blocks"
+
+
+class MaskKind(Enum):
+    """What a token may attend to: all earlier tokens, or those of its own document."""
+
+    CAUSAL = "causal"
+    DOCUMENTS = "documents"
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What the layers know about a micro-batch.
+
+    Shapes: sample_ids `[b]` int64; segment_ids and position_ids `[b, s]` int64; attention_bias `[b, 1, s, s]`.
+
+    Attributes:
+        sample_ids: index of each sample in the sample order of the run; together with the seed it determines dropout.
+        known_first_sample: the first sample id if the host knows it; `first_sample` reads it otherwise.
+        seed: seed of dropout.
+        position_offset: position of the first token in its sequence (after cached tokens, or in a later part of the
+            sequence).
+        position_ids: the positions; None if they are consecutive from `position_offset`.
+        segment_ids: document number of each token; None if documents are not separated.
+        mask: what a token may attend to.
+        attention_bias: 0 where a query may attend to a key, -inf elsewhere; None for the plain causal mask.
+        recompute: what is recomputed during backward.
+        caches: keys and values of earlier tokens, one per block; None outside generation.
+        auxiliary: collects the losses that layers add.
+    """
+
+    sample_ids: torch.Tensor
+    known_first_sample: int | None = None
+    seed: int = 0
+    position_offset: int = 0
+    position_ids: torch.Tensor | None = None
+    segment_ids: torch.Tensor | None = None
+    mask: MaskKind = MaskKind.CAUSAL
+    attention_bias: torch.Tensor | None = None
+    recompute: Recompute = Recompute.NONE
+    caches: Sequence[KeyValueCache] | None = None
+    auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
+
+    @cached_property
+    def first_sample(self) -> int:
+        """The first sample id; on a GPU the host waits for it, once, where it was not known."""
+        return int(self.sample_ids[0]) if self.known_first_sample is None else self.known_first_sample
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors from which the next pipeline stage rebuilds this context with `StepSettings.context`."""
+        return (self.sample_ids,) if self.segment_ids is None else (self.sample_ids, self.segment_ids)
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The settings shared by all contexts of a run.
+
+    Args:
+        seed: seed of dropout.
+        recompute: what is recomputed during backward.
+        restart_positions: whether positions restart at 0 in every document (`--reset-position-ids`).
+        mask: what a token may attend to (`--reset-attention-mask`).
+        dtype: dtype of activations.
+    """
+
+    seed: int = 0
+    recompute: Recompute = Recompute.NONE
+    restart_positions: bool = False
+    mask: MaskKind = MaskKind.CAUSAL
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def needs_segments(self) -> bool:
+        """Whether contexts separate documents."""
+        return self.restart_positions or self.mask is MaskKind.DOCUMENTS
+
+    @property
+    def tensor_count(self) -> int:
+        """The number of tensors in `StepContext.tensors`."""
+        return 2 if self.needs_segments else 1
+
+    def context(
+        self,
+        sample_ids: torch.Tensor,
+        segment_ids: torch.Tensor | None = None,
+        *,
+        first_sample: int | None = None,
+        caches: Sequence[KeyValueCache] | None = None,
+        backward_scale: float = 1.0,
+    ) -> StepContext:
+        """Builds the context of one micro-batch.
+
+        Shapes: sample_ids `[b]`, segment_ids `[b, s]`, both int64.
+
+        Args:
+            first_sample: the first sample id, if the host knows it; reading it from a GPU would synchronize.
+            caches: one per block; the micro-batch's tokens follow those already in them.
+            backward_scale: see `AuxiliaryLosses`.
+        """
+        separate = self.mask is MaskKind.DOCUMENTS and segment_ids is not None
+        return StepContext(
+            sample_ids=sample_ids,
+            known_first_sample=first_sample,
+            seed=self.seed,
+            position_offset=caches[0].length if caches else 0,
+            position_ids=restarted_positions(segment_ids)
+            if self.restart_positions and segment_ids is not None
+            else None,
+            segment_ids=segment_ids,
+            mask=MaskKind.DOCUMENTS if separate else MaskKind.CAUSAL,
+            attention_bias=document_bias(segment_ids, self.dtype) if separate and segment_ids is not None else None,
+            recompute=self.recompute,
+            caches=caches,
+            auxiliary=AuxiliaryLosses(backward_scale),
+        )
+
+
+def restarted_positions(segment_ids: torch.Tensor) -> torch.Tensor:
+    """Positions that restart at 0 with each segment.
+
+    Shapes: `[b, s]` to `[b, s]` int64.
+    """
+    index = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
+    begins = torch.zeros_like(segment_ids, dtype=torch.bool)
+    begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def document_bias(segment_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The attention bias that restricts each query to earlier keys (and its own) of the same document.
+
+    Shapes: `[b, s]` to `[b, 1, s, s]`, 0 or -inf.
+    """
+    seen = (segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)).tril()  # [b, s, s]
+    bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return bias.masked_fill_(seen.logical_not_(), float("-inf")).unsqueeze(1)

@@ -1,0 +1,50 @@
+"""The interface of an objective and its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class ObjectiveResult:
+    """The objective of one micro-batch.
+
+    Shapes: loss_sum and token_count `[]`; each metric `[n]`, with the `n` of `Objective.metric_sizes`.
+
+    Attributes:
+        loss_sum: sum of the losses of the counted tokens, in nats, float32, differentiable.
+        token_count: number of counted tokens.
+        metrics: further values, summed over micro-batches and over the ranks of `mesh.loss`.
+    """
+
+    loss_sum: torch.Tensor
+    token_count: torch.Tensor
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """Maps outputs and targets to a loss.
+
+    The engine minimizes the sum of the losses of a global batch divided by its number of counted tokens.
+    """
+
+    @property
+    def metric_sizes(self) -> Mapping[str, int]:
+        """Name and length of every metric; the same on every rank."""
+
+    def inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
+        """The inputs of the network's first layer; a single array is passed without a tuple."""
+
+    def targets(self, batch: Any) -> Mapping[str, np.ndarray]:
+        """The arrays that the objective compares with the outputs."""
+
+    def token_count(self, batch: Any) -> float:
+        """Number of counted tokens of a micro-batch, computed on the host before the forward pass."""
+
+    def __call__(self, outputs: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
+        """The objective of one micro-batch."""

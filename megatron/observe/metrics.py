@@ -1,0 +1,263 @@
+"""The metrics record of a training step, and the mean of such records over a log interval.
+
+Source: TFLOPs formula and definition of the values in the log line: bigscience-workshop/Megatron-DeepSpeed,
+megatron/training.py (`training_log`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.checkpoint.record import Progress
+from megatron.config import ModelConfig
+from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
+
+
+class StepOutcome(Protocol):
+    """The engine's result of a step; equal on all ranks."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per counted token, in nats."""
+
+    @property
+    def gradient_norm(self) -> float:
+        """Global 2-norm of the gradient before clipping."""
+
+    @property
+    def sample_count(self) -> int:
+        """Samples of the global batch."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was skipped."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale."""
+
+    @property
+    def metrics(self) -> Mapping[str, Sequence[float]]:
+        """The objective's metrics summed over the global batch, by name."""
+
+
+@dataclass(frozen=True)
+class SourceLoss:
+    """The loss on the tokens of one data source.
+
+    Attributes:
+        lm_loss: mean loss per token in nats.
+        tokens: number of counted tokens.
+    """
+
+    lm_loss: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The constants of a run that convert samples and seconds into rates.
+
+    Attributes:
+        tokens_per_sample: sequence length.
+        flops_per_sample: FLOPs per sample for forward, backward and recompute.
+        device_count: number of devices.
+        replica_count: number of data-parallel replicas.
+        parameters_without_embeddings: parameters of the whole network without embeddings.
+    """
+
+    tokens_per_sample: int
+    flops_per_sample: float
+    device_count: int = 1
+    replica_count: int = 1
+    parameters_without_embeddings: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        sequence_length: int,
+        *,
+        recomputes: bool = False,
+        device_count: int,
+        replica_count: int,
+        parameters_without_embeddings: int = 0,
+    ) -> Workload:
+        """The workload of a resolved model on `device_count` devices."""
+        flops = flops_per_sample(model, sequence_length, recomputes)
+        return cls(sequence_length, flops, device_count, replica_count, parameters_without_embeddings)
+
+    def gigaflops_without_embeddings(self, tokens: int) -> float:
+        """GFLOPs for training on `tokens` tokens, by the 6 N rule, without embeddings and recompute."""
+        return 6.0 * tokens * self.parameters_without_embeddings / 1e9
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The metrics of one training step, or their mean over several.
+
+    Attributes:
+        iteration: the last step covered.
+        train_iterations: planned steps of the run.
+        consumed_samples: training samples consumed after that step.
+        consumed_tokens: training tokens consumed after that step.
+        seconds_per_iteration: wall time of a step, evaluation and saving excluded.
+        learning_rate: learning rate of the last step.
+        global_batch_size: global batch size of the last step.
+        lm_loss: mean loss per token in nats over the steps that were not skipped; NaN if there were none.
+        loss_scale: the loss scale in fp16; None otherwise.
+        gradient_norm: gradient norm of the last step before clipping; None if unknown.
+        skipped_iterations: number of covered steps whose update was skipped.
+        nan_iterations: number of covered steps whose loss was NaN or infinite.
+        samples_per_second: over all replicas.
+        tokens_per_second: over all replicas.
+        teraflops_per_device: TFLOPs per second and device.
+        gigaflops_without_embeddings: GFLOPs of the run so far, without embeddings.
+        source_losses: by source name, for sources with counted tokens; None unless requested.
+    """
+
+    iteration: int
+    train_iterations: int
+    consumed_samples: int
+    consumed_tokens: int
+    seconds_per_iteration: float
+    learning_rate: float
+    global_batch_size: int
+    lm_loss: float
+    loss_scale: float | None
+    gradient_norm: float | None
+    skipped_iterations: int
+    nan_iterations: int
+    samples_per_second: float
+    tokens_per_second: float
+    teraflops_per_device: float
+    gigaflops_without_embeddings: float
+    source_losses: Mapping[str, SourceLoss] | None = None
+
+
+def measure(
+    progress: Progress,
+    outcome: StepOutcome,
+    workload: Workload,
+    *,
+    train_iterations: int,
+    learning_rate: float,
+    seconds: float,
+    loss_scale: float | None = None,
+    source_names: Sequence[str] = (),
+) -> Metrics:
+    """Builds the record of one step.
+
+    Args:
+        progress: after the step.
+        outcome: what the engine returned.
+        workload: converts samples into tokens and FLOPs.
+        train_iterations: planned steps of the run.
+        learning_rate: the learning rate that was used.
+        seconds: wall time of the step.
+        loss_scale: the loss scale; fp16 only.
+        source_names: names of the data sources in the outcome's metrics.
+    """
+    samples_per_second = outcome.sample_count / seconds if seconds > 0.0 else 0.0
+    return Metrics(
+        iteration=progress.step,
+        train_iterations=train_iterations,
+        consumed_samples=progress.consumed_samples,
+        consumed_tokens=progress.consumed_tokens,
+        seconds_per_iteration=seconds,
+        learning_rate=learning_rate,
+        global_batch_size=outcome.sample_count,
+        lm_loss=outcome.loss,
+        loss_scale=loss_scale,
+        gradient_norm=outcome.gradient_norm,
+        skipped_iterations=int(outcome.skipped),
+        nan_iterations=int(not math.isfinite(outcome.loss)),
+        samples_per_second=samples_per_second,
+        tokens_per_second=samples_per_second * workload.tokens_per_sample,
+        teraflops_per_device=samples_per_second * workload.flops_per_sample / workload.device_count / 1e12,
+        gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
+        source_losses=source_losses(outcome.metrics, source_names) if source_names else None,
+    )
+
+
+def source_losses(metrics: Mapping[str, Sequence[float]], names: Sequence[str]) -> dict[str, SourceLoss]:
+    """The loss on each data source with counted tokens, from the metrics of the language-model objective."""
+    sums = zip(names, metrics[SOURCE_LOSS], metrics[SOURCE_TOKENS], strict=True)
+    return {name: SourceLoss(loss_sum / tokens, round(tokens)) for name, loss_sum, tokens in sums if tokens}
+
+
+def mean_of(steps: Sequence[Metrics]) -> Metrics:
+    """Combines the records of consecutive steps, as the log line shows them.
+
+    The loss is the mean over the steps that were not skipped, so a single NaN makes it NaN. Rates are totals divided by
+    total time. Learning rate, batch size, loss scale, norm and consumed counts are those of the last step; skipped and
+    NaN steps are counted.
+    """
+    last = steps[-1]
+    losses = [step.lm_loss for step in steps if not step.skipped_iterations]
+    seconds = math.fsum(step.seconds_per_iteration for step in steps)
+
+    def rate(name: str) -> float:
+        """The mean of a rate, weighted by time."""
+        if seconds <= 0.0:
+            return 0.0
+        return math.fsum(getattr(step, name) * step.seconds_per_iteration for step in steps) / seconds
+
+    return dataclasses.replace(
+        last,
+        seconds_per_iteration=seconds / len(steps),
+        lm_loss=sum(losses) / len(losses) if losses else math.nan,
+        source_losses=_source_losses_of([step for step in steps if not step.skipped_iterations]),
+        skipped_iterations=sum(step.skipped_iterations for step in steps),
+        nan_iterations=sum(step.nan_iterations for step in steps),
+        samples_per_second=rate("samples_per_second"),
+        tokens_per_second=rate("tokens_per_second"),
+        teraflops_per_device=rate("teraflops_per_device"),
+    )
+
+
+def _source_losses_of(steps: Sequence[Metrics]) -> Mapping[str, SourceLoss] | None:
+    """The token-weighted mean loss of each source over several steps, in order of first appearance."""
+    per_step = [step.source_losses for step in steps if step.source_losses is not None]
+    names = dict.fromkeys(name for losses in per_step for name in losses)
+    found = {}
+    for name in names:
+        parts = [losses[name] for losses in per_step if name in losses]
+        tokens = sum(part.tokens for part in parts)
+        found[name] = SourceLoss(math.fsum(part.lm_loss * part.tokens for part in parts) / tokens, tokens)
+    return found if per_step else None
+
+
+class Interval:
+    """Collects the steps since the last log line."""
+
+    def __init__(self) -> None:
+        self._steps: list[Metrics] = []
+
+    def add(self, step: Metrics) -> None:
+        """Adds the record of one step."""
+        self._steps.append(step)
+
+    def close(self) -> Metrics | None:
+        """Returns the mean over the steps since the last call, None if there were none, and resets."""
+        steps, self._steps = self._steps, []
+        return mean_of(steps) if steps else None
+
+
+def flops_per_sample(model: ModelConfig, sequence_length: int, recomputes: bool = False) -> float:
+    """FLOPs of training on one sequence, by upstream's formula.
+
+    24 * f * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)) with f = 3, or 4 with recompute. (Upstream has 32 in place of
+    24 for gated MLPs, which this model does not have yet.)
+
+    Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; Narayanan et al. 2021 (arXiv 2104.04473),
+    appendix.
+    """
+    layers, hidden, sequence = model.num_layers, model.hidden_size, sequence_length
+    passes = 4 if recomputes else 3
+    shares = 1.0 + sequence / (6.0 * hidden) + model.padded_vocab_size / (16.0 * layers * hidden)
+    return 24 * passes * sequence * layers * hidden**2 * shares

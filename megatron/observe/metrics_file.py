@@ -1,0 +1,206 @@
+"""`metrics.jsonl`: one JSON object per line, written so that a kill loses at most the line being written.
+
+Every record has a `kind`: `start` (one per program start), `step`, or `evaluation`. Floats round-trip bit for bit; NaN
+and the infinities, which JSON lacks, are the strings "NaN", "Infinity", "-Infinity". A resumed run appends, so the
+steps after its checkpoint appear twice; the later record counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron import log
+from megatron.checkpoint.record import Progress
+from megatron.errors import ConfigError, DataError, StorageError
+from megatron.observe.console import perplexity
+from megatron.observe.metrics import Metrics
+
+FILE_NAME = "metrics.jsonl"
+
+_START_ARGUMENTS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "world_size",
+    "effective_zero_stage",
+)
+
+_NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsFile:
+    """Appends records to a file; one process at a time may write it.
+
+    Args:
+        path: the file, in an existing folder. An incomplete last line of a killed run is removed.
+
+    Raises:
+        ConfigError: another process is writing this file.
+        StorageError: the file cannot be opened or written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as failure:
+            raise StorageError(
+                f"{self.path} cannot be opened for writing: {failure.strerror}. Choose another folder (--run-dir)."
+            ) from failure
+        try:
+            self._claim()
+            self._remove_torn_line()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        self._is_open = True
+
+    def write(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Appends one record with a single write, so that killing this process cannot leave it incomplete.
+
+        Raises:
+            StorageError: the write failed.
+        """
+        record = {"kind": kind, **{name: _to_json(value) for name, value in values.items()}}
+        data = (json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode()
+        try:
+            written = os.write(self._descriptor, data)
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError as failure:
+            raise StorageError(
+                f"{self.path} could not be extended by {len(data)} bytes: {failure.strerror}. Free space there or "
+                "choose another folder (--run-dir), then resume from the last checkpoint (--load)."
+            ) from failure
+
+    def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
+        """Records a program start, with its parallel layout."""
+        layout = {name: arguments[name] for name in _START_ARGUMENTS if name in arguments}
+        self.write("start", {**progress.to_json(), "at": time.time(), **layout})
+
+    def step(self, metrics: Metrics) -> None:
+        """Records one step."""
+        self.write("step", dataclasses.asdict(metrics))
+
+    def interval(self, metrics: Metrics) -> None:
+        """Records nothing: every step is already recorded."""
+
+    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
+        """Records a validation or test loss."""
+        self.write(
+            "evaluation",
+            {
+                "iteration": progress.step,
+                "consumed_samples": progress.consumed_samples,
+                "consumed_tokens": progress.consumed_tokens,
+                "group": group,
+                "lm_loss": loss,
+                "perplexity": perplexity(loss),
+            },
+        )
+
+    def close(self) -> None:
+        """Syncs and closes the file; idempotent."""
+        if self._is_open:
+            self._is_open = False
+            try:
+                os.fsync(self._descriptor)
+            except OSError as failure:
+                log.warning(f"{self.path} may not have reached the disk: {failure.strerror}.")
+            os.close(self._descriptor)
+
+    def _claim(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as failure:
+            raise ConfigError(
+                f"{self.path} is being written by another run. Give each run a folder of its own (--run-dir), or wait "
+                "for that run to end."
+            ) from failure
+        except OSError:
+            log.debug(f"{self.path.parent} does not support file locks; two runs writing there would not be detected.")
+
+    def _remove_torn_line(self) -> None:
+        size = os.fstat(self._descriptor).st_size
+        tail, start = b"", size
+        while start > 0 and b"\n" not in tail:
+            step = min(start, 1 << 16)
+            start -= step
+            tail = os.pread(self._descriptor, step, start) + tail
+        torn = tail.rpartition(b"\n")[2]
+        if not torn:
+            return
+        if _parse(torn) is not None:
+            os.write(self._descriptor, b"\n")
+            return
+        log.warning(f"{self.path}: removed an incomplete last line of an earlier run ({len(torn)} bytes).")
+        os.ftruncate(self._descriptor, size - len(torn))
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """All records of a file in the order they were written, without an incomplete last line.
+
+    Raises:
+        DataError: the file cannot be read, or a line before the last is not a record.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / FILE_NAME
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as failure:
+        raise DataError(
+            f"{path} cannot be read: {failure.strerror}. Give a run directory or its {FILE_NAME}."
+        ) from failure
+    records = []
+    for number, text in enumerate(lines, start=1):
+        if not text.strip():
+            continue
+        record = _parse(text)
+        if record is not None:
+            records.append({name: _from_json(value) for name, value in record.items()})
+        elif number < len(lines):
+            raise DataError(
+                f"{path}:{number}: not a JSON object with a kind: {text[:80]!r}. Remove the line to continue."
+            )
+    return records
+
+
+def read_steps(path: str | Path) -> dict[int, dict[str, Any]]:
+    """The records of kind `step` in order of iteration; for a step repeated after a resume, the later record.
+
+    Raises:
+        DataError: as `read_records`.
+    """
+    steps = {int(record["iteration"]): record for record in read_records(path) if record["kind"] == "step"}
+    return dict(sorted(steps.items()))
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and "kind" in value else None
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _to_json(entry) for name, entry in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _from_json(entry) for name, entry in value.items()}
+    return _NOT_IN_JSON.get(value, value) if isinstance(value, str) else value

@@ -1,0 +1,173 @@
+"""Reports one `Metrics` record per step to the console, `metrics.jsonl`, TensorBoard and W&B.
+
+The last rank prints the console lines, as in upstream. A single process, chosen where the report is opened, writes all
+files, so that they are on one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from megatron import log
+from megatron.checkpoint.record import Progress
+from megatron.config import ControlConfig, OptimConfig
+from megatron.config.schedule import planned_iterations
+from megatron.observe.console import evaluation_lines, iteration_line
+from megatron.observe.metrics import Interval, Metrics, StepOutcome, Workload, measure
+from megatron.observe.metrics_file import MetricsFile
+from megatron.observe.run_directory import RunDirectory
+from megatron.observe.tensorboard import TensorBoard
+from megatron.observe.weights_and_biases import WeightsAndBiases
+
+
+class Destination(Protocol):
+    """A destination of metrics besides the console."""
+
+    def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
+        """Called when training starts or resumes."""
+
+    def step(self, metrics: Metrics) -> None:
+        """Called after every step."""
+
+    def interval(self, metrics: Metrics) -> None:
+        """Called after every log interval."""
+
+    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
+        """Called after a data group was evaluated."""
+
+    def close(self) -> None:
+        """Called at the end of the run."""
+
+
+class Report:
+    """Receives the events of the training loop and forwards them to all destinations.
+
+    Args:
+        control: provides the log interval.
+        optim: determines the length of the run.
+        workload: what turns samples into tokens and operations.
+        shows_loss_scale: whether to report the loss scale (fp16).
+        arguments: every argument by name, for destinations that show them.
+        destinations: the destinations besides the console; empty on ranks that write nothing.
+        source_names: names of the data sources whose losses are reported; empty for none.
+    """
+
+    def __init__(
+        self,
+        control: ControlConfig,
+        optim: OptimConfig,
+        workload: Workload,
+        *,
+        shows_loss_scale: bool = False,
+        arguments: Mapping[str, Any] | None = None,
+        destinations: Sequence[Destination] = (),
+        source_names: Sequence[str] = (),
+    ) -> None:
+        self.control = control
+        self.optim = optim
+        self.workload = workload
+        self.shows_loss_scale = shows_loss_scale
+        self.arguments = dict(arguments or {})
+        self.destinations = tuple(destinations)
+        self.source_names = tuple(source_names)
+        self._interval = Interval()
+        self._train_iterations = planned_iterations(optim)
+
+    def started(self, progress: Progress) -> None:
+        """Reports that training starts or resumes."""
+        self._train_iterations = planned_iterations(self.optim, progress.step, progress.consumed_samples)
+        for destination in self.destinations:
+            destination.start(progress, self.arguments)
+
+    def step(
+        self,
+        progress: Progress,
+        outcome: StepOutcome,
+        learning_rate: float,
+        seconds: float,
+    ) -> Metrics:
+        """Reports one step, and prints a line at the end of each --log-interval.
+
+        Args:
+            progress: after the step.
+            outcome: what the engine returned.
+            learning_rate: the rate that was applied.
+            seconds: wall time of the step.
+        """
+        metrics = measure(
+            progress,
+            outcome,
+            self.workload,
+            train_iterations=self._train_iterations,
+            learning_rate=learning_rate,
+            seconds=seconds,
+            loss_scale=outcome.loss_scale if self.shows_loss_scale else None,
+            source_names=self.source_names,
+        )
+        for destination in self.destinations:
+            destination.step(metrics)
+        self._interval.add(metrics)
+        if self.control.log_interval and progress.step % self.control.log_interval == 0:
+            self.flush()
+        return metrics
+
+    def evaluation(self, progress: Progress, group: str, prefix: str, loss: float) -> None:
+        """Reports the loss of one data group.
+
+        Args:
+            progress: the point in training.
+            group: the group's name.
+            prefix: the same as text, such as "iteration 100".
+            loss: mean loss per token, in nats.
+        """
+        for text in evaluation_lines(group, prefix, loss):
+            log.line(text)
+        for destination in self.destinations:
+            destination.evaluation(progress, group, loss)
+
+    def flush(self) -> None:
+        """Prints the line for the steps since the last one, if any; also called when a run ends within a log
+        interval.
+        """
+        metrics = self._interval.close()
+        if metrics is None:
+            return
+        log.line(iteration_line(metrics))
+        for destination in self.destinations:
+            destination.interval(metrics)
+
+    def close(self) -> None:
+        """Prints remaining steps and closes every destination, even if one of them fails."""
+        with contextlib.ExitStack() as closing:
+            for destination in reversed(self.destinations):
+                closing.callback(destination.close)
+            self.flush()
+        self.destinations = ()
+
+
+def open_destinations(control: ControlConfig, workload: Workload, run_directory: RunDirectory) -> list[Destination]:
+    """Opens all requested destinations; called only on the process that writes files.
+
+    Args:
+        control: whether to write TensorBoard and W&B, and an alternative path of the metrics file.
+        workload: sizes for the rates per replica.
+        run_directory: the folder of the run, where `metrics.jsonl` goes.
+
+    Raises:
+        ConfigError: an optional package is missing, or another run is writing the same file.
+        StorageError: the file cannot be opened.
+    """
+    opened: list[Destination] = []
+    with contextlib.ExitStack() as closing:
+        opened.append(MetricsFile(control.metrics_file or run_directory.metrics_path))
+        closing.callback(opened[0].close)
+        if control.tensorboard_dir:
+            opened.append(TensorBoard(control.tensorboard_dir, control, workload))
+            closing.callback(opened[-1].close)
+        if control.wandb_project:
+            folder = control.wandb_save_dir or str(run_directory.path)
+            opened.append(WeightsAndBiases(control.wandb_project, control.wandb_exp_name, folder))
+        closing.pop_all()
+    return opened

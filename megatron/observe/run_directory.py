@@ -1,0 +1,176 @@
+"""The run directory: resolved configuration, state of the source code, metrics and log.
+
+    runs/<name>-<date>-<time>/
+        config.json    every resolved argument and the origin of its value
+        git.txt        commit and changed files of the checkout; git.diff contains the changes
+        metrics.jsonl  one record per step (see metrics_file.py)
+        log.txt        log output of rank 0
+
+Only rank 0 writes here. If a run is resumed in its folder, the files of earlier starts are kept as config.1.json,
+config.2.json, ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError, StorageError
+from megatron.observe.metrics_file import FILE_NAME
+
+_PER_START = ("config.json", "git.txt", "git.diff")
+_GIT_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths in a run directory."""
+
+    path: Path
+
+    @property
+    def config_path(self) -> Path:
+        """The configuration of the most recent start."""
+        return self.path / "config.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        """The metrics records of all starts."""
+        return self.path / FILE_NAME
+
+    @property
+    def log_path(self) -> Path:
+        """A copy of rank 0's log output."""
+        return self.path / "log.txt"
+
+
+def open_run_directory(
+    run_dir: str | None,
+    config: Mapping[str, Any],
+    *,
+    name: str = "gpt",
+    is_resume: bool = False,
+    source: Path | None = None,
+) -> RunDirectory:
+    """Creates the run directory and describes the run in it; called on rank 0 only.
+
+    Args:
+        run_dir: the folder (--run-dir); None creates a new one under `runs/`.
+        config: the resolved configuration as JSON.
+        name: prefix of a new folder's name.
+        is_resume: whether the run continues from a checkpoint (--load), so that the folder may already hold a run.
+        source: a file of the checkout whose state is recorded; by default the running program's.
+
+    Raises:
+        ConfigError: the folder holds another run.
+        StorageError: the folder cannot be created or written.
+    """
+    try:
+        path = _new_folder(Path("runs"), name) if run_dir is None else _given_folder(Path(run_dir), is_resume)
+        _keep_earlier(path)
+        _write(path / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+        _describe_source(path, source or Path(__file__))
+    except OSError as failure:
+        place = run_dir or "runs/"
+        raise StorageError(
+            f"The run directory {place} cannot be written: {failure.strerror} ({failure.filename}). Choose another "
+            "(--run-dir)."
+        ) from failure
+    return RunDirectory(path)
+
+
+def write_arguments(log_path: str, lines: Sequence[str]) -> Path:
+    """Writes the argument lines to a separate file, as upstream's --log-path does.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    folder = Path(log_path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"args_{time.strftime('%Y-%m-%dT%H:%M:%S')}.txt"
+        _write(path, "\n".join(lines) + "\n")
+    except OSError as failure:
+        raise StorageError(
+            f"--log-path {log_path} cannot be written: {failure.strerror}. Choose another folder."
+        ) from failure
+    return path
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """Creates a new folder; two starts within one second get different names."""
+    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+    parent.mkdir(parents=True, exist_ok=True)
+    stem = f"{clean}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while True:
+        path = parent / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def _given_folder(path: Path, is_resume: bool) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    if (path / "config.json").exists() and not is_resume:
+        raise ConfigError(
+            f"--run-dir {path} already holds a run. Give a new run another folder, or continue the old one from its "
+            f"checkpoint (--load)."
+        )
+    return path
+
+
+def _keep_earlier(path: Path) -> None:
+    """Renames the files of the previous start."""
+    if not (path / "config.json").exists():
+        return
+    number = 1
+    while (path / f"config.{number}.json").exists():
+        number += 1
+    for name in _PER_START:
+        stem, _, ending = name.rpartition(".")
+        if (path / name).exists():
+            os.rename(path / name, path / f"{stem}.{number}.{ending}")
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    """Writes a file atomically."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(temporary, path)
+
+
+def _describe_source(path: Path, source: Path) -> None:
+    """Records commit, changed files and diff of the checkout that `source` belongs to."""
+    folder = source.resolve().parent
+    if _git(folder, "ls-files", "--error-unmatch", "--", str(source.resolve())) is None:
+        _write(path / "git.txt", f"not a git checkout, or git is not installed: {folder}\n")
+        _write(path / "git.diff", "")
+        return
+    root = Path(os.fsdecode((_git(folder, "rev-parse", "--show-toplevel") or os.fsencode(folder)).rstrip(b"\n")))
+    commit = _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+    base = commit or _git(root, "hash-object", "-t", "tree", "/dev/null") or b""
+    status = _git(root, "status", "--porcelain") or b""
+    _write(path / "git.txt", b"commit " + (commit or b"none yet\n") + status)
+    changes = _git(root, "diff", "--no-ext-diff", "--no-textconv", os.fsdecode(base.strip()), "--")
+    _write(path / "git.diff", changes or b"")
+
+
+def _git(folder: Path, *words: str) -> bytes | None:
+    """Output of a git command; None if it failed, took too long, or git is missing."""
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,134 @@
+"""TensorBoard scalars under upstream's tags; the only file that imports `torch.utils.tensorboard`.
+
+The x axis is the iteration unless the tag says `vs samples`, `vs tokens` or `vs gigaflos (without embeddings)`.
+
+Source: tags of bigscience-workshop/Megatron-DeepSpeed, megatron/training.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.checkpoint.record import Progress
+from megatron.config import ControlConfig
+from megatron.errors import ConfigError, StorageError
+from megatron.observe.console import perplexity
+from megatron.observe.metrics import Metrics, Workload
+
+
+class TensorBoard:
+    """Writes one events file; created only on the process that writes files.
+
+    Args:
+        directory: folder of the events file (--tensorboard-dir).
+        control: which optional tags to write, how often, and how many events may be queued.
+        workload: provides the number of replicas, for rates per replica.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+        StorageError: the folder cannot be written.
+    """
+
+    def __init__(self, directory: str, control: ControlConfig, workload: Workload) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as failure:
+            raise ConfigError(
+                f"--tensorboard-dir {directory} needs the package tensorboard, which cannot be imported ({failure}). "
+                "Install it with: pip install tensorboard"
+            ) from failure
+        self.control = control
+        self.workload = workload
+        try:
+            self._writer: Any = SummaryWriter(log_dir=directory, max_queue=control.tensorboard_queue_size)
+        except OSError as failure:
+            reason = failure.strerror or failure
+            raise StorageError(
+                f"--tensorboard-dir {directory} cannot be written: {reason}. Give a writable folder."
+            ) from failure
+
+    def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
+        """Writes the arguments, and marks the restart: world size at the loaded iteration, 0 one later."""
+        for name, value in arguments.items():
+            self._writer.add_text(name, str(value), global_step=progress.step)
+        self._writer.add_scalar("iteration-time/world_size", self.workload.device_count, progress.step)
+        self._writer.add_scalar("iteration-time/world_size", 0, progress.step + 1)
+        self._writer.flush()
+
+    def step(self, metrics: Metrics) -> None:
+        """Writes a step's scalars every --tensorboard-log-interval steps."""
+        if metrics.iteration % max(1, self.control.tensorboard_log_interval) == 0:
+            self._write(step_scalars(metrics, self.control, self.workload))
+
+    def interval(self, metrics: Metrics) -> None:
+        """Flushes, so that a kill loses nothing that the console has shown."""
+        self._writer.flush()
+
+    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
+        """Writes a validation or test loss."""
+        self._write(evaluation_scalars(progress, group, loss, self.control, self.workload))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the events file."""
+        self._writer.close()
+
+    def _write(self, scalars: Mapping[str, tuple[float, int]]) -> None:
+        for tag, (value, x) in scalars.items():
+            self._writer.add_scalar(tag, value, x)
+
+
+def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -> dict[str, tuple[float, int]]:
+    """Tag -> (value, x) of one step."""
+    progress = Progress(metrics.iteration, metrics.consumed_samples, metrics.consumed_tokens)
+    found: dict[str, tuple[float, int]] = {
+        "steps-vs-samples/y=steps,x=samples": (progress.step, progress.consumed_samples),
+        "steps-vs-samples/y=samples,x=steps": (progress.consumed_samples, progress.step),
+        "steps-vs-tokens/y=steps,x=tokens": (progress.step, progress.consumed_tokens),
+        "steps-vs-tokens/y=tokens,x=steps": (progress.consumed_tokens, progress.step),
+    }
+    families: dict[str, float | None] = {
+        "learning-rate/learning-rate": metrics.learning_rate if control.log_learning_rate_to_tensorboard else None,
+        "batch-size/batch-size": metrics.global_batch_size if control.log_batch_size_to_tensorboard else None,
+        "lm-loss-training/lm loss": metrics.lm_loss,
+        "loss-scale/loss-scale": metrics.loss_scale if control.log_loss_scale_to_tensorboard else None,
+        "grad-norm/grad-norm": metrics.gradient_norm,
+        "iteration-time/iteration-time": metrics.seconds_per_iteration if control.log_timers_to_tensorboard else None,
+    }
+    for tag, value in families.items():
+        if value is not None:
+            found |= _on_axes(tag, value, progress, workload)
+    for name, source in (metrics.source_losses or {}).items():
+        found |= _on_axes(f"lm-loss-training-by-source/{name}", source.lm_loss, progress, workload)
+    if control.log_timers_to_tensorboard:
+        rates = {
+            "samples per second": metrics.samples_per_second,
+            "samples per second per replica": metrics.samples_per_second / workload.replica_count,
+            "tokens per second": metrics.tokens_per_second,
+            "tokens per second per replica": metrics.tokens_per_second / workload.replica_count,
+            "TFLOPs per gpu (estimated)": metrics.teraflops_per_device,
+        }
+        found |= {f"iteration-time/{name}": (value, progress.step) for name, value in rates.items()}
+    return found
+
+
+def evaluation_scalars(
+    progress: Progress, group: str, loss: float, control: ControlConfig, workload: Workload
+) -> dict[str, tuple[float, int]]:
+    """Tag -> (value, x) of one evaluation."""
+    found = _on_axes(f"lm-loss-validation/{group}/lm loss validation", loss, progress, workload)
+    if control.log_validation_ppl_to_tensorboard:
+        found |= _on_axes(f"lm-loss-validation/{group}/lm loss validation ppl", perplexity(loss), progress, workload)
+    return found
+
+
+def _on_axes(tag: str, value: float, progress: Progress, workload: Workload) -> dict[str, tuple[float, int]]:
+    """One value over every x axis that upstream uses for its tag."""
+    found = {tag: (value, progress.step), f"{tag} vs samples": (value, progress.consumed_samples)}
+    if not tag.startswith("batch-size/"):
+        found[f"{tag} vs tokens"] = (value, progress.consumed_tokens)
+    if tag.startswith("lm-loss-"):
+        gigaflops = int(workload.gigaflops_without_embeddings(progress.consumed_tokens))
+        found[f"{tag} vs gigaflos (without embeddings)"] = (value, gigaflops)
+    return found

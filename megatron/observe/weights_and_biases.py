@@ -1,0 +1,76 @@
+"""Optional reporting to Weights & Biases; the only file that imports `wandb`.
+
+Without network access, WANDB_MODE=offline keeps all data in --wandb-save-dir; `wandb sync` uploads it later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.checkpoint.record import Progress
+from megatron.errors import ConfigError
+from megatron.observe.console import perplexity
+from megatron.observe.metrics import Metrics
+
+
+class WeightsAndBiases:
+    """One W&B run.
+
+    Args:
+        project: W&B project of the run (--wandb-project).
+        name: name of the run; W&B generates one if empty.
+        directory: local folder for the run's files; W&B's default if empty.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    def __init__(self, project: str, name: str, directory: str) -> None:
+        try:
+            import wandb
+        except ImportError as failure:
+            raise ConfigError(
+                f"--wandb-project {project} needs the package wandb, which cannot be imported ({failure}). Install it "
+                "with: pip install wandb"
+            ) from failure
+        self._run: Any = wandb.init(project=project, name=name or None, dir=directory or None)
+
+    def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
+        """Uploads the arguments as the run's config."""
+        self._run.config.update(dict(arguments), allow_val_change=True)
+
+    def step(self, metrics: Metrics) -> None:
+        """Sends nothing: one point per log interval is enough for a remote service."""
+
+    def interval(self, metrics: Metrics) -> None:
+        """Sends the metrics of a log interval."""
+        self._run.log(interval_values(metrics), step=metrics.iteration)
+
+    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
+        """Sends a validation or test loss."""
+        values = {f"lm-loss-validation/{group}": loss, f"lm-loss-validation/{group} ppl": perplexity(loss)}
+        self._run.log(values, step=progress.step)
+
+    def close(self) -> None:
+        """Ends the W&B run."""
+        self._run.finish()
+
+
+def interval_values(metrics: Metrics) -> dict[str, float]:
+    """The values sent for one log interval, without unknown ones."""
+    values: dict[str, float | None] = {
+        "lm-loss-training": metrics.lm_loss,
+        "learning-rate": metrics.learning_rate,
+        "batch-size": metrics.global_batch_size,
+        "loss-scale": metrics.loss_scale,
+        "grad-norm": metrics.gradient_norm,
+        "consumed-samples": metrics.consumed_samples,
+        "consumed-tokens": metrics.consumed_tokens,
+        "iteration-time": metrics.seconds_per_iteration,
+        "samples-per-second": metrics.samples_per_second,
+        "tokens-per-second": metrics.tokens_per_second,
+        "tflops-per-gpu": metrics.teraflops_per_device,
+    }
+    values |= {f"lm-loss-training/{name}": source.lm_loss for name, source in (metrics.source_losses or {}).items()}
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,173 @@
+"""Joining and leaving a run: from the launcher's variables to an open mesh; ranks do not outlive a launcher."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron import device, log
+from megatron.config import ParallelRequest
+from megatron.errors import LaunchError
+from megatron.parallel.launchers import Ranks, discover_ranks
+from megatron.parallel.mesh import ParallelMesh, build_mesh, standard_axes
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+# Words in a launcher's command line. They distinguish a launcher that is process 1 of a container from an init process
+# that adopted the rank.
+_LAUNCHER_WORDS = ("torch", "deepspeed", "mpi", "orte", "prte", "hydra", "pmi_proxy", "slurm", "srun")
+_LOOKUP_TRIES = 3  # one second apart
+
+
+def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
+    """Joins the other ranks and returns this one's place among them.
+
+    Works under torchrun, the deepspeed launcher, srun and mpirun, with variables set by hand, and without any of them
+    (one process, which uses no network). Sets torchrun's variables in the environment however the process was started,
+    because DeepSpeed reads them. A rank started by a launcher is killed when the launcher ends.
+
+    Raises:
+        LaunchError: the launcher's variables contradict each other, tp x pp does not fit the world, or there are not
+        enough GPUs.
+    """
+    ranks = discover_ranks(os.environ, local_rank=parallel.local_rank, parent_process_id=os.getppid())
+    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    sizes = standard_axes(ranks.world_size, tp=tp_size, pp=pp_size)
+    if ranks.has_parent_launcher:
+        die_with_launcher()
+    if ranks.launcher == "deepspeed":
+        die_with_deepspeed_runner()
+    own_device = device.local_device(
+        ranks.local_rank, one_device_per_process=ranks.launcher in ("srun", "mpirun", "environment")
+    )
+    _export(ranks)
+    backend = parallel.distributed_backend or device.default_backend()
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    if not dist.is_initialized():
+        _join(ranks, backend, timeout)
+    log.set_rank(ranks.rank, ranks.world_size)
+    return build_mesh(sizes, own_device, ranks.local_rank, timeout)
+
+
+def count_ranks(parallel: ParallelRequest) -> int:
+    """How many processes the launcher started; needs no contact with them.
+
+    Raises:
+        LaunchError: the launcher's variables contradict each other.
+    """
+    ranks = discover_ranks(os.environ, local_rank=parallel.local_rank, parent_process_id=os.getppid())
+    log.set_rank(ranks.rank, ranks.world_size)
+    return ranks.world_size
+
+
+def close_mesh(mesh: ParallelMesh) -> None:
+    """Leaves the process group; does nothing for a mesh that has none."""
+    if mesh.world.group is not None and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def die_with_launcher() -> None:
+    """Asks Linux to kill this process when the one that started it ends; elsewhere does nothing.
+
+    Without it the ranks of a launcher that was killed by SIGKILL keep running and writing.
+
+    Raises:
+        LaunchError: the launcher has ended already.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent or (parent == 1 and not _is_launcher(Path("/proc/1/cmdline"))):
+        raise LaunchError(
+            f"The launcher of this rank ended before the rank was ready (its parent process was {parent} and is now "
+            f"{os.getppid()}). Start the job again."
+        )
+
+
+def die_with_deepspeed_runner() -> None:
+    """Does the same for the `deepspeed` command, whose child process starts the ranks of this node.
+
+    A thread waits for the command to end. On nodes reached through ssh there is no process to wait for.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return
+    try:
+        runner = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+        if b"deepspeed" not in Path(f"/proc/{runner}/cmdline").read_bytes():
+            return
+        handle = os.pidfd_open(runner)
+    except (OSError, ValueError, IndexError):
+        return
+    threading.Thread(target=_die_after, args=(handle,), name="deepspeed-runner", daemon=True).start()
+
+
+def _die_after(handle: int) -> None:
+    select.select([handle], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_launcher(command_line: Path) -> bool:
+    try:
+        text = command_line.read_bytes().decode(errors="replace").lower()
+    except OSError:
+        return True  # not readable by this user: assume a launcher
+    return any(word in text for word in _LAUNCHER_WORDS)
+
+
+def _export(ranks: Ranks) -> None:
+    os.environ.update(
+        RANK=str(ranks.rank),
+        WORLD_SIZE=str(ranks.world_size),
+        LOCAL_RANK=str(ranks.local_rank),
+        MASTER_ADDR=ranks.master_address,
+        MASTER_PORT=str(ranks.master_port),
+    )
+    if ranks.is_one_node and sys.platform.startswith("linux"):
+        # Otherwise gloo resolves the host's own name, which fails or is slow on many laptops and in containers.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _join(ranks: Ranks, backend: str, timeout: timedelta) -> None:
+    if ranks.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if ranks.launcher in ("srun", "mpirun"):
+        _check_address(ranks)
+    try:
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    except (dist.DistError, RuntimeError, ValueError) as failure:
+        raise LaunchError(
+            f"Rank {ranks.rank} of {ranks.world_size} could not join the others at {ranks.master_address}:"
+            f"{ranks.master_port} (started by {ranks.launcher}, backend {backend}, --distributed-timeout-minutes "
+            f"{timeout.total_seconds() / 60:g}): {str(failure).splitlines()[0].rstrip('.')}. Check that every rank is "
+            f"running and can reach that address; if the port is taken, set another MASTER_PORT."
+        ) from failure
+
+
+def _check_address(ranks: Ranks) -> None:
+    """Refuses a host name that does not resolve; every rank would retry it until its timeout.
+
+    Only for names from a node list: the name of a pod or container may start to resolve later.
+    """
+    for left in reversed(range(_LOOKUP_TRIES)):
+        try:
+            socket.getaddrinfo(ranks.master_address, ranks.master_port)
+            return
+        except socket.gaierror as failure:
+            if left == 0:
+                raise LaunchError(
+                    f"Rank {ranks.rank} of {ranks.world_size} cannot look up {ranks.master_address!r}, the host of "
+                    f"rank 0 (started by {ranks.launcher}): {failure.strerror}. Set MASTER_ADDR to a name or IP "
+                    f"address of that host that all nodes can resolve."
+                ) from failure
+            time.sleep(1)

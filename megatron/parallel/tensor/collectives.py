@@ -1,0 +1,78 @@
+"""Differentiable collectives for tensor-parallel layers; each is the identity on an axis of size 1.
+
+Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (the operators f and g and their conjugates).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.mesh import Axis
+
+
+def copy_to(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Passes a replicated tensor to a column-parallel matrix product.
+
+    Forward is the identity; backward all-reduces the gradient in place, so the result must be used by a single matrix
+    product, whose backward allocates a new gradient.
+    """
+    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+
+
+def reduce_from(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Sums the ranks' partial results: all-reduce in forward, identity in backward.
+
+    The sum overwrites `x`, which must be the result of an operation that does not need it for its own backward.
+    """
+    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
+
+
+def gather_from(x: torch.Tensor, axis: Axis, dimension: int = -1) -> torch.Tensor:
+    """Concatenates the ranks' shards along a dimension: all-gather in forward, this rank's slice in backward."""
+    return x if axis.size == 1 else _GatherFrom.apply(x, axis, dimension)
+
+
+def _summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    total = x.contiguous()
+    dist.all_reduce(total, group=axis.group)
+    return total
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):  # type: ignore[no-untyped-def]
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return _summed(gradient, ctx.axis), None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis):  # type: ignore[no-untyped-def]
+        total = _summed(x, axis)
+        if total is x:
+            ctx.mark_dirty(x)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        return gradient, None
+
+
+class _GatherFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, axis, dimension):  # type: ignore[no-untyped-def]
+        ctx.axis, ctx.dimension = axis, dimension
+        own = x.contiguous()
+        parts = [torch.empty_like(own) for _ in range(axis.size)]
+        dist.all_gather(parts, own, group=axis.group)
+        return torch.cat(parts, dim=dimension)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        width = gradient.shape[ctx.dimension] // ctx.axis.size
+        return gradient.narrow(ctx.dimension, ctx.axis.rank * width, width).contiguous(), None, None

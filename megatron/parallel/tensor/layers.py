@@ -1,0 +1,195 @@
+"""Layers that can be split over the tensor-parallel axis.
+
+On an axis of size 1 each is the plain layer, without communication. Parameters start at zero (norm weights at one) and
+have a `shard_spec`; `megatron.model.interface.network` draws their initial values, since these depend on global names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron import kernels
+from megatron.errors import DataError
+from megatron.parallel.mesh import Axis
+from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.tensor.collectives import copy_to, reduce_from
+
+TOO_LARGE = "There is an input id in the input that is greater than the highest possible input id"
+
+
+class ColumnParallelLinear(nn.Module):
+    """`y = x W^T + b` with the outputs split: each rank computes its outputs from the full input.
+
+    Args:
+        outputs: the logical output dimensions, one of which is split over `axis`; a fused query-key-value layer has
+            (heads, 3, head size), a gated unit (2, inner).
+        init_std: standard deviation of the initial weights.
+
+    Shapes: x `[..., input]` replicated; result `[..., output/t]`; weight `[output/t, input]`, bias `[output/t]`, the
+        output dimensions merged.
+
+    Raises:
+        ConfigError: the axis does not divide the split dimension.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        outputs: Sequence[Dimension],
+        axis: Axis,
+        *,
+        init_std: float,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis = axis
+        weight = ShardSpec((*outputs, Dimension("input", input_size)), is_matrix=True, init_std=init_std)
+        self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device).flatten(0, -2)), weight)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            spec = ShardSpec(tuple(outputs))
+            self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=device).flatten()), spec)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the layer."""
+        return F.linear(copy_to(x, self.axis), self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """`y = x W^T + b` with the inputs split: the ranks' partial products are summed, then the replicated bias is added.
+
+    Shapes: x `[..., input/t]`; result `[..., output]` replicated; weight `[output, input/t]`, bias `[output]`.
+
+    Raises:
+        ConfigError: the axis does not divide the inputs.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        axis: Axis,
+        *,
+        init_std: float,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis = axis
+        dimensions = (Dimension("output", output_size), Dimension("inputs of a linear layer", input_size, axis))
+        weight = ShardSpec(dimensions, is_matrix=True, init_std=init_std)
+        self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device)), weight)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = place(nn.Parameter(torch.zeros(output_size, device=device)), ShardSpec.vector(output_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the layer."""
+        if self.axis.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = reduce_from(F.linear(x, self.weight), self.axis)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding table with one row per token id, its rows split over the axis.
+
+    Rows from `vocab_size` on are padding; they stay zero, and ids that refer to them are rejected.
+
+    Shapes: ids `[...]` int64; result `[..., h]` replicated; weight `[v/t, h]`.
+
+    Raises:
+        ConfigError: the axis does not divide the padded vocabulary.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        padded_vocab_size: int,
+        hidden_size: int,
+        axis: Axis,
+        *,
+        init_std: float,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.axis = axis
+        self.vocab_size = vocab_size
+        self.weight = vocabulary_table(vocab_size, padded_vocab_size, hidden_size, axis, init_std, device)
+        self.first_row = axis.rank * self.weight.shape[0]
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Looks the ids up.
+
+        Raises:
+            DataError: an id is negative or not in the vocabulary (on a GPU a device assertion, which does not
+                synchronize).
+        """
+        self._check(ids)
+        if self.axis.size == 1:
+            return F.embedding(ids, self.weight)
+        local = ids - self.first_row
+        foreign = (local < 0) | (local >= self.weight.shape[0])
+        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)  # [..., h]
+        return reduce_from(rows.masked_fill(foreign.unsqueeze(-1), 0.0), self.axis)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Looks the ids up."""
+        return self.embed(ids)
+
+    def _check(self, ids: torch.Tensor) -> None:
+        if ids.is_cuda:
+            torch._assert_async(((ids >= 0) & (ids < self.vocab_size)).all(), f"{TOO_LARGE}, or negative")
+            return
+        if ids.numel() == 0:
+            return
+        lowest, highest = (int(edge) for edge in torch.aminmax(ids))
+        if highest >= self.vocab_size:
+            raise DataError(
+                f"{TOO_LARGE}: {highest}, and the vocabulary has {self.vocab_size} entries (ids 0 to "
+                f"{self.vocab_size - 1}). The data was made with another tokenizer; give its --vocab-file, or "
+                f"preprocess the text again."
+            )
+        if lowest < 0:
+            raise DataError(
+                f"There is a negative input id ({lowest}) in the input. Valid ids are 0 to {self.vocab_size - 1}."
+            )
+
+
+class LayerNorm(nn.Module):
+    """Layer norm with weight and bias, replicated over the axis.
+
+    Shapes: `[..., h]` to the same.
+    """
+
+    def __init__(self, hidden_size: int, eps: float, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = place(nn.Parameter(torch.ones(hidden_size, device=device)), ShardSpec.vector(hidden_size))
+        self.bias = place(nn.Parameter(torch.zeros(hidden_size, device=device)), ShardSpec.vector(hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalizes the last dimension."""
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def vocabulary_table(
+    vocab_size: int,
+    padded_vocab_size: int,
+    hidden_size: int,
+    axis: Axis,
+    init_std: float,
+    device: torch.device | str | None,
+) -> nn.Parameter:
+    """A zero matrix with one row per token id, its rows split over the axis: the word embedding or an output head.
+
+    Shapes: `[v/t, h]`.
+    """
+    rows = Dimension("rows of the padded vocabulary", vocab_size, axis, padded_vocab_size)
+    spec = ShardSpec((rows, Dimension("hidden", hidden_size)), is_matrix=True, init_std=init_std)
+    return place(nn.Parameter(torch.zeros(spec.local_shape, device=device)), spec)

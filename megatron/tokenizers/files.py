@@ -1,0 +1,64 @@
+"""Reading the files that tokenizers consist of, and hashing what they say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError, DataError
+
+
+def read_tokenizer_file(path: str | Path, what: str) -> str:
+    """Reads a tokenizer file as UTF-8 text.
+
+    Raises:
+        ConfigError: there is no such file.
+        DataError: it cannot be read or is not UTF-8.
+    """
+    try:
+        return read_tokenizer_bytes(path, what).decode("utf-8")
+    except UnicodeDecodeError as failure:
+        raise DataError(
+            f"{path} ({what}) cannot be read as UTF-8 text: {failure}. Fetch or write the file again."
+        ) from failure
+
+
+def read_tokenizer_bytes(path: str | Path, what: str) -> bytes:
+    """Reads a tokenizer file.
+
+    Raises:
+        ConfigError: there is no such file.
+        DataError: it cannot be read.
+    """
+    try:
+        return Path(path).read_bytes()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as failure:
+        raise ConfigError(f"{what} {path} is not a file. Give the path of an existing one.") from failure
+    except OSError as failure:
+        raise DataError(
+            f"{path} ({what}) cannot be read: {failure.strerror}. Fetch or write the file again."
+        ) from failure
+
+
+def parse_json(text: str, path: str | Path) -> Any:
+    """Parses the JSON of a tokenizer file.
+
+    Raises:
+        DataError: it is not JSON; the text says where.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as failure:
+        raise DataError(f"{path} is not valid JSON: {failure}. Fetch or write the file again.") from failure
+
+
+def canonical(content: Any) -> str:
+    """JSON in a form that does not depend on white space and the order of keys."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def sha256(text: str) -> str:
+    """Hash of a text, hexadecimal."""
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()

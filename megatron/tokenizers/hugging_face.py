@@ -1,0 +1,164 @@
+"""Tokenizers that are described by a `tokenizer.json`: from a file, a folder or the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.fast_encoder import without_panics
+from megatron.tokenizers.files import canonical, parse_json, read_tokenizer_file
+from megatron.tokenizers.library import LibraryTokenizer, rust_tokenizer
+
+_END_OF_DOCUMENT_GUESSES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
+_HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | None) -> LibraryTokenizer:
+    """Loads the tokenizer of a folder with `tokenizer.json`, of that file, or of a hub name.
+
+    Raises:
+        ConfigError: the source is not named, or there is no such thing.
+        DataError: its files are damaged.
+    """
+    if not source:
+        raise ConfigError(
+            f"--tokenizer-type {kind} needs --tokenizer-name-or-path (a folder with tokenizer.json, that "
+            "file itself, or a hub name)."
+        )
+    files = _hugging_face_files(source)
+    if "tokenizer.json" in files:
+        description = parse_json(
+            read_tokenizer_file(files["tokenizer.json"], "tokenizer.json"), files["tokenizer.json"]
+        )
+        where = str(files["tokenizer.json"])
+    else:
+        description = _converted_by_transformers(source)
+        where = source
+    reference = _reference_from_json(description, where)
+    return rust_tokenizer(
+        f"{kind}:{source}",
+        reference,
+        known_library,
+        eod_id=_hugging_face_eod(reference, files),
+        identity=lambda: canonical(description),
+        is_exact=_is_exact(description),
+        unknown_id=_unknown_id(reference, description),
+    )
+
+
+def _hugging_face_files(source: str) -> dict[str, Path]:
+    """Paths of the tokenizer's files that exist, by name: from a folder, beside a tokenizer.json, or from the hub."""
+    path = Path(source)
+    if path.is_file():
+        beside = {name: path.parent / name for name in _HF_FILES[1:] if (path.parent / name).is_file()}
+        return {"tokenizer.json": path, **beside}
+    if path.is_dir():
+        return {name: path / name for name in _HF_FILES if (path / name).is_file()}
+    if source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith((".json", ".model")):
+        raise ConfigError(f"--tokenizer-name-or-path {source} is neither a file nor a folder here, and not a hub name.")
+    return _hub_files(source)
+
+
+def _hub_files(source: str) -> dict[str, Path]:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    found = {}
+    for name in _HF_FILES:
+        try:
+            found[name] = Path(hf_hub_download(source, name))
+        except EntryNotFoundError:
+            continue
+        except Exception as failure:
+            raise ConfigError(
+                f"--tokenizer-name-or-path {source}: there is no such folder here, and the hub gave no {name} "
+                f"({type(failure).__name__}: {str(failure).splitlines()[0][:200]}). Check the name and "
+                "the network, or give a local folder."
+            ) from failure
+    return found
+
+
+def _converted_by_transformers(source: str) -> Any:
+    """The description of a tokenizer that has no tokenizer.json, made by `transformers` if that is installed."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as failure:
+        raise ConfigError(
+            f"--tokenizer-name-or-path {source} has no tokenizer.json, and transformers, which could "
+            "convert its files, is not "
+            "installed. Install it (pip install transformers), or save the tokenizer as tokenizer.json."
+        ) from failure
+    try:
+        loaded = AutoTokenizer.from_pretrained(source)
+        return json.loads(loaded.backend_tokenizer.to_str())
+    except Exception as failure:
+        raise ConfigError(
+            f"--tokenizer-name-or-path {source} has no tokenizer.json and transformers could not convert what is there "
+            f"({type(failure).__name__}: {str(failure)[:300]}). Save the tokenizer as tokenizer.json."
+        ) from failure
+
+
+def _reference_from_json(description: Any, path: str) -> Any:
+    from tokenizers import Tokenizer as Reference
+
+    if isinstance(
+        description, dict
+    ):  # these truncate or pad texts; a corpus must have all of each text and nothing else
+        description = {**description, "truncation": None, "padding": None}
+    try:
+        return without_panics(lambda: Reference.from_str(json.dumps(description)))
+    except ValueError as failure:
+        raise DataError(f"{path} is not a tokenizer that the tokenizers library can load: {failure}.") from failure
+
+
+def _hugging_face_eod(reference: Any, files: dict[str, Path]) -> int | None:
+    """The end-of-sequence token that the files name, else a well-known one that the vocabulary holds."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if name not in files:
+            continue
+        named = parse_json(read_tokenizer_file(files[name], name), files[name])
+        token = named.get("eos_token") if isinstance(named, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            number = _id_of(reference, token)
+            if number is None:
+                raise DataError(
+                    f"{files[name]} names eos_token {token!r:.200}, which is not in the vocabulary of tokenizer.json."
+                )
+            return number
+    found = (reference.token_to_id(token) for token in _END_OF_DOCUMENT_GUESSES)
+    return next((int(number) for number in found if number is not None), None)
+
+
+def _is_exact(description: Mapping[str, Any]) -> bool:
+    """Whether texts come back byte for byte: they are cut into bytes and nothing changes them before."""
+    cutter, decoder = (description.get(name) or {} for name in ("pre_tokenizer", "decoder"))
+    cuts = [stage for stage in (cutter, *(cutter.get("pretokenizers") or ())) if stage.get("type") == "ByteLevel"]
+    return (
+        description.get("normalizer") is None
+        and bool(cuts)
+        and not any(stage.get("add_prefix_space") for stage in cuts)
+        and decoder.get("type") == "ByteLevel"
+    )
+
+
+def _unknown_id(reference: Any, description: Mapping[str, Any]) -> int | None:
+    """The id for text outside the vocabulary; a Unigram model names it by its number, the others by its text."""
+    model = description.get("model")
+    model = model if isinstance(model, dict) else {}
+    if isinstance(model.get("unk_id"), int):
+        return int(model["unk_id"])
+    token = model.get("unk_token")
+    return _id_of(reference, token) if isinstance(token, str) else None
+
+
+def _id_of(reference: Any, token: str) -> int | None:
+    """The id of a token; None when there is none, as for a text with lone surrogates."""
+    try:
+        number = reference.token_to_id(token)
+    except UnicodeEncodeError:
+        return None
+    return None if number is None else int(number)

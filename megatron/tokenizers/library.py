@@ -1,0 +1,237 @@
+"""A tokenizer that wraps a library, with a faster library for encoding where that gives the same ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron import log
+from megatron.errors import ConfigError
+from megatron.tokenizers.fast_encoder import FastEncoder, added_ids, fast_encoder
+from megatron.tokenizers.files import sha256
+from megatron.tokenizers.long_text import can_cut_before_spaces
+
+_ANY_LETTER = "a"
+
+Ids = npt.NDArray[np.uint32]
+Lengths = npt.NDArray[np.int64]
+
+
+class ReferenceLibrary(Protocol):
+    """What defines the right ids: they include all that the tokenizer adds around a text."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def can_cut_before_spaces(self) -> bool: ...
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Encoder(Protocol):
+    """What encodes faster than a reference: it gives bare ids, without what the tokenizer adds around a text."""
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]: ...
+
+
+class LibraryTokenizer:
+    """A reference library and, where possible, a faster one that does the encoding.
+
+    Args:
+        fast: gives the ids of the reference faster; None where nothing does.
+        added: ids that the reference adds before and after every text.
+        eod_id: ends a document; None where the tokenizer has no such token.
+        identity: what the fingerprint is taken over; computed when the fingerprint is first asked for.
+        vocab_size: one more than the largest id.
+        is_exact: whether decoding gives back every text byte for byte.
+        unknown_id: the id for text outside the vocabulary; None where there is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        reference: ReferenceLibrary,
+        fast: Encoder | None,
+        *,
+        eod_id: int | None,
+        identity: Callable[[], str],
+        vocab_size: int,
+        added: tuple[list[int], list[int]] = ([], []),
+        is_exact: bool = False,
+        unknown_id: int | None = None,
+    ) -> None:
+        self.name = name
+        self.vocab_size = vocab_size
+        self.is_exact = is_exact
+        self.unknown_id = unknown_id
+        self._identity = identity
+        self._reference = reference
+        self._fast = fast
+        self._eod_id = eod_id
+        self.added = added
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the tokenizer's files in a normal form."""
+        return sha256(self._identity())
+
+    @property
+    def library(self) -> str:
+        """Which library encodes: gigatoken, tokenizers or sentencepiece."""
+        return "gigatoken" if self._fast is not None else self._reference.name
+
+    @property
+    def can_cut_before_spaces(self) -> bool:
+        """Whether a text may be encoded in pieces that begin with a space, see `long_text.can_cut_before_spaces`."""
+        return self._reference.can_cut_before_spaces
+
+    @property
+    def eod_id(self) -> int:
+        """The id that ends a document.
+
+        Raises:
+            ConfigError: the tokenizer has none.
+        """
+        if self._eod_id is None:
+            raise ConfigError(
+                f"The tokenizer {self.name} names no end-of-document token. Give it an eos_token (in "
+                "tokenizer_config.json, or when a SentencePiece model is trained), or leave out --append-eod."
+            )
+        return self._eod_id
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of one text."""
+        ids, _ = self.encode_flat([text])
+        return [int(token) for token in ids]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, uint32; the arrays are views of one buffer."""
+        ids, lengths = self.encode_flat(texts)
+        return np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else []
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        """Ids of all texts back to back (uint32), and how many belong to each (int64)."""
+        if self._fast is None:
+            return self._reference.encode_flat(texts)
+        ids, lengths = self._fast.encode_flat(texts)
+        return surround(ids, lengths, *self.added) if any(self.added) else (ids, lengths)
+
+    def encode_rest(self, text: str) -> Ids:
+        """Ids of the rest of a text that was cut before a space, as in the whole text (see `can_cut_before_spaces`).
+
+        A letter in front of it takes what is put before texts.
+        """
+        return self.encode_flat([f"{_ANY_LETTER}{text}"])[0][len(self.encode(_ANY_LETTER)) :]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; special tokens are written out, broken UTF-8 becomes U+FFFD."""
+        return self._reference.decode([int(token) for token in ids])
+
+
+class RustReference:
+    """A `tokenizers.Tokenizer` as the reference."""
+
+    name = "tokenizers"
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def can_cut_before_spaces(self) -> bool:
+        """See `long_text.can_cut_before_spaces`."""
+        return can_cut_before_spaces(self._tokenizer)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        """Ids of all texts back to back, and how many belong to each."""
+        rows = [self._tokenizer.encode(text).ids for text in texts]
+        lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
+        return np.fromiter((token for row in rows for token in row), dtype=np.uint32, count=int(lengths.sum())), lengths
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens written out."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def rust_tokenizer(
+    name: str,
+    tokenizer: Any,
+    known_library: str | None,
+    *,
+    eod_id: int | None,
+    identity: Callable[[], str],
+    vocab_size: int | None = None,
+    is_exact: bool = False,
+    unknown_id: int | None = None,
+    reference: ReferenceLibrary | None = None,
+) -> LibraryTokenizer:
+    """A tokenizer whose reference is a `tokenizers.Tokenizer`; says in one line if no faster library can encode.
+
+    Args:
+        known_library: see `build_tokenizer`.
+        vocab_size: asked of the tokenizer if left out.
+        reference: gives the ids of `tokenizer` in a better way than asking it for each text.
+    """
+    fast = _checked_fast_encoder(tokenizer, name, known_library)
+    return LibraryTokenizer(
+        name,
+        reference or RustReference(tokenizer),
+        fast,
+        eod_id=eod_id,
+        identity=identity,
+        vocab_size=vocab_size or 1 + max(tokenizer.get_vocab(with_added_tokens=True).values()),
+        added=added_ids(tokenizer),
+        is_exact=is_exact,
+        unknown_id=unknown_id,
+    )
+
+
+def surround(
+    ids: npt.NDArray[Any],
+    lengths: Lengths,
+    prefix: Sequence[int],
+    suffix: Sequence[int],
+    dtype: npt.DTypeLike | None = None,
+) -> tuple[npt.NDArray[Any], Lengths]:
+    """Puts the same ids before and after every row of a flat batch.
+
+    Shapes:
+        ids [total], lengths [rows] -> ids [total + rows * (prefix + suffix)], lengths [rows].
+
+    Args:
+        dtype: of the result, that of `ids` if left out; converting here saves a copy.
+    """
+    extra = len(prefix) + len(suffix)
+    longer = lengths + extra
+    ends = np.cumsum(longer)
+    starts = ends - longer
+    result = np.empty(len(ids) + extra * len(lengths), dtype=ids.dtype if dtype is None else dtype)
+    if len(ids) > 256 * len(lengths):  # long rows: one copy each is cheaper than a mask over every token
+        first = 0
+        for start, length in zip((starts + len(prefix)).tolist(), lengths.tolist(), strict=True):
+            result[start : start + length] = ids[first : first + length]
+            first += length
+    else:
+        is_text = np.ones(len(result), dtype=bool)
+        for place in range(len(prefix)):
+            is_text[starts + place] = False
+        for place in range(len(suffix)):
+            is_text[ends - 1 - place] = False
+        result[is_text] = ids
+    for place, token in enumerate(prefix):
+        result[starts + place] = token
+    for place, token in enumerate(reversed(suffix)):
+        result[ends - 1 - place] = token
+    return result, longer
+
+
+def _checked_fast_encoder(tokenizer: Any, name: str, known_library: str | None) -> FastEncoder | None:
+    if known_library is not None:
+        return FastEncoder(tokenizer.to_str()) if known_library == "gigatoken" else None
+    encoder, reason = fast_encoder(tokenizer)
+    if encoder is None:
+        log.info(f"{name}: encoding with the tokenizers library ({reason})")
+    return encoder

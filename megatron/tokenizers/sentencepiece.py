@@ -1,0 +1,205 @@
+"""SentencePiece models (`.model` files); the `sentencepiece` package defines the right ids.
+
+Source: NVIDIA/Megatron-LM `megatron/training/tokenizer/tokenizer.py`, the same three types:
+
+* `SentencePieceTokenizer` adds `<CLS> <SEP> <EOD> <MASK>` after the model's pieces, and `<PAD> <BOS> <EOS>` where the
+  model has none; `<EOD>` ends a document. Upstream turns these strings, and `<s>`, `</s>`, inside a text into the
+  special ids; here they stay text.
+* `GPTSentencePieceTokenizer` has the model's pieces only; its end of sequence (`</s>`) ends a document.
+* `Llama2Tokenizer` is the same, and puts the beginning of sequence (`<s>`) before every text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron import log
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.fast_encoder import FastEncoder, agreeing_encoder, hard_texts
+from megatron.tokenizers.files import canonical, read_tokenizer_bytes
+from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, surround
+from megatron.tokenizers.sentencepiece_model import (
+    SPACE,
+    can_cut_before_spaces,
+    needs_normalizing,
+    read_model,
+    tokenizer_json,
+)
+
+_ADDED_TOKENS = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
+_OWN_SPACES = ("  a", "a  ", " \n a", f"{SPACE}a", f"a{SPACE}{SPACE}b {SPACE}", "\t\ta  b   c    d", "\u3000a\u00a0b")
+
+
+def sentencepiece_tokenizer(kind: str, model_file: str | None, known_library: str | None) -> LibraryTokenizer:
+    """Loads a SentencePiece model.
+
+    Raises:
+        ConfigError: the file is not named or does not exist, the package is missing, or a token that the type needs is.
+        DataError: the file is no such model.
+    """
+    if not model_file:
+        raise ConfigError(f"--tokenizer-type {kind} needs --tokenizer-model (a SentencePiece .model file).")
+    content = read_tokenizer_bytes(model_file, "--tokenizer-model")
+    processor = _processor(content, model_file)
+    has_more_tokens = kind == "SentencePieceTokenizer"
+    added_tokens = _added_tokens(processor) if has_more_tokens else []
+    eod_id = _id_of("<EOD>", processor, added_tokens) if has_more_tokens else processor.eos_id()
+    prefix = [processor.bos_id()] if kind == "Llama2Tokenizer" else []
+    if prefix == [-1]:
+        raise ConfigError(
+            f"--tokenizer-type Llama2Tokenizer puts a beginning of sequence before every text, but {model_file} has "
+            "none. Use GPTSentencePieceTokenizer."
+        )
+    name = f"{kind}:{model_file}"
+    reference = SentencePieceReference(processor, prefix, added_tokens)
+    unknown_id = processor.unk_id()
+    return LibraryTokenizer(
+        name,
+        reference,
+        _fast(name, processor, content, known_library),
+        eod_id=eod_id if eod_id is not None and eod_id >= 0 else None,
+        identity=lambda: canonical({"type": kind, "model_sha256": hashlib.sha256(content).hexdigest()}),
+        vocab_size=len(processor) + len(added_tokens),
+        added=(prefix, []),
+        unknown_id=None if unknown_id < 0 else unknown_id,
+    )
+
+
+class SentencePieceReference:
+    """A `sentencepiece.SentencePieceProcessor` as the reference.
+
+    Args:
+        prefix: ids before every text.
+        added_tokens: strings of the ids after those of the model.
+    """
+
+    name = "sentencepiece"
+
+    def __init__(self, processor: Any, prefix: Sequence[int] = (), added_tokens: Sequence[str] = ()) -> None:
+        self._processor = processor
+        self._prefix = list(prefix)
+        self._added_tokens = tuple(added_tokens)
+
+    @cached_property
+    def can_cut_before_spaces(self) -> bool:
+        """See `sentencepiece_model.can_cut_before_spaces`."""
+        try:
+            return can_cut_before_spaces(read_model(self._processor.serialized_model_proto()))
+        except ValueError:
+            return False
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        """Ids of all texts back to back, and how many belong to each; uses the calling thread only."""
+        if not texts:
+            return np.empty(0, np.uint32), np.empty(0, np.int64)
+        rows = self._processor.encode(list(texts), out_type="numpy", num_threads=1)
+        lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+        ids = np.concatenate(rows).astype(np.uint32, copy=False)
+        return surround(ids, lengths, self._prefix, []) if self._prefix else (ids, lengths)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; the model's control pieces and the added tokens are written out."""
+        parts: list[str] = []
+        run: list[int] = []
+        for token in ids:
+            written = self._control(token)
+            if written is None:
+                run.append(token)
+                continue
+            parts += [self._processor.decode(run), written] if run else [written]
+            run = []
+        return "".join([*parts, self._processor.decode(run)] if run else parts)
+
+    def _control(self, token: int) -> str | None:
+        """What is written for an id that the model itself would leave out; None for the others."""
+        size = len(self._processor)
+        if token >= size:
+            return self._added_tokens[token - size]
+        return str(self._processor.id_to_piece(token)) if self._processor.is_control(token) else None
+
+
+def _processor(content: bytes, model_file: str) -> Any:
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError as failure:
+        raise ConfigError(
+            f"--tokenizer-model {model_file} needs the sentencepiece package (pip install sentencepiece), or a "
+            "tokenizer.json of the same model with --tokenizer-type HFTokenizer."
+        ) from failure
+    try:
+        processor = SentencePieceProcessor(model_proto=content)
+        size = len(processor)
+        processor.id_to_piece(list(range(size)))  # each must be UTF-8
+        processor.normalize(hard_texts([]))  # a damaged table of characters gives bytes that are nott text
+    except (RuntimeError, ValueError, IndexError) as failure:
+        size, reason = 0, str(failure).splitlines()[0][:200] if str(failure) else type(failure).__name__
+    else:
+        reason = "it holds no pieces"
+    if not size:
+        raise DataError(
+            f"{model_file} (--tokenizer-model) is not a SentencePiece model: {reason}. Fetch or write the file again."
+        )
+    return processor
+
+
+def _added_tokens(processor: Any) -> list[str]:
+    """Tokens that upstream puts after the model's pieces, in its order: those that are not pieces yet."""
+    ends = ((processor.pad_id(), "<PAD>"), (processor.bos_id(), "<BOS>"), (processor.eos_id(), "<EOS>"))
+    wanted = [*_ADDED_TOKENS, *(token for number, token in ends if number < 0)]
+    return [token for token in wanted if _id_of(token, processor, ()) is None]
+
+
+def _id_of(token: str, processor: Any, added_tokens: Sequence[str]) -> int | None:
+    if token in added_tokens:
+        return len(processor) + added_tokens.index(token)
+    number = int(processor.piece_to_id(token))  # the unknown id if there is no such piece
+    return number if processor.id_to_piece(number) == token else None
+
+
+class NormalizingEncoder:
+    """A fast encoder whose texts go through the model's normalizer first."""
+
+    def __init__(self, processor: Any, encoder: FastEncoder) -> None:
+        self._processor = processor
+        self._encoder = encoder
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        """Ids of all texts back to back, and how many belong to each."""
+        return self._encoder.encode_flat(self._processor.normalize(list(texts)))
+
+
+def _fast(
+    name: str, processor: Any, content: bytes, known_library: str | None
+) -> FastEncoder | NormalizingEncoder | None:
+    """The faster library, if it can read the model and gives the same ids; else one line says why not."""
+    if known_library == SentencePieceReference.name:
+        return None
+    description, normalizes, reason = _description(content)
+    encoder = None
+    if description is not None and known_library is not None:
+        encoder = FastEncoder(description)
+    elif description is not None:
+        texts = [*hard_texts(()), *_OWN_SPACES]
+        rows = processor.encode(texts, num_threads=1)
+        if normalizes:
+            texts = processor.normalize(texts)
+        encoder, reason = agreeing_encoder(description, texts, dict(zip(texts, rows, strict=True)).__getitem__)
+    if encoder is None:
+        log.info(f"{name}: encoding with the sentencepiece library ({reason})")
+        return None
+    return NormalizingEncoder(processor, encoder) if normalizes else encoder
+
+
+def _description(content: bytes) -> tuple[str | None, bool, str]:
+    """A tokenizer.json or the reason why there is none, and whether texts must be normalized before it."""
+    try:
+        model = read_model(content)
+    except ValueError as failure:
+        return None, False, str(failure)
+    description, reason = tokenizer_json(model)
+    return description, needs_normalizing(model), reason

@@ -1,0 +1,129 @@
+"""BERT's WordPiece from a `vocab.txt`: one token a line, the line's number is its id.
+
+Source: google-research/bert `tokenization.py` (`FullTokenizer`); Megatron-DeepSpeed `megatron/tokenizer/tokenizer.py`
+(`_BertWordPieceTokenizer`), which appends `[BOS]` and `[EOS]` to the vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.files import canonical, read_tokenizer_file
+from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, RustReference, rust_tokenizer
+
+UNKNOWN_TOKEN = "[UNK]"
+ADDED_TOKENS = ("[BOS]", "[EOS]")
+CONTINUATION = "##"
+_LONGEST_WORD = 200  # characters; a longer word is unknown
+_MOST_WORDS = 1 << 17  # in memory, about 40 MB
+_LONGEST_KNOWN = 64  # characters; longer ones are rarely repeated
+_DROPPED_SPACES = re.compile("[\x0b\x0c\x1c-\x1f\x85]")  # white space to Python, but BERT drops them without cutting
+
+
+def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | None) -> LibraryTokenizer:
+    """Loads a `vocab.txt`; `[EOS]` ends a document (upstream names no such token for BERT's vocabularies).
+
+    Words are written in lower case and without accents for `BertWordPieceLowerCase`, so decoding does not give the text
+    back. A Greek sigma that ends a word becomes σ, as in Hugging Face's tokenizers; BERT's own code writes ς.
+
+    Raises:
+        ConfigError: the file is not named, or does not exist.
+        DataError: it is damaged.
+    """
+    if not vocab_file:
+        raise ConfigError(f"--tokenizer-type {kind} needs --vocab-file (a vocab.txt with one token a line).")
+    vocabulary = _vocabulary(vocab_file)
+    lower_case = kind == "BertWordPieceLowerCase"
+    tokenizer = wordpiece(vocabulary, lower_case)
+    return rust_tokenizer(
+        kind,
+        tokenizer,
+        known_library,
+        eod_id=vocabulary["[EOS]"],
+        identity=lambda: canonical({"wordpiece": vocabulary, "lower_case": lower_case}),
+        vocab_size=len(vocabulary),
+        unknown_id=vocabulary[UNKNOWN_TOKEN],
+        reference=WordByWord(tokenizer),
+    )
+
+
+def wordpiece(vocabulary: dict[str, int], lower_case: bool) -> Any:
+    """BERT's rules in `tokenizers`: clean, split at spaces, punctuation and Chinese characters, longest piece first."""
+    from tokenizers import Tokenizer as Reference
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    model = models.WordPiece(vocab=vocabulary, unk_token=UNKNOWN_TOKEN, max_input_chars_per_word=_LONGEST_WORD)
+    reference = Reference(model)
+    reference.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
+    reference.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    reference.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=False)
+    return reference
+
+
+class WordByWord(RustReference):
+    """BERT's rules with a memory for words: what is between two spaces has the same ids wherever it is."""
+
+    can_cut_before_spaces = True
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+        self._words = _KnownWords(tokenizer)
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
+        """Ids of all texts back to back, and how many belong to each."""
+        flat = array("I")
+        lengths = np.empty(len(texts), np.int64)
+        for number, text in enumerate(texts):
+            before = len(flat)
+            if _DROPPED_SPACES.search(text):
+                flat.extend(self._tokenizer.encode(text).ids)
+            else:
+                flat.extend(chain.from_iterable(map(self._words.__getitem__, text.split())))
+            lengths[number] = len(flat) - before
+        return np.frombuffer(flat, np.uint32) if flat else np.empty(0, np.uint32), lengths
+
+
+class _KnownWords(dict[str, list[int]]):
+    """Ids of the words that were met."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, word: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(word).ids
+        if len(word) <= _LONGEST_KNOWN:
+            if len(self) >= _MOST_WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
+
+
+def _vocabulary(path: str) -> dict[str, int]:
+    lines = read_tokenizer_file(path, "--vocab-file").split("\n")
+    if lines and not lines[-1]:
+        lines.pop()
+    vocabulary: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        token = line.rstrip("\r")
+        if not token or token in vocabulary:
+            wrong = f"repeats {token!r:.200} of line {vocabulary[token] + 1}" if token else "is empty"
+            raise DataError(
+                f"{path}:{number + 1} (--vocab-file) {wrong}; a line is one token, its number the token's id."
+            )
+        vocabulary[token] = number
+    if UNKNOWN_TOKEN not in vocabulary:
+        raise DataError(
+            f"{path} (--vocab-file) has no {UNKNOWN_TOKEN} line among its {len(vocabulary)}, so unknown words could "
+            "not be written. Use BERT's vocab.txt, or one written by tools/train_tokenizer.py --model-type wordpiece."
+        )
+    for token in ADDED_TOKENS:
+        vocabulary.setdefault(token, len(vocabulary))
+    return vocabulary

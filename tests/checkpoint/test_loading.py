@@ -1,0 +1,69 @@
+"""Any layout reads any layout, in any precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.checkpoint import load, read_tensors, save
+from tests.checkpoint.fake_pieces import Sink, cut_for_ranks, make_state, whole_sink
+from tests.checkpoint.saved_state import MESH, save_state
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 6), max_size=3), min_size=1, max_size=3),
+    st.integers(0, 2**32),
+    st.sampled_from([64, 100, 4096]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_layout_reads_any_layout(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], seed: int, chunk_bytes: int, dtype: torch.dtype
+) -> None:
+    named = {f"layer.{number}": tuple(shape) for number, shape in enumerate(shapes)}
+    state = make_state(named, ("weight", "exp_avg"), seed % 1000, dtype)
+    directory = tmp_path_factory.mktemp("reshape")
+    path = save(directory, 1, cut_for_ranks(state, 1, seed)[0], {}, MESH, chunk_bytes=chunk_bytes)
+    for reader_pieces in cut_for_ranks(state, 3, seed + 1):
+        sink = Sink(reader_pieces)
+        load(path, sink.wanted(), MESH)
+        sink.check()
+    tensors = dict(read_tensors(path, kind="weight"))
+    assert all(torch.equal(tensors[name], state[name, "weight"]) for name in named)
+
+
+def test_weight_and_master_stand_in_for_each_other_across_precisions(tmp_path: Path) -> None:
+    shapes = {"a": (4, 3)}
+    half = make_state(shapes, ("master",))
+    path = save(tmp_path / "half", 1, cut_for_ranks(half, 1, 0)[0], {}, MESH)
+    sink = Sink(cut_for_ranks(half, 1, 1, {"master": "weight"})[0])
+    load(path, sink.wanted(), MESH)
+    sink.check()
+    full = make_state(shapes, ("weight",), dtype=torch.bfloat16)
+    path = save(tmp_path / "full", 1, cut_for_ranks(full, 1, 0)[0], {}, MESH)
+    sink = Sink(cut_for_ranks(full, 1, 1, {"weight": "master"})[0])
+    load(path, sink.wanted(), MESH)
+    sink.check()
+    assert all(values.dtype == torch.float32 for values in sink.got.values())
+
+
+def test_tensors_that_nobody_wants_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_state(tmp_path)
+    load(path, [], MESH)
+    assert "holds tensors that this run's model does not have: decoder.layers.0" in capsys.readouterr().err
+
+
+def test_an_error_of_accept_is_not_swallowed(tmp_path: Path) -> None:
+    path = save_state(tmp_path)
+
+    def refuse(_: torch.Tensor) -> None:
+        raise RuntimeError("shape")
+
+    accept: Callable[[torch.Tensor], None] = refuse
+    with pytest.raises(RuntimeError, match="shape"):
+        load(path, [(key, accept) for key, _ in whole_sink(make_state()).wanted()], MESH)

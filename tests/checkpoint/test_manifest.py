@@ -1,0 +1,102 @@
+"""The manifest: what a checkpoint folder holds, and which manifest is parsed again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import read_record, verify
+from megatron.checkpoint.layout import StoredPiece
+from megatron.checkpoint.manifest import (
+    Manifest,
+    StoredFile,
+    file_name,
+    folder_name,
+    folder_step,
+    manifest_bytes,
+    read_manifest,
+)
+from megatron.errors import DamagedError
+from megatron.parallel.pieces import PieceKey
+from tests.checkpoint.saved_state import RECORD, CountingStorage, save_state
+
+
+def test_a_folder_holds_safetensors_a_manifest_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save_state(tmp_path / "new" / "run", 7)
+    assert path == tmp_path / "new" / "run" / "iter_0000007"
+    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "pieces_00000.safetensors"]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == [
+        "iter_0000007",
+        "latest_checkpointed_iteration.txt",
+    ]
+    assert (path.parent / "latest_checkpointed_iteration.txt").read_bytes() == b"7"
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["format_version"] == 1
+    assert manifest["step"] == 7
+    assert manifest["record"] == RECORD == read_record(path)
+    content = (path / "pieces_00000.safetensors").read_bytes()
+    name, size, digest, chunks = manifest["files"][0]
+    assert (name, size, digest) == ("pieces_00000.safetensors", len(content), hashlib.sha256(content).hexdigest())
+    assert chunks == [hashlib.sha256(content[at : at + 256]).hexdigest() for at in range(0, size, 256)]
+    output = capsys.readouterr().out
+    assert f"saving checkpoint at iteration       7 to {path.parent}" in output
+    assert f"successfully saved checkpoint at iteration       7 to {path.parent}" in output
+    assert verify(path).step == 7
+
+
+STORED = StoredPiece(PieceKey("a", "exp_avg", (4, 6), (0, 2), (4, 4), 1, 7), "BF16", 2, 0, 64)
+FILE = StoredFile("pieces_00000.safetensors", 100, "0" * 64, ("1" * 64, "2" * 64))
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = tmp_path / "iter_0000012"
+    folder.mkdir()
+    text = manifest_bytes(12, "run", RECORD, 64, [FILE], [STORED])
+    (folder / "manifest.json").write_bytes(text)
+    manifest = read_manifest(folder)
+    assert manifest == Manifest(12, "run", RECORD, 64, (FILE,), (STORED,), manifest.digest)
+    assert text.endswith(f'"digest": "{manifest.digest}"\n}}\n'.encode())
+
+
+def test_a_manifest_that_is_known_is_not_parsed_again_but_still_read(tmp_path: Path) -> None:
+    path = save_state(tmp_path, 3)
+    known = read_manifest(path)
+    storage = CountingStorage()
+    assert read_manifest(path, storage, known) is known
+    assert storage.read_bytes == (path / "manifest.json").stat().st_size
+    other = read_manifest(save_state(tmp_path, 4))
+    again = read_manifest(path, known=other)
+    assert again == known and again is not known
+    text = (path / "manifest.json").read_bytes()
+    (path / "manifest.json").write_bytes(text.replace(b'"step": 3', b'"step": 4', 1))
+    with pytest.raises(DamagedError, match=f"its content does not have the digest {known.digest}"):
+        read_manifest(path, known=known)
+    moved = path.rename(tmp_path / "iter_0000009")
+    (moved / "manifest.json").write_bytes(text)
+    with pytest.raises(DamagedError, match="is of step 3, not of its folder's step 9"):
+        read_manifest(moved, known=known)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("iter_0000012", 12),
+        (".old-iter_0000012-0af", 12),
+        ("iter_123456789", 123456789),
+        ("iter_12", None),
+        (".tmp-iter_0000012-0af", None),
+        ("iter_0000012.bak", None),
+    ],
+)
+def test_the_step_is_in_the_folders_name(name: str, step: int | None) -> None:
+    assert folder_step(name) == step
+
+
+def test_names_of_folders_and_files() -> None:
+    assert folder_name(12) == "iter_0000012"
+    assert file_name(3) == "pieces_00003.safetensors"

@@ -1,0 +1,70 @@
+"""A folder takes its place under its name, and what dead saves left is settled."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import Found, find, load, load_newest
+from megatron.checkpoint.publish import sweep
+from megatron.checkpoint.storage import Storage
+from tests.checkpoint.fake_pieces import make_state, whole_sink
+from tests.checkpoint.saved_state import MESH, RECORD, save_state
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save_state(tmp_path, 3, seed=1)
+    path = save_state(tmp_path, 3, seed=2)
+    sink = whole_sink(make_state(seed=2))
+    load(path, sink.wanted(), MESH)
+    sink.check()
+    assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+
+
+def test_a_folder_moved_aside_is_found_and_put_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_state(tmp_path, 3, seed=1)
+    aside = path.rename(tmp_path / ".old-iter_0000003-0123456789abcdef")
+    (tmp_path / ".tmp-iter_0000003-0123456789abcdef").mkdir()
+    assert load_newest(tmp_path, whole_sink(make_state(seed=1)).wanted, MESH) == Found(RECORD, aside)
+    save_state(tmp_path, 4)
+    assert [candidate.path.name for candidate in find(tmp_path)] == ["iter_0000004", "iter_0000003"]
+    assert "moving" in capsys.readouterr().err
+    path.rename(aside)
+    save_state(tmp_path, 3)
+    assert not aside.exists()
+
+
+def test_the_folder_in_place_wins_over_the_one_moved_aside_only_if_it_is_good(tmp_path: Path) -> None:
+    path = save_state(tmp_path, 3)
+    aside = tmp_path / ".old-iter_0000003-0123"
+    shutil.copytree(path, aside)
+    (path / "manifest.json").write_text("{}")
+    sweep(tmp_path, Storage())
+    assert aside.exists()
+    shutil.copy(aside / "manifest.json", path)
+    sweep(tmp_path, Storage())
+    assert not aside.exists() and path.exists()
+
+
+def test_leftovers_are_removed_and_other_files_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".tmp-iter_0000003-0af").mkdir()
+    (tmp_path / ".tmp-latest-0af").touch()
+    for name in (".run.lock", "notes.txt", "latest_checkpointed_iteration.txt", ".old-iter_x"):
+        (tmp_path / name).touch()
+    sweep(tmp_path, Storage())
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        *(".old-iter_x", ".run.lock", "latest_checkpointed_iteration.txt", "notes.txt")
+    ]
+    assert f"removing {tmp_path}/.tmp-iter_0000003-0af, which an unfinished save left behind" in capsys.readouterr().err
+
+
+def test_what_cannot_be_cleaned_up_is_only_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Stubborn(Storage):
+        def remove_tree(self, path: Path) -> None:
+            raise PermissionError(13, "Permission denied")
+
+    (tmp_path / ".tmp-iter_0000003-0af").mkdir()
+    sweep(tmp_path, Stubborn())
+    assert "could not clean up" in capsys.readouterr().err

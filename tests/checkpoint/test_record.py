@@ -1,0 +1,121 @@
+"""The record: through JSON and back, its keys, and every entry that is missing or wrong."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.record import Progress, Record
+from megatron.errors import CheckpointError, DataError
+from tests.checkpoint.records import make_record
+
+PATH = Path("run/iter_0000004")
+
+
+def test_a_record_survives_json() -> None:
+    record = make_record()
+    assert Record.from_json(json.loads(json.dumps(record.to_json())), PATH) == record
+
+
+def test_the_keys_are_those_of_the_format() -> None:
+    value = make_record().to_json()
+    assert value["progress"] == {"step": 4, "consumed_samples": 32, "consumed_tokens": 320, "skipped_steps": 0}
+    assert value["tokenizer"] == {"fingerprint": "a" * 64, "vocab_size": 600, "name": "GPT2BPE"}
+    assert value["program"] == {"version": "0.1"}
+    assert set(value) == {
+        *("progress", "optimizer_updates", "loss_scale", "config", "data_plan", "data", "tokenizer", "program")
+    }
+
+
+def test_a_record_written_by_an_earlier_program_is_read_and_written_back_the_same() -> None:
+    with tarfile.open(Path(__file__).parent / "old_format" / "runs.tar.xz") as archive:
+        manifests = [name for name in archive.getnames() if name.endswith("manifest.json")]
+        assert manifests
+        for name in manifests:
+            file = archive.extractfile(name)
+            assert file is not None
+            stored = json.load(file)["record"]
+            record = Record.from_json(stored, Path(name))
+            assert record.progress.step == 3
+            assert record.has_optimizer_state
+            assert json.loads(json.dumps(record.to_json())) == stored
+
+
+def test_entries_of_a_later_program_are_ignored() -> None:
+    assert Record.from_json({**make_record().to_json(), "later": 1}, PATH) == make_record()
+
+
+@pytest.mark.parametrize("section", ["control", "somewhere_else"])
+def test_the_optimizer_state_may_have_been_left_out(section: str) -> None:
+    assert make_record().has_optimizer_state
+    assert not make_record(config={section: {"no_save_optim": True}, "provenance": []}).has_optimizer_state
+
+
+@pytest.mark.parametrize("name", sorted(make_record().to_json()))
+def test_a_missing_entry_is_named(name: str) -> None:
+    value = make_record().to_json()
+    del value[name]
+    with pytest.raises(CheckpointError, match=rf"record of {PATH} has no {name} \(it has .*\).*--load"):
+        Record.from_json(value, PATH)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "text"),
+    [
+        ("progress", 3, "progress = 3, which should be a JSON object"),
+        ("optimizer_updates", -1, "optimizer_updates = -1, which should be a whole number >= 0"),
+        ("optimizer_updates", True, "optimizer_updates = True, which"),
+        ("optimizer_updates", 1.5, "optimizer_updates = 1.5, which"),
+        ("loss_scale", {"cur_scale": "big"}, "loss_scale.cur_scale = 'big', which should be a number"),
+        ("config", [], r"config = \[\], which should be a JSON object"),
+        ("config", "x" * 500, "config = 'x{76}\\.\\.\\., which"),
+        ("data", None, "data = None, which should be a JSON object"),
+        ("tokenizer", {"fingerprint": 1, "vocab_size": 2, "name": "a"}, "tokenizer.fingerprint = 1, which should be a"),
+        ("tokenizer", {"fingerprint": "f", "vocab_size": "2", "name": "a"}, "tokenizer.vocab_size = '2', which"),
+        ("tokenizer", {"fingerprint": "f", "vocab_size": 2}, "tokenizer.name = None, which should be a text"),
+        ("program", {}, "program.version = None, which should be a text"),
+    ],
+)
+def test_a_wrong_entry_is_named_with_its_value(name: str, entry: Any, text: str) -> None:
+    with pytest.raises(CheckpointError, match=f"record of {PATH} has {text}"):
+        Record.from_json({**make_record().to_json(), name: entry}, PATH)
+
+
+def test_a_wrong_plan_or_progress_is_refused_by_its_own_type() -> None:
+    with pytest.raises(DataError, match="stored data plan has format None"):
+        Record.from_json({**make_record().to_json(), "data_plan": {}}, PATH)
+    with pytest.raises(CheckpointError, match="step missing, unknown or no whole number"):
+        Record.from_json({**make_record().to_json(), "progress": {"step": "4"}}, PATH)
+
+
+def test_progress_counts_steps_samples_tokens_and_skips() -> None:
+    progress = Progress().after(8, 128).after(8, 128, skipped=True)
+    assert progress == Progress(step=2, consumed_samples=16, consumed_tokens=256, skipped_steps=1)
+
+
+def test_progress_survives_json() -> None:
+    progress = Progress(3, 24, 384, 1)
+    assert Progress.from_json(progress.to_json()) == progress
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"step": None}, "step"),
+        ({"consumed_samples": -1}, "consumed_samples"),
+        ({"step": True}, "step"),
+        ({"epoch": 1}, "epoch"),
+    ],
+)
+def test_progress_refuses_a_wrong_entry(change: dict[str, object], name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} missing, unknown or no whole number"):
+        Progress.from_json({**Progress().to_json(), **change})
+
+
+def test_progress_refuses_a_missing_entry() -> None:
+    with pytest.raises(CheckpointError, match="skipped_steps missing"):
+        Progress.from_json({"step": 1, "consumed_samples": 8, "consumed_tokens": 128})

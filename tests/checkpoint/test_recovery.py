@@ -1,0 +1,157 @@
+"""Which checkpoint of a directory is taken, and when none may be."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import DamagedError, Found, find, load_newest, manifest, newest_record, verify
+from megatron.checkpoint.storage import Storage
+from megatron.errors import CheckpointError, StorageError
+from megatron.parallel.pieces import PieceKey
+from tests.checkpoint.fake_pieces import make_state, whole_sink
+from tests.checkpoint.saved_state import MESH, RECORD, save_state
+
+
+def test_nothing_there_is_none_and_something_like_a_checkpoint_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert find(tmp_path / "absent") == []
+    assert load_newest(tmp_path / "absent", list, MESH) is None
+    assert load_newest(tmp_path, list, MESH) is None
+    (tmp_path / ".tmp-iter_0000005-aa").mkdir()
+    (tmp_path / ".run.lock").touch()
+    (tmp_path / "config.json").touch()
+    assert load_newest(tmp_path, list, MESH) is None
+    assert "unfinished first save" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "global_step100",
+        "mp_rank_00",
+        "latest",
+        "latest_checkpointed_iteration.txt",
+        "layer_01-model_00-model_states.pt",
+        "model.safetensors",
+        "step-1200",
+        "pytorch_model.bin",
+        ".metadata",
+        "release",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ],
+)
+def test_a_foreign_checkpoint_is_never_a_fresh_start(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=f"holds no checkpoint of this program, but .*{name}"):
+        load_newest(tmp_path, list, MESH)
+
+
+def test_a_megatron_folder_of_the_same_name_is_not_mistaken(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"none of the 1 (.|\n)*iter_0000100 has no manifest.json"):
+        load_newest(tmp_path, list, MESH)
+
+
+def test_an_unreadable_directory_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot list .*file: Not a directory"):
+        find(tmp_path / "file")
+
+
+def test_the_newest_good_one_is_taken_whatever_the_hint_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2, 10_000_001):
+        save_state(tmp_path, step, seed=step)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    assert [candidate.step for candidate in find(tmp_path)] == [10_000_001, 2, 1]
+    sink = whole_sink(make_state(seed=10_000_001))
+    found = load_newest(tmp_path, sink.wanted, MESH)
+    assert found == Found(RECORD, tmp_path / "iter_10000001")
+    sink.check()
+    output = capsys.readouterr()
+    assert "says '2'; ignoring it" in output.err
+    assert f"successfully loaded checkpoint from {tmp_path} at iteration 10000001" in output.out
+
+
+def test_a_damaged_one_is_skipped_and_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_state(tmp_path, 1, seed=1)
+    path = save_state(tmp_path, 2, seed=2)
+    content = bytearray((path / "pieces_00000.safetensors").read_bytes())
+    content[-5] ^= 1
+    (path / "pieces_00000.safetensors").write_bytes(content)
+    sink = whole_sink(make_state(seed=1))
+    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000001")
+    sink.check()
+    text = capsys.readouterr().err
+    assert f"skipping checkpoint {path}" in text
+    assert "is damaged between bytes" in text
+    assert "older than 1 damaged" in text
+    with pytest.raises(DamagedError, match=r"pieces_00000.safetensors is damaged between bytes \d+ and \d+"):
+        verify(path)
+    assert newest_record(tmp_path, MESH) == Found(RECORD, path)  # sizes are right: only a load can tell
+
+
+def test_all_damaged_is_an_error_that_names_each(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (save_state(tmp_path, step) / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"none of the 2 (.|\n)*iter_0000002(.|\n)*iter_0000001"):
+        load_newest(tmp_path, list, MESH)
+    with pytest.raises(CheckpointError, match="none of the 2"):
+        newest_record(tmp_path, MESH)
+
+
+def test_a_checkpoint_that_does_not_fit_is_no_damage(tmp_path: Path) -> None:
+    save_state(tmp_path, 1)
+    save_state(tmp_path, 2)
+    key = PieceKey("scale", "master", (5,), (0,), (5,), 0, 5)
+    with pytest.raises(CheckpointError, match=r"tensor scale has shape \[\] in the checkpoint"):
+        load_newest(tmp_path, lambda: [(key, lambda _: None)], MESH)
+
+
+def test_a_folder_may_be_named_itself(tmp_path: Path) -> None:
+    path = save_state(tmp_path, 4)
+    save_state(tmp_path, 5)
+    found = newest_record(path, MESH)
+    assert found is not None
+    assert found.path == path
+
+
+def test_a_right_that_is_missing_is_not_damage(tmp_path: Path) -> None:
+    save_state(tmp_path, 1)
+    save_state(tmp_path, 2)
+
+    class Forbidden(Storage):
+        def open_to_read(self, path: Path) -> tuple[int, int]:
+            raise PermissionError(13, "Permission denied")
+
+    with pytest.raises(StorageError, match=r"cannot read .*iter_0000002/manifest.json: Permission denied \(EACCES\)"):
+        load_newest(tmp_path, list, MESH, storage=Forbidden())
+
+
+def test_a_resume_lists_the_directory_and_parses_the_manifest_as_seldom_as_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_state(tmp_path, 1)
+    path = save_state(tmp_path, 2)
+    parsed: list[Path] = []
+    real = manifest._checked
+    monkeypatch.setattr(manifest, "_checked", lambda path, *more: (parsed.append(path.parent), real(path, *more))[1])
+    found = newest_record(tmp_path, MESH)
+    assert found is not None and found.manifest is not None
+    assert load_newest(tmp_path, whole_sink(make_state()).wanted, MESH, known=found) == found
+    assert parsed == [path]
+
+
+def test_what_was_found_before_may_be_gone(tmp_path: Path) -> None:
+    save_state(tmp_path, 1)
+    path = save_state(tmp_path, 2)
+    found = newest_record(tmp_path, MESH)
+    shutil.rmtree(path)
+    sink = whole_sink(make_state())
+    assert load_newest(tmp_path, sink.wanted, MESH, known=found) == Found(RECORD, tmp_path / "iter_0000001")
+    sink.check()

@@ -1,0 +1,70 @@
+"""A save that is refused leaves nothing, and messages of a rank stay small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint import load_newest, newest_record, save
+from megatron.errors import CheckpointError
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.pieces import PieceKey
+from tests.checkpoint.saved_state import MESH
+from tests.helpers.layouts import Layout
+from tests.helpers.message_sizes import MessageSizes, count_messages
+from tests.helpers.ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("pieces", "record", "step", "text"),
+    [
+        ([((4,), (0,), (4,), 0, 3)], {}, 1, "elements 3:4 are in no piece"),
+        ([((4,), (0,), (5,), 0, 5)], {}, 1, "cannot save a piece of tensor a .*does not lie in shape"),
+        ([((4,), (0,), (4,), 0, 4)] * 2, {}, 1, "comes twice on one rank"),
+        ([], {}, 1, "no rank has anything to save"),
+        ([((4,), (0,), (4,), 0, 4)], {"x": float("nan")}, 1, "record .* is not JSON: Out of range"),
+        ([((4,), (0,), (4,), 0, 4)], {"x": torch}, 1, "record .* is not JSON"),
+        ([((4,), (0,), (4,), 0, 4)], {}, -1, "of step -1"),
+    ],
+)
+def test_a_wrong_save_is_refused_and_leaves_nothing(
+    tmp_path: Path, pieces: list[tuple], record: dict, step: int, text: str
+) -> None:
+    given_pieces = [(key := PieceKey("a", "weight", *piece), torch.zeros(key.numel)) for piece in pieces]
+    with pytest.raises(CheckpointError, match=text):
+        save(tmp_path, step, given_pieces, record, MESH)
+    assert not list(tmp_path.iterdir())
+
+
+def count_a_save(rank: int, directory: str) -> tuple[MessageSizes, MessageSizes, MessageSizes]:
+    """Saves and loads a tensor of which every rank holds an equal part; counts the messages of each half."""
+    mesh = open_mesh(Layout())
+    rows = 4000 // mesh.world.size
+    key = PieceKey("weight", "weight", (4000,), (rank * rows,), ((rank + 1) * rows,), 0, rows)
+    record = {"config": "x" * 1000}
+    with count_messages() as saved:
+        save(Path(directory), 1000, [(key, torch.zeros(rows))], record, mesh)
+    with count_messages() as found:
+        newest = newest_record(Path(directory), mesh)
+    with count_messages() as loaded:
+        assert load_newest(Path(directory), lambda: [(key, lambda _: None)], mesh, known=newest) is not None
+    return saved, found, loaded
+
+
+def test_the_messages_of_a_rank_do_not_grow_with_the_world_except_on_the_first(tmp_path: Path) -> None:
+    two = run_ranks(count_a_save, 2, str(tmp_path / "2"))
+    four = run_ranks(count_a_save, 4, str(tmp_path / "4"))
+    for of_two, *of_four in zip(two[1], *four[1:], strict=True):
+        for sizes in of_four:
+            assert sizes.total_bytes == of_two.total_bytes
+            assert [name for name, _ in sizes.calls] == [name for name, _ in of_two.calls]
+    saved, found, loaded = four[3]
+    assert saved.received_bytes == 0  # one rank's rows of the manifest reach nobody but the first
+    assert saved.total_bytes < 700
+    assert found.total_bytes < 1300  # the record
+    assert loaded.total_bytes < 700
+    (first_of_two, *_), (first_of_four, *_) = two[0], four[0]
+    rows_bytes = first_of_two.received_bytes - 2 * 8
+    assert first_of_four.received_bytes - 4 * 8 == 3 * rows_bytes

@@ -1,0 +1,97 @@
+"""A snapshot: what it refuses, and that a copy does not follow the training tensors."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint import read_tensors, save, take_snapshot, write_snapshot
+from megatron.errors import CheckpointError
+from megatron.parallel.pieces import PieceKey
+from tests.checkpoint.saved_state import MESH
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (torch.zeros(3), r"has 4 elements, but the given tensor has shape \[3\]"),
+        (torch.zeros(2, 2), r"has 4 elements, but the given tensor has shape \[2, 2\]"),
+        (torch.zeros(4, dtype=torch.complex64), "element type torch.complex64"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_its_key_is_refused(tmp_path: Path, tensor: torch.Tensor, text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        save(tmp_path, 1, [(PieceKey("a", "weight", (4,), (0,), (4,), 0, 4), tensor)], {}, MESH)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("name", r"then b\|weight"),
+        ("more", "nothing was announced"),
+        ("less", "nothing came"),
+        ("type", r"b\|weight\|.* was announced, then b\|weight"),
+    ],
+)
+def test_pieces_that_change_between_passes_are_refused(tmp_path: Path, change: str, text: str) -> None:
+    class Changing:
+        passes = 0
+
+        def __iter__(self):
+            Changing.passes += 1
+            late = {"name": ["b", "a"], "more": ["a", "b", "c"], "less": ["a"], "type": ["a", "b"]}[change]
+            for name in late if Changing.passes > 1 else ["a", "b"]:
+                dtype = torch.float64 if Changing.passes > 1 and change == "type" and name == "b" else torch.float32
+                yield PieceKey(name, "weight", (4,), (0,), (4,), 0, 4), torch.zeros(4, dtype=dtype)
+
+    with pytest.raises(CheckpointError, match=f"pieces changed while they were saved: .*{text}"):
+        save(tmp_path, 1, Changing(), {}, MESH)
+
+
+def key_of(name: str, size: int) -> PieceKey:
+    return PieceKey(name, "weight", (size,), (0,), (size,), 0, size)
+
+
+def test_a_copy_does_not_follow_the_tensors_of_the_run(tmp_path: Path) -> None:
+    """Training changes its tensors in place while the snapshot is written, here by another thread."""
+    base = torch.arange(2 * 10_000, dtype=torch.float32)
+    weight, half = base[::2], torch.arange(5, dtype=torch.bfloat16)  # a view with gaps as well
+    pieces = [(key_of("weight", 10_000), weight), (key_of("half", 5), half)]
+    expected = {"weight": weight.clone(), "half": half.clone()}
+    taken = take_snapshot(iter(pieces), copy=True)
+    base.fill_(-1)
+    half.zero_()
+    with ThreadPoolExecutor(1) as threads:
+        path = threads.submit(write_snapshot, tmp_path, 1, taken, {}, MESH).result()
+    stored = dict(read_tensors(path))
+    assert all(torch.equal(stored[name], values) for name, values in expected.items())
+
+
+def test_without_a_copy_values_are_read_when_they_are_written(tmp_path: Path) -> None:
+    weight = torch.zeros(4)
+    taken = take_snapshot([(key_of("weight", 4), weight)])
+    weight.fill_(2)
+    assert dict(read_tensors(write_snapshot(tmp_path, 1, taken, {}, MESH)))["weight"].tolist() == [2.0] * 4
+
+
+def test_a_snapshot_tells_its_pieces_and_their_size() -> None:
+    pieces = [
+        (key_of("half", 3), torch.zeros(3, dtype=torch.float16)),
+        (key_of("nothing", 0), torch.zeros(0)),
+        (key_of("weight", 4), torch.ones(4)),
+    ]
+    taken = take_snapshot(iter(pieces))
+    assert taken.listed == ((pieces[0][0], "F16"), (pieces[2][0], "F32"))
+    assert taken.size_bytes == 3 * 2 + 4 * 4
+    assert [(key.name, dtype) for key, dtype, _ in taken.tensors()] == [("weight", "F32"), ("half", "F16")]
+    assert [key.name for key, _, _ in taken.tensors()] == ["weight", "half"]  # an iterator was kept
+
+
+def test_a_piece_that_comes_twice_is_refused() -> None:
+    piece = (key_of("weight", 2), torch.zeros(2))
+    with pytest.raises(CheckpointError, match=r"piece weight\|weight\|2\|0:2\|0:2 comes twice on one rank"):
+        take_snapshot([piece, piece])

@@ -1,0 +1,103 @@
+"""The file of one rank: read by the safetensors library, streamed, from any device."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from megatron.checkpoint import load, read_tensors, save
+from megatron.checkpoint.snapshot import take_snapshot
+from megatron.checkpoint.storage import Storage
+from megatron.checkpoint.writer import write_pieces
+from megatron.errors import StorageError
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pieces import PieceKey
+from tests.checkpoint.saved_state import MESH
+
+
+def test_the_safetensors_library_reads_the_pieces(tmp_path: Path) -> None:
+    wide = torch.arange(5, dtype=torch.float32)
+    narrow = torch.arange(3, dtype=torch.bfloat16)
+    pieces = [
+        (PieceKey("narrow", "weight", (3,), (0,), (3,), 0, 3), narrow),
+        (PieceKey("wide", "weight", (5,), (0,), (5,), 0, 5), wide),
+    ]
+    path = save(tmp_path, 1, pieces, {}, MESH, chunk_bytes=64)
+    tensors = safetensors.torch.load_file(path / "pieces_00000.safetensors")
+    assert torch.equal(tensors["narrow|weight|3|0:3|0:3"], narrow)
+    assert torch.equal(tensors["wide|weight|5|0:5|0:5"], wide)
+    assert dict(read_tensors(path))["narrow"].dtype == torch.bfloat16
+
+
+def test_a_save_streams_and_copies_no_tensor_whole(tmp_path: Path) -> None:
+    class Stream:
+        """Gives its tensors anew on every pass."""
+
+        passes = 0
+
+        def __iter__(self):
+            Stream.passes += 1
+            for number in range(64):
+                yield (
+                    PieceKey(f"t{number}", "weight", (2**16,), (0,), (2**16,), 0, 2**16),
+                    torch.full((2**16,), float(number)),
+                )
+
+    path = save(tmp_path, 1, Stream(), {}, MESH)
+    assert Stream.passes > 1
+    assert dict(read_tensors(path, ["t63"]))["t63"].unique().tolist() == [63.0]
+
+
+@pytest.mark.gpu
+def test_tensors_on_a_gpu_are_saved_in_chunks(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    values = torch.randn(10_000, device="cuda")
+    key = PieceKey("a", "master", (10_000,), (0,), (10_000,), 0, 10_000)
+    path = save(tmp_path, 1, [(key, values)], {}, ParallelMesh.single("cuda"), chunk_bytes=4096)
+    target = torch.empty_like(values)
+    load(path, [(key, target.copy_)], ParallelMesh.single("cuda"))
+    assert torch.equal(target, values)
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 1000, 300 * 2**10, 2**24])
+def test_digests_are_those_of_the_file_whatever_the_chunks(tmp_path: Path, chunk_bytes: int) -> None:
+    """Buffers on both sides of the size from which threads hash them."""
+    sizes = (3, 70_000, 200_000)
+    pieces = [
+        (PieceKey(f"t{size}", "weight", (size,), (0,), (size,), 0, size), torch.arange(size, dtype=torch.float32))
+        for size in sizes
+    ]
+    file, stored = write_pieces(tmp_path / "pieces", take_snapshot(pieces), chunk_bytes, Storage())
+    content = (tmp_path / "pieces").read_bytes()
+    assert (file.name, file.size_bytes, file.sha256) == ("pieces", len(content), hashlib.sha256(content).hexdigest())
+    assert file.chunks == tuple(
+        hashlib.sha256(content[at : at + chunk_bytes]).hexdigest() for at in range(0, len(content), chunk_bytes)
+    )
+    for piece, (key, values) in zip(stored, pieces, strict=True):
+        assert (piece.key, piece.dtype, piece.file) == (key, "F32", 0)
+        assert content[piece.begin_bytes : piece.end_bytes] == values.numpy().tobytes()
+
+
+def test_views_with_gaps_are_written_as_they_read(tmp_path: Path) -> None:
+    base = torch.arange(20, dtype=torch.int64)
+    pieces = [
+        (PieceKey(f"t{step}", "weight", (n,), (0,), (n,), 0, n), base[::step])
+        for step in (2, 7, 20)
+        for n in [len(base[::step])]
+    ]
+    write_pieces(tmp_path / "pieces", take_snapshot(pieces), 64, Storage())
+    tensors = safetensors.torch.load_file(tmp_path / "pieces")
+    assert sorted(tensor.tolist() for tensor in tensors.values()) == sorted(view.tolist() for _, view in pieces)
+
+
+def test_a_file_that_is_there_already_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "pieces").write_text("mine")
+    taken = take_snapshot([(PieceKey("a", "weight", (1,), (0,), (1,), 0, 1), torch.zeros(1))])
+    with pytest.raises(StorageError, match=rf"cannot write {tmp_path}/pieces: File exists \(EEXIST\); this file needs"):
+        write_pieces(tmp_path / "pieces", taken, 64, Storage())
+    assert (tmp_path / "pieces").read_text() == "mine"

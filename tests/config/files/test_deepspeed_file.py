@@ -1,0 +1,114 @@
+"""A DeepSpeed file fills in what was not given, and only a given flag can disagree with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import RunRequest
+from megatron.errors import ConfigError
+from tests.config.command_lines import small
+
+
+def with_file(folder: Path, tree: Any, text: str = "", drop: str = "") -> RunRequest:
+    """The small command line with a DeepSpeed file."""
+    file = folder / "ds.json"
+    file.write_text(tree if isinstance(tree, str) else json.dumps(tree))
+    return small(f"--deepspeed --deepspeed_config {file} {text}", drop)
+
+
+def test_what_was_not_given_comes_from_the_file(tmp_path: Path) -> None:
+    tree = {
+        "train_micro_batch_size_per_gpu": 4,
+        "train_batch_size": 16,
+        "gradient_clipping": 0.3,
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "hysteresis": 1, "min_loss_scale": 2},
+        "bf16": {"enabled": False},
+    }
+    config = with_file(tmp_path, tree, drop="--micro-batch-size --global-batch-size")
+    optim = config.optim
+    assert (optim.micro_batch_size, optim.global_batch_size, optim.clip_grad) == (4, 16, 0.3)
+    scale = config.precision
+    assert (scale.loss_scale, scale.initial_loss_scale, scale.hysteresis, scale.min_loss_scale) == (None, 4096, 1, 2)
+    assert config.parallel.zero_stage == 2 and config.precision.dtype_name == "float16"
+    assert config.provenance["optim.clip_grad"] == "file"
+
+
+def test_auto_and_equal_values_are_fine(tmp_path: Path) -> None:
+    tree = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": 3,
+    }
+    assert with_file(tmp_path, tree).optim.clip_grad == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tree", "text", "sentence"),
+    [
+        (
+            {"train_batch_size": 16},
+            "",
+            r'"train_batch_size" is 16 there, and --global-batch-size is 8\. Make them equal',
+        ),
+        ({"gradient_clipping": 0.3}, "--clip-grad 1", r'"gradient_clipping" is 0\.3 there, and --clip-grad is 1\.0'),
+        ({"bf16": {"enabled": False}}, "--bf16", r'"bf16\.enabled" is false there, and --bf16 is True'),
+        ({"bfloat16": {"enabled": True}}, "--fp16", "--fp16 and --bf16 are both given"),
+        ({"fp16": {"loss_scale": 0}}, "--loss-scale 8", r'"fp16\.loss_scale" is 0 there, and --loss-scale is 8\.0'),
+        (
+            {"zero_optimization": {"stage": "two"}},
+            "",
+            r'"zero_optimization\.stage" must be a whole number, not \'two\'',
+        ),
+        ({"zero_optimization": {"stage": 2}}, "--pipeline-model-parallel-size 2", "--zero-stage 2 cannot be used"),
+        ("{", "", r"ds\.json is not JSON"),
+        ("[]", "", r"ds\.json holds a list\. It must hold one JSON object"),
+    ],
+)
+def test_disagreements_name_both_values(tmp_path: Path, tree: Any, text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        with_file(tmp_path, tree, text)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(ConfigError, match=r"--deepspeed_config none\.json cannot be read: No such file"):
+        small("--deepspeed_config none.json")
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "meant"),
+    [
+        ({"zero_optimzation": {"stage": 1}}, "zero_optimzation", "zero_optimization"),
+        ({"zeroOptimization": {"stage": 1}}, "zeroOptimization", "zero_optimization"),
+        ({"gradient_clip": 1.0}, "gradient_clip", "gradient_clipping"),
+        ({"train_micro_batch_size": 2}, "train_micro_batch_size", "train_micro_batch_size_per_gpu"),
+        ({"pf16": {"enabled": True}}, "pf16", "fp16"),
+        ({"zero_optimization": {"stgae": 1}}, "zero_optimization.stgae", "zero_optimization.stage"),
+        (
+            {"zero_optimization": {"overlap_com": True}},
+            "zero_optimization.overlap_com",
+            "zero_optimization.overlap_comm",
+        ),
+        ({"fp16": {"enable": True}}, "fp16.enable", "fp16.enabled"),
+        ({"bf16": {"enabeld": True}}, "bf16.enabeld", "bf16.enabled"),
+    ],
+)
+def test_a_misspelt_key_is_refused(tmp_path: Path, tree: Any, key: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_file(tmp_path, tree)
+    assert caught.value.problems == [
+        f'--deepspeed_config {tmp_path / "ds.json"}: "{key}" is not known. Did you mean "{meant}"?'
+    ]
+
+
+def test_a_key_like_no_other_is_a_notice(tmp_path: Path) -> None:
+    tree = {"warp_drive": 9, "zero_optimization": {"stage": 1, "zero_quantized_activations": True}, "_comment": "ours"}
+    notices = [text for text in with_file(tmp_path, tree).notices if "deepspeed_config" in text]
+    assert [text.split('"')[1] for text in notices] == ["warp_drive", "zero_optimization.zero_quantized_activations"]
+    assert notices[0].endswith("is not a known key; it is passed on to DeepSpeed unchanged.")

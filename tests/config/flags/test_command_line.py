@@ -1,0 +1,167 @@
+"""Dataclass fields become flags, and everything wrong with a command line is said at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.config.flags.command_line import parse_flags
+from megatron.config.flags.fields import flag, flags_of
+from megatron.config.flags.section import ConfigSection, bound_problems
+from megatron.errors import ConfigError, ExitCode
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class Tool(ConfigSection):
+    """A tool's flags, one of every kind."""
+
+    input: tuple[str, ...] = flag(help="files to read", nargs="+")
+    workers: int = flag(1, "processes", at_least=1, at_most=64)
+    rate: float = flag(0.5, "a share", above=0, below=1)
+    kind: str = flag("a", "which kind", choices=("a", "b"), remedy="Kind c went away.")
+    vocab_file: str | None = flag(None, "vocabulary", spelled=("--vocab",))
+    append_eod: bool = flag(False, "ends documents")
+    fast: bool = flag(True, "be fast", spelled=("--no-quick", "--quick"))
+    no_save: bool = flag(False, "save nothing")
+    pair: tuple[int, int] | None = flag(None, "two numbers")
+
+    def problems(self) -> Iterator[str]:
+        if self.workers == 13:
+            yield "--workers 13 is unlucky. Use 12."
+
+
+def read(text: str) -> Tool:
+    return parse_flags(Tool, text.split(), prog="tool")
+
+
+def test_every_kind_of_flag_is_read() -> None:
+    tool = read("--input a b --workers 3 --rate .25 --kind b --vocab v --append-eod --no-fast --no-save --pair 1 -2")
+    assert tool == Tool(
+        input=("a", "b"), workers=3, rate=0.25, kind="b", vocab_file="v", append_eod=True, fast=False, no_save=True,
+        pair=(1, -2),
+    )  # fmt: skip
+    assert read("--input x") == Tool(input=("x",))
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [("", True), ("--fast", True), ("--no-fast", False), ("--fast false", False), ("--fast True", True)]
+    + [("--no-fast false", True), ("--no-quick", False), ("--quick", True), ("--fast --no-fast", False)],
+)
+def test_a_switch_turns_both_ways_and_takes_a_word(words: str, value: bool) -> None:
+    assert read(f"--input x {words}").fast is value
+
+
+def test_a_flag_that_begins_with_no_turns_on() -> None:
+    assert read("--input x --no-save").no_save and not read("--input x --no-save off").no_save
+
+
+def test_the_last_of_two_wins() -> None:
+    assert read("--input x --workers 2 --workers=3").workers == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("", r"--input is required: files to read\."),
+        ("--input", r"--input takes at least one value"),
+        ("--input x --workers", r"--workers takes one value, none given"),
+        ("--input x --workers 1 2", r"--workers takes one value, 2 given \(1 2\)"),
+        ("--input x --workers many", r'--workers takes a whole number, not "many"'),
+        ("--input x --workers 1.5", r'--workers takes a whole number, not "1.5"'),
+        ("--input x --rate much", r'--rate takes a number, not "much"'),
+        ("--input x --pair 1", r"--pair takes 2 values, 1 given \(1\)"),
+        ("--input x --append-eod maybe", r'--append-eod takes no value, or true or false, not "maybe"'),
+        ("--input x --workers 0", r"--workers 0 is out of range\. It must be at least 1\."),
+        ("--input x --workers 65", r"--workers 65 is out of range\. It must be at most 64\."),
+        ("--input x --rate 0", r"--rate 0.0 is out of range\. It must be more than 0\."),
+        ("--input x --rate 1", r"--rate 1.0 is out of range\. It must be less than 1\."),
+        ("--input x --kind c", r"--kind c is not known\. Use one of: a, b\. Kind c went away\."),
+        ("--input x --workers 13", r"--workers 13 is unlucky"),
+        ("--input x --worker 3", r"--worker is not a flag of this program\. Did you mean --workers\?"),
+        ("--input x --append_eod", r"--append_eod is not a flag of this program\. Did you mean --append-eod\?"),
+        ("--input x --zzz=3", r"--zzz is not a flag of this program\. See --help"),
+        ("--input x --rate nan", r'--rate takes a number, not "nan"'),
+        ("--input x --rate inf", r'--rate takes a number, not "inf"'),
+        ("--input x --rate -1e-3", r"--rate -0\.001 is out of range"),
+        ("--input x --vocab-file=", r"--vocab-file takes a string, but its value is empty\. Is a variable"),
+        ("stray --input x", r'"stray" does not belong to a flag'),
+        ("--input x --help=3", r"ignored explicit argument '3'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(words: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        read(words)
+    assert len(caught.value.problems) == 1
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+def test_all_problems_are_shown_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read("--bogus 1 --workers x --rate 7 --kind q")
+    assert [text.split()[0] for text in caught.value.problems] == [
+        "--bogus",
+        "--workers",
+        "--input",
+        "--rate",
+        "--kind",
+    ]
+
+
+def test_a_section_checks_itself_however_it_is_made() -> None:
+    with pytest.raises(ConfigError, match="--workers 13 is unlucky"):
+        Tool(input=("x",), workers=13)
+    assert list(bound_problems(Tool(input=("x",)))) == []
+
+
+def test_abbreviations_are_not_taken() -> None:
+    with pytest.raises(ConfigError, match="--work is not a flag"):
+        read("--input x --work 3")
+
+
+def test_help_names_type_default_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        read("--help")
+    assert left.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "usage: tool [flags]" in text
+    assert "--workers int processes (default: 1)" in text
+    assert "--kind str which kind {a, b} (default: a)" in text
+    assert "--vocab-file str vocabulary (default: None; also --vocab)" in text
+    assert "--no-fast be fast (default: on; also --no-quick, --quick)" in text
+
+
+def test_flags_keep_the_order_of_their_fields() -> None:
+    assert [one.field for one in flags_of(Tool)][:3] == ["input", "workers", "rate"]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--num-layer", "3"]])
+def test_neither_help_nor_a_wrong_flag_imports_anything_heavy(words: list[str]) -> None:
+    code = (
+        "import sys\nimport pretrain_gpt\n"
+        "try:\n    pretrain_gpt.main(sys.argv[1:])\nexcept BaseException:\n    pass\n"
+        "found = {'torch', 'numpy', 'deepspeed', 'yaml'} & set(sys.modules)\n"
+        "raise SystemExit(str(found) if found else 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wrong_flag_ends_the_trainer_with_code_64() -> None:
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", "--num-layer", "3", "--lr", "x"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == ExitCode.USAGE
+    assert "Did you mean --num-layers?" in done.stderr
+    assert '--lr takes a number, not "x".' in done.stderr
+    assert "Traceback" not in done.stderr

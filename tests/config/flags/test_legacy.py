@@ -1,0 +1,128 @@
+"""Every flag of the projects whose scripts we take has a status, and the status has a sentence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, legacy_flags
+from megatron.config.parse import field_flags, flag_table
+from megatron.errors import ConfigError
+from tests.config.command_lines import small
+
+HERE = Path(__file__).parent.parent
+GOLDEN = HERE / "flags.txt"
+HEADER = "# name | type | default | status. Made by: python -m tests.config.write_flags\n"
+
+
+def golden_text() -> str:
+    """The list of all flags as it is kept beside this test."""
+    return HEADER + "".join(" | ".join(row) + "\n" for row in flag_table())
+
+
+def known_spellings() -> set[str]:
+    """Every option string the trainer accepts."""
+    flags = [*field_flags().values(), *(entry.flag for entry in legacy_flags().values())]
+    return {text for one in flags for text in one.spellings}
+
+
+def test_the_golden_list_is_current() -> None:
+    assert GOLDEN.read_text(encoding="utf-8") == golden_text(), (
+        "run python -m tests.config.write_flags and look at the difference"
+    )
+
+
+def test_every_upstream_flag_is_known() -> None:
+    lines = (HERE / "upstream_flags.txt").read_text(encoding="utf-8").splitlines()
+    names = {line for line in lines if line.startswith("--")}
+    assert len(names) > 300
+    assert names - known_spellings() == set()
+
+
+def test_no_spelling_means_two_flags() -> None:
+    flags = [*field_flags().values(), *(entry.flag for entry in legacy_flags().values())]
+    spellings = [text for one in flags for text in one.spellings]
+    assert len(spellings) == len(set(spellings))
+
+
+def test_every_sentence_is_one() -> None:
+    for name, entry in legacy_flags().items():
+        assert entry.status in (IGNORED, REFUSED)
+        assert entry.reason.endswith("."), name
+        if entry.status == REFUSED:
+            assert entry.reason.count(". ") >= 1, f"{name}: {entry.reason} names no remedy"
+
+
+@pytest.mark.parametrize("name", [name for name, entry in legacy_flags().items() if entry.status == REFUSED])
+def test_a_refused_flag_is_refused(name: str) -> None:
+    entry = legacy_flags()[name]
+    value = "" if entry.flag.element is bool else "77"
+    with pytest.raises(ConfigError, match=f"^{entry.flag.positive_name} ?{value}(\\.0)? is refused: ") as caught:
+        small(f"{entry.flag.positive_name} {value}")
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize("name", [name for name, entry in legacy_flags().items() if entry.status == IGNORED])
+def test_an_ignored_flag_is_ignored_with_a_notice(name: str) -> None:
+    entry = legacy_flags()[name]
+    value = "" if entry.flag.element is bool else "77"
+    config = small(f"{entry.flag.positive_name} {value}")
+    assert len(config.notices) == 1
+    assert config.notices[0].startswith(entry.flag.positive_name)
+    assert f"is accepted and ignored: {entry.reason}" in config.notices[0]
+
+
+@pytest.mark.parametrize("name", [name for name, entry in legacy_flags().items() if entry.harmless])
+def test_a_harmless_value_says_nothing(name: str) -> None:
+    entry = legacy_flags()[name]
+    assert small(f"{entry.flag.positive_name} {entry.harmless[0]}").notices == ()
+
+
+def test_words_and_switches_of_old_flags() -> None:
+    assert (
+        small("--onnx-safe False --lazy-mpu-init 0 --position-embedding-type absolute --DDP-impl local").notices == ()
+    )
+    with pytest.raises(ConfigError, match="--num-experts 1 4 is refused"):
+        small("--num-experts 1 4")
+    assert small("--num-experts 1 1").notices == ()
+
+
+def test_a_field_without_effect_says_so_when_it_is_changed() -> None:
+    (notice,) = small("--no-masked-softmax-fusion").notices
+    assert notice.startswith("--no-masked-softmax-fusion is accepted and ignored: attention is one call")
+    assert small("--masked-softmax-fusion --checkpoint-num-layers 1").notices == ()
+    assert len(small("--checkpoint-num-layers 2").notices) == 1
+
+
+# Supported fields that only the configuration itself looks at.
+DONE_IN_CONFIG = {
+    "make_vocab_size_divisible_by", "pad_vocab_size_to", "recompute_activations", "pp_partition_method",
+    "override_lr_scheduler", "use_checkpoint_lr_scheduler", "data_impl", "config", "deepspeed", "recompute_granularity",
+    "skip_train_iteration_range",
+    *(f"{split}_{kind}" for split in ("train", "valid", "test")
+      for kind in ("weighted_split_paths", "weighted_split_paths_path", "data_path")),
+}  # fmt: skip
+
+
+def test_a_supported_flag_is_read_somewhere() -> None:
+    root = HERE.parents[1]
+    files = [*root.glob("megatron/**/*.py"), *root.glob("pretrain_*.py")]
+    config = root / "megatron" / "config"
+    files = [file for file in files if config not in file.parents] + [config / "schedule.py"]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    read = {name for text in texts for name in re.findall(r"[.\"](\w+)", text)}
+    supported = {one.field for one in field_flags().values() if not one.facts.ignored}
+    assert supported - read - DONE_IN_CONFIG == set(), "nobody reads these: say so with ignored=, or refuse them"
+
+
+def test_old_names_work_and_are_named() -> None:
+    config = small("--deepscale")
+    assert config.parallel.deepspeed
+    assert config.notices == (f"--deepscale is deprecated: {DEPRECATED['--deepscale']}",)
+
+
+def test_embeddings_are_not_counted_among_the_blocks() -> None:
+    (notice,) = small("--pp-partition-method type:transformer|embedding".replace("|", "\\|")).notices
+    assert "embeddings are not counted" in notice

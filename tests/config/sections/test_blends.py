@@ -1,0 +1,44 @@
+"""Splits, blends and groups, read from text."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.sections.blends import WeightedPath, read_blend, read_split, read_weighted_group, shown_split
+from megatron.errors import ConfigError
+
+
+def test_a_split_is_normalised() -> None:
+    assert read_split("8, 1, 1") == (0.8, 0.1, 0.1) and read_split("3/1") == (0.75, 0.25, 0.0)
+    assert shown_split(" 9, 1,0") == "9,1,0"
+
+
+def test_a_blend_is_pairs_of_weight_and_prefix() -> None:
+    assert read_blend((), "--data-path") == () and read_blend(("a",), "--data-path") == ((1.0, "a"),)
+    assert read_blend(("2", "a", ".5", "b"), "--data-path") == ((2.0, "a"), (0.5, "b"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("1", "a", "2"), r"--data-path 1 a 2 has 3 words\. Give one prefix, or pairs of weight and prefix\."),
+        (("0", "a"), r'--data-path 0 a: "0" must be a positive weight'),
+        (("inf", "a"), r'"inf" must be a positive weight'),
+        (("w.0.parquet", "w.1.parquet"), "a pattern of Parquet files must be quoted, so that the shell does not"),
+    ],
+)
+def test_a_blend_that_cannot_be_read(words: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        read_blend(words, "--data-path")
+
+
+def test_a_group_has_a_name_and_entries() -> None:
+    group = read_weighted_group("MAIN: 0.2 0:0.5 a, 1 0.5:1 b", "--groups")
+    assert group.name == "MAIN" and group.entries == (WeightedPath(0.2, 0, 0.5, "a"), WeightedPath(1, 0.5, 1, "b"))
+
+
+def test_a_path_with_a_nul_character_is_no_path() -> None:
+    with pytest.raises(ConfigError, match=r"--data-path '1 a\\x00b' contains a NUL character at position \d"):
+        read_blend(("1", "a\0b"), "--data-path")
+    with pytest.raises(ConfigError, match=r"--train-weighted-split-paths .* contains a NUL character at position \d+"):
+        read_weighted_group("A: 1 0:1 a\0", "--train-weighted-split-paths")

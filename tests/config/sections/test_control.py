@@ -1,0 +1,39 @@
+"""When the run saves, evaluates, reports and stops."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import ControlConfig
+from megatron.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("texts", "ranges"),
+    [
+        ((), ()),
+        (("3-5",), ((3, 5),)),
+        (("10-11", "3-5"), ((3, 5), (10, 11))),
+        (("3-5", "5-8"), ((3, 8),)),
+        (("3-9", "4-5"), ((3, 9),)),
+        (("3-5", "6-8"), ((3, 5), (6, 8))),
+        (("7-7", "7-7"), ((7, 7),)),
+    ],
+)
+def test_ranges_are_sorted_and_merged_where_they_overlap(texts: tuple[str, ...], ranges: tuple[object, ...]) -> None:
+    assert ControlConfig(skip_train_iteration_range=texts).skip_ranges == ranges
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"skip_train_iteration_range": ("5-2",)}, "--skip-train-iteration-range 5-2 is not a range of steps"),
+        ({"save": "out"}, "--save out needs --save-interval"),
+        ({"from_scratch": True, "finetune": True}, "--from-scratch and --finetune contradict each other"),
+        ({"log_level": "loud"}, "--log-level loud is not known"),
+        ({"log_interval": 0}, "--log-interval 0 is out of range"),
+    ],
+)
+def test_what_is_refused(flags: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ControlConfig(**flags)

@@ -1,0 +1,31 @@
+"""What the run reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import DataConfig
+from megatron.errors import ConfigError
+
+
+def test_prefixes_of_a_split_are_a_group_of_whole_files() -> None:
+    data = DataConfig(seq_length=8, train_data_path=("3", "a", "1", "b"), valid_data_path=("c",))
+    (train,), (valid,) = data.train_groups, data.valid_groups
+    assert [(entry.weight, entry.start, entry.stop, entry.prefix) for entry in train.entries] == [
+        (3, 0, 1, "a"),
+        (1, 0, 1, "b"),
+    ]
+    assert (train.name, valid.name, data.test_groups) == ("train", "valid", ())
+
+
+def test_all_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(seq_length=0, split="a", data_path=("1", "a", "2"), train_weighted_split_paths=("x",))
+    assert [text.split()[0] for text in caught.value.problems] == [
+        "--seq-length", "--split", "--data-path", "--train-weighted-split-paths",
+    ]  # fmt: skip
+
+
+def test_training_reads_one_group() -> None:
+    with pytest.raises(ConfigError, match="--train-weighted-split-paths has 2 groups"):
+        DataConfig(seq_length=8, train_weighted_split_paths=("A: 1 0:1 a", "B: 1 0:1 b"))

@@ -1,0 +1,39 @@
+"""The layout that was asked for, and the layout of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import ParallelConfig, ParallelRequest
+from megatron.errors import ConfigError
+
+
+def test_ranks_of_one_replica() -> None:
+    layout = ParallelRequest(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
+    assert layout.model_parallel_size == 6 and layout.distributed_backend is None
+
+
+def test_a_resolved_layout_leaves_nothing_open() -> None:
+    with pytest.raises(TypeError, match="distributed_backend"):
+        ParallelConfig()
+    found = ParallelConfig(distributed_backend="gloo", world_size=4, data_parallel_size=4, effective_zero_stage=1)
+    assert (found.world_size, found.distributed_backend) == (4, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"zero_stage": 3, "pipeline_model_parallel_size": 2}, "--zero-stage 3 cannot be used with --pipeline"),
+        ({"pp_partition_method": "uniform"}, "--pp-partition-method uniform could leave a stage without"),
+        ({"pad_vocab_size_to": 129}, "129 is not divisible by 128.*Use --pad-vocab-size-to 256"),
+    ],
+)
+def test_what_is_refused(flags: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ParallelRequest(**flags)
+
+
+def test_an_illegal_divisor_of_the_vocabulary_is_named_alone() -> None:
+    with pytest.raises(ConfigError, match="--make-vocab-size-divisible-by 0 is out of range") as caught:
+        ParallelRequest(make_vocab_size_divisible_by=0, pad_vocab_size_to=5)
+    assert len(caught.value.problems) == 1

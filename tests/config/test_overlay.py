@@ -1,0 +1,61 @@
+"""A tool's flags with the trainer's, over the configuration of a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from megatron.config import ConfigSection, Machine, RunConfig, TokenizerFacts, flag, resolve
+from megatron.config.overlay import laid_over, parse_over
+from megatron.errors import ConfigError
+from tests.config.command_lines import small
+
+
+@dataclass(frozen=True)
+class ToolFlags(ConfigSection):
+    """A tool that has a --load of its own."""
+
+    load: str = flag(help="the checkpoint")
+    count: int = flag(1, "how many", at_least=1)
+
+
+def saved() -> RunConfig:
+    """What a checkpoint holds."""
+    return resolve(small("--fp16"), Machine("cuda", 1, True, True), TokenizerFacts(1000, 999, "f"))
+
+
+def test_own_flags_are_told_from_the_trainers() -> None:
+    request = parse_over(ToolFlags, ["--load", "x", "--count", "3", "--seed", "7", "--no-rope-fusion"], "tool.py")
+    assert request.own == ToolFlags(load="x", count=3)
+    assert request.given == {"random.seed": 7}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentences"),
+    [
+        ("--count 0", ["--load is required", "--count 0 is out of range"]),
+        ("--load x --swiglu", ["--swiglu is refused"]),
+        ("--load x --seed many", ['--seed takes a whole number, not "many"']),
+    ],
+)
+def test_all_problems_are_shown(words: str, sentences: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_over(ToolFlags, words.split(), "tool.py")
+    assert len(caught.value.problems) == len(sentences)
+    for sentence in sentences:
+        assert sentence in str(caught.value)
+
+
+def test_what_may_change_is_changed() -> None:
+    given = {"random.seed": 7, "data.vocab_file": "moved.json", "precision.bf16": True, "optim.lr": 9.0}
+    found = laid_over(saved(), {**given, "parallel.make_vocab_size_divisible_by": 64, "parallel.zero_stage": 0})
+    assert (found.random.seed, found.data.vocab_file, found.precision.dtype_name) == (7, "moved.json", "bfloat16")
+    assert found.parallel.make_vocab_size_divisible_by == 64
+    assert (found.optim.lr, found.parallel.zero_stage) == (1e-3, 1), "how it was trained stays"
+
+
+def test_another_architecture_is_refused() -> None:
+    assert laid_over(saved(), {"model.hidden_size": 64}) == saved()
+    with pytest.raises(ConfigError, match="--hidden-size 32 is given, but the checkpoint holds a network with 64"):
+        laid_over(saved(), {"model.hidden_size": 32})

@@ -1,0 +1,84 @@
+"""The whole configuration: its sections, its JSON form, and the rules between sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from megatron.config import (
+    Machine,
+    ModelConfig,
+    ModelRequest,
+    RunConfig,
+    RunRequest,
+    TokenizerFacts,
+    resolve,
+)
+from megatron.config.run import sections_of
+from megatron.errors import ConfigError
+from tests.config.command_lines import small
+
+
+def resolved(text: str = "", drop: str = "") -> RunConfig:
+    """The small command line on one process."""
+    return resolve(small(text, drop), Machine("cpu", 1, False, True), TokenizerFacts(1000, 999, "f"))
+
+
+def test_a_request_and_a_run_have_the_same_sections() -> None:
+    asked, decided = sections_of(RunRequest), sections_of(RunConfig)
+    assert list(asked) == list(decided) and len(asked) == 10
+    assert all(issubclass(decided[name], asked[name]) for name in asked)
+    assert (asked["model"], decided["model"]) == (ModelRequest, ModelConfig)
+
+
+def test_a_resolved_run_survives_json() -> None:
+    config = resolved("--train-samples 64 --rampup-batch-size 2 2 8", drop="--train-iters")
+    again = RunConfig.from_json(json.loads(json.dumps(config.to_json())))
+    assert dataclasses.replace(again, notices=config.notices) == config
+
+
+def test_every_value_by_its_name() -> None:
+    flat = resolved().flat()
+    assert (flat["hidden_size"], flat["seq_length"], flat["world_size"], flat["seed"]) == (64, 32, 1, 1234)
+
+
+def test_a_number_that_an_older_run_did_not_have_is_zero() -> None:
+    saved = resolved().to_json()
+    saved["optim"].update(train_iters=None, lr=None)
+    optim = RunConfig.from_json(saved).optim
+    assert (optim.train_iters, optim.lr) == (0, 0.0)
+
+
+def test_a_damaged_record_names_what_it_lacks() -> None:
+    saved: dict[str, Any] = resolved().to_json()
+    del saved["model"]["num_layers"]
+    with pytest.raises(ConfigError, match="the saved configuration lacks num_layers"):
+        RunConfig.from_json(saved)
+
+
+def test_json_round_trip() -> None:
+    config = small(
+        "--data-path 1 a 2 b --rampup-batch-size 2 2 20 --train-samples 99 --no-exit-on-signal", drop="--train-iters"
+    )
+    again = RunRequest.from_json(json.loads(json.dumps(config.to_json())))
+    assert again == config
+    assert again.optim.rampup_batch_size == (2, 2, 20) and again.data.data_path == ("1", "a", "2", "b")
+
+
+def test_an_older_file_gets_defaults_and_a_newer_one_is_refused() -> None:
+    saved = small().to_json()
+    del saved["optim"]["clip_grad"], saved["provenance"]
+    assert RunRequest.from_json(saved).optim.clip_grad == 1.0
+    saved["model"]["rope_theta"] = 1e4
+    with pytest.raises(ConfigError, match=r"model\.rope_theta = 10000\.0, which this version does not know"):
+        RunRequest.from_json(saved)
+
+
+def test_rules_between_areas_hold_for_every_run_config() -> None:
+    config = small("--tensor-model-parallel-size 4")
+    model = ModelRequest(num_layers=4, hidden_size=64, num_attention_heads=2, max_position_embeddings=32)
+    with pytest.raises(ConfigError, match="2 attention heads cannot be split over 4 ranks"):
+        dataclasses.replace(config, model=model)

@@ -1,0 +1,209 @@
+"""Learning rate, batch sizes, and the number of steps and samples of a run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.schedule import (
+    global_batch_size,
+    is_done,
+    learning_rate,
+    planned_iterations,
+    planned_samples,
+    ramp_up_batches,
+    range_to_skip,
+    samples_after,
+    samples_before_step,
+    schedule,
+    skipped_steps,
+)
+from megatron.errors import ConfigError
+from tests.train.samples import control_config, optim_config
+
+# 10 steps of 8 samples; warm-up 2 steps = 16 samples, decay over 80. Computed by hand.
+LINEAR = {0: 0.0, 8: 0.5, 16: 1.0, 24: 1 - 8 / 64 * 0.9, 48: 0.55, 80: 0.1, 81: 0.1, 800: 0.1}
+COSINE = {0: 0.0, 8: 0.5, 16: 1.0, 32: 0.1 + 0.9 * (0.5 + math.sqrt(0.125)), 48: 0.55, 80: 0.1, 88: 0.1}
+CONSTANT = {0: 0.0, 8: 0.5, 16: 1.0, 17: 1.0, 80: 1.0, 8000: 1.0}
+
+
+@pytest.mark.parametrize(("style", "golden"), [("linear", LINEAR), ("cosine", COSINE), ("constant", CONSTANT)])
+def test_rates_computed_by_hand(style: str, golden: dict[int, float]) -> None:
+    optim = optim_config(train_iters=10, lr_warmup_iters=2, min_lr=0.1, lr_decay_style=style)
+    for samples, rate in golden.items():
+        assert learning_rate(optim, samples) == pytest.approx(rate, abs=1e-15), samples
+
+
+def test_without_warmup_the_first_step_runs_at_the_peak() -> None:
+    assert learning_rate(optim_config(train_iters=10), 0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "warmup", "decay"),
+    [
+        ({"train_iters": 10}, 0, 80),
+        ({"train_iters": 10, "lr_decay_iters": 5, "lr_warmup_iters": 1}, 8, 40),
+        ({"train_iters": 500000, "lr_decay_iters": 320000, "lr_warmup_fraction": 0.01}, 25600.0, 2560000),
+        ({"train_samples": 300, "lr_warmup_samples": 5}, 5, 300),
+        ({"train_samples": 300, "lr_decay_samples": 6, "lr_warmup_samples": 5}, 5, 6),
+        ({"train_samples": 300, "lr_warmup_fraction": 0.5}, 150.0, 300),
+    ],
+)
+def test_schedule_is_counted_in_samples(flags: dict[str, float], warmup: float, decay: float) -> None:
+    course = schedule(optim_config(**flags))
+    assert (course.warmup_samples, course.decay_samples) == (pytest.approx(warmup), decay)
+
+
+def test_warmup_must_end_before_the_decay() -> None:
+    with pytest.raises(ConfigError, match=r"--lr-warmup-iters 10 is not less than --train-iters 10"):
+        optim_config(train_iters=10, lr_warmup_iters=10)
+
+
+@given(
+    style=st.sampled_from(["constant", "linear", "cosine"]),
+    peak=st.floats(1e-6, 1.0),
+    floor_share=st.floats(0.0, 1.0),
+    iterations=st.integers(2, 1000),
+    warmup=st.floats(0.0, 0.99),
+    samples=st.integers(0, 20000),
+)
+def test_rate_stays_between_its_bounds_and_falls_after_warmup(
+    style: str, peak: float, floor_share: float, iterations: int, warmup: float, samples: int
+) -> None:
+    optim = optim_config(
+        lr=peak, min_lr=peak * floor_share, lr_decay_style=style, train_iters=iterations, lr_warmup_fraction=warmup
+    )
+    now, later = learning_rate(optim, samples), learning_rate(optim, samples + 8)
+    assert 0.0 <= now <= peak * (1 + 1e-12)
+    if samples > schedule(optim).warmup_samples:
+        assert now >= later - 1e-12
+        assert now >= optim.min_lr * (1 - 1e-12)
+
+
+# --rampup-batch-size 2 2 60 towards 8: three increments, each after 20 samples.
+RAMP = {0: 2, 18: 2, 20: 4, 39: 4, 40: 6, 59: 6, 60: 8, 61: 8, 1000: 8}
+
+
+@pytest.mark.parametrize(("samples", "size"), RAMP.items())
+def test_ramp_up_computed_by_hand(samples: int, size: int) -> None:
+    assert global_batch_size(optim_config(rampup_batch_size=(2, 2, 60), train_samples=300), samples) == size
+
+
+def test_ramp_up_that_starts_at_the_full_size_is_no_ramp_up() -> None:
+    assert global_batch_size(optim_config(rampup_batch_size=(8, 2, 60), train_samples=300), 0) == 8
+
+
+def test_ramp_up_over_no_samples_is_no_ramp_up() -> None:
+    assert global_batch_size(optim_config(rampup_batch_size=(2, 2, 0), train_samples=300), 0) == 8
+
+
+def upstream_iterations(start: int, increment: int, ramp: int, full: int, samples: int) -> int:
+    """Upstream's count: the ramp-up walked to its end, then the rest divided."""
+    consumed = count = 0
+    while consumed <= ramp:
+        share = ramp / ((full - start) // increment)
+        consumed += full if consumed > ramp else start + int(consumed / share) * increment
+        count += 1
+    return count + (samples - consumed) // full
+
+
+@given(
+    start=st.integers(1, 6),
+    increment=st.integers(1, 5),
+    increments=st.integers(1, 6),
+    ramp=st.integers(1, 400),
+    more=st.integers(0, 500),
+)
+def test_iterations_agree_with_upstream_and_with_the_loop(
+    start: int, increment: int, increments: int, ramp: int, more: int
+) -> None:
+    full, samples = start + increment * increments, ramp + more
+    optim = optim_config(
+        micro_batch_size=1, global_batch_size=full, rampup_batch_size=(start, increment, ramp), train_samples=samples
+    )
+    step, consumed, seen = 0, 0, []
+    while not is_done(optim, step, consumed):
+        assert consumed == samples_after(optim, step)
+        seen.append(planned_iterations(optim, step, consumed))
+        step, consumed = step + 1, consumed + global_batch_size(optim, consumed)
+    assert step == upstream_iterations(start, increment, ramp, full, samples)
+    assert consumed <= samples
+    assert set(seen) <= {step}
+
+
+def test_a_run_shorter_than_its_ramp_up_stops_in_time() -> None:
+    optim = optim_config(rampup_batch_size=(2, 2, 600), train_samples=9)
+    assert planned_iterations(optim) == 4
+    assert not is_done(optim, 3, 6)
+    assert is_done(optim, 4, 8)
+
+
+def test_iterations_end_a_run_in_iteration_mode() -> None:
+    optim = optim_config(train_iters=3)
+    assert [is_done(optim, step, step * 8) for step in range(5)] == [False, False, False, True, True]
+    assert planned_iterations(optim, 2, 4) == 3
+
+
+def test_samples_end_a_run_in_sample_mode() -> None:
+    optim = optim_config(train_samples=20)
+    assert planned_iterations(optim) == 2
+    assert [is_done(optim, step, step * 8) for step in range(4)] == [False, False, True, True]
+
+
+def test_planned_samples() -> None:
+    control = control_config(eval_interval=4, eval_iters=3)
+    assert planned_samples(optim_config(train_iters=10), control) == (80, 3 * 8, 3 * 8)
+    assert planned_samples(optim_config(train_samples=83), control) == (83, 3 * 8, 3 * 8)
+    assert planned_samples(optim_config(train_iters=10), control_config(eval_iters=0)) == (80, 0, 0)
+
+
+def test_planned_samples_after_a_change_of_batch_size() -> None:
+    train, _, _ = planned_samples(optim_config(train_iters=10), control_config(), 4, 16)
+    assert train == 16 + 6 * 8
+
+
+def test_the_ramp_up_is_walked_once() -> None:
+    optim = optim_config(rampup_batch_size=(2, 2, 12), train_samples=100)
+    assert list(ramp_up_batches(optim, 0)) == [2, 2, 4, 6] and list(ramp_up_batches(optim, 9)) == [6]
+    assert list(ramp_up_batches(optim, 15)) == [] == list(ramp_up_batches(optim_config(train_iters=1), 0))
+    assert [samples_after(optim, steps) for steps in range(7)] == [0, 2, 4, 8, 14, 22, 30]
+    assert samples_after(optim, 2, 8) == 22
+
+
+def test_ranges_that_lie_behind_are_not_counted() -> None:
+    ranges = ((3, 5), (10, 11))
+    assert [skipped_steps(ranges, after=step) for step in (0, 2, 3, 9, 10)] == [5, 5, 2, 2, 0]
+    assert skipped_steps((), after=0) == 0
+
+
+def test_a_range_is_skipped_before_its_first_step() -> None:
+    ranges = ((1, 1), (3, 5), (6, 8))
+    assert [range_to_skip(ranges, step) for step in range(6)] == [(1, 1), None, (3, 5), None, None, (6, 8)]
+
+
+def test_data_that_is_passed_over_is_planned() -> None:
+    control = control_config(skip_train_iteration_range=("3-5", "8-8"), eval_iters=0)
+    assert planned_samples(optim_config(train_iters=10), control)[0] == 14 * 8
+    assert planned_samples(optim_config(train_samples=80), control)[0] == 14 * 8
+    assert planned_samples(optim_config(train_iters=10), control, 3, 48)[0] == 48 + 7 * 8 + 8
+
+
+@given(
+    ranges=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 3)), max_size=3),
+    ramp=st.integers(0, 60),
+    last=st.integers(1, 14),
+)
+def test_samples_before_a_step_agree_with_a_walk(ranges: list[tuple[int, int]], ramp: int, last: int) -> None:
+    texts = tuple(f"{first}-{first + more}" for first, more in ranges)
+    skipped = control_config(skip_train_iteration_range=texts).skip_ranges
+    optim = optim_config(rampup_batch_size=(2, 2, ramp), train_samples=1000)
+    consumed = 0
+    for step in range(1, last + 1):
+        found = range_to_skip(skipped, step - 1)
+        for _ in range(found[1] - found[0] + 1 if found else 0):
+            consumed += global_batch_size(optim, consumed)
+        assert samples_before_step(optim, skipped, step) == consumed
+        consumed += global_batch_size(optim, consumed)

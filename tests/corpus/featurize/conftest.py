@@ -1,0 +1,21 @@
+"""Shards of windows, made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.corpus.featurize.run import featurize_tokens
+from megatron.data.formats.indexed import IndexedWriter
+from tests.corpus.featurize.small_windows import RECORD, small
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> tuple[str, ...]:
+    """Three shards of one long document and a short one."""
+    with IndexedWriter(tmp_path / "in", np.uint16) as writer:
+        writer.add_document([np.arange(90)])
+        writer.add_document([[5]])
+    return featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(num_shards=3), 1).shards

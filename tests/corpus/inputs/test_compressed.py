@@ -1,0 +1,81 @@
+"""Compressed files are read to their very end: damage behind a member, a cut, an empty file and a bomb are refused."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.corpus.inputs import sources
+from megatron.corpus.inputs.sources import blocks
+from megatron.errors import DataError
+
+MAKERS: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+def text_of(path: Path, separator: str | None = None) -> bytes:
+    return b"".join(block.read() for block in blocks([str(path)], 1000, separator))
+
+
+@pytest.mark.parametrize("suffix", MAKERS)
+def test_many_members_and_zeros_between_them(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"in{suffix}"
+    members = [b"first\n" * 100_000, b"", b"second\n", b"third"]
+    path.write_bytes(b"".join(MAKERS[suffix](member) + bytes(8) for member in members))
+    assert text_of(path) == b"".join(members)
+
+
+@pytest.mark.parametrize("suffix", MAKERS)
+@pytest.mark.parametrize("rest", [b"garbage that is no member", b"\x00\x00\x01"])
+def test_damage_behind_a_member_is_not_the_end(tmp_path: Path, suffix: str, rest: bytes) -> None:
+    path = tmp_path / f"in{suffix}"
+    path.write_bytes(MAKERS[suffix](b"first\n") + rest)
+    with pytest.raises(DataError, match=rf"in\{suffix}: cannot be read past byte offset [06] of its text"):
+        text_of(path)
+    path.write_bytes(MAKERS[suffix](b"first\n") + MAKERS[suffix](b"second\n")[:-5])
+    with pytest.raises(DataError, match=rf"in\{suffix}: cannot be read past byte offset \d+ of its text"):
+        text_of(path)
+
+
+@pytest.mark.parametrize("suffix", [*MAKERS, ".zst"])
+def test_an_empty_file_is_no_compressed_one(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".zst":
+        pytest.importorskip("zstandard", reason="the zstandard package is not installed")
+    path = tmp_path / f"in.jsonl{suffix}"
+    path.touch()
+    with pytest.raises(DataError, match=rf"byte offset 0 of its text: it is empty, which no \{suffix} file is"):
+        text_of(path)
+
+
+@pytest.mark.parametrize("separator", [None, "\n\n"])
+def test_a_document_out_of_next_to_nothing_is_a_bomb(
+    tmp_path: Path, separator: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_LONGEST_FREE_BYTES", 3 << 20)
+    path = tmp_path / "in.txt.gz"
+    path.write_bytes(gzip.compress(b"a\n\n" + bytes(8 << 20)))
+    with pytest.raises(
+        DataError, match=r"in\.txt\.gz: the document at byte offset \d of its text has more than [345],"
+    ):
+        text_of(path, separator)
+    path.write_bytes(gzip.compress(b"many short documents\n\n" * 500_000))
+    assert len(text_of(path, separator)) == 22 * 500_000
+    plain = tmp_path / "in.txt"
+    plain.write_bytes(bytes(8 << 20))
+    assert len(text_of(plain, separator)) == 8 << 20
+
+
+@pytest.mark.parametrize(("name", "separator"), [("in.jsonl", None), ("in.jsonl.gz", None), ("in.txt", "|")])
+def test_what_never_ends_is_no_document(
+    tmp_path: Path, name: str, separator: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_LONGEST_DOCUMENT_BYTES", 2 << 20)
+    path = tmp_path / name
+    data = b"{}\n" + bytes(4 << 20)
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(DataError, match=r"byte offset [03] of its text has more than 2,097,152 bytes"):
+        text_of(path, separator)

@@ -1,0 +1,83 @@
+"""Parquet files whose footer lies or whose texts are none: rows are never left out without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.corpus.inputs import parquet as parquet_module
+from megatron.corpus.inputs.documents import parse_block
+from megatron.corpus.inputs.sources import blocks
+from megatron.errors import DataError
+
+pyarrow = pytest.importorskip("pyarrow", reason="the pyarrow package is not installed")
+parquet = pytest.importorskip("pyarrow.parquet", reason="the pyarrow package is not installed")
+
+
+def write(path: Path, texts: list[Any], **more: Any) -> str:
+    parquet.write_table(pyarrow.table({"text": texts, **more}), path, row_group_size=4)
+    return str(path)
+
+
+def test_texts_that_are_not_utf8_are_bad_rows(tmp_path: Path) -> None:
+    bad = pyarrow.Array.from_buffers(
+        pyarrow.string(), 3, pyarrow.array([b"good", b"\xff\xfe", b"too"], pyarrow.binary()).buffers()
+    )
+    inner = pyarrow.StructArray.from_arrays([bad], ["b"])
+    path = write(tmp_path / "in.parquet", bad, a=inner, c=pyarrow.array([b"1", b"2", b"3"]))
+    (block,) = blocks([path], 1 << 20, keys=["text", "a.b"])
+    parsed = parse_block(block, ["text"], True)
+    assert parsed.texts == [["good", "too"]]
+    assert [(bad.line, bad.reason) for bad in parsed.bad] == [
+        (1, "column 'text' holds bytes that are not text in this row")
+    ]
+    assert parse_block(block, ["a.b"], True).bad_count == 1
+    (block,) = blocks([path], 1 << 20, keys=["c"])
+    assert "'c' holds bytes that are not text" in parse_block(block, ["c"], False).bad[0].reason
+
+
+class _Lying:
+    """Something of pyarrow's with some other answers."""
+
+    def __init__(self, true: Any, **answers: Any) -> None:
+        self._true = true
+        self.__dict__.update(answers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._true, name)
+
+
+def test_a_footer_whose_counts_disagree_is_damaged(tmp_path: Path) -> None:
+    metadata = parquet.ParquetFile(write(tmp_path / "in.parquet", ["a"] * 10)).metadata
+    parquet_module._check_counts(metadata, "in.parquet")
+    with pytest.raises(DataError, match=r"in\.parquet: its footer counts 11 rows, but the row groups hold 10"):
+        parquet_module._check_counts(_Lying(metadata, num_rows=11), "in.parquet")
+    groups = [_Lying(metadata.row_group(number)) for number in range(3)]
+    groups[1].num_rows, groups[2].num_rows = 3, 3
+    with pytest.raises(DataError, match=r"row group 1 has 3 rows, but 4 values in column 'text'"):
+        parquet_module._check_counts(_Lying(metadata, row_group=groups.__getitem__), "in.parquet")
+
+
+def test_rows_that_do_not_come_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "in.parquet", ["a"] * 10)
+    opened = parquet_module._open
+
+    class Forgetful:
+        def __init__(self, path: str) -> None:
+            self.file = opened(path)
+            self.metadata, self.schema_arrow = self.file.metadata, self.file.schema_arrow
+
+        def __enter__(self) -> Forgetful:
+            return self
+
+        def __exit__(self, *more: object) -> None:
+            self.file.close()
+
+        def iter_batches(self, **more: Any) -> Any:
+            return list(self.file.iter_batches(**{**more, "batch_size": 4}))[:-1]
+
+    monkeypatch.setattr(parquet_module, "_open", Forgetful)
+    with pytest.raises(DataError, match=r"counts 10 rows, but row 8 is the last that could be read"):
+        list(parquet_module.parquet_rows(path, ["text"], 1 << 20))

@@ -1,0 +1,238 @@
+"""Files go into a document store whole or not at all, once; what is wrong with its numbers is said."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.corpus.stores import operations as store
+from megatron.corpus.stores.operations import (
+    audit,
+    fetch_samples,
+    time_fetches,
+)
+from megatron.data.stores.address import StoreAddress
+from megatron.data.stores.document_store import open_backend, open_store
+from megatron.errors import ConfigError, DataError, StorageError
+from tests.corpus.stores.imports import jsonl, problems_of, put, texts_of
+from tests.data.databases import Database, numbered
+
+
+def test_files_are_imported_in_order_and_once(database: Database, tmp_path: Path) -> None:
+    first = jsonl(tmp_path / "a.jsonl", ["a0", "a1 ğ", "a2\n"])
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"text": "b0"}\n'))
+    results = put(database, "web", first, str(packed))
+    assert [(one.record.first_idx, one.record.num_docs) for one in results if one.record] == [(0, 3), (3, 1)]
+    copy = tmp_path / "copy of a.jsonl"
+    copy.write_bytes(Path(first).read_bytes())
+    assert [one.record for one in put(database, "web", first, str(copy), str(packed))] == [None] * 3
+    assert texts_of(database, "web") == ["a0", "a1 ğ", "a2\n", "b0"]
+    put(database, "news", first)
+    store = open_store(database.base)
+    assert [one.name for one in store.collections] == ["web", "news"] and store[4] == "a0" and len(store) == 7
+    assert problems_of(database) == {"web": [], "news": []}
+    before = store.fingerprint()
+    put(database, "news", jsonl(tmp_path / "c.jsonl", ["c"]))
+    assert open_store(database.base).fingerprint() != before
+
+
+def test_the_schema_is_the_seeds(database: Database, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["clean"], raw="dirty")
+    put(database, "web", path, original_key="raw")
+    put(database, "web", path)  # without the original it is another import
+    if database.kind == "sqlite":
+        connection = sqlite3.connect(database.path)
+        rows = connection.execute("SELECT _id, idx, form, filt_text FROM web").fetchall()
+        assert rows == [(1, 0, "dirty", "clean"), (2, 1, None, "clean")]
+        assert connection.execute("SELECT collection_name, num_docs FROM meta_info").fetchall() == [("web", 2)]
+    else:
+        found = list(database.mongo()["web"].find({}, {"_id": 0}))
+        assert found == [{"idx": 0, "form": "dirty", "filt_text": "clean"}, {"idx": 1, "filt_text": "clean"}]
+        assert list(database.mongo()["meta_info"].find({}, {"_id": 0})) == [{"collection_name": "web", "num_docs": 2}]
+
+
+def test_a_bad_line_takes_its_file_back(database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = jsonl(tmp_path / "a.jsonl", ["a"])
+    bad = jsonl(tmp_path / "b.jsonl", ["b0", None, "b2"])
+    with pytest.raises(DataError, match=r"b\.jsonl:2: .*holds a JSON null.*Nothing of this file was imported"):
+        put(database, "web", good, bad)
+    assert texts_of(database, "web") == ["a"] and problems_of(database) == {"web": []}
+    assert put(database, "web", bad, skip_bad_lines=True)[0].skipped == 1
+    assert "b.jsonl:2: byte offset" in capsys.readouterr().err
+    assert texts_of(database, "web") == ["a", "b0", "b2"]
+
+
+def test_a_changed_file_is_not_added_unasked(database: Database, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["a"])
+    put(database, "web", path)
+    jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    with pytest.raises(
+        ConfigError, match=r"a\.jsonl was imported before \(1 documents from idx 0\).*--on-changed-file"
+    ):
+        put(database, "web", path)
+    put(database, "web", path, adds_changed=True)
+    assert texts_of(database, "web") == ["a", "a", "b"]
+
+
+def test_standard_input_is_known_too(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    for expected in (1, None):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "x"}\n')))
+        record = put(database, "web", "-")[0].record
+        assert (record and record.num_docs) == expected
+    assert texts_of(database, "web") == ["x"]
+
+
+def test_text_files_and_empty_ones(database: Database, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\n")
+    (tmp_path / "none.jsonl").write_text("")
+    put(database, "web", str(tmp_path / "a.txt"), str(tmp_path / "none.jsonl"), document_separator="\n\n")
+    assert texts_of(database, "web") == ["one", "two"]
+
+
+def test_a_missing_file_is_said_before_anything_is_written(database: Database, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.jsonl cannot be read"):
+        put(database, "web", jsonl(tmp_path / "a.jsonl", ["a"]), str(tmp_path / "absent.jsonl"))
+    with pytest.raises(DataError, match="there is no collection in it"):
+        open_store(database.base)
+
+
+def test_collections_of_others_are_gone_on_with_or_left_alone(database: Database, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ["new"])
+    database.write({"web": numbered(["old"]), "other": []}, counted={"web": 1, "other": 0})
+    put(database, "web", path)
+    put(database, "other", path)
+    assert texts_of(database, "web", "other") == ["old", "new", "new"]
+    if database.kind == "sqlite":
+        connection = sqlite3.connect(database.path)
+        connection.execute("UPDATE meta_info SET num_docs = 5 WHERE collection_name = 'web'")
+        connection.commit()
+    else:
+        database.mongo()["meta_info"].update_one({"collection_name": "web"}, {"$set": {"num_docs": 5}})
+    with pytest.raises(DataError, match=r"meta_info counts 5 documents in collection 'web', but its last idx is 1"):
+        put(database, "web", jsonl(tmp_path / "b.jsonl", ["newer"]))
+
+
+def test_holes_and_duplicates_are_reported_by_number(database: Database) -> None:
+    numbers = [0, 1, 4, 5, 5, 5, 9, 9]
+    database.write({"web": [(number, "x") for number in numbers], "good": numbered(["x"])}, index="plain")
+    assert problems_of(database, "web", "good") == {
+        "web": ["5 missing: idx 2-3, 6-8", "3 duplicates: idx 5, 9"],
+        "good": [],
+    }
+
+
+def test_what_meta_info_counts_is_audited(database: Database) -> None:
+    database.write({"web": numbered(["x"] * 4), "news": numbered(["x"] * 2)}, counted={"web": 6, "news": 1})
+    found = problems_of(database)
+    assert found["web"] == ["2 missing: idx 4-5"]
+    assert found["news"][0].startswith("1 numbers beyond the 1 documents that meta_info counts")
+
+
+def test_long_lists_of_numbers_are_cut(sqlite_database: Database) -> None:
+    sqlite_database.write({"web": [(number, "x") for number in range(0, 100, 2)]})
+    found = audit(open_backend(StoreAddress.of(sqlite_database.base)), ["web"])[0]
+    assert found.hole_count == 49 and len(found.holes) == 20 and found.problems[0].endswith("39, ...")
+
+
+def test_tables_without_numbers_are_audited(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "a.db")
+    connection.execute("CREATE TABLE plain (text TEXT)")
+    connection.execute("CREATE TABLE keyed (name TEXT PRIMARY KEY, text TEXT) WITHOUT ROWID")
+    connection.execute("CREATE TABLE nulls (idx INTEGER, text TEXT)")
+    connection.executemany("INSERT INTO plain VALUES (?)", [("a",), ("b",), ("c",)])
+    connection.execute("DELETE FROM plain WHERE text = 'b'")
+    connection.execute("INSERT INTO keyed VALUES ('k', 'x')")
+    connection.executemany("INSERT INTO nulls VALUES (?, 'x')", [(0,), (None,)])
+    connection.commit()
+    found = {one.name: one.problems for one in audit(open_backend(StoreAddress.of(f"sqlite:///{tmp_path}/a.db")))}
+    assert found == {
+        "plain": ["1 missing: idx 1"],
+        "keyed": ["1 documents without an idx"],
+        "nulls": ["1 documents without an idx"],
+    }
+
+
+def test_a_file_that_becomes_unreadable(
+    sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any, **options: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store, "open", refuse, raising=False)
+    with pytest.raises(DataError, match=r"a\.jsonl cannot be read: Input/output error"):
+        put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
+
+
+def test_fetches_are_timed(database: Database) -> None:
+    database.write({"web": numbered(["abc"] * 5)})
+    found = time_fetches(database.address("web"), 20, seed=1)
+    assert found["documents"] == 5 and found["fetches"] == 20 and found["mean_characters"] == 3
+    assert 0 < found["p50_ms"] <= found["p99_ms"] <= found["max_ms"] and found["peak_rss_mb"] > 1
+    assert "secret" not in json.dumps(found)
+
+
+def test_an_empty_store_cannot_be_timed(database: Database) -> None:
+    database.write({"web": []}, counted={"web": 0})
+    with pytest.raises(ConfigError, match="holds no document to fetch"):
+        time_fetches(database.address("web"), 1, seed=1)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_samples_are_drawn_into_a_file_a_process(sqlite_database: Database, tmp_path: Path, processes: int) -> None:
+    texts = [f"text {number}" for number in range(30)]
+    sqlite_database.write({"web": numbered(texts[:20]), "news": numbered(texts[20:])})
+    prefix = str(tmp_path / "part")
+    written = fetch_samples(sqlite_database.base, 21, processes, prefix, "\n", seed=5)
+    assert [path for path, _ in written] == [f"{prefix}{number}.txt" for number in range(processes)]
+    lines = [Path(path).read_text().splitlines() for path, _ in written]
+    assert [len(one) for one in lines] == [count for _, count in written] and sum(map(len, lines)) == 21
+    drawn = {line for one in lines for line in one}
+    assert len(drawn) == 21 and drawn < set(texts)
+    fetch_samples(sqlite_database.base, 21, 1, f"{prefix}-again", "\n", seed=5)
+    assert set(Path(f"{prefix}-again0.txt").read_text().splitlines()) == drawn
+    with pytest.raises(ConfigError, match="--nsample 31 is more than the 30 documents"):
+        fetch_samples(sqlite_database.base, 31, 1, prefix, "\n", seed=5)
+
+
+def test_a_process_that_is_killed_while_it_draws(
+    sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(ThreadPoolExecutor):
+        def __init__(self, processes: int, context: Any) -> None:
+            super().__init__(processes)
+
+        def submit(self, *given: Any, **options: Any) -> Any:
+            raise BrokenProcessPool("killed")
+
+    sqlite_database.write({"web": numbered(["a", "b"])})
+    monkeypatch.setattr(store, "ProcessPoolExecutor", Broken)
+    with pytest.raises(StorageError, match=r"part<i>\.txt was killed .*fewer processes than --num-process 2"):
+        fetch_samples(sqlite_database.base, 2, 2, str(tmp_path / "part"), "\n", seed=1)
+
+
+def test_a_process_that_draws_and_fails_is_heard(sqlite_database: Database, tmp_path: Path) -> None:
+    sqlite_database.write({"web": numbered(["a", None, "b"])})
+    with pytest.raises(DataError, match="idx 1: filt_text is null"):
+        fetch_samples(sqlite_database.base, 3, 2, str(tmp_path / "part"), "\n", seed=1)
+
+
+def test_two_imports_of_one_file_at_the_same_time_add_it_once(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(3000)))
+    tool = Path(__file__).resolve().parents[3] / "tools" / "corpus_store.py"
+    words = [sys.executable, str(tool), "import", str(source), "--config", "sqlite:///s.db", "--collection", "web"]
+    both = [subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE) for _ in range(2)]
+    said = [process.communicate(timeout=60)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert len(open_store(f"sqlite:///{tmp_path}/s.db?table=web")) == 3000

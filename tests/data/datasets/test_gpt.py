@@ -1,0 +1,54 @@
+"""Samples of a token file: the golden order, and where each token is stored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron.data.datasets.gpt import GPTDataset
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.order.index_map import Indices
+from megatron.errors import DataError
+from tests.data.corpora import GOLDEN_LENGTHS, write_corpus
+from tests.data.datasets.token_datasets import build, config
+
+
+def test_samples_follow_the_golden_order(corpus):
+    """Row j of the golden sample index begins at token 8j of the documents laid out in the golden order."""
+    datasets, _ = build(config(corpus))
+    starts = np.concatenate([[0], np.cumsum(GOLDEN_LENGTHS)])
+    stream = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in [7, 2, 9, 1, 0, 8, 4, 5, 6, 3]])
+    for sample, row in enumerate([7, 3, 5, 1, 4, 8, 0, 2, 6]):
+        tokens = datasets.train[sample]
+        assert tokens.dtype == np.int64 and tokens.tolist() == stream[8 * row : 8 * row + 9].tolist()
+    with pytest.raises(IndexError, match="9 planned samples; there is no sample 9"):
+        datasets.train[9]
+
+
+def test_every_token_can_be_located(corpus):
+    datasets, _ = build(config(corpus))
+    for sample in range(9):
+        for position, token in enumerate(datasets.train[sample]):
+            assert f"(byte offset {4 * int(token)})" in datasets.train.locate(sample, position)
+    with pytest.raises(IndexError, match="has 9 tokens; it has no token"):
+        datasets.train.locate(0, 9)
+
+
+def test_a_damaged_index_that_names_missing_tokens_is_a_data_error(corpus):
+    datasets, _ = build(config(corpus))
+    dataset = datasets.train
+    segment = dataset._segments[0]
+    dataset._segments = (segment._replace(sample=segment.sample + np.array([0, 50], np.int32)),)
+    with pytest.raises(DataError, match="sample index of .* is damaged: .*Delete the index cache"):
+        dataset[0]
+    dataset._segments = (segment._replace(sample=np.zeros_like(segment.sample)),)
+    with pytest.raises(DataError, match="sample 0 has 1 tokens, not 9"):
+        dataset[0]
+
+
+def test_a_sample_index_that_goes_backwards_is_damaged(tmp_path):
+    indexed = IndexedDataset(write_corpus(tmp_path / "a", [5, 9, 3]))
+    rows = np.array([[2, 0], [0, 1]], np.int32)
+    dataset = GPTDataset(indexed, 4, [Indices(np.arange(3, dtype=np.int32), rows, np.zeros(1, np.uint32))])
+    with pytest.raises(DataError, match=r"is damaged: sample 0 has 0 tokens, not 5\. Delete the index cache"):
+        dataset[0]

@@ -1,0 +1,46 @@
+"""What of a micro-batch reaches which stage."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megatron.data.loader import Batch
+from megatron.engine.micro_batch import DeviceBatch
+from megatron.model.interface.step_context import MaskKind, StepSettings
+from megatron.objective.language_model import LanguageModelObjective
+from megatron.parallel.mesh import Axis
+
+TOKENS = np.arange(8, dtype=np.int64).reshape(2, 4)
+SEGMENTS = np.array([[0, 0, 1, 1], [0, 1, 1, 1]])
+BATCH = Batch(TOKENS, TOKENS + 1, np.ones((2, 4), np.float32), np.array([5, 6]), SEGMENTS, np.array([1, 0]))
+SCALE = torch.tensor(0.5)
+
+
+def moved(objective: LanguageModelObjective, settings: StepSettings, **wanted: bool) -> DeviceBatch:
+    return DeviceBatch.of(BATCH, objective, settings, SCALE, **wanted)
+
+
+def test_one_process_uses_everything() -> None:
+    batch = moved(LanguageModelObjective(Axis.single("tp"), 100, 2), StepSettings())
+    assert torch.equal(batch.network_input, torch.from_numpy(TOKENS))
+    assert [tuple(tensor.shape) for tensor in batch.passed] == [(2,)]
+    assert batch.target_names == ("labels", "loss_mask", "source_ids")
+    assert batch.targets[0] is SCALE
+    assert torch.equal(batch.targets[1], torch.from_numpy(TOKENS + 1))
+    assert batch.context(StepSettings(seed=3), 1.0).first_sample == 5
+
+
+def test_stages_take_what_they_use() -> None:
+    objective, settings = LanguageModelObjective(Axis.single("tp"), 100), StepSettings(mask=MaskKind.DOCUMENTS)
+    first = moved(objective, settings, with_targets=False)
+    assert (len(first.inputs), len(first.passed), first.targets) == (1, 2, ())
+    assert torch.equal(first.passed[1], torch.from_numpy(SEGMENTS))
+    last = moved(objective, settings, with_inputs=False)
+    assert (last.inputs, last.passed, len(last.targets)) == ((), (), 3)
+    assert DeviceBatch.nothing().targets == ()
+
+
+def test_several_inputs_stay_together() -> None:
+    batch = DeviceBatch((torch.ones(1), torch.zeros(1)), (), 0, (), ())
+    assert batch.network_input == batch.inputs

@@ -1,0 +1,82 @@
+"""Building a rank's layers: under ZeRO-3 a rank keeps and draws its own part of each layer, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.engine import stage_build
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.shard_spec import shard_spec_of
+from megatron.train.build import build_engine
+from tests.helpers.networks import SEED, build_gpt
+from tests.helpers.ranks import run_ranks
+from tests.parity.layouts import initial_weights, layout_config, local_batches
+from tests.parity.reference import Recipe, train_reference
+
+RECIPE = dataclasses.replace(Recipe(), num_layers=2, steps=2)
+
+
+def build_under_stage_three(rank: int, layout: tuple[int, int, int]) -> dict[str, Any]:
+    """What a rank holds and drew before DeepSpeed wraps it."""
+    config = layout_config(RECIPE, layout, 3, ["--seed", str(SEED)])
+    mesh = open_mesh(config.parallel)
+    drawn, whole_layers = [], []
+    normal, build = stage_build.normal_, stage_build.build_layer
+
+    def counted_normal(target: torch.Tensor, *arguments: Any, **settings: Any) -> torch.Tensor:
+        drawn.append(target.numel())
+        return normal(target, *arguments, **settings)
+
+    def measured_build(*arguments: Any) -> nn.Module:
+        module = build(*arguments)
+        whole_layers.append(sum(parameter.numel() for parameter in module.parameters()))
+        return module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage_build, "normal_", counted_normal)
+        patch.setattr(stage_build, "build_layer", measured_build)
+        engine = build_engine(config, mesh)
+    parts = {p.global_name: p.ds_tensor.detach().clone() for p in engine.module.parameters()}
+    matrices = sum(p.ds_numel for p in engine.module.parameters() if shard_spec_of(p).is_matrix)
+    return {"parts": parts, "drawn": sum(drawn), "matrices": matrices, "left_whole": sum(whole_layers)}
+
+
+def test_a_rank_keeps_and_draws_its_own_part_of_each_layer() -> None:
+    config = layout_config(RECIPE, (1, 1, 1), 0, ["--seed", str(SEED)])
+    whole = {name: parameter.detach().flatten() for name, parameter in build_gpt(config.model).named_parameters()}
+    ranks = run_ranks(build_under_stage_three, 2, (1, 1, 2))
+    for rank in ranks:
+        assert rank["left_whole"] == 0, "a layer was left whole after it had been built"
+        assert rank["drawn"] <= rank["matrices"] / 2 + 8
+    for name, values in whole.items():
+        joined = torch.cat([rank["parts"][name].flatten() for rank in ranks])[: values.numel()]
+        assert torch.equal(joined, values), name
+
+
+def train_with_inner_stages(rank: int, recipe: Recipe) -> list[tuple[float, float]]:
+    """Four stages, of which the inner two are given no data."""
+    config = layout_config(recipe, (1, 4, 1), 1, [])
+    mesh = open_mesh(config.parallel)
+    engine = build_engine(config, mesh)
+    is_inner = not (mesh.is_first_stage or mesh.is_last_stage)
+    curve = []
+    for step in range(recipe.steps):
+        batches = local_batches(recipe, config, mesh, step, False)
+        result = engine.train_batch([None] * len(batches) if is_inner else batches, recipe.learning_rate)
+        curve.append((result.loss, result.gradient_norm))
+        assert result.token_count == recipe.global_batch_size * recipe.sequence_length
+    return curve
+
+
+def test_stages_between_the_first_and_the_last_need_no_data() -> None:
+    recipe = dataclasses.replace(RECIPE, num_layers=4, steps=3)
+    expected = train_reference(initial_weights(recipe), recipe)
+    for curve in run_ranks(train_with_inner_stages, 4, recipe):
+        for (loss, norm), (true_loss, true_norm) in zip(curve, expected, strict=True):
+            assert loss == pytest.approx(true_loss, rel=1e-5)
+            assert norm == pytest.approx(true_norm, rel=1e-4)

@@ -1,0 +1,68 @@
+"""Sums over micro-batches, and how a step tells them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.engine.totals import StepResult, StepTotals
+from megatron.objective.base import ObjectiveResult
+from megatron.parallel.mesh import ParallelMesh
+
+SIZES = {"accuracy": 1, "per_source": 3, "balance": 1}
+
+
+def result(loss: float, tokens: float, **metrics: list[float]) -> ObjectiveResult:
+    return ObjectiveResult(
+        torch.tensor(loss, requires_grad=True),
+        torch.tensor(tokens),
+        {name: torch.tensor(values) for name, values in metrics.items()},
+    )
+
+
+def step(totals: StepTotals, norm: torch.Tensor | float = 0.5) -> StepResult:
+    sums = totals.over_ranks(ParallelMesh.single())
+    return StepResult(sums, SIZES, gradient_norm=norm, sample_count=8, skipped=False, loss_scale=2.0)
+
+
+def test_micro_batches_add_up() -> None:
+    totals = StepTotals(SIZES, torch.device("cpu"))
+    totals.add(result(6.0, 2.0, accuracy=[1.0], per_source=[1.0, 2.0, 3.0]), {"balance": torch.tensor(0.25)})
+    totals.add(result(4.0, 3.0, accuracy=[2.0], per_source=[4.0, 0.0, 1.0]), {"unknown": torch.tensor(9.0)})
+    totals.add_auxiliary({"balance": torch.tensor(0.5), "unknown": torch.tensor(9.0)})
+    outcome = step(totals, torch.tensor(0.125))
+    assert (outcome.loss, outcome.token_count, outcome.gradient_norm) == (2.0, 5, 0.125)
+    assert outcome.metrics == {"accuracy": [3.0], "per_source": [5.0, 2.0, 4.0], "balance": [0.75]}
+    assert (outcome.sample_count, outcome.skipped, outcome.loss_scale) == (8, False, 2.0)
+
+
+def test_no_counted_token_is_no_division_by_zero() -> None:
+    outcome = step(StepTotals(SIZES, torch.device("cpu")))
+    assert (outcome.loss, outcome.token_count) == (0.0, 0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_stays_one(value: float) -> None:
+    totals = StepTotals({}, torch.device("cpu"))
+    totals.add(result(value, 4.0), {})
+    outcome = StepResult(
+        totals.over_ranks(ParallelMesh.single()),
+        {},
+        gradient_norm=value,
+        sample_count=1,
+        skipped=False,
+        loss_scale=1.0,
+    )
+    assert not math.isfinite(outcome.loss)
+    assert not math.isfinite(outcome.gradient_norm)
+    assert (outcome.token_count, outcome.metrics) == (4, {})
+
+
+def test_small_losses_are_not_lost_among_many_micro_batches() -> None:
+    totals = StepTotals({}, torch.device("cpu"))
+    for _ in range(3):
+        totals.add(result(2.0**24, 1.0), {})
+        totals.add(result(1.0, 1.0), {})
+    assert totals.over_ranks(ParallelMesh.single())[0] == 3 * 2.0**24 + 3

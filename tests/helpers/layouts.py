@@ -1,0 +1,16 @@
+"""The layout of a run, as the mesh is asked for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The part of ParallelConfig that the mesh reads."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    distributed_backend: str | None = None
+    distributed_timeout_minutes: int = 2
+    local_rank: int | None = None

@@ -1,0 +1,50 @@
+"""The language-model objective: sums, masks, and the loss of each source."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.data.loader import Batch
+from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS, LanguageModelObjective
+from megatron.parallel.mesh import Axis
+
+LABELS = torch.tensor([[1, 2, 3], [4, 0, 1], [2, 2, 0]])
+MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+LOGITS = torch.randn(3, 3, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_sum_over_counted_tokens() -> None:
+    result = LanguageModelObjective(Axis.single("tp"), 5)(LOGITS, {"labels": LABELS, "loss_mask": MASK})
+    losses = F.cross_entropy(LOGITS[..., :5].flatten(0, 1), LABELS.flatten(), reduction="none").view(3, 3)
+    assert result.loss_sum.item() == pytest.approx((losses * MASK).sum().item(), rel=1e-6)
+    assert result.token_count == 6
+    assert result.metrics == {}
+
+
+def test_losses_of_sources_add_up_to_the_whole() -> None:
+    objective = LanguageModelObjective(Axis.single("tp"), 5, source_count=4)
+    targets = {"labels": LABELS, "loss_mask": MASK, "source_ids": torch.tensor([2, 0, 2])}
+    result = objective(LOGITS, targets)
+    assert result.metrics[SOURCE_TOKENS].tolist() == [1.0, 0.0, 5.0, 0.0]
+    assert result.metrics[SOURCE_LOSS].sum().item() == pytest.approx(result.loss_sum.item(), rel=1e-6)
+    assert objective.metric_sizes == {SOURCE_LOSS: 4, SOURCE_TOKENS: 4}
+    assert torch.equal(result.loss_sum, LanguageModelObjective(Axis.single("tp"), 5)(LOGITS, targets).loss_sum)
+
+
+def test_what_is_taken_of_a_batch() -> None:
+    batch = Batch(
+        tokens=LABELS.numpy(),
+        labels=LABELS.numpy(),
+        loss_mask=MASK.numpy(),
+        sample_ids=np.arange(3),
+        segment_ids=None,
+        source_ids=np.array([0, 1, 0]),
+    )
+    plain, with_sources = (LanguageModelObjective(Axis.single("tp"), 5, count) for count in (0, 2))
+    assert plain.inputs(batch)[0] is batch.tokens
+    assert plain.token_count(batch) == 6.0
+    assert list(plain.targets(batch)) == ["labels", "loss_mask"]
+    assert list(with_sources.targets(batch)) == ["labels", "loss_mask", "source_ids"]

@@ -1,0 +1,64 @@
+"""The printed lines, compared character by character: other people's scripts match them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron.observe.console import argument_lines, evaluation_lines, iteration_line, perplexity, size_line
+from megatron.observe.metrics import SourceLoss
+from tests.train.samples import metrics
+
+
+def test_iteration_line_has_upstreams_fields_in_upstreams_order() -> None:
+    assert iteration_line(metrics()) == (
+        " iteration        7/      20 | consumed samples:           56 | consumed tokens:          896 | "
+        "elapsed time per iteration (s): 0.50 | learning rate: 1.500E-04 | global batch size:     8 | lm loss: "
+        "9.876543E+00 | grad norm: 1.235 | number of skipped iterations:   0 | number of nan iterations:   0 | samples "
+        "per second: 16.000 | tokens per second: 256.0 | TFLOPs: 8.00 |"
+    )
+
+
+def test_optional_fields_stand_where_upstream_puts_them() -> None:
+    line = iteration_line(metrics(loss_scale=65536.0))
+    assert " | loss scale: 65536.0 | grad norm: 1.235 | number of skipped" in line
+
+
+def test_losses_of_sources_follow_the_whole_loss() -> None:
+    losses = {"web": SourceLoss(3.0, 2), "books": SourceLoss(math.nan, 4)}
+    line = iteration_line(metrics(source_losses=losses, loss_scale=8.0))
+    assert "| lm loss: 9.876543E+00 | lm loss web: 3.000000E+00 | lm loss books: NAN | loss scale: 8.0 |" in line
+
+
+def test_an_unknown_gradient_norm_is_left_out() -> None:
+    assert "grad norm" not in iteration_line(metrics(gradient_norm=None))
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"), [(math.nan, "NAN"), (math.inf, "INF"), (0.0, "0.000000E+00"), (-1.5, "-1.500000E+00")]
+)
+def test_the_loss_is_shown_whatever_it_is(loss: float, text: str) -> None:
+    assert f"| lm loss: {text} |" in iteration_line(metrics(lm_loss=loss))
+
+
+def test_evaluation_lines() -> None:
+    dashes, text, end = evaluation_lines("valid", "iteration 100", math.log(10.0))
+    assert text == "valid loss at iteration 100 | lm loss value: 2.302585E+00 | lm loss PPL: 1.000000E+01 | "
+    assert dashes == end == "-" * (len(text) + 1)
+
+
+def test_perplexity_is_capped() -> None:
+    assert perplexity(1000.0) == math.exp(20.0)
+    assert math.isnan(perplexity(math.nan))
+
+
+def test_size_line() -> None:
+    assert size_line(1, 2, 1_300_000_000, 1_200_000_000) == "[001-002] 1.3000B / 1.2000B"
+
+
+def test_argument_lines_are_sorted_and_dotted() -> None:
+    lines = argument_lines({"seed": 1234, "Bias": True, "adam_eps": 1e-8})
+    assert lines[0] == "------------------------ arguments ------------------------"
+    assert lines[1:-1] == [f"  adam_eps {'.' * 40} 1e-08", f"  Bias {'.' * 44} True", f"  seed {'.' * 44} 1234"]
+    assert lines[-1] == "-------------------- end of arguments ---------------------"

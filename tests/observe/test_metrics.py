@@ -1,0 +1,109 @@
+"""The record of a step and its mean over an interval."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron.checkpoint.record import Progress
+from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
+from megatron.observe.metrics import Interval, SourceLoss, Workload, flops_per_sample, mean_of, measure
+from tests.train.samples import WORKLOAD, Outcome, metrics, model_config
+
+
+def test_flops_computed_by_hand() -> None:
+    # s 36, L 2, h 12, V 96: 1 + 36/72 + 96/384 = 1.75; 36 * 2 * 144 = 10368
+    assert flops_per_sample(model_config(), 36) == 24 * 3 * 10368 * 1.75
+    assert flops_per_sample(model_config(), 36, recomputes=True) == 24 * 4 * 10368 * 1.75
+
+
+def test_workload_of_a_model() -> None:
+    workload = Workload.of(model_config(), 36, device_count=4, replica_count=2, parameters_without_embeddings=10)
+    assert workload == Workload(36, 24 * 3 * 10368 * 1.75, 4, 2, 10)
+
+
+def test_measured_step() -> None:
+    step = measure(
+        Progress(3, 24, 384), Outcome(skipped=True), WORKLOAD, train_iterations=9, learning_rate=0.1, seconds=0.5
+    )
+    assert (step.iteration, step.train_iterations, step.consumed_samples, step.consumed_tokens) == (3, 9, 24, 384)
+    assert (step.samples_per_second, step.tokens_per_second) == (16.0, 256.0)
+    assert step.teraflops_per_device == 16.0 * 2.0 / 4
+    assert step.gigaflops_without_embeddings == 6 * 384 * 0.5
+    assert (step.skipped_iterations, step.nan_iterations, step.loss_scale) == (1, 0, None)
+
+
+def test_a_clock_that_did_not_move_gives_no_rate() -> None:
+    step = measure(Progress(1, 8, 128), Outcome(), WORKLOAD, train_iterations=9, learning_rate=0.1, seconds=0.0)
+    assert (step.samples_per_second, mean_of([step]).samples_per_second) == (0.0, 0.0)
+
+
+def test_mean_takes_the_loss_of_the_steps_that_were_not_skipped() -> None:
+    steps = [
+        metrics(lm_loss=2.0, iteration=1, learning_rate=0.1),
+        metrics(lm_loss=100.0, iteration=2, skipped_iterations=1),
+        metrics(lm_loss=3.0, iteration=3, learning_rate=0.3, gradient_norm=9.0),
+    ]
+    mean = mean_of(steps)
+    assert mean.lm_loss == 2.5
+    assert (mean.iteration, mean.learning_rate, mean.gradient_norm, mean.skipped_iterations) == (3, 0.3, 9.0, 1)
+
+
+def test_the_loss_of_a_source_is_the_mean_over_its_tokens_in_the_interval() -> None:
+    outcomes = [((6.0, 0.0), (2, 0)), ((9.0, 4.0), (1, 4)), ((math.nan, math.nan), (5, 5))]
+    steps = [
+        measure(
+            Progress(number, 8, 128),
+            Outcome(metrics={SOURCE_LOSS: losses, SOURCE_TOKENS: tokens}, skipped=number == 3),
+            WORKLOAD,
+            train_iterations=9,
+            learning_rate=0.1,
+            seconds=1.0,
+            source_names=("web", "books"),
+        )
+        for number, (losses, tokens) in enumerate(outcomes, start=1)
+    ]
+    assert steps[0].source_losses == {"web": SourceLoss(3.0, 2)}
+    assert mean_of(steps).source_losses == {"web": SourceLoss(5.0, 3), "books": SourceLoss(1.0, 4)}
+    assert mean_of([metrics()]).source_losses is None
+
+
+def test_rates_of_an_interval_are_totals_over_total_time() -> None:
+    mean = mean_of(
+        [
+            metrics(seconds_per_iteration=1.0, samples_per_second=8.0),
+            metrics(seconds_per_iteration=3.0, samples_per_second=4.0),
+        ]
+    )
+    assert mean.seconds_per_iteration == 2.0
+    assert mean.samples_per_second == (8 + 12) / 4
+
+
+def test_a_nan_is_shown_and_counted() -> None:
+    mean = mean_of([metrics(), metrics(lm_loss=math.nan, nan_iterations=1)])
+    assert math.isnan(mean.lm_loss)
+    assert mean.nan_iterations == 1
+
+
+def test_an_infinite_loss_counts_as_nan() -> None:
+    step = measure(
+        Progress(1, 8, 128), Outcome(loss=math.inf), WORKLOAD, train_iterations=9, learning_rate=0.1, seconds=1.0
+    )
+    assert step.nan_iterations == 1
+
+
+def test_an_interval_of_skipped_steps_has_no_loss() -> None:
+    assert math.isnan(mean_of([metrics(skipped_iterations=1)]).lm_loss)
+
+
+def test_an_interval_starts_anew_after_each_line() -> None:
+    interval = Interval()
+    assert interval.close() is None
+    interval.add(metrics(lm_loss=1.0))
+    interval.add(metrics(lm_loss=2.0))
+    first = interval.close()
+    interval.add(metrics(lm_loss=5.0))
+    second = interval.close()
+    assert first is not None and second is not None
+    assert (first.lm_loss, second.lm_loss) == (1.5, pytest.approx(5.0))

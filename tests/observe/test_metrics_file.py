@@ -1,0 +1,163 @@
+"""`metrics.jsonl`: exact numbers, no torn lines, one writer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.checkpoint.record import Progress
+from megatron.errors import ConfigError, DataError, StorageError
+from megatron.observe.metrics import SourceLoss
+from megatron.observe.metrics_file import FILE_NAME, MetricsFile, read_records, read_steps
+from tests.train.samples import metrics
+
+
+def write(path: Path, *losses: float, first: int = 1) -> None:
+    """Writes one step record per loss."""
+    with contextlib.closing(MetricsFile(path)) as file:
+        for step, loss in enumerate(losses, start=first):
+            file.step(metrics(iteration=step, lm_loss=loss))
+
+
+def test_records_of_every_kind(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with contextlib.closing(MetricsFile(path)) as file:
+        file.start(Progress(6, 48, 768), {"world_size": 4, "tensor_model_parallel_size": 2, "lr": 0.1})
+        file.step(metrics())
+        file.interval(metrics())
+        file.evaluation(Progress(7, 56, 896), "valid", 2.0)
+    start, step, evaluation = read_records(path)
+    assert (start["kind"], start["step"], start["world_size"], start["tensor_model_parallel_size"]) == (
+        "start",
+        6,
+        4,
+        2,
+    )
+    assert (step["kind"], step["iteration"], step["lm_loss"], step["loss_scale"]) == ("step", 7, 9.87654321, None)
+    assert (evaluation["kind"], evaluation["group"], evaluation["perplexity"]) == ("evaluation", "valid", math.exp(2.0))
+
+
+@given(loss=st.floats(allow_nan=False))
+def test_numbers_come_back_bit_for_bit(loss: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("exact") / "metrics.jsonl"
+    write(path, loss)
+    assert read_steps(path)[1]["lm_loss"].hex() == loss.hex()
+
+
+def test_losses_of_sources_are_kept_in_full(tmp_path: Path) -> None:
+    losses = {"web": SourceLoss(1 / 3, 2), "books": SourceLoss(math.nan, 4)}
+    with contextlib.closing(MetricsFile(tmp_path / FILE_NAME)) as file:
+        file.step(metrics(source_losses=losses))
+    (record,) = read_records(tmp_path)
+    assert record["source_losses"]["web"] == {"lm_loss": 1 / 3, "tokens": 2}
+    assert math.isnan(record["source_losses"]["books"]["lm_loss"])
+
+
+def test_nan_is_valid_json(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, math.nan, math.inf, -math.inf)
+
+    def refuse(text: str) -> Any:
+        raise AssertionError(text)
+
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    steps = read_steps(path)
+    assert math.isnan(steps[1]["lm_loss"])
+    assert (steps[2]["lm_loss"], steps[3]["lm_loss"]) == (math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("torn", [b'{"kind":"step","iterati', b"\x00" * 70000, b"{}", b"\xff\xfe", b'{"a":' * 100000])
+def test_a_torn_last_line_is_removed_on_resume(torn: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1.0, 2.0)
+    path.write_bytes(path.read_bytes() + torn)
+    assert list(read_steps(path)) == [1, 2]
+    write(path, 3.0, first=3)
+    assert [record["lm_loss"] for record in read_steps(path).values()] == [1.0, 2.0, 3.0]
+
+
+def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1.0, 2.0)
+    path.write_bytes(path.read_bytes()[:-1])
+    write(path, 3.0, first=3)
+    assert list(read_steps(path)) == [1, 2, 3]
+
+
+def test_of_a_repeated_step_the_later_record_holds(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1.0, 2.0, 3.0)
+    write(path, 20.0, 30.0, first=2)
+    assert [record["lm_loss"] for record in read_steps(tmp_path).values()] == [1.0, 20.0, 30.0]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1.0)
+    path.write_bytes(b"nonsense\n" + path.read_bytes())
+    with pytest.raises(DataError, match=r"metrics.jsonl:1: not a JSON object with a kind: b'nonsense'"):
+        read_records(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent.jsonl cannot be read: No such file.*run directory"):
+        read_records(tmp_path / "absent.jsonl")
+
+
+def test_two_runs_cannot_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with (
+        contextlib.closing(MetricsFile(path)),
+        pytest.raises(ConfigError, match=r"metrics.jsonl is being written.*--run-dir"),
+    ):
+        MetricsFile(path)
+    MetricsFile(path).close()
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"absent/metrics.jsonl cannot be opened.*No such file.*--run-dir"):
+        MetricsFile(tmp_path / "absent" / "metrics.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_named() -> None:
+    file = MetricsFile("/dev/full")
+    with pytest.raises(StorageError, match=r"/dev/full could not be extended by \d+ bytes: No space left"):
+        file.step(metrics())
+    file.close()
+    file.close()
+
+
+KILLED = """
+import os, signal, sys
+from megatron.observe.metrics_file import MetricsFile
+from tests.train.samples import metrics
+file = MetricsFile(sys.argv[1])
+for step in range(1, 6):
+    file.step(metrics(iteration=step))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_loses_nothing_that_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(path)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert list(read_steps(path)) == [1, 2, 3, 4, 5]
+    write(path, 6.0, first=6)
+    assert list(read_steps(path)) == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,182 @@
+"""What a report prints and passes on."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.record import Progress
+from megatron.errors import ConfigError
+from megatron.observe.metrics import Metrics
+from megatron.observe.metrics_file import read_records, read_steps
+from megatron.observe.report import Report, open_destinations
+from megatron.observe.run_directory import RunDirectory
+from tests.train.samples import WORKLOAD, Outcome, control_config, optim_config
+
+
+class Recorder:
+    """A destination that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
+        self.told.append(("start", progress.step, dict(arguments)))
+
+    def step(self, metrics: Metrics) -> None:
+        self.told.append(("step", metrics.iteration, metrics.lm_loss))
+
+    def interval(self, metrics: Metrics) -> None:
+        self.told.append(("interval", metrics.iteration, metrics.lm_loss))
+
+    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
+        self.told.append(("evaluation", progress.step, group, loss))
+
+    def close(self) -> None:
+        self.told.append(("close",))
+
+
+def progress_at(step: int) -> Progress:
+    """Progress after so many steps of 8 samples of 16 tokens."""
+    return Progress(step, 8 * step, 128 * step)
+
+
+def test_lines_come_at_the_log_interval_and_hold_the_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder()
+    report = Report(
+        control_config(log_interval=2),
+        optim_config(train_iters=5),
+        WORKLOAD,
+        arguments={"lr": 1.0},
+        destinations=[recorder],
+    )
+    report.started(Progress())
+    for step, loss in enumerate([1.0, 2.0, 3.0, 4.0, 5.0], start=1):
+        report.step(progress_at(step), Outcome(loss=loss), 0.1, 0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:28] for line in lines] == [" iteration        2/       5", " iteration        4/       5"]
+    assert "lm loss: 1.500000E+00" in lines[0]
+    assert "lm loss: 3.500000E+00" in lines[1]
+    report.close()
+    report.close()
+    assert capsys.readouterr().out.startswith(" iteration        5/       5")
+    assert recorder.told[0] == ("start", 0, {"lr": 1.0})
+    assert recorder.told[-3:] == [("step", 5, 5.0), ("interval", 5, 5.0), ("close",)]
+
+
+def test_the_total_follows_the_samples_left_after_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(control_config(), optim_config(train_samples=80), WORKLOAD)
+    report.started(Progress(step=4, consumed_samples=16))
+    report.step(Progress(5, 24, 384), Outcome(), 0.1, 0.5)
+    assert capsys.readouterr().out.startswith(" iteration        5/      12 | consumed samples:           24 |")
+
+
+def test_the_loss_scale_is_shown_in_fp16_only(capsys: pytest.CaptureFixture[str]) -> None:
+    for shows in (False, True):
+        report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, shows_loss_scale=shows)
+        report.step(progress_at(1), Outcome(loss_scale=2.0), 0.1, 0.5)
+    without, with_scale = capsys.readouterr().out.splitlines()
+    assert "loss scale" not in without
+    assert "loss scale: 2.0 | grad norm" in with_scale
+
+
+def test_evaluation_is_printed_and_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder()
+    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, destinations=[recorder])
+    report.evaluation(progress_at(2), "valid", "iteration 2", 1.0)
+    assert (
+        "valid loss at iteration 2 | lm loss value: 1.000000E+00 | lm loss PPL: 2.718282E+00 |"
+        in capsys.readouterr().out
+    )
+    assert recorder.told == [("evaluation", 2, "valid", 1.0)]
+
+
+def test_every_destination_is_closed_although_one_fails() -> None:
+    class Failing(Recorder):
+        def close(self) -> None:
+            raise OSError("disk")
+
+    recorder = Recorder()
+    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, destinations=[Failing(), recorder])
+    with pytest.raises(OSError, match="disk"):
+        report.close()
+    assert recorder.told == [("close",)]
+
+
+def test_a_run_writes_metrics_and_one_events_file(tmp_path: Path) -> None:
+    control = control_config(tensorboard_dir=str(tmp_path / "tensorboard"), log_timers_to_tensorboard=True)
+    report = Report(
+        control,
+        optim_config(train_iters=5),
+        WORKLOAD,
+        arguments={"seed": 1},
+        destinations=open_destinations(control, WORKLOAD, RunDirectory(tmp_path)),
+    )
+    report.started(Progress())
+    for step in (1, 2, 3):
+        report.step(progress_at(step), Outcome(loss=1.0 / step), 0.1, 0.5)
+    report.evaluation(progress_at(3), "valid", "iteration 3", 1.0)
+    report.close()
+    assert len(list((tmp_path / "tensorboard").glob("events*"))) == 1
+    assert [record["lm_loss"] for record in read_steps(tmp_path).values()] == [1.0, 1.0 / 2, 1.0 / 3]
+    assert [record["kind"] for record in read_records(tmp_path)] == ["start", "step", "step", "step", "evaluation"]
+
+
+def test_metrics_can_go_elsewhere(tmp_path: Path) -> None:
+    control = control_config(metrics_file=str(tmp_path / "elsewhere.jsonl"))
+    for destination in open_destinations(control, WORKLOAD, RunDirectory(tmp_path)):
+        destination.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere.jsonl"]
+
+
+def test_a_missing_tensorboard_is_named_and_the_metrics_are_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ConfigError, match=f"--tensorboard-dir {tmp_path} needs .*pip install tensorboard"):
+        open_destinations(control_config(tensorboard_dir=str(tmp_path)), WORKLOAD, RunDirectory(tmp_path))
+    open_destinations(control_config(), WORKLOAD, RunDirectory(tmp_path))[0].close()
+
+
+def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="--wandb-project toys needs .*pip install wandb"):
+        open_destinations(control_config(wandb_project="toys"), WORKLOAD, RunDirectory(tmp_path))
+
+
+def test_wandb_gets_a_point_per_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    run = SimpleNamespace(
+        config=SimpleNamespace(update=lambda values, allow_val_change: calls.append(("config", values))),
+        log=lambda values, step: calls.append((step, values)),
+        finish=lambda: calls.append(("finish",)),
+    )
+
+    def init(**settings: Any) -> SimpleNamespace:
+        calls.append(("init", settings))
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    control = control_config(log_interval=2, wandb_project="toys", wandb_exp_name="first")
+    destinations = open_destinations(control, WORKLOAD, RunDirectory(tmp_path))
+    report = Report(control, optim_config(train_iters=4), WORKLOAD, arguments={"seed": 1}, destinations=destinations)
+    report.started(Progress())
+    for step in (1, 2):
+        report.step(progress_at(step), Outcome(loss=float(step)), 0.1, 0.5)
+    report.evaluation(progress_at(2), "valid", "iteration 2", 0.0)
+    report.close()
+    assert calls[0] == ("init", {"project": "toys", "name": "first", "dir": str(tmp_path)})
+    assert calls[1] == ("config", {"seed": 1})
+    assert calls[2][0] == 2
+    assert calls[2][1]["lm-loss-training"] == 1.5
+    assert "loss-scale" not in calls[2][1]
+    assert calls[3:] == [
+        (2, {"lm-loss-validation/valid": 0.0, "lm-loss-validation/valid ppl": math.exp(0.0)}),
+        ("finish",),
+    ]

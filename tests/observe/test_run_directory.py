@@ -1,0 +1,137 @@
+"""The folder of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError, StorageError
+from megatron.observe.run_directory import open_run_directory, write_arguments
+
+
+def git(folder: Path, *words: str) -> str:
+    """Runs git in a test's own repository, whatever repository the tests were started from."""
+    names = ("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL")
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    done = subprocess.run(
+        ["git", "-C", str(folder), *words],
+        env={**plain, **dict.fromkeys(names, "t@t")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.fixture(autouse=True)
+def outside_of_any_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Git commands of the tests must not act on a repository that a git hook points to."""
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with one committed file."""
+    folder = tmp_path / "check out"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "program.py").write_text("one\n")
+    git(folder, "add", "program.py")
+    git(folder, "commit", "-q", "-m", "first")
+    return folder
+
+
+def test_a_new_run_gets_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda number: open_run_directory(None, {"number": number}, name="my gpt/2"), range(8)))
+    assert len({directory.path for directory in found}) == 8
+    assert found[0].path.parent == Path("runs")
+    assert sorted(directory.path.name for directory in found)[0] == "my-gpt-2-20260101-000000"
+    assert [json.loads(directory.config_path.read_text()) for directory in found] == [
+        {"number": number} for number in range(8)
+    ]
+
+
+def test_a_given_folder_is_not_shared_by_accident(tmp_path: Path) -> None:
+    folder = str(tmp_path / "a" / "run")
+    open_run_directory(folder, {"start": 1})
+    with pytest.raises(ConfigError, match=r"--run-dir .*a/run already holds a run.*--load"):
+        open_run_directory(folder, {"start": 2})
+    for start in (2, 3):
+        open_run_directory(folder, {"start": start}, is_resume=True)
+    directory = Path(folder)
+    found = {path.name: json.loads(path.read_text())["start"] for path in directory.glob("config*.json")}
+    assert found == {"config.1.json": 1, "config.2.json": 2, "config.json": 3}
+    assert {"git.txt", "git.1.txt", "git.2.txt", "git.diff", "git.1.diff"} <= {
+        path.name for path in directory.iterdir()
+    }
+
+
+def test_a_folder_without_a_run_may_be_given(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    directory = open_run_directory(str(tmp_path), {})
+    assert (directory.metrics_path, directory.log_path) == (tmp_path / "metrics.jsonl", tmp_path / "log.txt")
+
+
+def test_commit_and_changes_are_noted(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "program.py").write_bytes(b"two \xff\n")
+    (checkout / "new.py").touch()
+    directory = open_run_directory(str(tmp_path / "run"), {}, source=checkout / "program.py")
+    text = (directory.path / "git.txt").read_text()
+    assert text == f"commit {git(checkout, 'rev-parse', 'HEAD')} M program.py\n?? new.py\n"
+    changes = (directory.path / "git.diff").read_bytes()
+    assert b"-one\n+two \xff\n" in changes
+    (checkout / "program.py").write_text("one\n")
+    git(checkout, "apply", "--check", str((directory.path / "git.diff").resolve()))
+
+
+def test_a_repository_without_a_commit(tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "program.py").write_text("one\n")
+    git(folder, "add", "program.py")
+    directory = open_run_directory(str(tmp_path / "run"), {}, source=folder / "program.py")
+    assert (directory.path / "git.txt").read_text() == "commit none yet\nA  program.py\n"
+    assert "+one" in (directory.path / "git.diff").read_text()
+
+
+def test_a_program_outside_of_any_checkout(tmp_path: Path, checkout: Path) -> None:
+    (checkout / "installed.py").touch()
+    for number, source in enumerate((tmp_path / "program.py", checkout / "installed.py")):
+        directory = open_run_directory(str(tmp_path / f"run{number}"), {}, source=source)
+        assert (directory.path / "git.txt").read_text().startswith("not a git checkout")
+        assert (directory.path / "git.diff").read_text() == ""
+
+
+def test_a_machine_without_git(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    directory = open_run_directory(str(tmp_path / "run"), {}, source=checkout / "program.py")
+    assert "git is not installed" in (directory.path / "git.txt").read_text()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"run directory .*file/run cannot be written: Not a directory.*--run-dir"):
+        open_run_directory(str(tmp_path / "file" / "run"), {})
+
+
+def test_arguments_get_a_file(tmp_path: Path) -> None:
+    path = write_arguments(str(tmp_path / "logs"), ["one", "two"])
+    assert path.name.startswith("args_20")
+    assert path.read_text() == "one\ntwo\n"
+
+
+def test_a_log_path_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"--log-path .*file/logs cannot be written: Not a directory"):
+        write_arguments(str(tmp_path / "file" / "logs"), [])

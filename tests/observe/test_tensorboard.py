@@ -1,0 +1,93 @@
+"""TensorBoard tags and axes: upstream's dashboards must go on working."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.checkpoint.record import Progress
+from megatron.observe.metrics import SourceLoss
+from megatron.observe.tensorboard import TensorBoard, evaluation_scalars, step_scalars
+from tests.train.samples import WORKLOAD, control_config, metrics
+
+AXES = ("", " vs samples", " vs tokens")
+
+
+def on(tag: str, *suffixes: str) -> set[str]:
+    """A tag with each of its suffixes."""
+    return {tag + suffix for suffix in suffixes}
+
+
+ALWAYS = (
+    {f"steps-vs-{what}/y=steps,x={what}" for what in ("samples", "tokens")}
+    | {f"steps-vs-{what}/y={what},x=steps" for what in ("samples", "tokens")}
+    | on("learning-rate/learning-rate", *AXES)
+    | on("lm-loss-training/lm loss", *AXES, " vs gigaflos (without embeddings)")
+    | on("grad-norm/grad-norm", *AXES)
+)
+OPTIONAL = (
+    on("batch-size/batch-size", "", " vs samples")
+    | on("loss-scale/loss-scale", *AXES)
+    | on("iteration-time/iteration-time", *AXES)
+    | on("iteration-time/", "samples per second", "samples per second per replica", "tokens per second")
+    | on("iteration-time/", "tokens per second per replica", "TFLOPs per gpu (estimated)")
+)
+
+
+def test_tags_of_a_plain_run() -> None:
+    assert set(step_scalars(metrics(), control_config(), WORKLOAD)) == ALWAYS
+
+
+def test_tags_of_a_run_with_everything() -> None:
+    control = control_config(log_timers_to_tensorboard=True, log_batch_size_to_tensorboard=True)
+    full = metrics(loss_scale=2.0)
+    assert set(step_scalars(full, control, WORKLOAD)) == ALWAYS | OPTIONAL
+
+
+def test_families_can_be_switched_off() -> None:
+    control = control_config(log_learning_rate_to_tensorboard=False, log_loss_scale_to_tensorboard=False)
+    found = step_scalars(metrics(loss_scale=2.0, gradient_norm=None), control, WORKLOAD)
+    assert not [tag for tag in found if tag.startswith(("learning-rate", "loss-scale", "grad-norm"))]
+
+
+def test_a_source_has_a_curve_of_its_own() -> None:
+    found = step_scalars(metrics(source_losses={"web": SourceLoss(3.0, 2)}), control_config(), WORKLOAD)
+    assert found["lm-loss-training-by-source/web"] == (3.0, 7)
+    assert found["lm-loss-training-by-source/web vs tokens"] == (3.0, 896)
+
+
+def test_values_and_axes() -> None:
+    found = step_scalars(metrics(), control_config(log_timers_to_tensorboard=True), WORKLOAD)
+    assert found["lm-loss-training/lm loss"] == (9.87654321, 7)
+    assert found["lm-loss-training/lm loss vs samples"] == (9.87654321, 56)
+    assert found["lm-loss-training/lm loss vs tokens"] == (9.87654321, 896)
+    assert found["lm-loss-training/lm loss vs gigaflos (without embeddings)"] == (9.87654321, 6 * 896 // 2)
+    assert found["steps-vs-samples/y=samples,x=steps"] == (56, 7)
+    assert found["iteration-time/tokens per second per replica"] == (128.0, 7)
+
+
+def test_evaluation_tags() -> None:
+    progress = Progress(7, 56, 896)
+    tag = "lm-loss-validation/valid/lm loss validation"
+    found = evaluation_scalars(progress, "valid", 1.0, control_config(), WORKLOAD)
+    assert set(found) == on(tag, *AXES, " vs gigaflos (without embeddings)")
+    control = control_config(log_validation_ppl_to_tensorboard=True)
+    found = evaluation_scalars(progress, "valid", 0.0, control, WORKLOAD)
+    assert found[tag + " ppl vs tokens"] == (1.0, 896)
+    assert len(found) == 8
+
+
+def test_the_events_file_reads_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = TensorBoard(str(tmp_path), control_config(tensorboard_log_interval=2), WORKLOAD)
+    writer.start(Progress(4), {"seed": 1234})
+    for step in (5, 6, 7, 8):
+        writer.step(metrics(iteration=step, lm_loss=float(step)))
+    writer.interval(metrics())
+    writer.evaluation(Progress(8, 64, 1024), "valid", 2.0)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("lm-loss-training/lm loss")] == [(6, 6.0), (8, 8.0)]
+    assert [(event.step, event.value) for event in events.Scalars("iteration-time/world_size")] == [(4, 4.0), (5, 0.0)]
+    assert "seed/text_summary" in events.Tags()["tensors"]
+    writer.close()
+    assert len(list(tmp_path.glob("events*"))) == 1

@@ -1,0 +1,81 @@
+"""Messages over an axis: every function on several ranks, on one, and what a lost rank looks like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.parallel import messages
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import ParallelMesh
+from tests.helpers.layouts import Layout
+from tests.helpers.message_sizes import count_messages
+from tests.helpers.ranks import run_ranks
+
+AXIS = ParallelMesh.single().control
+
+
+def exchange(rank: int) -> dict[str, Any]:
+    """Everything once, on the world of four and on the tensor axis of two."""
+    mesh = open_mesh(Layout(2, 1))
+    last = mesh.world.size - 1
+    with count_messages() as sizes:
+        gathered = messages.gather_bytes(bytes([rank]) * rank, mesh.control, destination=last)
+    return {
+        "sum": messages.all_reduce_sum(torch.tensor([rank, 1]), mesh.world).tolist(),
+        "max": messages.all_reduce_max(torch.tensor([rank, -rank]), mesh.tp).tolist(),
+        "broadcast": messages.broadcast(torch.tensor([rank]), mesh.tp, source=1).item(),
+        "bytes": messages.broadcast_bytes(bytes([0, 255, rank]), mesh.world, source=last),
+        "no bytes": messages.broadcast_bytes(b"" if rank == 1 else b"ignored", mesh.world, source=1),
+        "json": messages.broadcast_json({"rank": (rank, "é")}, mesh.tp, source=1),
+        "gathered": gathered,
+        "sizes": (sizes.sent_bytes, sizes.received_bytes),
+        "all": messages.all_gather_json({"rank": rank, "pad": "x" * rank}, mesh.tp),
+    }
+
+
+def test_four_ranks_exchange() -> None:
+    results = run_ranks(exchange, 4)
+    for rank, met in enumerate(results):
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert met["sum"] == [6, 4]
+        assert met["max"] == [pair[1], -pair[0]]
+        assert met["broadcast"] == pair[1]
+        assert met["bytes"] == b"\x00\xff\x03"
+        assert met["no bytes"] == b""
+        assert met["json"] == {"rank": [pair[1], "é"]}
+        assert met["all"] == [{"rank": member, "pad": "x" * member} for member in pair]
+        if rank < 3:
+            assert met["gathered"] is None
+            assert met["sizes"] == (8 + rank, 0)
+    assert results[3]["gathered"] == [b"", b"\x01", b"\x02\x02", b"\x03\x03\x03"]
+    assert results[3]["sizes"] == (8, 4 * 8 + 0 + 1 + 2)
+
+
+def test_an_axis_of_one_needs_no_process_group() -> None:
+    tensor = torch.tensor([3])
+    assert messages.all_reduce_sum(tensor, AXIS) is tensor
+    assert messages.all_reduce_max(tensor, AXIS) is tensor
+    assert messages.broadcast(tensor, AXIS) is tensor
+    assert messages.broadcast_bytes(b"a", AXIS) == b"a"
+    assert messages.gather_bytes(b"a", AXIS) == [b"a"]
+    assert messages.broadcast_json((1, "a"), AXIS) == [1, "a"]
+    assert messages.all_gather_json((1, "a"), AXIS) == [[1, "a"]]
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"), True),
+        (RuntimeError("recv: Connection reset by peer"), True),
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation"), True),
+        (dist.DistNetworkError("unreachable"), True),
+        (RuntimeError("size mismatch"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_a_lost_rank_is_told_from_other_failures(failure: BaseException, is_lost: bool) -> None:
+    assert messages.is_lost_peer(failure) is is_lost

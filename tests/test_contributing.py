@@ -1,0 +1,122 @@
+"""CONTRIBUTING.md names what exists: packages in import order, the files and functions of the walks, the limits."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import house_rules
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+
+# Where a walk begins (the line before its list) and the most files it may number.
+WALKS = {
+    "### `--tensor-model-parallel-size` to a split matrix": 10,
+    "From jsonl to `.bin/.idx`": 9,
+    "From `.bin/.idx` to a batch": 9,
+    "From a batch to the loss": 8,
+    "### One parameter, into a checkpoint and into another layout": 10,
+}
+SHARD_TYPES = ("ShardSpec", "PieceKey", "StoredPiece")
+
+
+def section(start: str) -> str:
+    """The text from a line on, up to the next heading or the next list's introduction."""
+    begin = TEXT.index(f"\n{start}") + 1
+    others = [TEXT.find(f"\n{other}", begin) for other in (*WALKS, "### ", "## ")]
+    return TEXT[begin : min(place for place in others if place > 0)]
+
+
+def stops(start: str) -> list[tuple[str, str]]:
+    """File and sentence of each numbered line of a walk."""
+    found = re.findall(r"^(\d+)\. `([\w/]+\.py)` - (.+)$", section(start), flags=re.M)
+    assert [int(number) for number, _, _ in found] == list(range(1, len(found) + 1))
+    return [(path, sentence) for _, path, sentence in found]
+
+
+@cache
+def definitions(path: str) -> frozenset[str]:
+    """Functions, classes and `Class.method` of a file."""
+    found = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        for inner in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(inner, ast.FunctionDef):
+                found.add(f"{node.name}.{inner.name}")
+    return frozenset(found)
+
+
+def codes(text: str) -> list[str]:
+    return [code for code in re.findall(r"`([^`]+)`", text) if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)?", code)]
+
+
+@pytest.mark.parametrize("start", WALKS)
+def test_a_walk_stays_within_its_number_of_files(start: str) -> None:
+    paths = [path for path, _ in stops(start)]
+    assert 5 <= len(paths) <= WALKS[start]
+    assert len(set(paths)) == len(paths)
+    assert len(re.findall(r"^\d+\.", section(start), flags=re.M)) == len(paths), "a line names no file"
+
+
+@pytest.mark.parametrize("start", WALKS)
+def test_every_step_of_a_walk_names_a_function_of_its_file(start: str) -> None:
+    for path, sentence in stops(start):
+        first, *_ = codes(sentence)
+        assert first in definitions(path), f"{path} has no {first}"
+
+
+@pytest.mark.parametrize("start", WALKS)
+def test_every_function_that_a_walk_names_exists(start: str) -> None:
+    text = section(start)
+    files = re.findall(r"`((?:megatron/|tools/)?[\w/]+\.py)`", text)
+    known = frozenset().union(*map(definitions, files))
+    plain = {"tp", "int", "RunRequest", "RunConfig"}  # an axis, a type, and types that another package defines
+    named = {code for _, sentence in stops(start) for code in codes(sentence)} - plain
+    assert named <= known, f"nobody defines {sorted(named - known)}"
+
+
+def test_a_wrong_name_would_be_found() -> None:
+    assert "read_command_line" in definitions("megatron/config/flags/command_line.py")
+    assert "read_commandline" not in definitions("megatron/config/flags/command_line.py")
+
+
+def test_the_shard_types_are_those_of_the_code() -> None:
+    text = section("### One parameter, into a checkpoint and into another layout")
+    described = re.findall(r"^\* `(\w+)` \(`([\w/.]+)`\)", text, flags=re.M)
+    assert tuple(name for name, _ in described) == SHARD_TYPES
+    for name, path in described:
+        assert name in definitions(path)
+
+
+def test_every_file_that_is_named_exists() -> None:
+    named = re.findall(r"`((?:megatron|tools|tests)/[\w/]*(?:\.py|\.sh|/)?|pretrain_gpt\.py)`", TEXT)
+    assert len(named) > 60
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
+def test_the_packages_stand_in_import_order() -> None:
+    rows = re.findall(r"^\| `megatron/(\w+)(?:\.py|/)` \|[^|]+\|([^|]*)\|$", TEXT, flags=re.M)
+    places = house_rules.ROOM_PLACES
+    assert [name for name, _ in rows] == sorted(places, key=lambda name: places[name])
+    for name, sub_packages in rows:
+        expected = [entry for entry in house_rules.SUBPACKAGE_ORDER.get(f"megatron.{name}", ()) if entry != "."]
+        named = [code for code in codes(sub_packages) if code in expected]
+        assert named == expected, name
+
+
+def test_the_limits_are_those_of_the_house_rules() -> None:
+    found = re.search(
+        r"Files of at most (\d+) lines, functions of at most (\d+), no folder with more than (\d+) files", TEXT
+    )
+    assert found is not None
+    assert [int(number) for number in found.groups()] == [
+        house_rules.MAXIMUM_FILE_LINES,
+        house_rules.MAXIMUM_FUNCTION_LINES,
+        house_rules.MAXIMUM_FOLDER_FILES,
+    ]

@@ -1,0 +1,71 @@
+"""Failures of several ranks: described, rebuilt, and the same one raised on all of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.errors import (
+    ConfigError,
+    DataError,
+    FailureReport,
+    MegatronError,
+    StorageError,
+    describe_failure,
+    raise_on_all_ranks,
+    rebuild_failure,
+)
+
+KINDS = (ConfigError, DataError, StorageError)
+
+
+class Damage(DataError):
+    """A kind of its own below one that is known."""
+
+
+def test_a_failure_is_described_as_the_nearest_known_type() -> None:
+    assert describe_failure(StorageError("disk full"), KINDS) == ("StorageError", "disk full")
+    assert describe_failure(Damage("bit 3"), KINDS) == ("DataError", "bit 3")
+    assert describe_failure(Damage("bit 3"), (*KINDS, Damage)) == ("Damage", "bit 3")
+    assert describe_failure(ZeroDivisionError("by zero"), KINDS) == ("ZeroDivisionError", "by zero")
+
+
+def test_a_described_failure_is_rebuilt_after_json() -> None:
+    report = json.loads(json.dumps(FailureReport("DataError", "in.jsonl:7 is bad")))
+    rebuilt = rebuild_failure(report, KINDS, MegatronError, "rank 2: ")
+    assert type(rebuilt) is DataError and str(rebuilt) == "rank 2: in.jsonl:7 is bad"
+    unknown = rebuild_failure(["KeyError", "'a'"], KINDS, StorageError)
+    assert type(unknown) is StorageError and str(unknown) == "KeyError: 'a'"
+
+
+def test_nothing_is_raised_when_no_rank_failed() -> None:
+    raise_on_all_ranks([None, None], 0, None, KINDS, StorageError)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_every_rank_raises_the_failure_that_stands_first_in_the_kinds(rank: int) -> None:
+    failures = [None, StorageError("disk full"), DataError("line 3"), DataError("line 9")]
+    reports = [None if failure is None else describe_failure(failure, KINDS) for failure in failures]
+    with pytest.raises(DataError, match=r"^line 3$" if rank == 2 else r"^rank 2: line 3$") as caught:
+        raise_on_all_ranks(reports, rank, failures[rank], KINDS, StorageError)
+    assert (caught.value is failures[rank]) == (rank == 2)
+
+
+def test_an_unknown_type_weighs_as_the_fallback() -> None:
+    reports = [FailureReport("StorageError", "full"), FailureReport("KeyError", "'a'")]
+    with pytest.raises(DataError, match="^rank 1: KeyError: 'a'$"):
+        raise_on_all_ranks(reports, 0, None, KINDS, DataError)
+    with pytest.raises(StorageError, match="^rank 0: full$"):
+        raise_on_all_ranks(reports, 1, None, KINDS, MegatronError)
+
+
+def test_one_rank_is_not_named() -> None:
+    with pytest.raises(StorageError, match="^full$"):
+        raise_on_all_ranks([["StorageError", "full"]], 0, None, KINDS, StorageError)
+
+
+def test_an_interrupt_is_raised_as_it_is() -> None:
+    reports = [FailureReport("KeyboardInterrupt", ""), FailureReport("DataError", "line 3")]
+    with pytest.raises(KeyboardInterrupt):
+        raise_on_all_ranks(reports, 0, KeyboardInterrupt(), KINDS, StorageError)

@@ -1,0 +1,29 @@
+"""Tokenizers behind a library: round trips, and ids around every row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.tokenizers.tokenizer import build_tokenizer, surround
+from tests.helpers.vocabulary import hard_documents, write_vocabulary
+
+
+def test_round_trip_and_empty_texts(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(write_vocabulary(tmp_path))
+    for text in hard_documents(100):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("") == [] and tokenizer.encode_batch([]) == []
+    assert [len(ids) for ids in tokenizer.encode_batch(["", "a", ""])] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("long_rows", [True, False])
+def test_surround_puts_ids_around_every_row(long_rows: bool) -> None:
+    lengths = np.array([700, 900] if long_rows else [2, 0, 3], dtype=np.int64)
+    ids = np.arange(int(lengths.sum()), dtype=np.uint16)
+    result, longer = surround(ids, lengths, [7, 8], [9])
+    rows = np.split(ids, np.cumsum(lengths)[:-1])
+    assert result.tolist() == [token for row in rows for token in [7, 8, *row.tolist(), 9]]
+    assert longer.tolist() == (lengths + 3).tolist() and result.dtype == np.uint16
