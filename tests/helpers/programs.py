@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +30,7 @@ import torch
 from tests.helpers.ranks import fork_server_context
 
 _CLIENT = Path(__file__).with_name("python_client.py")
-_PARENT_CHECK_SECONDS = 5.0
+_PIPES: list[Connection] = []  # kept open: a server ends when its pipe is closed
 
 
 @functools.cache
@@ -47,30 +48,34 @@ def forking_python() -> str:
     stand_in.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{_CLIENT}" "{address}" "$@"\n')
     stand_in.chmod(0o755)
     context = fork_server_context()
-    ready, is_ready = context.Pipe(duplex=False)
-    context.Process(target=_serve, args=(address, str(stand_in), is_ready), daemon=True).start()
-    is_ready.close()
-    ready.recv()
+    ours, theirs = context.Pipe()
+    context.Process(target=_serve, args=(address, str(stand_in), theirs), daemon=True).start()
+    theirs.close()
+    ours.recv()  # the server listens
+    _PIPES.append(ours)
     return str(stand_in)
 
 
-def _serve(address: str, stand_in: str, is_ready: Any) -> None:
-    """Forks twice for each client: the process that attends to it, and from that the program."""
-    parent = os.getppid()
+def _serve(address: str, stand_in: str, tests: Connection) -> None:
+    """Forks twice for each client: the process that attends to it, and from that the program.
+
+    Ends with the process that runs the tests, however that ends.
+    """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    is_ready.send(True)
-    is_ready.close()
-    while os.getppid() == parent:
+    tests.send(True)
+    while True:
+        ready, _, _ = select.select([listener, tests], [], [])
+        if tests in ready:
+            return
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG) != (0, 0):
                 pass
-        if not select.select([listener], [], [], _PARENT_CHECK_SECONDS)[0]:
-            continue
         client, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
+            tests.close()
             _attend(client, stand_in)
         client.close()
 

@@ -10,6 +10,7 @@ from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import LAYOUTS, initial_weights, layout_name, legal_zero_stages, train_layouts
 from tests.parity.reference import Recipe, train_reference
 
+pytestmark = pytest.mark.slow
 RECIPE = Recipe()
 LOSS_RATIO = 1.0e-5
 NORM_RATIO = 1.0e-4

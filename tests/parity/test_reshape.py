@@ -19,7 +19,10 @@ from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
 
-pytestmark = pytest.mark.xdist_group("reshape")  # one worker, so that each checkpoint is trained once
+pytestmark = [
+    pytest.mark.xdist_group("reshape"),  # one worker, so that each checkpoint is trained once
+    pytest.mark.slow,
+]
 RECIPE = dataclasses.replace(Recipe(), steps=4, learning_rate=3.0e-3)
 SAVED_AFTER = 2
 CROSS_LAYOUT_RATIO = 1.0e-6

@@ -22,6 +22,7 @@ from tests.reliability.mutations import ANY_FILE, Files
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_damaged_and_malicious_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """2,000 cases; more with `--cases`, others with `--fuzz-seed`. A failure says how to play its case again."""
     cases, seed = pytestconfig.getoption("--cases"), pytestconfig.getoption("--fuzz-seed")

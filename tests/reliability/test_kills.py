@@ -21,6 +21,7 @@ from tests.helpers.programs import forking_python
 from tests.helpers.ranks import free_port
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 120
 
