@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import house_rules
+from tests.helpers import architecture_rules
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -102,21 +102,21 @@ def test_every_file_that_is_named_exists() -> None:
 
 def test_the_packages_stand_in_import_order() -> None:
     rows = re.findall(r"^\| `megatron/(\w+)(?:\.py|/)` \|[^|]+\|([^|]*)\|$", TEXT, flags=re.M)
-    places = house_rules.ROOM_PLACES
+    places = architecture_rules.ROOM_PLACES
     assert [name for name, _ in rows] == sorted(places, key=lambda name: places[name])
     for name, sub_packages in rows:
-        expected = [entry for entry in house_rules.SUBPACKAGE_ORDER.get(f"megatron.{name}", ()) if entry != "."]
+        expected = [entry for entry in architecture_rules.SUBPACKAGE_ORDER.get(f"megatron.{name}", ()) if entry != "."]
         named = [code for code in codes(sub_packages) if code in expected]
         assert named == expected, name
 
 
-def test_the_limits_are_those_of_the_house_rules() -> None:
+def test_the_limits_are_those_of_the_architecture_rules() -> None:
     found = re.search(
         r"Files of at most (\d+) lines, functions of at most (\d+), no folder with more than (\d+) files", TEXT
     )
     assert found is not None
     assert [int(number) for number in found.groups()] == [
-        house_rules.MAXIMUM_FILE_LINES,
-        house_rules.MAXIMUM_FUNCTION_LINES,
-        house_rules.MAXIMUM_FOLDER_FILES,
+        architecture_rules.MAXIMUM_FILE_LINES,
+        architecture_rules.MAXIMUM_FUNCTION_LINES,
+        architecture_rules.MAXIMUM_FOLDER_FILES,
     ]

@@ -59,7 +59,7 @@ class LanguageModelObjective:
         mask = targets["loss_mask"]
         losses = vocab_parallel_cross_entropy(outputs, targets["labels"], self.axis, self.vocab_size) * mask  # [b, s]
         metrics = {}
-        if "source_ids" in targets:
+        if self.source_count and "source_ids" in targets:
             for name, values in ((SOURCE_LOSS, losses.detach()), (SOURCE_TOKENS, mask)):
                 totals = torch.zeros(self.source_count, dtype=torch.float64, device=values.device)
                 metrics[name] = totals.index_add_(0, targets["source_ids"], values.sum(dim=1, dtype=torch.float64))

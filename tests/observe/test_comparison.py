@@ -71,7 +71,9 @@ def test_the_table_shows_losses_to_the_last_digit() -> None:
 
 
 def test_runs_without_a_common_step_are_refused() -> None:
-    with pytest.raises(DataError, match="no step after 5: the first has steps 1 to 5, the second steps 1 to 9"):
+    with pytest.raises(
+        DataError, match="no step after 5 in common: the first has steps 1 to 5, the second steps 1 to 9"
+    ):
         pair_up(steps(1, 5), steps(1, 9), after=5)
     with pytest.raises(DataError, match="the second no steps"):
         pair_up(steps(1, 5), {})

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from megatron.checkpoint.record import Progress
+from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
 from megatron.observe.metrics import Interval, SourceLoss, Workload, flops_per_sample, mean_of, measure
 from tests.train.samples import WORKLOAD, Outcome, metrics, model_config
 
@@ -54,7 +55,10 @@ def test_the_loss_of_a_source_is_the_mean_over_its_tokens_in_the_interval() -> N
     steps = [
         measure(
             Progress(number, 8, 128),
-            Outcome(source_losses=losses, skipped=number == 3),
+            Outcome(
+                metrics={SOURCE_LOSS: [loss for loss, _ in losses], SOURCE_TOKENS: [count for _, count in losses]},
+                skipped=number == 3,
+            ),
             WORKLOAD,
             train_iterations=9,
             learning_rate=0.1,
