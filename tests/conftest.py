@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is none."""
+    """Skips tests marked `gpu` on machines without one."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
