@@ -1,4 +1,4 @@
-"""The package: it builds without a compiler, says so, and holds what the metadata promises."""
+"""Packaging: builds without a compiler with a warning, and contains what the metadata says."""
 
 from __future__ import annotations
 

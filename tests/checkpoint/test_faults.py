@@ -1,4 +1,4 @@
-"""A save that fails or dies at any point: every earlier checkpoint stays as it was, and it is said what happened."""
+"""A save that fails or is killed at any point leaves every earlier checkpoint intact and reports the cause."""
 
 from __future__ import annotations
 

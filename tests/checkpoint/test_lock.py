@@ -1,4 +1,4 @@
-"""One writer for a directory: the living holder is respected, the dead one replaced, and a lost lock is noticed."""
+"""One writer per directory: a live holder keeps the lock, a dead one is replaced, and a lost lock is detected."""
 
 from __future__ import annotations
 

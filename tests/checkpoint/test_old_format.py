@@ -1,4 +1,4 @@
-"""Checkpoints written by an earlier program load and go on as they did then, in their own layout and in another.
+"""Checkpoints of an earlier version load and resume with the same losses, in their own layout and in another.
 
 `old_format/` says with `make_old_format.py` how they were made.
 """

@@ -1,4 +1,4 @@
-"""Several ranks: they save, load, fail and fall back together."""
+"""Several ranks save, load, fail and fall back in agreement."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_the_safetensors_library_reads_the_pieces(tmp_path: Path) -> None:
 
 def test_a_save_streams_and_copies_no_tensor_whole(tmp_path: Path) -> None:
     class Stream:
-        """Gives its tensors anew on every pass."""
+        """Returns new tensors on every pass."""
 
         passes = 0
 

@@ -101,7 +101,7 @@ def test_ramp_up_over_no_samples_is_no_ramp_up() -> None:
 
 
 def upstream_iterations(start: int, increment: int, ramp: int, full: int, samples: int) -> int:
-    """Upstream's count: the ramp-up walked to its end, then the rest divided."""
+    """Upstream's count: the ramp-up step by step to its end, then the rest by division."""
     consumed = count = 0
     while consumed <= ramp:
         share = ramp / ((full - start) // increment)

@@ -84,7 +84,7 @@ def test_end_of_document_masks_and_segments():
 
 
 class Rows:
-    """A data set of given rows."""
+    """A dataset of given rows."""
 
     def __init__(self, rows: list[list[int]]) -> None:
         self.rows = np.array(rows, np.int64)

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told for each dtype and ZeRO stage, and what its own file may add."""
+"""The DeepSpeed configuration for each dtype and ZeRO stage, and settings from a user's file."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def engine_of(layout: tuple[int, int, int], stage: int, *flags: str) -> Engine:
 
 
 def marks(rank: int, layout: tuple[int, int, int]) -> dict[str, Any]:
-    """What DeepSpeed is told about the parameters of this rank, and which of its groups are the mesh's."""
+    """The parameters that DeepSpeed counts on this rank, and whether its groups are the mesh's."""
     engine = engine_of(layout, 1)
     mesh, unit = engine.mesh, engine.deepspeed
     parameters = list(engine.module.parameters())

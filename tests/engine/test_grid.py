@@ -1,4 +1,4 @@
-"""What DeepSpeed is told about the mesh."""
+"""The mesh in DeepSpeed's protocols."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def dearest(costs: list[int], counts: Sequence[int]) -> int:
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a sum of so many positive numbers, in order."""
+    """All ways to write `total` as an ordered sum of `parts` positive numbers."""
     for cuts in itertools.combinations(range(1, total), parts - 1):
         yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
 

@@ -1,4 +1,4 @@
-"""Sums over micro-batches, and how a step tells them."""
+"""Sums over micro-batches, and the result of a step."""
 
 from __future__ import annotations
 

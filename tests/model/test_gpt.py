@@ -199,7 +199,7 @@ def test_segments_are_independent_documents() -> None:
     joined = forward(model, tokens, _ids(1), segments, settings=DOCUMENTS)
     torch.testing.assert_close(joined[:, :6], forward(model, tokens[:, :6], _ids(1)), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(joined[:, 6:], forward(model, tokens[:, 6:], _ids(1)), rtol=1e-4, atol=1e-5)
-    # segments present but not asked for
+    # segments present but not requested
     assert torch.equal(forward(model, tokens, _ids(1), segments), forward(model, tokens, _ids(1)))
 
 

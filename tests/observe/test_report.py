@@ -21,7 +21,7 @@ from tests.train.samples import WORKLOAD, Outcome, control_config, optim_config
 
 
 class Recorder:
-    """A destination that remembers what it was told."""
+    """A destination that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []

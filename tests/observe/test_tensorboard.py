@@ -1,4 +1,4 @@
-"""TensorBoard tags and axes: upstream's dashboards must go on working."""
+"""TensorBoard tags and axes: upstream's dashboards must keep working."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks agree on success or failure, results go only where they are asked for, and messages stay small."""
+"""Ranks agree on success or failure, results are sent only where needed, and messages stay small."""
 
 from __future__ import annotations
 

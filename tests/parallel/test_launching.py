@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.ranks import free_port
 
 REPOSITORY = Path(__file__).parents[2]
-# Joins the mesh, adds the ranks up, and writes the sum to a file of its own; then waits if told to.
+# Joins the mesh, adds the ranks up, and writes the sum to its own file; then waits if requested.
 PROGRAM = """
 import sys, time
 import torch

@@ -1,6 +1,6 @@
 """Any layout loads any other.
 
-What is in a checkpoint does not depend on who wrote it, and training goes on the same.
+The contents of a checkpoint do not depend on the layout that wrote it, and training continues identically.
 """
 
 from __future__ import annotations

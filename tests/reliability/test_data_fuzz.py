@@ -1,4 +1,4 @@
-"""Damaged and hostile files are refused in words or harmless, and the machinery that says so notices what it must."""
+"""Damaged and malicious files are rejected with an error or harmless, and the fuzzer itself detects failures."""
 
 from __future__ import annotations
 

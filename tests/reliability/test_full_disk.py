@@ -1,4 +1,4 @@
-"""The disk refuses each operation in turn: what was there stays, nothing half-written appears, and it is said why."""
+"""Each disk operation fails in turn: existing files stay intact, no partial file appears, and the error says why."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _merge(inputs: Path, out: Path, seed: int) -> None:
 
 
 def _merge_together(inputs: Path, out: Path, seed: int) -> None:
-    """Two ranks, of which the other is a child; the first one's failure is everybody's."""
+    """Two ranks, the second one a child process; a failure of the first is raised on both."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=_merge_as, args=(1, theirs, inputs, out, seed))

@@ -1,6 +1,6 @@
-"""Real processes under a real launcher, killed and told to stop.
+"""Real processes under a real launcher, killed or stopped by signals.
 
-Nothing saved is lost, and what goes on is the same run.
+Nothing saved is lost, and the same run continues.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """Living processes whose command line names a run's folder."""
+    """Running processes whose command line contains a run's folder."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

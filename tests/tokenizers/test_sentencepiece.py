@@ -1,4 +1,4 @@
-"""SentencePiece models: the ids of the `sentencepiece` package, whoever encodes, and upstream's special ids."""
+"""SentencePiece models: the ids of the `sentencepiece` package with every encoder, and upstream's special ids."""
 
 from __future__ import annotations
 

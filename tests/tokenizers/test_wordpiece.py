@@ -1,4 +1,4 @@
-"""BERT's WordPiece: the ids of BERT's own rules, and upstream's two tokens behind the vocabulary."""
+"""BERT's WordPiece: the ids of BERT's own rules, and upstream's two tokens after the vocabulary."""
 
 from __future__ import annotations
 

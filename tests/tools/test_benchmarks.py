@@ -1,4 +1,4 @@
-"""The benchmarks compare like with like, and print figures that a program can read."""
+"""The benchmarks compare like with like, and print machine-readable measurements."""
 
 from __future__ import annotations
 

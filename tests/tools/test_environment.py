@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "environment.sh"
 
-# Stands in for pip: writes down what it was asked for, and makes it look installed.
+# A stand-in for pip: records the requested packages, and makes them look installed.
 FAKE_PIP = """
 import pathlib, re, sys
 

@@ -53,7 +53,7 @@ def test_children_are_found_and_their_end_is_detected() -> None:
         assert kill_and_resume.is_alive(child.pid)
         child.kill()
         deadline = time.monotonic() + 10
-        while kill_and_resume.is_alive(child.pid):  # nobody has waited for it: it stays in the table as a zombie
+        while kill_and_resume.is_alive(child.pid):  # it has not been reaped, so it is in the table as a zombie
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:

@@ -1,4 +1,4 @@
-"""The other doors to preprocessing give the bytes of `preprocess_data.py`; see also `test_seed_commands.py`."""
+"""The other preprocessing tools give the bytes of `preprocess_data.py`; see also `test_seed_commands.py`."""
 
 from __future__ import annotations
 

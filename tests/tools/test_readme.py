@@ -188,7 +188,7 @@ def test_make_targets_call_what_exists(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_walk_through_of_readme_works(tmp_path: Path) -> None:
-    """Runs README's data, training and generation blocks as they stand, with a smaller network and fewer steps."""
+    """Runs README's data, training and generation blocks unchanged, except for a smaller network and fewer steps."""
     for name in ("tools", "pretrain_gpt.py", "megatron"):
         (tmp_path / name).symlink_to(ROOT / name)
     text = blocks("README.md")

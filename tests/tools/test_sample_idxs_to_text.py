@@ -1,4 +1,4 @@
-"""The samples that training read, shown afterwards: the same tokens, whatever tells their order."""
+"""The samples that training read, shown afterwards: the same tokens, whatever their order comes from."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ TEXTS = [*hard_documents(300), "Türkçe: İstanbul'da ığdır, IĞDIR; ağaç,
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that the guide tells to get, small ones, and what its first command makes of them."""
+    """A folder with small versions of the guide's files, and the outputs of its first command."""
     folder = tmp_path_factory.mktemp("guide")
     (folder / "tools").symlink_to(ROOT / "tools")
     choice = write_vocabulary(folder)

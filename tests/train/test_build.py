@@ -24,7 +24,7 @@ from tests.config.command_lines import small
 
 
 class Numbers:
-    """A data set whose sample `i` is the tokens i, i + 1, ..."""
+    """A dataset whose sample `i` is the tokens i, i + 1, ..."""
 
     def __len__(self) -> int:
         return 100

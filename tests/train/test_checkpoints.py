@@ -19,7 +19,7 @@ from tests.train.samples import control_config
 
 
 class Disk:
-    """Stands for `checkpoint.save`: remembers the calls and refuses as often as it was told."""
+    """A stand-in for `checkpoint.save` that records the calls and fails a given number of times."""
 
     def __init__(self) -> None:
         self.refusals = 0

@@ -170,7 +170,7 @@ def test_an_overflow_in_fp16_is_left_to_the_loss_scaler() -> None:
 
 
 def test_pending_metrics_are_reported_one_step_later_but_before_saving() -> None:
-    """On a GPU the host does not wait for a step's figures; an evaluation, a save and the end do."""
+    """On a GPU the host does not wait for a step's metrics; an evaluation, a save and the end do."""
     run = FakeRun(train_iters=4, save="checkpoints", save_interval=3, eval_interval=100)
     run.steps_in_flight = 1
     run_to_end(run)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and when it refuses to."""
+"""Which checkpoint a run resumes from, and when it refuses to."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def saved(folder: Path, step: int = 4, **changes: Any) -> Path:
 
 
 def saved_run(record: Record = RECORD) -> SavedRun:
-    """What a run that goes on from a record found at first."""
+    """The saved run found for a given record."""
     return SavedRun(record, Found(record.to_json(), Path("c")))
 
 

@@ -1,4 +1,4 @@
-"""The keys that DeepSpeed reads, and what a misspelt key probably stands for."""
+"""The keys that DeepSpeed reads, and suggestions for misspelled keys."""
 
 from __future__ import annotations
 

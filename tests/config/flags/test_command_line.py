@@ -1,4 +1,4 @@
-"""Dataclass fields become flags, and everything wrong with a command line is said at once."""
+"""Dataclass fields become flags, and all problems of a command line are reported at once."""
 
 from __future__ import annotations
 

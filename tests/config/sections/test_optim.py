@@ -1,4 +1,4 @@
-"""Optimizer, schedule and batch sizes: what was asked for, and what a run has."""
+"""Optimizer, schedule and batch sizes, as requested and as resolved."""
 
 from __future__ import annotations
 

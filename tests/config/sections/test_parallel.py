@@ -1,4 +1,4 @@
-"""The layout that was asked for, and the layout of a run."""
+"""The layout, as requested and as resolved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that fail or die end the run at once, with a sentence."""
+"""Workers that fail or die end the run at once with a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation texts are found wherever they stand, and documents are cut around them or dropped."""
+"""Evaluation texts are found anywhere in documents, which are split around them or dropped."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ OPTIONS = WindowOptions(min_sequence_length=8, max_sequence_length=32, stride=16
 
 
 class FolderStore(local_files.LocalFileSystem):  # type: ignore[misc, name-defined]
-    """Files at `folderstore://` addresses, which lie in a local folder."""
+    """Files at `folderstore://` addresses, stored in a local folder."""
 
     @classmethod
     def scheme(cls) -> str:

@@ -42,7 +42,7 @@ def leave_something(folder: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def forked_with(**changes: object) -> AbstractContextManager[object]:
-    """Makes processes inherit a changed module, also where a library's thread would have them started anew."""
+    """Makes processes inherit a patched module, even if a library's threads would make them spawn."""
     return patch.multiple(featurize_shards, start_method=lambda: "fork", **changes)
 
 

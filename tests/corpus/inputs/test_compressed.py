@@ -1,4 +1,6 @@
-"""Compressed files are read to their very end: damage behind a member, a cut, an empty file and a bomb are refused."""
+"""Compressed files are read to their very end: damage after a member, truncation, an empty file and a bomb are
+rejected.
+"""
 
 from __future__ import annotations
 

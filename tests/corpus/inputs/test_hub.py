@@ -1,4 +1,4 @@
-"""Rows of the datasets library in blocks; a library that is missing or fails is one sentence."""
+"""Rows of the datasets library in blocks; a missing or failing library is a one-sentence error."""
 
 from __future__ import annotations
 

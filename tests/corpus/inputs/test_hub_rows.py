@@ -1,4 +1,4 @@
-"""Rows that the `datasets` library reads: the same texts, in the order asked for, or a sentence that says why not."""
+"""Rows read by the `datasets` library: the same texts in the requested order, or a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parquet files whose footer lies or whose texts are none: rows are never left out without a word."""
+"""Parquet files with a wrong footer or invalid texts: rows are never dropped silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of databases and data sets as inputs: the same documents as from lines, in order, divided by rows."""
+"""Tables of databases and datasets as inputs: the same documents as from lines, in order, divided by rows."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ EVERYTHING = Draw()
 
 
 def on_ranks(size: int, work: Callable[[JobRanks], Any]) -> list[Any]:
-    """Runs `work` on so many threads, each with its place in the job."""
+    """Runs `work` on `size` threads, each as one rank of the job."""
     values: list[Any] = [None] * size
     meet = threading.Barrier(size)
 

@@ -68,7 +68,7 @@ def test_kept_sentences_are_the_text_whatever_it_holds(language: str) -> None:
 
 
 class Stumbling:
-    """A library that gives up, or that answers with what it is told to."""
+    """A stand-in for the library that fails or returns given sentences."""
 
     def __init__(self, result: list[str] | None) -> None:
         self.result = result

@@ -1,4 +1,4 @@
-"""Workers that stop answering are named, not killed; and they may go on."""
+"""Workers that stop answering are named but not killed, and may continue."""
 
 from __future__ import annotations
 

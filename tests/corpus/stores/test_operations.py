@@ -1,4 +1,4 @@
-"""Files go into a document store whole or not at all, once; what is wrong with its numbers is said."""
+"""Files are imported into a document store completely or not at all, once; wrong numbering is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vocabularies: the same for the same text, special tokens where they were asked for, and texts that come back."""
+"""Vocabularies: reproducible, with the requested special tokens, and texts that round-trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blends of data sets, and phases of blends."""
+"""Blends of datasets, and phases of blends."""
 
 from __future__ import annotations
 

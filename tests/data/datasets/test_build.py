@@ -1,4 +1,4 @@
-"""Data sets from flags: splits, blends, the plan, and runs that are prolonged."""
+"""Datasets from flags: splits, blends, the plan, and extended runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of data sets: every kind has it."""
+"""Every kind of dataset implements the interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Parquet files of windows: what is written is read, other tools' files too, and everything else is one sentence."""
+"""Parquet files of windows: written files are read back, other tools' files are read, and everything else is a
+one-sentence error.
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def other_seed(prefix: str) -> None:
 
 
 def other_lengths(prefix: str) -> None:
-    """Upstream's own trap: the corpus was made anew, with as many documents and tokens as before."""
+    """A known pitfall of upstream: the corpus was regenerated with as many documents and tokens as before."""
     write_old(write_corpus(Path(prefix + "-before"), sorted(LENGTHS)))
     for name in NAMES:
         old_path(prefix + "-before", name).rename(old_path(prefix, name))

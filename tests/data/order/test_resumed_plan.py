@@ -230,7 +230,7 @@ def shared_prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     )
 )
 def test_any_changes_read_every_source_in_one_order_without_gaps(shared_prefixes, steps):
-    """Each step trains so many samples with these weights (0: left out), then stops."""
+    """Each step trains a number of samples with these weights (0: not used), then stops."""
     plan, consumed, rows = None, 0, []
     for weights, samples in steps:
         pairs = zip(weights, shared_prefixes, strict=True)

@@ -1,4 +1,4 @@
-"""SQLite files as stores: never changed, and what is wrong with them is said."""
+"""SQLite files as stores: never modified, with clear errors."""
 
 from __future__ import annotations
 

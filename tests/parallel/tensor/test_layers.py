@@ -102,7 +102,7 @@ def test_specs_cover_the_table_without_its_padding() -> None:
 
 
 def test_a_fused_layer_keeps_its_named_blocks() -> None:
-    """Both halves of a gated unit are split, so a rank's rows are no consecutive rows of the whole matrix."""
+    """Both halves of a gated unit are split, so a rank's rows are not consecutive in the whole matrix."""
     axis = Axis("tp", 1, 2, (0, 1))
     layer = ColumnParallelLinear(WIDTH, (Dimension("halves", 2), Dimension("inner", 6, axis)), axis, init_std=0.02)
     spec = shard_spec_of(layer.weight)
