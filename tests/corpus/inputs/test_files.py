@@ -87,7 +87,7 @@ def test_shares_in_order_are_the_whole(tmp_path: Path, count: int) -> None:
 
 def test_inputs_without_a_size_cannot_be_divided() -> None:
     with pytest.raises(
-        ConfigError, match=r"--shard and --partitions divide files; --input - \(standard input\) is none"
+        ConfigError, match=r"--shard and --partitions divide files; --input - \(standard input\) is not a file"
     ):
         share_of(["-"], Shard(1, 2))
 
