@@ -128,7 +128,7 @@ def test_a_seed_that_was_drawn_gives_the_same_order_again(
 
 def test_databases_are_not_drawn_from(choice: TokenizerChoice) -> None:
     with pytest.raises(
-        ConfigError, match=r"--split, --count and --shuffle draw from files.*--input sqlite:///a\.db is no"
+        ConfigError, match=r"--split, --count and --shuffle need files.*--input sqlite:///a\.db is a database"
     ):
         share_of_rank(["sqlite:///a.db"], Draw(count=5), EncodeOptions(choice), JobRanks.single(), quiet())
 
