@@ -67,7 +67,7 @@ class SampleFlags(ConfigSection):
                 "--start-step with --end-step."
             )
         if self.end_step is not None and not 1 <= (self.start_step or 0) <= self.end_step:
-            yield f"--end-step {self.end_step} needs a --start-step that is at most that."
+            yield f"--end-step {self.end_step} needs a --start-step of at most {self.end_step}."
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def test_texts_to_windows_to_tokens(folder: Path, report: str) -> None:
     assert str(table.schema).count("list<element: int64>") == 2 and "list<element: float>" in str(table.schema)
     assert f"Wrote {table.num_rows} windows of 32 positions" in report and "Dropped 0 tokens" in report
     back = tool(folder, "windows_to_tokens.py", "--windows out/wt.train --output-prefix back --append-eod")
-    assert back.returncode == 0 and f"from {table.num_rows} windows put together" in back.stderr, back.stderr
+    assert back.returncode == 0 and f"from {table.num_rows} windows joined" in back.stderr, back.stderr
     done = tool(folder, "preprocess_data.py", f"--input in.jsonl {TOKENIZER} --tokenizer-type GPT2BPETokenizer "
                 "--output-prefix whole --append-eod")  # fmt: skip
     assert done.returncode == 0
@@ -117,7 +117,7 @@ def test_a_dataset_of_the_library(folder: Path, report: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--input a --data-prefix b --output-path o", "--input and --data-prefix is"),
+        ("--input a --data-prefix b --output-path o", "given: --input and --data-prefix"),
         ("--output-path o --tokenizer-model t", "must be given; given: none"),
         ("--input a --output-path o", "--tokenizer-model (or --vocab-file and --merge-file) is required"),
         ("--data-prefix a --output-path o --runner beam", "--data-prefix a is already tokenized: Beam (--runner beam)"),

@@ -40,7 +40,7 @@ def test_three_chunks_are_the_whole_serially_and_under_torchrun(folder: Path) ->
     assert done.returncode == 0 and "Merged 3 datasets into one (.bin, .idx): 40 documents" in done.stderr, done.stderr
     launcher = [forking_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(folder, *launcher, TOOL, *flags, "two", "--merge", "distributed", "--torch-backend", "gloo")
-    assert done.returncode == 0 and done.stderr.count("Merged 3 data sets") == 1, done.stderr
+    assert done.returncode == 0 and done.stderr.count("Merged 3 datasets") == 1, done.stderr
     for suffix in (".bin", ".idx"):
         whole = (folder / f"whole_text_document{suffix}").read_bytes()
         assert (folder / f"one{suffix}").read_bytes() == (folder / f"two{suffix}").read_bytes() == whole

@@ -179,7 +179,7 @@ def test_plain_lines_and_a_file(trained: dict[str, Any], capsys: pytest.CaptureF
         ("--load a --start-sample 1", "Choose the samples in one way"),
         ("--load a --start-step 1 --sample-id-range 1 2", "Choose the samples in one way"),
         ("--load a --end-step 3", "--end-step 3 needs a --start-step"),
-        ("--load a --start-step 4 --end-step 3", "--end-step 3 needs a --start-step that does not come after it"),
+        ("--load a --start-step 4 --end-step 3", "--end-step 3 needs a --start-step of at most 3"),
         ("--sample-id-range 1 2", "--seq-length is needed"),
         (
             "--sample-id-range 1 2 --train-weighted-split-paths-path /nowhere.txt",
