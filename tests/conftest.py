@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.data.databases import KINDS, Database, new_database
+
+# No test fails because a shared machine was slow.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md names what exists: packages in import order, the files and functions of the walks, the limits."""
+"""CONTRIBUTING.md names what exists: packages in import order, files and functions of the data flows, limits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import house_rules
+from tests.helpers import architecture_rules
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
-# Where a walk begins (the line before its list) and the most files it may number.
+# Where a data flow begins (the line before its list) and the most files it may number.
 WALKS = {
     "### `--tensor-model-parallel-size` to a split matrix": 10,
     "From jsonl to `.bin/.idx`": 9,
@@ -33,7 +33,7 @@ def section(start: str) -> str:
 
 
 def stops(start: str) -> list[tuple[str, str]]:
-    """File and sentence of each numbered line of a walk."""
+    """File and sentence of each numbered line of a data flow."""
     found = re.findall(r"^(\d+)\. `([\w/]+\.py)` - (.+)$", section(start), flags=re.M)
     assert [int(number) for number, _, _ in found] == list(range(1, len(found) + 1))
     return [(path, sentence) for _, path, sentence in found]
@@ -102,21 +102,21 @@ def test_every_file_that_is_named_exists() -> None:
 
 def test_the_packages_stand_in_import_order() -> None:
     rows = re.findall(r"^\| `megatron/(\w+)(?:\.py|/)` \|[^|]+\|([^|]*)\|$", TEXT, flags=re.M)
-    places = house_rules.ROOM_PLACES
+    places = architecture_rules.PACKAGE_PLACES
     assert [name for name, _ in rows] == sorted(places, key=lambda name: places[name])
     for name, sub_packages in rows:
-        expected = [entry for entry in house_rules.SUBPACKAGE_ORDER.get(f"megatron.{name}", ()) if entry != "."]
+        expected = [entry for entry in architecture_rules.SUBPACKAGE_ORDER.get(f"megatron.{name}", ()) if entry != "."]
         named = [code for code in codes(sub_packages) if code in expected]
         assert named == expected, name
 
 
-def test_the_limits_are_those_of_the_house_rules() -> None:
+def test_the_limits_are_those_of_the_architecture_rules() -> None:
     found = re.search(
         r"Files of at most (\d+) lines, functions of at most (\d+), no folder with more than (\d+) files", TEXT
     )
     assert found is not None
     assert [int(number) for number in found.groups()] == [
-        house_rules.MAXIMUM_FILE_LINES,
-        house_rules.MAXIMUM_FUNCTION_LINES,
-        house_rules.MAXIMUM_FOLDER_FILES,
+        architecture_rules.MAXIMUM_FILE_LINES,
+        architecture_rules.MAXIMUM_FUNCTION_LINES,
+        architecture_rules.MAXIMUM_FOLDER_FILES,
     ]

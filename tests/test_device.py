@@ -47,7 +47,7 @@ def test_more_processes_than_gpus(two_gpus: list[int]) -> None:
         device.local_device(2)
 
 
-def test_launcher_that_shows_one_gpu_to_each(two_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_shows_one_gpu_to_each_process(two_gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert device.local_device(3, one_device_per_process=True) == torch.device("cuda", 0)
     with pytest.raises(LaunchError, match="Local rank 3 has no GPU"):

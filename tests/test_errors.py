@@ -44,7 +44,7 @@ def test_nothing_is_raised_when_no_rank_failed() -> None:
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_every_rank_raises_the_failure_that_stands_first_in_the_kinds(rank: int) -> None:
+def test_every_rank_raises_the_failure_of_highest_precedence(rank: int) -> None:
     failures = [None, StorageError("disk full"), DataError("line 3"), DataError("line 9")]
     reports = [None if failure is None else describe_failure(failure, KINDS) for failure in failures]
     with pytest.raises(DataError, match=r"^line 3$" if rank == 2 else r"^rank 2: line 3$") as caught:
@@ -52,7 +52,7 @@ def test_every_rank_raises_the_failure_that_stands_first_in_the_kinds(rank: int)
     assert (caught.value is failures[rank]) == (rank == 2)
 
 
-def test_an_unknown_type_weighs_as_the_fallback() -> None:
+def test_an_unknown_type_has_the_precedence_of_the_fallback() -> None:
     reports = [FailureReport("StorageError", "full"), FailureReport("KeyError", "'a'")]
     with pytest.raises(DataError, match="^rank 1: KeyError: 'a'$"):
         raise_on_all_ranks(reports, 0, None, KINDS, DataError)
@@ -60,7 +60,7 @@ def test_an_unknown_type_weighs_as_the_fallback() -> None:
         raise_on_all_ranks(reports, 1, None, KINDS, MegatronError)
 
 
-def test_one_rank_is_not_named() -> None:
+def test_a_single_rank_is_not_named() -> None:
     with pytest.raises(StorageError, match="^full$"):
         raise_on_all_ranks([["StorageError", "full"]], 0, None, KINDS, StorageError)
 

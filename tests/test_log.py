@@ -20,7 +20,7 @@ def copy(tmp_path: Path) -> Iterator[Path]:
     log.set_rank(0, 1)
 
 
-def test_the_copy_holds_lines_that_another_rank_prints(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_copy_contains_lines_printed_by_another_rank(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log.set_rank(0, 2)
     log.line(" iteration 1")
     log.info("hello")
@@ -29,7 +29,7 @@ def test_the_copy_holds_lines_that_another_rank_prints(copy: Path, capsys: pytes
     assert copy.read_text() == " iteration 1\nhello\n[rank 0] warning: careful\n"
 
 
-def test_the_copy_ends(copy: Path) -> None:
+def test_the_log_copy_can_be_ended(copy: Path) -> None:
     log.line("one")
     log.copy_to(None)
     log.line("two")

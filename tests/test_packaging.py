@@ -1,4 +1,4 @@
-"""The package: it builds without a compiler, says so, and holds what the metadata promises."""
+"""Packaging: builds without a compiler with a warning, and contains what the metadata says."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_extension(folder: Path, **variables: str) -> subprocess.CompletedProce
 
 
 @pytest.mark.parametrize("kind", ["missing", "broken", "unwanted"])
-def test_without_a_compiler_the_build_succeeds_and_says_what_is_slower(tmp_path, kind):
+def test_without_a_compiler_the_build_succeeds_with_a_warning(tmp_path, kind):
     compiler = "/nonexistent/compiler" if kind == "missing" else shutil.which("false") or "false"
     variables = {"MEGATRON_SKIP_EXTENSIONS": "1"} if kind == "unwanted" else {"CC": compiler, "CXX": compiler}
     done = build_extension(tmp_path, **variables)
@@ -49,7 +49,7 @@ def test_without_a_compiler_the_build_succeeds_and_says_what_is_slower(tmp_path,
 
 
 @pytest.mark.slow
-def test_with_a_compiler_the_extension_lies_beside_its_room(tmp_path):
+def test_with_a_compiler_the_extension_is_in_its_package(tmp_path):
     if not (shutil.which("g++") or shutil.which("c++")):
         pytest.skip("there is no C++ compiler here")
     done = build_extension(tmp_path)
@@ -75,12 +75,12 @@ def test_every_dependency_has_its_reason():
             assert "#" in line or listed[number - 1].strip().startswith("#"), line
 
 
-def test_torch_is_a_range_that_an_installed_one_satisfies():
+def test_the_torch_requirement_allows_the_installed_version():
     text = (ROOT / "pyproject.toml").read_text()
     assert '"torch>=2.7"' in text and "torch" not in re.search(r"requires = \[.*\]", text).group()
 
 
-def test_every_room_is_packaged():
+def test_every_package_is_installed():
     setuptools = pytest.importorskip("setuptools")
     found = setuptools.find_packages(str(ROOT), include=["megatron", "megatron.*"])
     rooms = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in (ROOT / "megatron").rglob("*.py")}

@@ -103,7 +103,7 @@ def main() -> int:
         return 0
     section = _COMMANDS.get(command)
     if section is None:
-        raise ConfigError(f"corpus_store.py: unknown command {command!r}. Use one of: {', '.join(_COMMANDS)}.")
+        raise ConfigError(f"corpus_store.py: the command {command!r} is not known. Use one of: {', '.join(_COMMANDS)}.")
     if section is ImportFlags and words and not words[0].startswith("-"):
         words.insert(0, "--input")
     flags = parse_flags(section, words, prog=f"corpus_store.py {command}", description=__doc__ or "")

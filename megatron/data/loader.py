@@ -19,12 +19,12 @@ from megatron.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro batch of one rank.
+    """One micro-batch of one rank.
 
     Shapes:
         tokens, labels: int64 [b, s]; loss_mask: float32 [b, s], 0 where no loss is wanted.
         sample_ids: int64 [b], number of each sample in the order of the whole run.
-        segment_ids: int64 [b, s], 0 for the first document of a sample, or None if documents need not be told apart.
+        segment_ids: int64 [b, s], 0 for the first document of a sample, or None if documents are not separated.
         source_ids: int64 [b], which source of the blend each sample comes from, or None unless they were asked for.
     """
 
@@ -38,7 +38,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What a batch is made of beside its tokens.
+    """What a batch consists of besides its tokens.
 
     Args:
         eod_id: the end-of-document token; needed for the two options below.
@@ -63,7 +63,7 @@ class BatchOptions:
 
 
 class MicroBatches:
-    """This rank's micro batches of one global batch: samples [first_sample, first_sample + global_batch_size).
+    """This rank's micro-batches of one global batch: samples [first_sample, first_sample + global_batch_size).
 
     In micro step m, rank r owns the `micro_batch_size` samples from `first_sample + (m * dp_size + r) *
     micro_batch_size`. Samples from `stop_sample` on do not exist: they are filled with padding that has no loss (the
@@ -86,11 +86,11 @@ class MicroBatches:
         stop_sample: int | None = None,
         options: BatchOptions | None = None,
     ) -> None:
-        together = micro_batch_size * dp_size
-        if global_batch_size % together:
+        samples_per_step = micro_batch_size * dp_size
+        if global_batch_size % samples_per_step:
             raise ConfigError(
                 f"A global batch of {global_batch_size} samples cannot be divided among {dp_size} data-parallel ranks "
-                f"with --micro-batch-size {micro_batch_size}: it must be a multiple of {together}."
+                f"with --micro-batch-size {micro_batch_size}: it must be a multiple of {samples_per_step}."
             )
         self.dataset = dataset
         self.first_sample = first_sample
@@ -98,14 +98,14 @@ class MicroBatches:
         self.options = options or BatchOptions()
         self._micro_batch_size = micro_batch_size
         self._own_first = first_sample + dp_rank * micro_batch_size
-        self._together = together
-        self._steps = global_batch_size // together
+        self._samples_per_step = samples_per_step
+        self._steps = global_batch_size // samples_per_step
 
     def __len__(self) -> int:
         return self._steps
 
     def __iter__(self) -> Iterator[Batch]:
-        return (self._batch(self._own_first + step * self._together) for step in range(self._steps))
+        return (self._batch(self._own_first + step * self._samples_per_step) for step in range(self._steps))
 
     def _batch(self, first: int) -> Batch:
         numbers = range(first, first + self._micro_batch_size)
@@ -167,13 +167,13 @@ def segment_ids(tokens: np.ndarray, eod_id: int | None) -> np.ndarray:
 class BatchLoader:
     """Yields the micro batches of one global batch after another, reading the likely next one in a thread meanwhile.
 
-    The guess (same size, next sample) is wrong at a ramp-up step or a skipped range; then that batch is read when asked
-    for. An error met while reading ahead is raised when that batch is asked for, not before.
+    The guess (same size, next sample) is wrong at a ramp-up step or a skipped range; that batch is then read on demand.
+    An error met while reading ahead is raised when the batch is requested, not before.
 
     Args:
         read_ahead: whether to use the thread.
-        reads: whether this rank uses its micro-batches; one that does not (a pipeline stage between the first and the
-            last) is given None for each and opens no sample.
+        reads: whether this rank uses its micro-batches. One that does not (a pipeline stage between the first and the
+            last) gets None for each of them and reads no sample.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class BatchLoader:
     def micro_batches(
         self, first_sample: int, global_batch_size: int, stop_sample: int | None = None
     ) -> list[Batch] | list[None]:
-        """This rank's micro batches of the samples [first_sample, first_sample + global_batch_size).
+        """This rank's micro-batches of the samples [first_sample, first_sample + global_batch_size).
 
         Raises:
             ConfigError, DataError: see `MicroBatches`.

@@ -53,7 +53,7 @@ def cut_keys(name: str, kind: Kind, shape: tuple[int, ...], random_cuts: random.
 
 
 def cut_out(tensor: torch.Tensor, key: PieceKey) -> torch.Tensor:
-    """The values of a piece, by plain indexing: the reference that the room's arithmetic is compared with."""
+    """The values of a piece by plain indexing: the reference for the package's index arithmetic."""
     box = tensor[tuple(slice(a, b) for a, b in zip(key.start, key.stop, strict=True))]
     return box.reshape(-1)[key.first : key.last].clone()
 
@@ -78,7 +78,7 @@ class Sink:
     got: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def wanted(self) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
-        """The wanted pieces, in the form the room takes them."""
+        """The wanted pieces in the form that loading expects."""
         for number, (key, _) in enumerate(self.expected):
             yield key, lambda values, number=number: self.got.__setitem__(number, values.clone())
 

@@ -29,7 +29,7 @@ def merged(shape: list[int], random_cuts: random.Random) -> tuple[int, ...]:
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.integers(1, 6), max_size=5), st.integers(0, 2**32))
-def test_pieces_of_a_regrouped_shape_are_read_by_any_other_cut(shape: list[int], seed: int) -> None:
+def test_pieces_of_a_regrouped_shape_are_read_by_any_other_sharding(shape: list[int], seed: int) -> None:
     """Both sides merge dimensions of one fine shape at random: N-D read as 2-D, 2-D as N-D, and mixtures."""
     random_cuts = random.Random(seed)
     ours, theirs = merged(shape, random_cuts), merged(shape, random_cuts)
@@ -51,7 +51,7 @@ def test_pieces_of_a_regrouped_shape_are_read_by_any_other_cut(shape: list[int],
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_both_ways_of_counting_agree_where_the_shape_is_the_same(shape: list[int], seed: int) -> None:
+def test_both_element_numberings_agree_for_equal_shapes(shape: list[int], seed: int) -> None:
     random_cuts = random.Random(seed)
     widened = (1, *shape)  # another shape of the same numbering, which takes the other way
     for stored, wanted in zip(
@@ -91,12 +91,12 @@ def test_both_ways_of_counting_agree_where_the_shape_is_the_same(shape: list[int
         ((12, 3), (4, 9), False),
     ],
 )
-def test_shapes_that_number_elements_alike(shape: tuple[int, ...], other: tuple[int, ...], answer: bool) -> None:
+def test_shapes_with_the_same_element_numbering(shape: tuple[int, ...], other: tuple[int, ...], answer: bool) -> None:
     assert is_regrouped(shape, other) is answer
     assert is_regrouped(other, shape) is answer
 
 
-def test_work_is_proportional_to_rows_shared_not_to_elements() -> None:
+def test_work_is_proportional_to_shared_rows_not_to_elements() -> None:
     shape = (4096, 65536)
     column = PieceKey("a", "weight", shape, (0, 8192), (4096, 16384), 0, 4096 * 8192)
     assert shared_copies(whole("a", "weight", shape), column).length.size == 4096
@@ -110,7 +110,7 @@ def test_work_is_proportional_to_rows_shared_not_to_elements() -> None:
     assert shared_copies(few, heads).length.size == 1
 
 
-def test_pieces_that_do_not_meet_share_nothing() -> None:
+def test_disjoint_pieces_share_no_elements() -> None:
     left = PieceKey("a", "weight", (4, 4), (0, 0), (4, 2), 0, 8)
     right = PieceKey("a", "weight", (4, 4), (0, 2), (4, 4), 0, 8)
     assert shared_copies(left, right).numel == 0

@@ -122,7 +122,7 @@ TRIALS = [
 
 
 @pytest.mark.parametrize(("name", "mutation", "times"), TRIALS, ids=[f"{name}-{m.__name__}" for name, m, _ in TRIALS])
-def test_every_mutation_is_found_before_a_tensor_is_touched(
+def test_every_mutation_is_detected_before_a_tensor_is_modified(
     tmp_path: Path, name: str, mutation: Callable[[Path, random.Random], None], times: int
 ) -> None:
     save_step(tmp_path, 1, seed=1)
@@ -208,7 +208,9 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "text"), HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_manifest_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object], text: str) -> None:
+def test_a_malicious_manifest_is_rejected(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], text: str
+) -> None:
     path = save_step(tmp_path, 2)
     reseal(path / "manifest.json", change)
     with pytest.raises(CheckpointError, match=text):
@@ -226,7 +228,7 @@ def test_a_hostile_manifest_is_refused(tmp_path: Path, change: Callable[[dict[st
     ],
     ids=["depth", "twice", "nan", "digits", "syntax"],
 )
-def test_a_json_bomb_is_refused_quickly(tmp_path: Path, text: str, said: str) -> None:
+def test_a_json_bomb_is_rejected_quickly(tmp_path: Path, text: str, said: str) -> None:
     path = save_step(tmp_path, 2)
     seal(path / "manifest.json", text)
     began = time.perf_counter()
@@ -235,7 +237,7 @@ def test_a_json_bomb_is_refused_quickly(tmp_path: Path, text: str, said: str) ->
     assert time.perf_counter() - began < 2
 
 
-def test_json_that_is_no_object_and_a_huge_manifest_are_refused(tmp_path: Path) -> None:
+def test_non_object_json_and_a_huge_manifest_are_rejected(tmp_path: Path) -> None:
     path = save_step(tmp_path, 2)
     with (path / "manifest.json").open("r+b") as file:
         file.truncate(2**40)
@@ -246,7 +248,7 @@ def test_json_that_is_no_object_and_a_huge_manifest_are_refused(tmp_path: Path) 
         read_record(path)
 
 
-def test_a_changed_digit_is_named_as_damage(tmp_path: Path) -> None:
+def test_a_changed_digit_is_reported_as_damage(tmp_path: Path) -> None:
     path = save_step(tmp_path, 2)
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"step": 2', '"step": 3', 1))
@@ -254,7 +256,7 @@ def test_a_changed_digit_is_named_as_damage(tmp_path: Path) -> None:
         read_record(path)
 
 
-def test_a_chunk_swap_inside_a_file_is_found(tmp_path: Path) -> None:
+def test_swapped_chunks_inside_a_file_are_detected(tmp_path: Path) -> None:
     path = save_step(tmp_path, 2)
     content = bytearray((path / FILE).read_bytes())
     last = len(content) // CHUNK_BYTES - 1
@@ -266,14 +268,14 @@ def test_a_chunk_swap_inside_a_file_is_found(tmp_path: Path) -> None:
     assert read_manifest(path).step == 2
 
 
-def test_a_wrong_digest_of_a_whole_file_is_found(tmp_path: Path) -> None:
+def test_a_wrong_digest_of_a_whole_file_is_detected(tmp_path: Path) -> None:
     path = save_step(tmp_path, 2)
     reseal(path / "manifest.json", put("files", 0, 2, "0" * 64))
     with pytest.raises(DamagedError, match=f"{FILE} does not have the digest in its manifest"):
         verify(path)
 
 
-def test_a_file_of_another_size_is_found_when_it_is_opened(tmp_path: Path) -> None:
+def test_a_file_of_wrong_size_is_detected_on_open(tmp_path: Path) -> None:
     path = save_step(tmp_path, 2)
     with (path / FILE).open("ab") as file:
         file.write(b"x")
@@ -281,7 +283,7 @@ def test_a_file_of_another_size_is_found_when_it_is_opened(tmp_path: Path) -> No
         list(read_tensors(path, kind="master"))
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_damage(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_being_read_is_reported_as_damage(tmp_path: Path) -> None:
     class Shrinking(Storage):
         """Says the right size, but the bytes are gone."""
 

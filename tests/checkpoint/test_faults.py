@@ -1,4 +1,4 @@
-"""A save that fails or dies at any point: every earlier checkpoint stays as it was, and it is said what happened."""
+"""A save that fails or is killed at any point leaves every earlier checkpoint intact and reports the cause."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def written_bytes(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_failure_at_every_operation_keeps_the_earlier_checkpoint(tmp_path: Path, number: int) -> None:
+def test_failure_at_any_operation_keeps_the_earlier_checkpoint(tmp_path: Path, number: int) -> None:
     save_seed(tmp_path, 1, 1)
     counted = FaultyStorage()
     save_seed(tmp_path / "other", 2, 2, counted)
@@ -170,7 +170,7 @@ def test_short_writes_are_finished(tmp_path: Path) -> None:
     assert loaded_seed(tmp_path) == 1
 
 
-def test_a_write_that_takes_nothing_is_a_failure(tmp_path: Path) -> None:
+def test_a_write_of_zero_bytes_is_a_failure(tmp_path: Path) -> None:
     class Stuck(FaultyStorage):
         def write(self, handle: int, content: memoryview) -> int:
             return 0
@@ -179,7 +179,7 @@ def test_a_write_that_takes_nothing_is_a_failure(tmp_path: Path) -> None:
         save_seed(tmp_path, 1, 1, Stuck())
 
 
-def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
+def test_insufficient_disk_space_is_reported_before_writing(tmp_path: Path) -> None:
     class Small(FaultyStorage):
         def free_bytes(self, path: Path) -> int | None:
             return 1000
@@ -190,13 +190,13 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path) -> N
     assert "write" not in storage.operations
 
 
-def test_a_directory_that_only_one_node_sees_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_shared_between_nodes_is_reported(tmp_path: Path) -> None:
     storage = FaultyStorage(0, number=errno.ENOENT, only="create")
     with pytest.raises(StorageError, match=r"All nodes must see the same --save directory"):
         save_seed(tmp_path, 1, 1, storage)
 
 
-def test_a_file_in_the_way_is_a_storage_error(tmp_path: Path) -> None:
+def test_an_existing_file_at_the_path_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     with pytest.raises(StorageError, match=r"cannot write .*taken.*EEXIST|ENOTDIR"):
         save_seed(tmp_path / "taken", 1, 1, Storage())
@@ -222,7 +222,7 @@ def in_child(work: object) -> int:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "same step"])
-def test_a_kill_at_every_operation_keeps_a_good_checkpoint(tmp_path: Path, again: bool) -> None:
+def test_a_kill_at_any_operation_keeps_a_valid_checkpoint(tmp_path: Path, again: bool) -> None:
     step = 1 if again else 2
     save_seed(tmp_path / "start", 1, 1)
     save_seed(tmp_path / "count", 1, 1)
@@ -263,7 +263,7 @@ def save_forever(directory: Path, step: int) -> None:
             shutil.rmtree(old)
 
 
-def test_a_kill_at_any_moment_keeps_a_good_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_at_any_time_keeps_a_valid_checkpoint(tmp_path: Path) -> None:
     reached = 0
     for delay_seconds in (0.01, 0.03, 0.05, 0.08, 0.13, 0.21, 0.34, 0.55):
         child = os.fork()

@@ -23,7 +23,7 @@ def test_tools_read_named_tensors(tmp_path: Path) -> None:
     assert len(read_manifest(path).files) == 1
 
 
-def test_a_tensor_can_be_asked_for_with_its_dimensions_merged_or_split(tmp_path: Path) -> None:
+def test_a_tensor_can_be_read_with_merged_or_split_dimensions(tmp_path: Path) -> None:
     path = save_state(tmp_path)
     name = "decoder.layers.0.mlp.linear_fc2.weight"
     expected = make_state()[name, "master"]

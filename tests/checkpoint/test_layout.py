@@ -22,7 +22,7 @@ def stored(keys: list[PieceKey]) -> Catalogue:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 7), max_size=4), st.integers(0, 2**32))
-def test_any_cut_read_by_any_other_cut_gives_the_tensor(shape: list[int], seed: int) -> None:
+def test_any_sharding_read_by_any_other_gives_the_tensor(shape: list[int], seed: int) -> None:
     random_cuts = random.Random(seed)
     tensor = torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape)
     saved = cut_keys("a", "weight", tuple(shape), random_cuts)
@@ -38,14 +38,14 @@ def test_any_cut_read_by_any_other_cut_gives_the_tensor(shape: list[int], seed: 
         assert torch.equal(result, cut_out(tensor, key))
 
 
-def test_weight_and_master_stand_in_for_each_other() -> None:
+def test_weight_and_master_weight_are_interchangeable() -> None:
     master, weight = whole("a", "master", (4,)), whole("a", "weight", (4,))
     assert plan_piece(weight, stored([master]))[0][0].key.kind == "master"
     assert plan_piece(master, stored([weight]))[0][0].key.kind == "weight"
     assert plan_piece(weight, stored([master, weight]))[0][0].key.kind == "weight"
 
 
-def test_refusals_name_tensor_and_range() -> None:
+def test_errors_name_tensor_and_range() -> None:
     key = whole("mlp.weight", "weight", (4, 4))
     top = PieceKey("mlp.weight", "weight", (4, 4), (0, 0), (2, 4), 0, 8)
     with pytest.raises(CheckpointError, match=r"mlp.weight .*elements 8:16 of box \[0:4, 0:4\]"):
@@ -87,12 +87,12 @@ def test_a_save_must_cover_every_element_once(
         check_complete(PieceKey("a", "weight", (9,), *piece) for piece in pieces)
 
 
-def test_pieces_must_agree_about_the_shape() -> None:
+def test_pieces_must_agree_on_the_shape() -> None:
     with pytest.raises(CheckpointError, match=r"disagree about its shape: \[4\] and \[5\]"):
         check_complete([whole("a", "weight", (4,)), whole("a", "weight", (5,))])
 
 
-def test_impossible_numbers_are_named() -> None:
+def test_invalid_ranges_are_reported() -> None:
     assert key_problem(whole("a", "weight", (4, 2))) is None
     assert "different lengths" in str(key_problem(PieceKey("a", "weight", (4,), (0, 0), (4,), 0, 4)))
     assert "does not lie in shape" in str(key_problem(PieceKey("a", "weight", (4,), (0,), (5,), 0, 5)))

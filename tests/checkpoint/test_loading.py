@@ -37,7 +37,7 @@ def test_any_layout_reads_any_layout(
     assert all(torch.equal(tensors[name], state[name, "weight"]) for name in named)
 
 
-def test_weight_and_master_stand_in_for_each_other_across_precisions(tmp_path: Path) -> None:
+def test_weight_and_master_weight_are_interchangeable_across_precisions(tmp_path: Path) -> None:
     shapes = {"a": (4, 3)}
     half = make_state(shapes, ("master",))
     path = save(tmp_path / "half", 1, cut_for_ranks(half, 1, 0)[0], {}, MESH)
@@ -52,13 +52,13 @@ def test_weight_and_master_stand_in_for_each_other_across_precisions(tmp_path: P
     assert all(values.dtype == torch.float32 for values in sink.got.values())
 
 
-def test_tensors_that_nobody_wants_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unrequested_tensors_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_state(tmp_path)
     load(path, [], MESH)
     assert "holds tensors that this run's model does not have: decoder.layers.0" in capsys.readouterr().err
 
 
-def test_an_error_of_accept_is_not_swallowed(tmp_path: Path) -> None:
+def test_an_error_in_accept_is_propagated(tmp_path: Path) -> None:
     path = save_state(tmp_path)
 
     def refuse(_: torch.Tensor) -> None:

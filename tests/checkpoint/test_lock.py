@@ -1,4 +1,4 @@
-"""One writer for a directory: the living holder is respected, the dead one replaced, and a lost lock is noticed."""
+"""One writer per directory: a live holder keeps the lock, a dead one is replaced, and a lost lock is detected."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def no_flock(*_: object) -> None:
     raise OSError(errno.ENOLCK, "No locks available")
 
 
-def test_a_living_holder_is_respected_and_named(tmp_path: Path) -> None:
+def test_a_live_holder_keeps_the_lock_and_is_named(tmp_path: Path) -> None:
     with (
         holding_process(tmp_path) as process_id,
         pytest.raises(LaunchError, match=rf"{tmp_path} is in use by run \w+ \(process {process_id} on host .*--save"),
@@ -84,7 +84,7 @@ def test_a_living_holder_is_respected_and_named(tmp_path: Path) -> None:
         lock(tmp_path).acquire()
 
 
-def test_the_same_process_cannot_hold_it_twice(tmp_path: Path) -> None:
+def test_the_same_process_cannot_acquire_it_twice(tmp_path: Path) -> None:
     with lock(tmp_path), pytest.raises(LaunchError, match=f"process {os.getpid()}"):
         lock(tmp_path).acquire()
     with lock(tmp_path):
@@ -92,7 +92,7 @@ def test_the_same_process_cannot_hold_it_twice(tmp_path: Path) -> None:
     assert not (tmp_path / LOCK_NAME).exists()
 
 
-def test_a_killed_holder_is_replaced_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lock_of_a_killed_holder_is_taken_over_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with holding_process(tmp_path) as process_id:
         kill(process_id)
         began = time.monotonic()
@@ -114,9 +114,7 @@ def test_a_child_that_outlives_the_holder_does_not_keep_the_lock(
     assert "whose process is gone" in capsys.readouterr().err
 
 
-def test_a_holder_on_another_machine_that_stands_still_is_replaced(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stalled_remote_holder_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_holder(tmp_path, elsewhere())
     began = time.monotonic()
     with lock(tmp_path) as held:
@@ -132,7 +130,7 @@ def beating(directory: Path, holder: Holder, stop: threading.Event) -> None:
             return
 
 
-def test_a_holder_on_another_machine_that_counts_is_respected(tmp_path: Path) -> None:
+def test_a_remote_holder_with_a_rising_counter_keeps_the_lock(tmp_path: Path) -> None:
     holder = elsewhere()
     write_holder(tmp_path, holder)
     stop = threading.Event()
@@ -147,7 +145,7 @@ def test_a_holder_on_another_machine_that_counts_is_respected(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("ending", ["released", "removed"])
-def test_a_holder_that_lets_go_while_we_wait_is_not_waited_for(tmp_path: Path, ending: str) -> None:
+def test_waiting_ends_when_the_holder_releases_the_lock(tmp_path: Path, ending: str) -> None:
     holder = elsewhere()
     write_holder(tmp_path, holder)
 
@@ -165,7 +163,7 @@ def test_a_holder_that_lets_go_while_we_wait_is_not_waited_for(tmp_path: Path, e
     timer.join()
 
 
-def test_without_kernel_locks_the_process_number_decides(
+def test_without_kernel_locks_the_process_id_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", no_flock)
@@ -179,7 +177,7 @@ def test_without_kernel_locks_the_process_number_decides(
     assert "whose process is gone" in capsys.readouterr().err
 
 
-def test_without_kernel_locks_the_later_of_two_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernel_locks_the_later_of_two_acquires_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", no_flock)
     monkeypatch.setattr("megatron.checkpoint.lock._SETTLE_SECONDS", 0.3)
     timer = threading.Timer(0.1, lambda: write_holder(tmp_path, elsewhere()))
@@ -189,20 +187,20 @@ def test_without_kernel_locks_the_later_of_two_has_it(tmp_path: Path, monkeypatc
     timer.join()
 
 
-def test_a_reused_process_number_is_not_taken_for_the_holder(tmp_path: Path) -> None:
+def test_a_reused_process_id_is_not_mistaken_for_the_holder(tmp_path: Path) -> None:
     write_holder(tmp_path, replace(Holder.this_process(), born="1"))
     with lock(tmp_path, stale_seconds=30):
         pass
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 1024, b"[1]", b'{"run": 1}', b"[" * 1024])
-def test_a_file_that_names_nobody_is_taken(tmp_path: Path, content: bytes) -> None:
+def test_a_lock_file_without_a_holder_is_taken_over(tmp_path: Path, content: bytes) -> None:
     (tmp_path / LOCK_NAME).write_bytes(content)
     with lock(tmp_path, stale_seconds=30) as held:
         held.check()
 
 
-def test_the_counter_rises(tmp_path: Path) -> None:
+def test_the_heartbeat_counter_increases(tmp_path: Path) -> None:
     with lock(tmp_path):
         deadline = time.monotonic() + 10
         while json.loads((tmp_path / LOCK_NAME).read_text())["counter"] < 3:
@@ -211,7 +209,7 @@ def test_the_counter_rises(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["taken", "removed"])
-def test_a_lost_lock_is_noticed_and_nothing_is_published(
+def test_a_lost_lock_is_detected_and_nothing_is_published(
     tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def take_away() -> None:
@@ -240,14 +238,14 @@ def test_a_directory_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -
         lock(tmp_path / "file").acquire()
 
 
-def test_a_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
+def test_a_symlink_at_the_path_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="ELOOP"):
         lock(tmp_path).acquire()
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_trouble_of_the_file_system_is_not_a_lost_lock(
+def test_a_file_system_error_is_not_a_lost_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(_: Path) -> Holder:

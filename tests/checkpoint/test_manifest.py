@@ -24,7 +24,7 @@ from megatron.parallel.pieces import PieceKey
 from tests.checkpoint.saved_state import RECORD, CountingStorage, save_state
 
 
-def test_a_folder_holds_safetensors_a_manifest_and_nothing_else(
+def test_a_checkpoint_contains_only_safetensors_and_a_manifest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = save_state(tmp_path / "new" / "run", 7)
@@ -53,7 +53,7 @@ STORED = StoredPiece(PieceKey("a", "exp_avg", (4, 6), (0, 2), (4, 4), 1, 7), "BF
 FILE = StoredFile("pieces_00000.safetensors", 100, "0" * 64, ("1" * 64, "2" * 64))
 
 
-def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_manifest_round_trips(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000012"
     folder.mkdir()
     text = manifest_bytes(12, "run", RECORD, 64, [FILE], [STORED])
@@ -63,7 +63,7 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert text.endswith(f'"digest": "{manifest.digest}"\n}}\n'.encode())
 
 
-def test_a_manifest_that_is_known_is_not_parsed_again_but_still_read(tmp_path: Path) -> None:
+def test_a_known_manifest_is_read_but_not_parsed_again(tmp_path: Path) -> None:
     path = save_state(tmp_path, 3)
     known = read_manifest(path)
     storage = CountingStorage()

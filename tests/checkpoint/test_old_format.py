@@ -1,4 +1,4 @@
-"""Checkpoints written by an earlier program load and go on as they did then, in their own layout and in another.
+"""Checkpoints of an earlier version load and resume with the same losses, in their own layout and in another.
 
 `old_format/` says with `make_old_format.py` how they were made.
 """
@@ -98,7 +98,7 @@ def check_losses(folder: Path, case: str, *, exactly: bool) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_stored_byte_is_good(case: str, stored: Path) -> None:
+def test_every_stored_byte_is_valid(case: str, stored: Path) -> None:
     (candidate,) = find(stored / case)
     manifest = verify(candidate.path)
     assert manifest.step == KNOWN["saved_at"]
@@ -106,7 +106,7 @@ def test_every_stored_byte_is_good(case: str, stored: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_an_old_checkpoint_goes_on_in_its_own_layout(world_size: int, stored: Path, tmp_path: Path) -> None:
+def test_an_old_checkpoint_resumes_in_its_own_layout(world_size: int, stored: Path, tmp_path: Path) -> None:
     own = [(case, known["layout"]) for case, known in CASES.items() if known["world_size"] == world_size]
     own.sort(key=lambda pair: pair[1]["zero_stage"])
     for folder, (case, _) in zip(resume_all(stored, tmp_path, own, world_size), own, strict=True):
@@ -129,7 +129,7 @@ ELSEWHERE: dict[int, list[tuple[str, dict[str, int]]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", ELSEWHERE)
-def test_an_old_checkpoint_goes_on_in_another_layout(world_size: int, stored: Path, tmp_path: Path) -> None:
+def test_an_old_checkpoint_resumes_in_another_layout(world_size: int, stored: Path, tmp_path: Path) -> None:
     wanted = ELSEWHERE[world_size]
     for folder, (case, _) in zip(resume_all(stored, tmp_path, wanted, world_size), wanted, strict=True):
         check_losses(folder, case, exactly=False)

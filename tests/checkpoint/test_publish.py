@@ -23,7 +23,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 
 
-def test_a_folder_moved_aside_is_found_and_put_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_moved_aside_is_restored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_state(tmp_path, 3, seed=1)
     aside = path.rename(tmp_path / ".old-iter_0000003-0123456789abcdef")
     (tmp_path / ".tmp-iter_0000003-0123456789abcdef").mkdir()
@@ -36,7 +36,7 @@ def test_a_folder_moved_aside_is_found_and_put_back(tmp_path: Path, capsys: pyte
     assert not aside.exists()
 
 
-def test_the_folder_in_place_wins_over_the_one_moved_aside_only_if_it_is_good(tmp_path: Path) -> None:
+def test_the_folder_in_place_is_preferred_only_if_it_is_valid(tmp_path: Path) -> None:
     path = save_state(tmp_path, 3)
     aside = tmp_path / ".old-iter_0000003-0123"
     shutil.copytree(path, aside)
@@ -48,7 +48,7 @@ def test_the_folder_in_place_wins_over_the_one_moved_aside_only_if_it_is_good(tm
     assert not aside.exists() and path.exists()
 
 
-def test_leftovers_are_removed_and_other_files_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_leftovers_are_removed_and_other_files_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / ".tmp-iter_0000003-0af").mkdir()
     (tmp_path / ".tmp-latest-0af").touch()
     for name in (".run.lock", "notes.txt", "latest_checkpointed_iteration.txt", ".old-iter_x"):
@@ -60,7 +60,7 @@ def test_leftovers_are_removed_and_other_files_stay(tmp_path: Path, capsys: pyte
     assert f"removing {tmp_path}/.tmp-iter_0000003-0af, which an unfinished save left behind" in capsys.readouterr().err
 
 
-def test_what_cannot_be_cleaned_up_is_only_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_cleanup_is_only_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Stubborn(Storage):
         def remove_tree(self, path: Path) -> None:
             raise PermissionError(13, "Permission denied")

@@ -1,4 +1,4 @@
-"""Several ranks: they save, load, fail and fall back together."""
+"""Several ranks save, load, fail and fall back in agreement."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def fail_on_one(rank: int, directory: str, how: str) -> tuple[str, str]:
         ("type", "CheckpointError", "element type torch.complex64"),
     ],
 )
-def test_one_rank_fails_all_learn_it_and_nothing_is_left(tmp_path: Path, how: str, kind: str, text: str) -> None:
+def test_the_failure_of_one_rank_is_raised_on_all_and_leaves_nothing(
+    tmp_path: Path, how: str, kind: str, text: str
+) -> None:
     run_ranks(save_part, 3, str(tmp_path), 5, 3)
     results = run_ranks(fail_on_one, 3, str(tmp_path), how)
     assert [name for name, _ in results] == [kind] * 3
@@ -109,7 +111,7 @@ def two_checkpoints_one_damaged(rank: int, directory: str) -> tuple[str, list[in
     return found.path.name, [int(tensor[0]) for tensor in values]
 
 
-def test_damage_seen_by_one_rank_sends_all_back_before_any_tensor_changes(tmp_path: Path) -> None:
+def test_damage_on_one_rank_makes_all_fall_back_before_any_tensor_changes(tmp_path: Path) -> None:
     results = run_ranks(two_checkpoints_one_damaged, 3, str(tmp_path))
     assert results == [("iter_0000001", [1]), ("iter_0000001", [11]), ("iter_0000001", [21])]
 
@@ -124,7 +126,7 @@ def wrong_on_one(rank: int, directory: str) -> str:
     return f"{caught.value} {refused.value}"
 
 
-def test_a_wish_that_cannot_be_met_and_a_held_lock_are_everybodys_error(tmp_path: Path) -> None:
+def test_unmet_requests_and_a_held_lock_raise_on_every_rank(tmp_path: Path) -> None:
     run_ranks(save_part, 1, str(tmp_path), 5, 1)
     with CheckpointLock(tmp_path, ParallelMesh.single()):
         results = run_ranks(wrong_on_one, 2, str(tmp_path))
@@ -138,7 +140,7 @@ def load_own(rank: int, directory: str) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_see_different_directories_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_see_different_directories_are_rejected(tmp_path: Path) -> None:
     for rank in range(2):
         run_ranks(save_part, 1, str(tmp_path / str(rank)), 5, 1)
     assert all("the ranks see different checkpoints" in text for text in run_ranks(load_own, 2, str(tmp_path)))

@@ -107,7 +107,7 @@ def test_column_slices_are_read_with_one_chunk_in_memory(tmp_path: Path) -> None
     sink.check()
 
 
-def test_bytes_that_change_between_the_passes_of_a_load_are_found(tmp_path: Path) -> None:
+def test_bytes_that_change_between_the_passes_of_a_load_are_detected(tmp_path: Path) -> None:
     path = save_state(tmp_path)
 
     file = path / "pieces_00000.safetensors"

@@ -16,7 +16,7 @@ from tests.checkpoint.records import make_record
 PATH = Path("run/iter_0000004")
 
 
-def test_a_record_survives_json() -> None:
+def test_a_record_round_trips_through_json() -> None:
     record = make_record()
     assert Record.from_json(json.loads(json.dumps(record.to_json())), PATH) == record
 
@@ -50,7 +50,7 @@ def test_entries_of_a_later_program_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("section", ["control", "somewhere_else"])
-def test_the_optimizer_state_may_have_been_left_out(section: str) -> None:
+def test_the_optimizer_state_is_optional(section: str) -> None:
     assert make_record().has_optimizer_state
     assert not make_record(config={section: {"no_save_optim": True}, "provenance": []}).has_optimizer_state
 
@@ -85,7 +85,7 @@ def test_a_wrong_entry_is_named_with_its_value(name: str, entry: Any, text: str)
         Record.from_json({**make_record().to_json(), name: entry}, PATH)
 
 
-def test_a_wrong_plan_or_progress_is_refused_by_its_own_type() -> None:
+def test_an_invalid_plan_or_progress_is_rejected_by_its_own_type() -> None:
     with pytest.raises(DataError, match="stored data plan has format None"):
         Record.from_json({**make_record().to_json(), "data_plan": {}}, PATH)
     with pytest.raises(CheckpointError, match="step missing, unknown or no whole number"):
@@ -97,7 +97,7 @@ def test_progress_counts_steps_samples_tokens_and_skips() -> None:
     assert progress == Progress(step=2, consumed_samples=16, consumed_tokens=256, skipped_steps=1)
 
 
-def test_progress_survives_json() -> None:
+def test_progress_round_trips_through_json() -> None:
     progress = Progress(3, 24, 384, 1)
     assert Progress.from_json(progress.to_json()) == progress
 

@@ -15,7 +15,7 @@ from tests.checkpoint.fake_pieces import make_state, whole_sink
 from tests.checkpoint.saved_state import MESH, RECORD, save_state
 
 
-def test_nothing_there_is_none_and_something_like_a_checkpoint_is_an_error(
+def test_an_empty_directory_gives_none_and_an_unknown_format_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert find(tmp_path / "absent") == []
@@ -44,7 +44,7 @@ def test_nothing_there_is_none_and_something_like_a_checkpoint_is_an_error(
         "zero_pp_rank_0_mp_rank_00_optim_states.pt",
     ],
 )
-def test_a_foreign_checkpoint_is_never_a_fresh_start(tmp_path: Path, name: str) -> None:
+def test_a_foreign_checkpoint_is_not_treated_as_a_new_run(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(CheckpointError, match=f"holds no checkpoint of this program, but .*{name}"):
         load_newest(tmp_path, list, MESH)
@@ -56,13 +56,13 @@ def test_a_megatron_folder_of_the_same_name_is_not_mistaken(tmp_path: Path) -> N
         load_newest(tmp_path, list, MESH)
 
 
-def test_an_unreadable_directory_is_said(tmp_path: Path) -> None:
+def test_an_unreadable_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot list .*file: Not a directory"):
         find(tmp_path / "file")
 
 
-def test_the_newest_good_one_is_taken_whatever_the_hint_says(
+def test_the_newest_valid_checkpoint_is_used_regardless_of_the_latest_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (1, 2, 10_000_001):
@@ -78,7 +78,7 @@ def test_the_newest_good_one_is_taken_whatever_the_hint_says(
     assert f"successfully loaded checkpoint from {tmp_path} at iteration 10000001" in output.out
 
 
-def test_a_damaged_one_is_skipped_and_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_state(tmp_path, 1, seed=1)
     path = save_state(tmp_path, 2, seed=2)
     content = bytearray((path / "pieces_00000.safetensors").read_bytes())
@@ -96,7 +96,7 @@ def test_a_damaged_one_is_skipped_and_it_is_said(tmp_path: Path, capsys: pytest.
     assert newest_record(tmp_path, MESH) == Found(RECORD, path)  # sizes are right: only a load can tell
 
 
-def test_all_damaged_is_an_error_that_names_each(tmp_path: Path) -> None:
+def test_if_all_are_damaged_the_error_names_each(tmp_path: Path) -> None:
     for step in (1, 2):
         (save_state(tmp_path, step) / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"none of the 2 (.|\n)*iter_0000002(.|\n)*iter_0000001"):
@@ -105,7 +105,7 @@ def test_all_damaged_is_an_error_that_names_each(tmp_path: Path) -> None:
         newest_record(tmp_path, MESH)
 
 
-def test_a_checkpoint_that_does_not_fit_is_no_damage(tmp_path: Path) -> None:
+def test_a_mismatching_checkpoint_is_not_treated_as_damaged(tmp_path: Path) -> None:
     save_state(tmp_path, 1)
     save_state(tmp_path, 2)
     key = PieceKey("scale", "master", (5,), (0,), (5,), 0, 5)
@@ -113,7 +113,7 @@ def test_a_checkpoint_that_does_not_fit_is_no_damage(tmp_path: Path) -> None:
         load_newest(tmp_path, lambda: [(key, lambda _: None)], MESH)
 
 
-def test_a_folder_may_be_named_itself(tmp_path: Path) -> None:
+def test_a_checkpoint_folder_can_be_given_directly(tmp_path: Path) -> None:
     path = save_state(tmp_path, 4)
     save_state(tmp_path, 5)
     found = newest_record(path, MESH)
@@ -121,7 +121,7 @@ def test_a_folder_may_be_named_itself(tmp_path: Path) -> None:
     assert found.path == path
 
 
-def test_a_right_that_is_missing_is_not_damage(tmp_path: Path) -> None:
+def test_missing_permissions_are_not_treated_as_damage(tmp_path: Path) -> None:
     save_state(tmp_path, 1)
     save_state(tmp_path, 2)
 
@@ -133,7 +133,7 @@ def test_a_right_that_is_missing_is_not_damage(tmp_path: Path) -> None:
         load_newest(tmp_path, list, MESH, storage=Forbidden())
 
 
-def test_a_resume_lists_the_directory_and_parses_the_manifest_as_seldom_as_it_can(
+def test_a_resume_lists_the_directory_and_parses_the_manifest_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_state(tmp_path, 1)
@@ -147,7 +147,7 @@ def test_a_resume_lists_the_directory_and_parses_the_manifest_as_seldom_as_it_ca
     assert parsed == [path]
 
 
-def test_what_was_found_before_may_be_gone(tmp_path: Path) -> None:
+def test_a_found_checkpoint_may_disappear(tmp_path: Path) -> None:
     save_state(tmp_path, 1)
     path = save_state(tmp_path, 2)
     found = newest_record(tmp_path, MESH)

@@ -29,7 +29,7 @@ from tests.helpers.ranks import run_ranks
         ([((4,), (0,), (4,), 0, 4)], {}, -1, "of step -1"),
     ],
 )
-def test_a_wrong_save_is_refused_and_leaves_nothing(
+def test_an_invalid_save_is_rejected_and_leaves_nothing(
     tmp_path: Path, pieces: list[tuple], record: dict, step: int, text: str
 ) -> None:
     given_pieces = [(key := PieceKey("a", "weight", *piece), torch.zeros(key.numel)) for piece in pieces]
@@ -61,7 +61,7 @@ def test_the_messages_of_a_rank_do_not_grow_with_the_world_except_on_the_first(t
             assert sizes.total_bytes == of_two.total_bytes
             assert [name for name, _ in sizes.calls] == [name for name, _ in of_two.calls]
     saved, found, loaded = four[3]
-    assert saved.received_bytes == 0  # one rank's rows of the manifest reach nobody but the first
+    assert saved.received_bytes == 0  # manifest rows are only sent to the first rank
     assert saved.total_bytes < 700
     assert found.total_bytes < 1300  # the record
     assert loaded.total_bytes < 700

@@ -22,7 +22,7 @@ from tests.checkpoint.saved_state import MESH
         (torch.zeros(4, dtype=torch.complex64), "element type torch.complex64"),
     ],
 )
-def test_a_tensor_that_does_not_fit_its_key_is_refused(tmp_path: Path, tensor: torch.Tensor, text: str) -> None:
+def test_a_tensor_that_does_not_match_its_key_is_rejected(tmp_path: Path, tensor: torch.Tensor, text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         save(tmp_path, 1, [(PieceKey("a", "weight", (4,), (0,), (4,), 0, 4), tensor)], {}, MESH)
     assert not list(tmp_path.iterdir())
@@ -37,7 +37,7 @@ def test_a_tensor_that_does_not_fit_its_key_is_refused(tmp_path: Path, tensor: t
         ("type", r"b\|weight\|.* was announced, then b\|weight"),
     ],
 )
-def test_pieces_that_change_between_passes_are_refused(tmp_path: Path, change: str, text: str) -> None:
+def test_pieces_that_change_between_passes_are_rejected(tmp_path: Path, change: str, text: str) -> None:
     class Changing:
         passes = 0
 
@@ -56,7 +56,7 @@ def key_of(name: str, size: int) -> PieceKey:
     return PieceKey(name, "weight", (size,), (0,), (size,), 0, size)
 
 
-def test_a_copy_does_not_follow_the_tensors_of_the_run(tmp_path: Path) -> None:
+def test_a_snapshot_copy_is_independent_of_the_runs_tensors(tmp_path: Path) -> None:
     """Training changes its tensors in place while the snapshot is written, here by another thread."""
     base = torch.arange(2 * 10_000, dtype=torch.float32)
     weight, half = base[::2], torch.arange(5, dtype=torch.bfloat16)  # a view with gaps as well
@@ -78,7 +78,7 @@ def test_without_a_copy_values_are_read_when_they_are_written(tmp_path: Path) ->
     assert dict(read_tensors(write_snapshot(tmp_path, 1, taken, {}, MESH)))["weight"].tolist() == [2.0] * 4
 
 
-def test_a_snapshot_tells_its_pieces_and_their_size() -> None:
+def test_a_snapshot_reports_its_pieces_and_their_size() -> None:
     pieces = [
         (key_of("half", 3), torch.zeros(3, dtype=torch.float16)),
         (key_of("nothing", 0), torch.zeros(0)),
@@ -91,7 +91,7 @@ def test_a_snapshot_tells_its_pieces_and_their_size() -> None:
     assert [key.name for key, _, _ in taken.tensors()] == ["weight", "half"]  # an iterator was kept
 
 
-def test_a_piece_that_comes_twice_is_refused() -> None:
+def test_a_duplicate_piece_is_rejected() -> None:
     piece = (key_of("weight", 2), torch.zeros(2))
     with pytest.raises(CheckpointError, match=r"piece weight\|weight\|2\|0:2\|0:2 comes twice on one rank"):
         take_snapshot([piece, piece])

@@ -35,7 +35,7 @@ def test_the_safetensors_library_reads_the_pieces(tmp_path: Path) -> None:
 
 def test_a_save_streams_and_copies_no_tensor_whole(tmp_path: Path) -> None:
     class Stream:
-        """Gives its tensors anew on every pass."""
+        """Returns new tensors on every pass."""
 
         passes = 0
 
@@ -83,7 +83,7 @@ def test_digests_are_those_of_the_file_whatever_the_chunks(tmp_path: Path, chunk
         assert content[piece.begin_bytes : piece.end_bytes] == values.numpy().tobytes()
 
 
-def test_views_with_gaps_are_written_as_they_read(tmp_path: Path) -> None:
+def test_non_contiguous_views_are_written_correctly(tmp_path: Path) -> None:
     base = torch.arange(20, dtype=torch.int64)
     pieces = [
         (PieceKey(f"t{step}", "weight", (n,), (0,), (n,), 0, n), base[::step])

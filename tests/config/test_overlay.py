@@ -25,7 +25,7 @@ def saved() -> RunConfig:
     return resolve(small("--fp16"), Machine("cuda", 1, True, True), TokenizerFacts(1000, 999, "f"))
 
 
-def test_own_flags_are_told_from_the_trainers() -> None:
+def test_own_flags_are_separated_from_the_trainers() -> None:
     request = parse_over(ToolFlags, ["--load", "x", "--count", "3", "--seed", "7", "--no-rope-fusion"], "tool.py")
     assert request.own == ToolFlags(load="x", count=3)
     assert request.given == {"random.seed": 7}
@@ -47,7 +47,7 @@ def test_all_problems_are_shown(words: str, sentences: list[str]) -> None:
         assert sentence in str(caught.value)
 
 
-def test_what_may_change_is_changed() -> None:
+def test_fields_that_may_change_are_changed() -> None:
     given = {"random.seed": 7, "data.vocab_file": "moved.json", "precision.bf16": True, "optim.lr": 9.0}
     found = laid_over(saved(), {**given, "parallel.make_vocab_size_divisible_by": 64, "parallel.zero_stage": 0})
     assert (found.random.seed, found.data.vocab_file, found.precision.dtype_name) == (7, "moved.json", "bfloat16")

@@ -220,7 +220,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("text", "drop", "sentence"), REFUSALS)
-def test_a_combination_that_cannot_work_is_refused(text: str, drop: str, sentence: str) -> None:
+def test_an_invalid_combination_is_rejected(text: str, drop: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
         small(text, drop)
     assert len(caught.value.problems) == 1, caught.value.problems
@@ -230,7 +230,7 @@ def test_evaluation_needs_neither_length_nor_rate() -> None:
     assert small("--eval-only --load x", drop="--lr --train-iters").control.eval_only
 
 
-def test_problems_of_all_areas_come_together() -> None:
+def test_problems_of_all_sections_are_reported_in_one_error() -> None:
     text = "--num-layers x --zero-stage 2 --pipeline-model-parallel-size 5 --min-lr 1 --split a --save o --swiglu --foo"
     with pytest.raises(ConfigError) as caught:
         small(text)
@@ -247,7 +247,7 @@ def test_heads_of_a_given_width_need_not_divide_the_model() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_whatever_is_typed_gives_a_config_or_a_config_error(data: st.DataObject) -> None:
+def test_any_input_gives_a_config_or_a_config_error(data: st.DataObject) -> None:
     options = st.sampled_from(sorted(text for one in field_flags().values() for text in one.spellings))
     values = st.sampled_from(
         ["0", "1", "2", "-1", "1e-3", "nan", "x", "", "1:2", "a=b", "-", "9" * 40, "0.5", "true", "fp"]
@@ -261,7 +261,7 @@ def test_whatever_is_typed_gives_a_config_or_a_config_error(data: st.DataObject)
         assert RunRequest.from_json(json.loads(json.dumps(config.to_json()))).to_json() == config.to_json()
 
 
-def test_parse_leaves_the_words_alone() -> None:
+def test_parse_does_not_modify_its_arguments() -> None:
     argv = tuple(words())
     assert parse(argv) == parse(list(argv))
 
@@ -288,7 +288,7 @@ def test_parse_leaves_the_words_alone() -> None:
         ("--hidden-size wide", "", ['--hidden-size takes a whole number, not "wide".']),
     ],
 )
-def test_a_wrong_value_is_said_once(text: str, drop: str, problems: list[str]) -> None:
+def test_a_wrong_value_is_reported_once(text: str, drop: str, problems: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         small(text, drop)
     assert caught.value.problems == problems
@@ -300,7 +300,7 @@ def test_without_flags_only_flags_that_are_missing_are_named() -> None:
     assert all(" is required" in text or " are required" in text for text in caught.value.problems)
 
 
-def test_a_split_is_shown_without_blanks() -> None:
+def test_a_split_is_shown_without_spaces() -> None:
     with pytest.raises(ConfigError, match=r"--split 9,1,0 does not go with --train-data-path"):
         small("--split '9, 1, 0' --train-data-path x", drop="--data-path")
     with pytest.raises(ConfigError, match=r"--split 9,1,0,0 must be up to three shares"):

@@ -106,7 +106,7 @@ def test_the_command_of_upstreams_training_tests(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_upstreams_tests_also_pass_is_refused_with_a_reason(flags: str, sentence: str) -> None:
+def test_unsupported_flags_of_upstreams_tests_are_rejected_with_a_reason(flags: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
         parse(shlex.split(f"{UPSTREAM_TEST} --data-path corpus {flags}"))
     assert len(caught.value.problems) == 1
@@ -128,7 +128,7 @@ def test_a_large_published_run() -> None:
     assert abs(resolved.optim.train_iters - expected) < len(levels)
 
 
-def test_tensor_parallelism_on_one_process_is_refused_instead_of_clamped() -> None:
+def test_tensor_parallelism_on_one_process_is_rejected_instead_of_clamped() -> None:
     config = parse(shlex.split(UPSTREAM_TEST + "--data-path corpus"))
     with pytest.raises(ConfigError, match="needs a multiple of 4 processes, and 1 was started"):
         resolve(config, Machine("cuda", 1, True, True), TokenizerFacts(5120, 0, "f"))

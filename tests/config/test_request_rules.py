@@ -1,4 +1,4 @@
-"""Rules for what is asked of a run, each on its own; together with the command line they stand in `test_parse`."""
+"""Rules for run requests, one by one; `test_parse` tests them with command lines."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_padded_vocabulary(text: str, vocabulary: int, padded: int) -> None:
         ("--pad-vocab-size-to 896", 1, r"--pad-vocab-size-to 896 is less than the tokenizer's 1000 tokens"),
     ],
 )
-def test_what_the_machine_makes_impossible(text: str, world: int, sentence: str | None) -> None:
+def test_limits_of_the_machine(text: str, world: int, sentence: str | None) -> None:
     if sentence is None:
         assert resolved(text + " --global-batch-size 20", world=world).parallel.data_parallel_size == 10
         return
@@ -78,7 +78,7 @@ def test_what_the_machine_makes_impossible(text: str, world: int, sentence: str 
     assert len(caught.value.problems) == 1
 
 
-def test_bf16_needs_a_machine_that_can() -> None:
+def test_bf16_needs_hardware_support() -> None:
     with pytest.raises(ConfigError, match=r"--bf16 does not train on this machine \(cuda\). Use --fp16"):
         resolve(small("--bf16"), Machine("cuda", 1, True, False), TokenizerFacts(10, 9, "f"))
 
@@ -88,7 +88,7 @@ def test_many_processes_name_the_layouts_that_fit() -> None:
         resolved("--tensor-model-parallel-size 4", world=6)
 
 
-def test_problems_come_together() -> None:
+def test_all_problems_are_reported_in_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
         resolved("--fp16 --pad-vocab-size-to 128 --tensor-model-parallel-size 2", world=3)
     assert len(caught.value.problems) == 3
@@ -133,7 +133,7 @@ def test_a_run_of_no_step_is_refused() -> None:
         resolved("--train-samples 7", drop="--train-iters")
 
 
-def test_rampup_sizes_split_over_the_copies() -> None:
+def test_rampup_sizes_are_divisible_by_the_replicas() -> None:
     with pytest.raises(ConfigError, match=r"--rampup-batch-size 2 2 8: start and increment must be multiples .* = 4"):
         resolved("--train-samples 64 --rampup-batch-size 2 2 8", drop="--train-iters", world=2)
 
@@ -150,7 +150,7 @@ def test_a_run_that_only_evaluates_plans_no_step() -> None:
     assert is_done(config.optim, 0, 0)
 
 
-def test_what_is_resolved_is_never_unset() -> None:
+def test_resolved_fields_are_never_none() -> None:
     config = resolved(drop="--global-batch-size")
     assert type(config) is RunConfig
     for section in (config.model, config.parallel, config.optim):

@@ -27,7 +27,7 @@ def saved(text: str = "", drop: str = "") -> dict[str, Any]:
     return json.loads(json.dumps(run(text, drop).to_json()))
 
 
-def test_an_unchanged_run_goes_on_unchanged() -> None:
+def test_an_unchanged_run_resumes_unchanged() -> None:
     assert check_resume(saved(), run()) == run()
 
 
@@ -51,17 +51,17 @@ def test_an_unchanged_run_goes_on_unchanged() -> None:
         ("", "--optimizer sgd", r"--optimizer is sgd and .* with adam"),
     ],
 )
-def test_what_must_match(then: str, now: str, sentence: str) -> None:
+def test_fields_that_must_match(then: str, now: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         check_resume(saved(then), run(now))
 
 
-def test_another_vocabulary_is_refused() -> None:
+def test_another_vocabulary_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"model\.vocab_size \(tokens the tokenizer knows\) is 999 and .* with 1000"):
         check_resume(saved(), run(vocabulary=999))
 
 
-def test_all_fields_that_do_not_match_come_together() -> None:
+def test_all_mismatching_fields_are_reported_in_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
         check_resume(saved(), run("--seed 3 --num-layers 2 --seq-length 8"))
     assert len(caught.value.problems) == 3
@@ -78,7 +78,7 @@ def test_all_fields_that_do_not_match_come_together() -> None:
         ("--data-path elsewhere/corpus_text_document --make-vocab-size-divisible-by 64", 0),
     ],
 )
-def test_what_may_change(text: str, notices: int) -> None:
+def test_fields_that_may_change(text: str, notices: int) -> None:
     now = run(text)
     going_on = check_resume(saved(), now)
     assert len(going_on.notices) == len(now.notices) + notices
@@ -86,7 +86,7 @@ def test_what_may_change(text: str, notices: int) -> None:
         assert getattr(going_on, section) == getattr(now, section)
 
 
-def test_a_change_of_schedule_is_said() -> None:
+def test_a_change_of_schedule_is_reported() -> None:
     assert check_resume(saved(), run("--lr 1e-4")).notices == (
         "--lr is 0.0001 now; the checkpoint was saved with 0.001.",
     )
@@ -121,7 +121,7 @@ def test_a_split_is_compared_by_its_shares() -> None:
     assert check_resume(saved("--split 9,1"), run("--split 90,10,0")).data.split == "90,10,0"
 
 
-def test_a_split_that_cuts_nothing_is_not_compared() -> None:
+def test_an_unused_split_is_not_compared() -> None:
     now = run("--train-data-path 1 a 2 b --change-data-blend", drop="--data-path")
     assert check_resume(saved("--split 9,1"), now).data.split == now.data.split
 

@@ -34,7 +34,7 @@ def test_a_request_and_a_run_have_the_same_sections() -> None:
     assert (asked["model"], decided["model"]) == (ModelRequest, ModelConfig)
 
 
-def test_a_resolved_run_survives_json() -> None:
+def test_a_resolved_run_round_trips_through_json() -> None:
     config = resolved("--train-samples 64 --rampup-batch-size 2 2 8", drop="--train-iters")
     again = RunConfig.from_json(json.loads(json.dumps(config.to_json())))
     assert dataclasses.replace(again, notices=config.notices) == config
@@ -68,7 +68,7 @@ def test_json_round_trip() -> None:
     assert again.optim.rampup_batch_size == (2, 2, 20) and again.data.data_path == ("1", "a", "2", "b")
 
 
-def test_an_older_file_gets_defaults_and_a_newer_one_is_refused() -> None:
+def test_an_older_file_gets_defaults_and_a_newer_one_is_rejected() -> None:
     saved = small().to_json()
     del saved["optim"]["clip_grad"], saved["provenance"]
     assert RunRequest.from_json(saved).optim.clip_grad == 1.0
@@ -77,7 +77,7 @@ def test_an_older_file_gets_defaults_and_a_newer_one_is_refused() -> None:
         RunRequest.from_json(saved)
 
 
-def test_rules_between_areas_hold_for_every_run_config() -> None:
+def test_rules_between_sections_hold_for_every_run_config() -> None:
     config = small("--tensor-model-parallel-size 4")
     model = ModelRequest(num_layers=4, hidden_size=64, num_attention_heads=2, max_position_embeddings=32)
     with pytest.raises(ConfigError, match="2 attention heads cannot be split over 4 ranks"):

@@ -101,7 +101,7 @@ def test_ramp_up_over_no_samples_is_no_ramp_up() -> None:
 
 
 def upstream_iterations(start: int, increment: int, ramp: int, full: int, samples: int) -> int:
-    """Upstream's count: the ramp-up walked to its end, then the rest divided."""
+    """Upstream's count: the ramp-up step by step to its end, then the rest by division."""
     consumed = count = 0
     while consumed <= ramp:
         share = ramp / ((full - start) // increment)
@@ -165,7 +165,7 @@ def test_planned_samples_after_a_change_of_batch_size() -> None:
     assert train == 16 + 6 * 8
 
 
-def test_the_ramp_up_is_walked_once() -> None:
+def test_the_ramp_up_is_traversed_once() -> None:
     optim = optim_config(rampup_batch_size=(2, 2, 12), train_samples=100)
     assert list(ramp_up_batches(optim, 0)) == [2, 2, 4, 6] and list(ramp_up_batches(optim, 9)) == [6]
     assert list(ramp_up_batches(optim, 15)) == [] == list(ramp_up_batches(optim_config(train_iters=1), 0))
@@ -173,7 +173,7 @@ def test_the_ramp_up_is_walked_once() -> None:
     assert samples_after(optim, 2, 8) == 22
 
 
-def test_ranges_that_lie_behind_are_not_counted() -> None:
+def test_past_ranges_are_not_counted() -> None:
     ranges = ((3, 5), (10, 11))
     assert [skipped_steps(ranges, after=step) for step in (0, 2, 3, 9, 10)] == [5, 5, 2, 2, 0]
     assert skipped_steps((), after=0) == 0
@@ -184,7 +184,7 @@ def test_a_range_is_skipped_before_its_first_step() -> None:
     assert [range_to_skip(ranges, step) for step in range(6)] == [(1, 1), None, (3, 5), None, None, (6, 8)]
 
 
-def test_data_that_is_passed_over_is_planned() -> None:
+def test_skipped_data_is_planned() -> None:
     control = control_config(skip_train_iteration_range=("3-5", "8-8"), eval_iters=0)
     assert planned_samples(optim_config(train_iters=10), control)[0] == 14 * 8
     assert planned_samples(optim_config(train_samples=80), control)[0] == 14 * 8
@@ -196,7 +196,9 @@ def test_data_that_is_passed_over_is_planned() -> None:
     ramp=st.integers(0, 60),
     last=st.integers(1, 14),
 )
-def test_samples_before_a_step_agree_with_a_walk(ranges: list[tuple[int, int]], ramp: int, last: int) -> None:
+def test_samples_before_a_step_agree_with_step_by_step_counting(
+    ranges: list[tuple[int, int]], ramp: int, last: int
+) -> None:
     texts = tuple(f"{first}-{first + more}" for first, more in ranges)
     skipped = control_config(skip_train_iteration_range=texts).skip_ranges
     optim = optim_config(rampup_batch_size=(2, 2, ramp), train_samples=1000)

@@ -1,4 +1,4 @@
-"""Small token files for the tests of this room."""
+"""Small token files for the tests of the data package."""
 
 from __future__ import annotations
 

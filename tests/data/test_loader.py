@@ -84,7 +84,7 @@ def test_end_of_document_masks_and_segments():
 
 
 class Rows:
-    """A data set of given rows."""
+    """A dataset of given rows."""
 
     def __init__(self, rows: list[list[int]]) -> None:
         self.rows = np.array(rows, np.int64)
@@ -107,7 +107,7 @@ class Rows:
         return f"row {sample} column {position}"
 
 
-def test_batches_say_on_request_which_source_their_samples_are_of():
+def test_batches_optionally_contain_the_source_of_each_sample():
     rows = Rows([[1, 2]] * 8)
     batches = MicroBatches(
         rows,
@@ -139,7 +139,7 @@ def test_an_id_outside_the_vocabulary_is_located(bad, place):
         list(batches)
 
 
-def test_a_short_last_batch_is_filled_with_samples_without_loss(dataset):
+def test_a_short_last_batch_is_padded_with_samples_without_loss(dataset):
     options = BatchOptions(eod_id=3, segments=True)
     batches = [
         MicroBatches(
@@ -160,7 +160,7 @@ def test_a_short_last_batch_is_filled_with_samples_without_loss(dataset):
     assert rows[2][1] == dataset[10][:-1].tolist() and rows[3][1] == [3] * 8
 
 
-def test_a_batch_that_cannot_be_dealt_out_is_refused(dataset):
+def test_a_batch_that_cannot_be_split_evenly_is_rejected(dataset):
     with pytest.raises(ConfigError, match="global batch of 6 samples .* 2 data-parallel ranks .*multiple of 4"):
         MicroBatches(dataset, first_sample=0, global_batch_size=6, micro_batch_size=2, dp_size=2)
 
@@ -176,7 +176,7 @@ def test_samples_beyond_the_plan_are_an_error(dataset):
 
 
 @pytest.mark.parametrize("read_ahead", [True, False])
-def test_the_loader_gives_batches_in_any_order_they_are_asked_for(dataset, read_ahead):
+def test_the_loader_returns_batches_in_any_requested_order(dataset, read_ahead):
     threads = threading.active_count()
     with BatchLoader(dataset, micro_batch_size=2, dp_rank=1, dp_size=2, read_ahead=read_ahead) as loader:
         for first, size in ((0, 8), (8, 8), (16, 4), (20, 4), (40, 8), (48, 8), (0, 8)):
@@ -187,7 +187,7 @@ def test_the_loader_gives_batches_in_any_order_they_are_asked_for(dataset, read_
     assert threading.active_count() == threads
 
 
-def test_the_next_batch_is_read_ahead_but_never_beyond_the_end():
+def test_the_next_batch_is_prefetched_but_never_beyond_the_end():
     rows = Rows([[k, k] for k in range(12)])
     with BatchLoader(rows, micro_batch_size=2) as loader:
         loader.micro_batches(0, 4)
@@ -200,7 +200,7 @@ def test_the_next_batch_is_read_ahead_but_never_beyond_the_end():
         assert [int(batch.loss_mask.sum()) for batch in evaluation[1]] == [2, 0]
 
 
-def test_an_error_of_the_thread_is_raised_where_the_batch_is_asked_for():
+def test_an_error_in_the_thread_is_raised_when_the_batch_is_requested():
     rows = Rows([[1, 2]] * 4 + [[1, 99]] * 4)
     with BatchLoader(rows, micro_batch_size=4, options=BatchOptions(vocab_size=10)) as loader:
         assert len(loader.micro_batches(0, 4)) == 1
@@ -208,7 +208,7 @@ def test_an_error_of_the_thread_is_raised_where_the_batch_is_asked_for():
             loader.micro_batches(4, 4)
 
 
-def test_a_blend_that_asks_too_much_is_refused(dataset):
+def test_a_blend_that_requests_too_many_samples_is_rejected(dataset):
     count = len(dataset) + 1
     with pytest.raises(DataError, match=f"takes {count} samples of .*corpus, which has {count - 1} planned"):
         BlendedDataset([dataset], np.zeros(count, np.uint8), np.arange(count))

@@ -1,4 +1,4 @@
-"""Small Parquet files of windows for the tests of several rooms."""
+"""Small Parquet files of windows for the tests of several packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told for each dtype and ZeRO stage, and what its own file may add."""
+"""The DeepSpeed configuration for each dtype and ZeRO stage, and settings from a user's file."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_batch_and_clipping_flags() -> None:
     assert settings["gradient_clipping"] == 0.0
 
 
-def test_a_file_adds_and_objects_are_merged(tmp_path: Path) -> None:
+def test_a_file_adds_settings_and_objects_are_merged(tmp_path: Path) -> None:
     flag = written(
         tmp_path,
         {"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}, "wall_clock_breakdown": True, "comms_logger": {}},
@@ -102,7 +102,7 @@ def test_a_file_adds_and_objects_are_merged(tmp_path: Path) -> None:
     }
 
 
-def test_auto_means_ours_at_every_depth(tmp_path: Path) -> None:
+def test_auto_means_our_value_at_every_depth(tmp_path: Path) -> None:
     content = {
         "train_batch_size": "auto",
         "gradient_accumulation_steps": "auto",
@@ -118,7 +118,7 @@ def test_auto_means_ours_at_every_depth(tmp_path: Path) -> None:
     }
 
 
-def test_governed_settings_of_a_file_arrive_once_and_consistently(tmp_path: Path) -> None:
+def test_governed_settings_of_a_file_are_applied_consistently(tmp_path: Path) -> None:
     content = {
         "gradient_accumulation_steps": 4,
         "gradient_clipping": 0.5,
@@ -130,7 +130,7 @@ def test_governed_settings_of_a_file_arrive_once_and_consistently(tmp_path: Path
     assert "gradient_accumulation_steps" not in settings
 
 
-def test_the_stage_that_runs_wins_over_the_stage_that_was_asked_for(tmp_path: Path) -> None:
+def test_the_effective_zero_stage_overrides_the_requested_one(tmp_path: Path) -> None:
     flag = written(tmp_path, {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}})
     assert deepspeed_config(run(flag))["zero_optimization"] == {"stage": 1}
 
@@ -151,13 +151,15 @@ def test_the_stage_that_runs_wins_over_the_stage_that_was_asked_for(tmp_path: Pa
         ({"zero_optimization": True}, r'ds.json: "zero_optimization" is True there\. It must be an object'),
     ],
 )
-def test_what_is_done_here_cannot_be_set_there(tmp_path: Path, content: dict[str, Any], sentence: str) -> None:
+def test_settings_implemented_here_cannot_be_set_in_the_file(
+    tmp_path: Path, content: dict[str, Any], sentence: str
+) -> None:
     config = run(written(tmp_path, content))
     with pytest.raises(ConfigError, match=sentence):
         deepspeed_config(config)
 
 
-def test_all_refusals_come_together(tmp_path: Path) -> None:
+def test_all_problems_are_reported_in_one_error(tmp_path: Path) -> None:
     content = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "x"}, "gradient_accumulation_steps": 2}
     config = run(written(tmp_path, content))
     with pytest.raises(ConfigError) as caught:
@@ -165,7 +167,7 @@ def test_all_refusals_come_together(tmp_path: Path) -> None:
     assert len(caught.value.problems) == 3
 
 
-def test_null_is_as_good_as_no_entry(tmp_path: Path) -> None:
+def test_null_counts_as_no_entry(tmp_path: Path) -> None:
     content = dict.fromkeys(
         ("gradient_accumulation_steps", "optimizer", "zero_optimization", "fp16", "train_batch_size")
     )
@@ -173,7 +175,7 @@ def test_null_is_as_good_as_no_entry(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", ["curriculum_learning", "data_efficiency"])
-def test_a_section_that_is_switched_off_is_no_refusal(tmp_path: Path, section: str) -> None:
+def test_a_disabled_section_is_accepted(tmp_path: Path, section: str) -> None:
     deepspeed_config(run(written(tmp_path, {section: {"enabled": False}, "optimizer": {}})))
 
 

@@ -34,7 +34,7 @@ def names_of(module: nn.Module, group: dict) -> set[str]:
     return {known[id(parameter)] for parameter in group["params"]}
 
 
-def test_matrices_decay_and_biases_and_norms_do_not() -> None:
+def test_only_matrices_have_weight_decay() -> None:
     module = small_module()
     matrices, others = build_optimizer(optim_config(weight_decay=0.3), module).param_groups
     assert names_of(module, matrices) == {"0.weight", "2.weight"}
@@ -42,13 +42,13 @@ def test_matrices_decay_and_biases_and_norms_do_not() -> None:
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_not_optimized() -> None:
     module = small_module()
     module[2].weight.requires_grad_(False)
     assert names_of(module, build_optimizer(optim_config(), module).param_groups[0]) == {"0.weight"}
 
 
-def test_adam_takes_its_flags() -> None:
+def test_adam_uses_its_flags() -> None:
     optim = optim_config(lr=2e-3, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
     optimizer = build_optimizer(optim, small_module())
     assert type(optimizer) is torch.optim.AdamW
@@ -56,7 +56,7 @@ def test_adam_takes_its_flags() -> None:
         assert (group["lr"], group["betas"], group["eps"]) == (2e-3, (0.8, 0.95), 1e-6)
 
 
-def test_sgd_takes_its_flags() -> None:
+def test_sgd_uses_its_flags() -> None:
     optimizer = build_optimizer(optim_config(optimizer="sgd", lr=0.5, sgd_momentum=0.7), small_module())
     assert type(optimizer) is torch.optim.SGD
     assert {(group["lr"], group["momentum"]) for group in optimizer.param_groups} == {(0.5, 0.7)}
@@ -65,12 +65,12 @@ def test_sgd_takes_its_flags() -> None:
 @pytest.mark.parametrize(
     "module", [nn.LayerNorm(4), nn.Linear(3, 4, bias=False)], ids=["without a matrix", "without a bias"]
 )
-def test_a_stage_without_one_of_the_groups_is_refused(module: nn.Module) -> None:
+def test_a_stage_without_one_of_the_parameter_groups_is_rejected(module: nn.Module) -> None:
     with pytest.raises(ConfigError, match="holds no matrix or no bias/norm parameter.*--pipeline-model-parallel-size"):
         build_optimizer(optim_config(), module)
 
 
-def test_an_unknown_optimizer_is_refused() -> None:
+def test_an_unknown_optimizer_is_rejected() -> None:
     optim = SimpleNamespace(optimizer="lamb", lr=1.0, weight_decay=0.0)  # the flag itself refuses it earlier
     with pytest.raises(ConfigError, match="--optimizer lamb is not known. Use adam or sgd"):
         build_optimizer(optim, small_module())
@@ -83,7 +83,7 @@ def engine_of(layout: tuple[int, int, int], stage: int, *flags: str) -> Engine:
 
 
 def marks(rank: int, layout: tuple[int, int, int]) -> dict[str, Any]:
-    """What DeepSpeed is told about the parameters of this rank, and which of its groups are the mesh's."""
+    """The parameters that DeepSpeed counts on this rank, and whether its groups are the mesh's."""
     engine = engine_of(layout, 1)
     mesh, unit = engine.mesh, engine.deepspeed
     parameters = list(engine.module.parameters())
@@ -133,7 +133,7 @@ def train_with_clipping(rank: int, clip: float, zero_stage: int) -> dict[str, ob
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
-def test_clipping_limits_the_step_and_the_norm_is_the_one_before(zero_stage: int) -> None:
+def test_clipping_limits_the_step_and_the_norm_is_measured_before_it(zero_stage: int) -> None:
     """With SGD, a rate of 1 and no decay, the first step is as long as the gradient after clipping."""
     (free,) = run_ranks(train_with_clipping, 1, 0.0, zero_stage)
     (clipped,) = run_ranks(train_with_clipping, 1, 0.25, zero_stage)
@@ -143,7 +143,7 @@ def test_clipping_limits_the_step_and_the_norm_is_the_one_before(zero_stage: int
     assert clipped["moved"] == pytest.approx(0.25, rel=1e-4)
 
 
-def test_a_step_says_what_it_did() -> None:
+def test_the_result_of_a_step() -> None:
     (result,) = run_ranks(train_with_clipping, 1, 1.0, 1)
     size, inner = RECIPE.hidden_size, 4 * RECIPE.hidden_size
     block = 4 * size * size + 2 * size * inner + (3 + 1 + 1 + 4) * size + inner

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told about the mesh."""
+"""The mesh in DeepSpeed's protocols."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_the_unit_of_one_process() -> None:
     assert unit.get_data_parallel_group() is None
 
 
-def test_no_rank_calls_itself_the_first() -> None:
+def test_no_rank_claims_to_be_the_first() -> None:
     """DeepSpeed would count every parameter there; which ones count is marked on the parameters instead."""
     for rank in range(8):
         grid = PipelineGrid(ParallelMesh.at(standard_axes(8, tp=2, pp=2), rank))
@@ -22,7 +22,7 @@ def test_no_rank_calls_itself_the_first() -> None:
         assert grid.get_slice_parallel_rank() > 0
 
 
-def test_gradients_are_averaged_over_all_ranks_with_other_tokens() -> None:
+def test_gradients_are_averaged_over_all_ranks_with_different_tokens() -> None:
     mesh = ParallelMesh.at(standard_axes(16, tp=2, cp=2), 6)
     unit = ModelParallelUnit(mesh)
     assert (unit.get_data_parallel_world_size(), mesh.dp.size, mesh.cp.size) == (8, 4, 2)

@@ -41,6 +41,6 @@ def test_stages_take_what_they_use() -> None:
     assert DeviceBatch.nothing().targets == ()
 
 
-def test_several_inputs_stay_together() -> None:
+def test_several_inputs_are_passed_as_a_tuple() -> None:
     batch = DeviceBatch((torch.ones(1), torch.zeros(1)), (), 0, (), ())
     assert batch.network_input == batch.inputs

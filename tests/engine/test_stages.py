@@ -50,12 +50,12 @@ def test_stages_differ_by_one_block_and_the_last_never_has_more() -> None:
         (3, 3, [1, 1, 1]),
     ],
 )
-def test_a_remainder_goes_to_the_inner_stages_first(layers: int, stages: int, counts: list[int]) -> None:
+def test_a_remainder_goes_to_the_middle_stages_first(layers: int, stages: int, counts: list[int]) -> None:
     assert blocks_per_stage([1] * layers, stages) == counts
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(1, 2), (3, 4), (12, 16)])
-def test_fewer_blocks_than_stages_are_refused(layers: int, stages: int) -> None:
+def test_fewer_blocks_than_stages_are_rejected(layers: int, stages: int) -> None:
     sentence = rf"{layers} layers cannot fill {stages} pipeline stages \(--num-layers {layers}, .*at most {layers} "
     with pytest.raises(ConfigError, match=sentence):
         blocks_per_stage([1] * layers, stages)
@@ -78,7 +78,7 @@ def dearest(costs: list[int], counts: Sequence[int]) -> int:
 
 
 def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a sum of so many positive numbers, in order."""
+    """All ways to write `total` as an ordered sum of `parts` positive numbers."""
     for cuts in itertools.combinations(range(1, total), parts - 1):
         yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
 
@@ -108,6 +108,6 @@ def test_bounds_cover_every_layer_once() -> None:
         assert bounds == sorted(set(bounds)), (layers, stages)
 
 
-def test_bounds_of_too_many_stages_are_refused() -> None:
+def test_bounds_of_too_many_stages_are_rejected() -> None:
     with pytest.raises(ConfigError, match="1 layers cannot fill 2 pipeline stages"):
         stage_bounds(layers_of([LayerKind.EMBEDDING, LayerKind.BLOCK]), 2)

@@ -1,4 +1,4 @@
-"""Sums over micro-batches, and how a step tells them."""
+"""Sums over micro-batches, and the result of a step."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_micro_batches_add_up() -> None:
     assert (outcome.sample_count, outcome.skipped, outcome.loss_scale) == (8, False, 2.0)
 
 
-def test_no_counted_token_is_no_division_by_zero() -> None:
+def test_zero_counted_tokens_do_not_divide_by_zero() -> None:
     outcome = step(StepTotals(SIZES, torch.device("cpu")))
     assert (outcome.loss, outcome.token_count) == (0.0, 0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_stays_one(value: float) -> None:
+def test_a_nan_loss_stays_nan(value: float) -> None:
     totals = StepTotals({}, torch.device("cpu"))
     totals.add(result(value, 4.0), {})
     outcome = StepResult(

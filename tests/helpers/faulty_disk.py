@@ -87,7 +87,8 @@ def faulty_disk(disk: FaultyDisk) -> Iterator[FaultyDisk]:
             ("copy_file_range", "copy", 1), ("sendfile", "copy", 0), ("posix_fallocate", "truncate", 0),
         ):  # fmt: skip
             if hasattr(os, name):
-                real = getattr(os, name) if step != "sync" else lambda descriptor: None  # nobody pulls a plug here
+                # a sync does nothing: power failures are not simulated
+                real = getattr(os, name) if step != "sync" else lambda descriptor: None
                 patch.setattr(os, name, _stepping(disk, step, place, real))
         patch.setattr(os, "open", _creating(disk, os.open))
         yield disk

@@ -1,4 +1,4 @@
-"""The layout of a run, as the mesh is asked for it."""
+"""The layout of a run, in the form that `open_mesh` takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that this rank hands to torch.distributed."""
+"""Counts the bytes of tensors that this rank passes to torch.distributed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Imported once by the fork server, before it forks: a rank or a program then starts within milliseconds.
 
-Nothing here may start a thread, because only the thread that forks goes on in the new process.
+Nothing here may start a thread, because only the forking thread continues in the new process.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def fork_server_context(backend: str = "gloo") -> ForkServerContext:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
+    """A TCP port of this machine that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -105,7 +105,7 @@ def _collect(pipes: list[Connection], stack_folder: str, timeout_seconds: float)
             raise RankFailure(f"not finished after {timeout_seconds} s:\n{stacks}")
         _receive_all(pipes, results, failures, stack_folder)
         if failures:
-            time.sleep(0.05)  # two failures close together: both arrive, and the earlier one is shown
+            time.sleep(0.05)  # two failures in quick succession: both arrive, and the earlier one is shown
             _receive_all(pipes, results, failures, stack_folder)
     if failures:
         _, rank, text = min(failures)

@@ -92,7 +92,7 @@ def train_here(rank: int, flags: Sequence[str]) -> tuple[int, str]:
 
 
 def train(flags: Sequence[str], world_size: int = 1, timeout_seconds: float = 120) -> tuple[int, str]:
-    """Runs the program on so many ranks; returns the exit code and text of the first failing rank, or (0, "")."""
+    """Runs the program on several ranks; returns the exit code and text of the first failing rank, or (0, "")."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     results = run_ranks(train_here, world_size, list(flags), timeout_seconds=timeout_seconds)
     return max(results)

@@ -45,12 +45,12 @@ def _generate(prompts: list[list[int]], sampling: Sampling, **changes: object) -
 
 
 @pytest.mark.parametrize("sampling", [Sampling(greedy=True), Sampling(top_p=0.9, seed=5)], ids=["greedy", "top_p"])
-def test_the_cache_changes_nothing(sampling: Sampling) -> None:
+def test_the_cache_does_not_change_the_output(sampling: Sampling) -> None:
     prompts = [[1, 2, 3, 4], [9, 8, 7, 6]]
     assert _generate(prompts, sampling) == _generate(prompts, sampling, recompute=True)
 
 
-def test_greedy_takes_the_best_token_of_the_whole_text() -> None:
+def test_greedy_takes_the_most_probable_token_given_the_whole_text() -> None:
     model = _model()
     (found,) = _generate([[5, 6, 7]], Sampling(greedy=True))
     text = [5, 6, 7]
@@ -68,7 +68,7 @@ def test_a_sample_does_not_depend_on_its_batch() -> None:
     assert len({found.tokens for found in together}) == 3
 
 
-def test_padded_words_are_never_generated() -> None:
+def test_padding_ids_are_never_generated() -> None:
     found = _generate([[1]] * 8, Sampling(temperature=50.0), limits=Limits(15, 16, None))
     assert max(token for one in found for token in one.tokens) < 101
 
@@ -141,7 +141,7 @@ def test_output_lines_belong_to_prompt_lines(checkpoints: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("length", "warns"), [(None, 0), (str(POSITIONS - 1), 0), ("100000", 1)])
-def test_more_tokens_than_positions_are_warned_of_once(
+def test_requesting_more_tokens_than_positions_warns_once(
     checkpoints: Path, prompt_file: Path, capsys: pytest.CaptureFixture[str], length: str | None, warns: int
 ) -> None:
     argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--greedy"]
@@ -151,7 +151,7 @@ def test_more_tokens_than_positions_are_warned_of_once(
     assert ("warning" in said) == bool(warns)
 
 
-def test_tokenizer_files_recorded_in_the_checkpoint_can_be_given_anew(
+def test_tokenizer_files_recorded_in_the_checkpoint_can_be_overridden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt_file: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -162,7 +162,7 @@ def test_tokenizer_files_recorded_in_the_checkpoint_can_be_given_anew(
     argv = ["--load", str(saved), "--sample-input-file", str(prompt_file), "--out-seq-length", "2"]
     message = (
         rf"--vocab-file .* is not a file.*recorded in the checkpoint {saved}.*--vocab-file .*, --merge-file .* "
-        rf"\(a relative path counts from the current folder, {elsewhere}\).*--tokenizer-name-or-path, X"
+        rf"\(a relative path is relative to the current folder, {elsewhere}\).*or --tokenizer-name-or-path"
     )
     with pytest.raises(ConfigError, match=message):
         generate_samples_gpt.main(argv)
@@ -177,7 +177,7 @@ def test_tokenizer_files_recorded_in_the_checkpoint_can_be_given_anew(
     assert generate_samples_gpt.main([*argv, *files]) == 0
 
 
-def test_the_terminal_is_announced_and_an_empty_input_refused(
+def test_terminal_input_is_announced_and_empty_input_is_rejected(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(generate_samples_gpt, "_ask", lambda: None)
@@ -194,7 +194,7 @@ def test_without_standard_input_there_is_no_prompt(monkeypatch: pytest.MonkeyPat
     assert generate_samples_gpt._ask() is None and not generate_samples_gpt._is_terminal()
 
 
-def test_samples_from_nothing_depend_on_seed_and_number_only(checkpoints: Path, tmp_path: Path) -> None:
+def test_unconditional_samples_depend_only_on_seed_and_index(checkpoints: Path, tmp_path: Path) -> None:
     def run(*flags: str) -> list[dict]:
         path = tmp_path / "samples.jsonl"
         common = ["--load", str(checkpoints), "--genfile", str(path), "--out-seq-length", "8", "--top_p", "0.95"]
@@ -207,7 +207,7 @@ def test_samples_from_nothing_depend_on_seed_and_number_only(checkpoints: Path, 
     assert run("--num-samples", "5", "--seed", "99") != five
 
 
-def test_two_ranks_give_the_text_of_one(checkpoints: Path, prompt_file: Path) -> None:
+def test_two_ranks_generate_the_same_text_as_one(checkpoints: Path, prompt_file: Path) -> None:
     common = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "20", "--greedy"]
     one, two = prompt_file.with_name("one"), prompt_file.with_name("two")
     assert generate_samples_gpt.main([*common, "--sample-output-file", str(one)]) == 0
@@ -253,7 +253,7 @@ def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
         (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size 2 is not supported here"),
     ],
 )
-def test_flags_that_make_no_sense(flags: list[str], says: str) -> None:
+def test_contradicting_flags_are_rejected(flags: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         generate_samples_gpt.main(["--load", "nowhere", *flags])
 
@@ -263,7 +263,7 @@ def test_load_is_required() -> None:
         generate_samples_gpt.main([])
 
 
-def test_files_that_cannot_be_used(checkpoints: Path, tmp_path: Path, prompt_file: Path) -> None:
+def test_unusable_files_are_reported(checkpoints: Path, tmp_path: Path, prompt_file: Path) -> None:
     with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path / 'nothing'}"):
         generate_samples_gpt.main(["--load", str(tmp_path / "nothing")])
     with pytest.raises(DataError, match="missing.txt .*cannot be read"):
@@ -277,7 +277,7 @@ def test_files_that_cannot_be_used(checkpoints: Path, tmp_path: Path, prompt_fil
         generate_samples_gpt.main([*argv, "--sample-output-file", str(tmp_path / "no" / "folder")])
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_any_is_continued(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_rejected_before_any_is_continued(checkpoints: Path, tmp_path: Path) -> None:
     path = tmp_path / "long.txt"
     path.write_text("short\n" + "x y " * 300 + "\n")
     with pytest.raises(ConfigError, match=rf"prompt 2 of .*long.txt has \d+ tokens, and the model has {POSITIONS}"):

@@ -13,23 +13,23 @@ PROBABILITIES = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05]])
 SCORES = PROBABILITIES.log()
 
 
-def test_without_cuts_it_is_the_softmax() -> None:
+def test_without_top_k_and_top_p_it_is_the_softmax() -> None:
     torch.testing.assert_close(distribution(SCORES, Sampling()), PROBABILITIES)
 
 
-def test_temperature_divides_the_scores() -> None:
+def test_temperature_divides_the_logits() -> None:
     expected = (SCORES / 0.5).softmax(-1)
     torch.testing.assert_close(distribution(SCORES, Sampling(temperature=0.5)), expected)
 
 
 @pytest.mark.parametrize(("top_k", "kept"), [(0, 5), (1, 1), (3, 3), (5, 5), (99, 5)])
-def test_top_k_keeps_the_best(top_k: int, kept: int) -> None:
+def test_top_k_keeps_the_most_probable(top_k: int, kept: int) -> None:
     found = distribution(SCORES, Sampling(top_k=top_k))
     assert (found > 0).tolist() == [[rank < kept for rank in range(5)]]
     torch.testing.assert_close(found.sum(), torch.tensor(1.0))
 
 
-def test_top_k_keeps_what_ties_with_the_last() -> None:
+def test_top_k_keeps_ties_with_the_last() -> None:
     found = distribution(torch.tensor([[1.0, 2.0, 2.0, 3.0]]), Sampling(top_k=2))
     assert (found > 0).tolist() == [[False, True, True, True]]
 
@@ -51,14 +51,14 @@ def test_top_p_does_not_depend_on_the_order_of_the_vocabulary() -> None:
     torch.testing.assert_close(found, distribution(SCORES, Sampling(top_p=0.6))[:, order])
 
 
-def test_the_top_k_cut_comes_before_the_top_p_cut() -> None:
+def test_top_k_is_applied_before_top_p() -> None:
     # Of the best two, renormalised, the first has 0.5 / 0.7 = 0.714, which reaches 0.7 alone; of all, it would not.
     found = distribution(SCORES, Sampling(top_k=2, top_p=0.7))
     assert (found > 0).tolist() == [[True, False, False, False, False]]
     assert int((distribution(SCORES, Sampling(top_p=0.7)) > 0).sum()) >= 2
 
 
-def test_every_row_is_cut_by_itself() -> None:
+def test_every_row_is_filtered_independently() -> None:
     rows = torch.cat([SCORES, SCORES.flip(-1)])
     found = distribution(rows, Sampling(top_p=0.6))
     torch.testing.assert_close(found[1], found[0].flip(-1))

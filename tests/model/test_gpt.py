@@ -63,7 +63,7 @@ def test_names_are_megatron_cores() -> None:
     assert names["decoder.layers.0.self_attention.linear_qkv.weight"].shape == (96, 32)
 
 
-def test_layers_say_what_they_are_and_cost() -> None:
+def test_layer_specs_have_kinds_and_costs() -> None:
     config = tiny_config()
     specs = gpt_layers(config, MESH)
     assert [spec.tied_to for spec in specs] == [None] * 5 + [WORD_EMBEDDINGS]
@@ -79,7 +79,7 @@ def test_layers_say_what_they_are_and_cost() -> None:
     assert specs[2].cost.flops_per_token_pair == 4 * 32
 
 
-def test_layers_one_by_one_are_the_whole_network() -> None:
+def test_layers_run_one_by_one_equal_the_network() -> None:
     config, settings = tiny_config(hidden_dropout=0.3), StepSettings(seed=SEED)
     specs = gpt_layers(config, MESH)
     context = settings.context(_ids())
@@ -199,7 +199,7 @@ def test_segments_are_independent_documents() -> None:
     joined = forward(model, tokens, _ids(1), segments, settings=DOCUMENTS)
     torch.testing.assert_close(joined[:, :6], forward(model, tokens[:, :6], _ids(1)), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(joined[:, 6:], forward(model, tokens[:, 6:], _ids(1)), rtol=1e-4, atol=1e-5)
-    # segments present but not asked for
+    # segments present but not requested
     assert torch.equal(forward(model, tokens, _ids(1), segments), forward(model, tokens, _ids(1)))
 
 
@@ -226,7 +226,7 @@ def test_recompute_changes_nothing(recompute: Recompute) -> None:
     assert all(torch.equal(kept, again) for kept, again in zip(results[0][1], results[1][1], strict=True))
 
 
-def test_recompute_keeps_less() -> None:
+def test_recompute_saves_memory() -> None:
     kept = []
     for recompute in (Recompute.NONE, Recompute.BLOCKS):
         model = build_gpt(tiny_config(), MESH)
@@ -256,7 +256,7 @@ def test_cached_generation_equals_the_full_pass(steps: list[int]) -> None:
     assert [cache.length for cache in caches] == [16, 16]
 
 
-def test_cache_can_be_cut_and_selected() -> None:
+def test_a_cache_can_be_truncated_and_selected() -> None:
     model = build_gpt(tiny_config(), MESH).eval()
     tokens = _tokens()
     full = forward(model, tokens, _ids())
@@ -269,7 +269,7 @@ def test_cache_can_be_cut_and_selected() -> None:
     torch.testing.assert_close(rest, full[[2, 0], 6:], rtol=1e-4, atol=1e-5)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_values_that_do_not_fit_are_rejected() -> None:
     model = build_gpt(tiny_config(), MESH).eval()
     with pytest.raises(DataError, match="17 tokens and there are 16 positions"):
         forward(model, _tokens(1, 17), _ids(1))
@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_refused() -> None:
         model.layer("decoder.layers.7")
 
 
-def test_layouts_that_cannot_be_built_are_refused() -> None:
+def test_layouts_that_cannot_be_built_are_rejected() -> None:
     mesh = ParallelMesh.at(standard_axes(3, tp=3), 0)
     with pytest.raises(ConfigError, match="4 attention heads .--num-attention-heads 4.* over 3 ranks"):
         build_gpt(tiny_config(129), mesh)

@@ -34,7 +34,7 @@ def test_losses_of_sources_add_up_to_the_whole() -> None:
     assert torch.equal(result.loss_sum, LanguageModelObjective(Axis.single("tp"), 5)(LOGITS, targets).loss_sum)
 
 
-def test_what_is_taken_of_a_batch() -> None:
+def test_inputs_and_targets_of_a_batch() -> None:
     batch = Batch(
         tokens=LABELS.numpy(),
         labels=LABELS.numpy(),

@@ -59,7 +59,7 @@ def test_a_difference_beyond_the_tolerance_is_found() -> None:
 @pytest.mark.parametrize(
     "change", [{"gradient_norm": 2.001}, {"gradient_norm": None}, {"learning_rate": 0.2}, {"consumed_samples": 9}]
 )
-def test_the_norm_and_the_course_count_too(change: dict[str, Any]) -> None:
+def test_norm_and_schedule_are_compared_too(change: dict[str, Any]) -> None:
     pairs = pair_up(steps(1, 2), steps(1, 2, **change))
     assert not verdict(pairs, 1.0, 1e-4)[0]
 
@@ -80,7 +80,7 @@ def test_runs_without_a_common_step_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("swap", "which"), [(False, "second"), (True, "first")])
-def test_a_step_that_one_run_left_out_is_named(swap: bool, which: str) -> None:
+def test_a_step_missing_in_one_run_is_named(swap: bool, which: str) -> None:
     whole, holed = steps(1, 5), steps(1, 5)
     del holed[3]
     with pytest.raises(DataError, match=f"Step 3 is in one run only: the {which} run has steps 1 to 5 without it"):

@@ -20,7 +20,7 @@ def test_iteration_line_has_upstreams_fields_in_upstreams_order() -> None:
     )
 
 
-def test_optional_fields_stand_where_upstream_puts_them() -> None:
+def test_optional_fields_are_where_upstream_puts_them() -> None:
     line = iteration_line(metrics(loss_scale=65536.0))
     assert " | loss scale: 65536.0 | grad norm: 1.235 | number of skipped" in line
 
@@ -31,7 +31,7 @@ def test_losses_of_sources_follow_the_whole_loss() -> None:
     assert "| lm loss: 9.876543E+00 | lm loss web: 3.000000E+00 | lm loss books: NAN | loss scale: 8.0 |" in line
 
 
-def test_an_unknown_gradient_norm_is_left_out() -> None:
+def test_an_unknown_gradient_norm_is_omitted() -> None:
     assert "grad norm" not in iteration_line(metrics(gradient_norm=None))
 
 

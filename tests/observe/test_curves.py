@@ -69,12 +69,12 @@ def test_any_finite_curve_can_be_drawn(points: tuple[tuple[int, float], ...]) ->
     assert len(text_plot([Curve("a", points), Curve("b", points)], width=20, height=3)) == 2 * 6
 
 
-def test_a_picture_is_written(run: Path, tmp_path: Path) -> None:
+def test_a_plot_is_written(run: Path, tmp_path: Path) -> None:
     write_plot([*read_curves(run, "lm_loss"), Curve("dot", ((1, 1.0),))], tmp_path / "loss.png", "lm_loss")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_unknown_ending_is_named(tmp_path: Path) -> None:
+def test_an_unknown_extension_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"loss.doc has no extension of an image format.*\.png"):
         write_plot([FALLING], tmp_path / "loss.doc", "lm_loss")
 

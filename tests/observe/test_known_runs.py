@@ -38,7 +38,7 @@ def test_the_newest_runs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     check_run("runs/gpt-1/metrics.jsonl")
 
 
-def test_without_any_run_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_runs_none_are_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"nope does not exist\. Give a run directory or its metrics\.jsonl\.$"):
         check_run("nope")

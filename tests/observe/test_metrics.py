@@ -97,7 +97,7 @@ def test_an_interval_of_skipped_steps_has_no_loss() -> None:
     assert math.isnan(mean_of([metrics(skipped_iterations=1)]).lm_loss)
 
 
-def test_an_interval_starts_anew_after_each_line() -> None:
+def test_an_interval_is_reset_after_each_line() -> None:
     interval = Interval()
     assert interval.close() is None
     interval.add(metrics(lm_loss=1.0))

@@ -49,7 +49,7 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
 
 
 @given(loss=st.floats(allow_nan=False))
-def test_numbers_come_back_bit_for_bit(loss: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_numbers_round_trip_bit_for_bit(loss: float, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("exact") / "metrics.jsonl"
     write(path, loss)
     assert read_steps(path)[1]["lm_loss"].hex() == loss.hex()
@@ -96,7 +96,7 @@ def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
     assert list(read_steps(path)) == [1, 2, 3]
 
 
-def test_of_a_repeated_step_the_later_record_holds(tmp_path: Path) -> None:
+def test_the_later_record_of_a_repeated_step_counts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, 1.0, 2.0, 3.0)
     write(path, 20.0, 30.0, first=2)

@@ -21,7 +21,7 @@ from tests.train.samples import WORKLOAD, Outcome, control_config, optim_config
 
 
 class Recorder:
-    """A destination that remembers what it was told."""
+    """A destination that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -86,7 +86,7 @@ def test_the_loss_scale_is_shown_in_fp16_only(capsys: pytest.CaptureFixture[str]
     assert "loss scale: 2.0 | grad norm" in with_scale
 
 
-def test_evaluation_is_printed_and_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
     report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, destinations=[recorder])
     report.evaluation(progress_at(2), "valid", "iteration 2", 1.0)
@@ -97,7 +97,7 @@ def test_evaluation_is_printed_and_passed_on(capsys: pytest.CaptureFixture[str])
     assert recorder.told == [("evaluation", 2, "valid", 1.0)]
 
 
-def test_every_destination_is_closed_although_one_fails() -> None:
+def test_every_destination_is_closed_even_if_one_fails() -> None:
     class Failing(Recorder):
         def close(self) -> None:
             raise OSError("disk")
@@ -128,14 +128,14 @@ def test_a_run_writes_metrics_and_one_events_file(tmp_path: Path) -> None:
     assert [record["kind"] for record in read_records(tmp_path)] == ["start", "step", "step", "step", "evaluation"]
 
 
-def test_metrics_can_go_elsewhere(tmp_path: Path) -> None:
+def test_the_metrics_file_can_be_elsewhere(tmp_path: Path) -> None:
     control = control_config(metrics_file=str(tmp_path / "elsewhere.jsonl"))
     for destination in open_destinations(control, WORKLOAD, RunDirectory(tmp_path)):
         destination.close()
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere.jsonl"]
 
 
-def test_a_missing_tensorboard_is_named_and_the_metrics_are_let_go(
+def test_a_missing_tensorboard_is_named_and_the_metrics_file_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -150,7 +150,7 @@ def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         open_destinations(control_config(wandb_project="toys"), WORKLOAD, RunDirectory(tmp_path))
 
 
-def test_wandb_gets_a_point_per_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
     run = SimpleNamespace(
         config=SimpleNamespace(update=lambda values, allow_val_change: calls.append(("config", values))),

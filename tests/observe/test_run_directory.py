@@ -48,7 +48,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_new_run_gets_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_run_gets_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda form: "20260101-000000")
     with ThreadPoolExecutor(8) as pool:
@@ -82,7 +82,7 @@ def test_a_folder_without_a_run_may_be_given(tmp_path: Path) -> None:
     assert (directory.metrics_path, directory.log_path) == (tmp_path / "metrics.jsonl", tmp_path / "log.txt")
 
 
-def test_commit_and_changes_are_noted(checkout: Path, tmp_path: Path) -> None:
+def test_commit_and_changes_are_recorded(checkout: Path, tmp_path: Path) -> None:
     (checkout / "program.py").write_bytes(b"two \xff\n")
     (checkout / "new.py").touch()
     directory = open_run_directory(str(tmp_path / "run"), {}, source=checkout / "program.py")

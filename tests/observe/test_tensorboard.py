@@ -1,4 +1,4 @@
-"""TensorBoard tags and axes: upstream's dashboards must go on working."""
+"""TensorBoard tags and axes: upstream's dashboards must keep working."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_tags_of_a_run_with_everything() -> None:
     assert set(step_scalars(full, control, WORKLOAD)) == ALWAYS | OPTIONAL
 
 
-def test_families_can_be_switched_off() -> None:
+def test_optional_tags_can_be_switched_off() -> None:
     control = control_config(log_learning_rate_to_tensorboard=False, log_loss_scale_to_tensorboard=False)
     found = step_scalars(metrics(loss_scale=2.0, gradient_norm=None), control, WORKLOAD)
     assert not [tag for tag in found if tag.startswith(("learning-rate", "loss-scale", "grad-norm"))]

@@ -1,4 +1,4 @@
-"""Ranks agree on success or failure, results go only where they are asked for, and messages stay small."""
+"""Ranks agree on success or failure, results are sent only where needed, and messages stay small."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_three_ranks_agree(agreed: list[dict[str, Any]]) -> None:
     assert first["not JSON"][0] == "CheckpointError" and first["not JSON"][1].startswith("rank 2: TypeError: ")
 
 
-def test_the_failure_that_an_older_checkpoint_would_not_cure_wins(agreed: list[dict[str, Any]]) -> None:
+def test_failures_without_fallback_take_precedence(agreed: list[dict[str, Any]]) -> None:
     order = ["ConfigError", "DataError", "CheckpointError", "StorageError", "DamagedError"]
     for number, (low, high) in enumerate(PAIRS):
         names = {met["pairs"][number][0] for met in agreed}
@@ -103,7 +103,7 @@ def test_the_failure_that_an_older_checkpoint_would_not_cure_wins(agreed: list[d
         assert agreed[1]["pairs"][number][1] == f"rank {from_rank}: bad"
 
 
-def test_one_process_raises_what_it_caught_and_needs_no_process_group() -> None:
+def test_a_single_process_reraises_without_a_process_group() -> None:
     assert run_on_all(SINGLE, lambda: 3) == 3
     assert gather_on_first(SINGLE, lambda: (1, 2)) == [[1, 2]]
     assert run_on_first(SINGLE, lambda: (1, None)) == [1, None]

@@ -76,7 +76,7 @@ def test_closing_a_mesh_without_process_groups_does_nothing(monkeypatch: pytest.
     close_mesh(ParallelMesh.single())
 
 
-def test_lost_launcher_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_launcher_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([4711, 1, 1])
     monkeypatch.setattr(joining.os, "getppid", lambda: next(answers))
     monkeypatch.setattr(joining.ctypes, "CDLL", lambda *_, **__: type("C", (), {"prctl": lambda *_: 0})())
@@ -84,7 +84,7 @@ def test_lost_launcher_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         joining.die_with_launcher()
 
 
-def test_unknown_host_from_a_node_list_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_host_in_a_node_list_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(joining.time, "sleep", waits.append)
     ranks = Ranks(1, 4, 0, "node001.invalid", 12345, "srun")

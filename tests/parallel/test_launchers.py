@@ -78,7 +78,7 @@ def test_port_is_the_jobs_own() -> None:
     assert one != other
 
 
-def test_one_node_is_recognised() -> None:
+def test_a_single_node_is_recognized() -> None:
     assert discover_ranks(OPEN_MPI).is_one_node
     assert discover_ranks(DEEPSPEED).is_one_node
     assert not discover_ranks(TORCHRUN).is_one_node
@@ -107,7 +107,7 @@ def test_one_node_is_recognised() -> None:
         ({**SRUN, "SLURM_LOCALID": ""}, None, "SLURM_LOCALID='' is not a whole number"),
     ],
 )  # fmt: skip
-def test_contradictions_are_refused(environ: dict[str, str], flag: int | None, words: str) -> None:
+def test_contradictions_are_rejected(environ: dict[str, str], flag: int | None, words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         discover_ranks(environ, local_rank=flag)
 

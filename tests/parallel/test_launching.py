@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.ranks import free_port
 
 REPOSITORY = Path(__file__).parents[2]
-# Joins the mesh, adds the ranks up, and writes the sum to a file of its own; then waits if told to.
+# Joins the mesh, adds the ranks up, and writes the sum to its own file; then waits if requested.
 PROGRAM = """
 import sys, time
 import torch
@@ -133,7 +133,7 @@ def test_local_rank_flag(program: Path) -> None:
     assert _words(program.parent, 2) == [["2", "3", "0"], ["2", "3", "1"]]
 
 
-def test_ranks_that_never_meet_are_told_where(program: Path) -> None:
+def test_a_failed_rendezvous_names_the_address(program: Path) -> None:
     text = program.read_text().replace("open_mesh(ParallelRequest", "open_mesh(ShortWait")
     program.write_text(text.replace("folder,", SHORT_WAIT + "folder,", 1))
     busy = free_port()

@@ -42,7 +42,7 @@ def test_ranks_are_numbered_in_deepspeed_order(rank: int) -> None:
     assert [axis.name for axis in mesh.model_axes] == ["pp", "tp"]
 
 
-def test_neighbours_on_every_axis() -> None:
+def test_neighbors_on_every_axis() -> None:
     mesh = ParallelMesh.at(standard_axes(8, tp=2, pp=2), 5)
     assert (mesh.tp.ranks, mesh.dp.ranks, mesh.pp.ranks) == ((4, 5), (5, 7), (1, 5))
     assert (mesh.tp.rank, mesh.dp.rank, mesh.pp.rank) == (1, 0, 1)
@@ -94,7 +94,7 @@ def test_layout_that_does_not_fit_names_the_legal_ones(world: int, tp: int, pp: 
     assert "1 x 1" in str(failure.value)
 
 
-def test_inner_axes_that_do_not_divide_the_copies_are_refused() -> None:
+def test_inner_axes_that_do_not_divide_the_replicas_are_rejected() -> None:
     with pytest.raises(LaunchError, match=r"6 copies of the model \(12 ranks / 2 x 1.*ep 2 x cp 2 x sp 1 = 4"):
         standard_axes(12, tp=2, ep=2, cp=2)
 
@@ -171,6 +171,6 @@ def _late(rank: int) -> float:
     return 0.0
 
 
-def test_a_group_whose_rank_does_not_come_gives_up_after_its_timeout() -> None:
+def test_a_group_with_an_absent_rank_times_out() -> None:
     with pytest.raises(RankFailure, match="rank 2 failed first(.|\n)*[Tt]imed out waiting 4500ms"):
         run_ranks(_late, 4)

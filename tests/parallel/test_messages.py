@@ -77,5 +77,5 @@ def test_an_axis_of_one_needs_no_process_group() -> None:
         (ValueError("Connection closed by peer"), False),
     ],
 )
-def test_a_lost_rank_is_told_from_other_failures(failure: BaseException, is_lost: bool) -> None:
+def test_a_lost_rank_is_distinguished_from_other_failures(failure: BaseException, is_lost: bool) -> None:
     assert messages.is_lost_peer(failure) is is_lost

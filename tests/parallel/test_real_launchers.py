@@ -130,7 +130,7 @@ def test_srun_and_scancel(idle_nodes: int) -> None:
         process.communicate(timeout=60)
 
 
-def test_mpirun_and_its_death(mpirun: list[str]) -> None:
+def test_mpirun_and_its_termination(mpirun: list[str]) -> None:
     process = _start([*mpirun, "-n", "2"], 60)
     try:
         facts = _wait_for_facts(process, 2)

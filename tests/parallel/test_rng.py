@@ -58,7 +58,7 @@ def test_weights_do_not_depend_on_the_split() -> None:
     assert torch.equal(_draw(_spec((50,), {0: (1, 5)})), _draw(_spec((50,)))[10:20])
 
 
-def test_a_flat_range_holds_the_values_of_its_place() -> None:
+def test_a_flat_range_holds_the_values_at_its_position() -> None:
     """What a rank draws that holds only part of a tensor, as under ZeRO-3."""
     for spec in (_spec((7, 5)), _spec((4, 3, 6), {1: (0, 3)}), _spec((9,)), _spec((6, 4), {0: (1, 2)}, padded=16)):
         whole = _draw(spec).flatten()
@@ -69,14 +69,14 @@ def test_a_flat_range_holds_the_values_of_its_place() -> None:
             assert not part[known.numel() :].any()
 
 
-def test_weights_of_more_dimensions_are_those_of_the_merged_matrix() -> None:
+def test_multi_dimensional_weights_equal_the_merged_matrix() -> None:
     matrix = _draw(_spec((4 * 3 * 8, 10)))
     assert torch.equal(_draw(_spec((4, 3, 8, 10))).view(96, 10), matrix)
     middle = _draw(_spec((2, 6, 10), {1: (1, 2)}))  # both halves of a gated unit, each split
     assert torch.equal(middle, _draw(_spec((12, 10))).view(2, 6, 10)[:, 3:])
 
 
-def test_weights_are_normal_and_unrelated() -> None:
+def test_weights_are_normal_and_independent() -> None:
     values = _draw(_spec((2000, 501))).double() / 0.5
     count = values.numel()
     assert abs(values.mean()) < 4 / count**0.5
@@ -169,7 +169,7 @@ def test_seeded_repeats_and_restores() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_attention_seed_tells_everything_apart() -> None:
+def test_attention_seeds_are_distinct() -> None:
     seeds = {
         attention_seed(seed, sample, layer, rank)
         for seed in (1, 2) for sample in (0, 1, 2**33) for layer in (0, 1) for rank in (0, 1)
@@ -178,7 +178,7 @@ def test_attention_seed_tells_everything_apart() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_attention_dropout_does_not_depend_on_heads_or_batch_at_hand() -> None:
+def test_attention_dropout_is_independent_of_local_heads_and_batch() -> None:
     shape = (3, 8, 40, 33)
     ids = torch.tensor([4, 9, 2])
     whole = attention_dropout(torch.ones(shape), 0.2, seed=1, layer=2, sample_ids=ids, first_head=0)

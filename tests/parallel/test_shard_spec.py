@@ -39,7 +39,7 @@ def test_a_rank_may_hold_padding_only() -> None:
     assert (spec.box_numel, spec.local_shape) == (0, (8, 3))
 
 
-def test_copies_are_accounted_for_by_the_first_rank_of_every_axis_that_does_not_split_them() -> None:
+def test_replicated_parameters_are_counted_on_the_first_rank_of_each_axis() -> None:
     sizes = (*standard_axes(8, tp=2, pp=2)[:-1], AxisSize("row", 2, "tensor"), AxisSize("tp", 2, "tensor"))
     counted = {"whole": set(), "tp": set(), "row": set(), "both": set()}
     for rank in range(16):
@@ -59,7 +59,7 @@ def test_copies_are_accounted_for_by_the_first_rank_of_every_axis_that_does_not_
     assert counted == {"whole": {(0, 0)}, "tp": {(0, 0), (0, 1)}, "row": {(0, 0), (1, 0)}, "both": everybody}
 
 
-def test_a_parameter_carries_its_spec() -> None:
+def test_a_parameter_has_its_spec() -> None:
     spec = ShardSpec((Dimension("heads", 2), Dimension("qkv", 3), Dimension("size", 4)), is_matrix=True)
     parameter = place(nn.Parameter(torch.zeros(6, 4)), spec)  # merged dimensions
     assert shard_spec_of(parameter) is spec
@@ -70,7 +70,7 @@ def test_a_parameter_carries_its_spec() -> None:
         place(nn.Parameter(torch.zeros(5, 4)), spec)
 
 
-def test_what_cannot_be_split_is_refused() -> None:
+def test_uneven_splits_are_rejected() -> None:
     with pytest.raises(ConfigError, match="10 heads cannot be split over 4 ranks .--tensor-model-parallel-size 4."):
         ShardSpec((Dimension("heads", 10, axis(0, 4)),))
     with pytest.raises(ConfigError, match="7 experts cannot be split over 2 ranks .size of the ep axis: 2."):

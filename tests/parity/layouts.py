@@ -65,7 +65,7 @@ def layout_config(recipe: Recipe, layout: tuple[int, int, int], zero_stage: int,
 
 
 def local_batches(recipe: Recipe, config: RunConfig, mesh: ParallelMesh, step: int, uneven: bool) -> list[Batch]:
-    """This rank's micro-batches of one global batch, dealt as the loader deals them."""
+    """This rank's micro-batches of one global batch, distributed as by the loader."""
     tokens = batch_tokens(recipe, step).numpy()
     mask = batch_mask(recipe, step, uneven).numpy()
     micro, copies = config.optim.micro_batch_size, mesh.batch.size

@@ -1,4 +1,4 @@
-"""The yardstick: the same GPT and the same optimisation in plain PyTorch.
+"""The reference: the same GPT and the same optimization in plain PyTorch.
 
 There is no DeepSpeed here, there are no process groups and none of our layers. Weights come in as a dict of global
 names, so that the reference starts where the layouts start. Everything is written the simplest way; nothing here is

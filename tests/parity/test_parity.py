@@ -30,7 +30,7 @@ def check_curve(curve, expected, label):
         assert norm == pytest.approx(true_norm, rel=NORM_RATIO), f"{label}: gradient norm of step {step}"
 
 
-def test_recipe_is_demanding(reference):
+def test_the_parity_recipe_exercises_all_features(reference):
     losses, norms = zip(*reference, strict=True)
     assert losses[-1] < losses[0] - 0.3, "the recipe must learn something"
     assert max(norms) > RECIPE.clip, "clipping must be active"
@@ -46,7 +46,7 @@ def test_fp32_layout_equals_reference(layout, reference):
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], ids=layout_name)
-def test_uneven_masks_weigh_tokens_not_micro_batches(layout):
+def test_uneven_masks_weight_tokens_not_micro_batches(layout):
     # Uneven masks make single steps noisier; a calmer rate keeps rounding differences from growing through Adam.
     recipe = dataclasses.replace(RECIPE, learning_rate=2.0e-3)
     expected = train_reference(initial_weights(recipe), recipe, uneven=True)

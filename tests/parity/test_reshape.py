@@ -1,6 +1,6 @@
 """Any layout loads any other.
 
-What is in a checkpoint does not depend on who wrote it, and training goes on the same.
+The contents of a checkpoint do not depend on the layout that wrote it, and training continues identically.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
-def test_another_layout_goes_on_the_same(source, target, saved):
+def test_another_layout_continues_identically(source, target, saved):
     folder, curve, _ = saved(source)
     layout, stage = CASES[target]
     resumed = run_ranks(load_and_train, world(layout), layout, stage, [], str(folder))

@@ -234,6 +234,6 @@ def test_every_layout_trains_like_one_process_and_its_checkpoint_loads_elsewhere
         check(curve, plain[SAVED_AFTER:])
 
 
-def test_the_parameter_is_split_over_the_foreign_axis_and_over_tp() -> None:
+def test_the_parameter_is_split_over_the_extra_axis_and_over_tp() -> None:
     for shapes in run_ranks(local_shapes, 4, "row2tp2"):
         assert set(shapes.values()) == {((EXPERTS // 2, INNER // 2, WIDTH), (EXPERTS, INNER, WIDTH))}

@@ -140,7 +140,7 @@ def write_derived(undamaged: Path) -> None:
 
 
 def _read_cache(folder: Path, undamaged: Path, draw: Random) -> None:
-    """Whatever the files hold, the arrays are right: damage is noticed and the entry is built again."""
+    """Whatever the files contain, the arrays are correct: damage is detected and the entry is rebuilt."""
     builds = draw.random() < 0.7
     found = IndexCache(folder, build=builds, required=True).arrays(
         "gpt", {"seed": 1, "weights": [0.5, 1.0]}, _cache_truth
@@ -154,7 +154,7 @@ def _read_cache(folder: Path, undamaged: Path, draw: Random) -> None:
 
 
 def _read_forged_cache(folder: Path, undamaged: Path, draw: Random) -> None:
-    """Arrays that somebody else wrote, with a description that fits them: refused, or samples of the corpus."""
+    """Foreign arrays with a matching description: rejected, or samples of the corpus."""
     train(str(undamaged / "pair"), folder)
 
 

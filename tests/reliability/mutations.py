@@ -76,7 +76,7 @@ def overwrite(draw: Random, files: Files) -> Files:
 
 
 def insert_or_remove(draw: Random, files: Files) -> Files:
-    """A stretch of one file is there twice, or not at all, so that all behind it is displaced."""
+    """A range of one file is duplicated or removed, so that everything after it is shifted."""
     name, data = _pick(draw, files)
     start = draw.randrange(len(data))
     stretch = data[start : start + draw.choice((1, 2, 3, 4, 8, 100))]
@@ -98,7 +98,7 @@ def swap(draw: Random, files: Files) -> Files:
 
 
 def number(draw: Random, files: Files) -> Files:
-    """A huge, small or negative number stands somewhere in one file, aligned or not."""
+    """A huge, small or negative number is written somewhere in one file, aligned or not."""
     name, data = _pick(draw, files)
     value, width = draw.choice(NUMBERS), draw.choice((2, 4, 8))
     written = (value % (1 << (8 * width))).to_bytes(width, draw.choice(("little", "little", "big")))
@@ -158,7 +158,7 @@ def header_number(draw: Random, files: Files) -> Files:
 
 
 def dtype_code(draw: Random, files: Files) -> Files:
-    """The index tells of another element type."""
+    """The index declares another element type."""
     return _header(draw, files, ("dtype",), tuple(range(12)))
 
 
@@ -229,7 +229,7 @@ def documents_unsorted(draw: Random, files: Files) -> Files:
 
 
 def foreign_ids(draw: Random, files: Files) -> Files:
-    """Some ids of the `.bin` file are no ids of the vocabulary."""
+    """Some ids of the `.bin` file are outside the vocabulary."""
     name = next(name for name in sorted(files) if name.endswith(".bin"))
     data = bytearray(files[name])
     for _ in range(draw.choice((1, 3))):
@@ -255,7 +255,7 @@ INDEX: Mapping[str, Mutation] = {
 
 
 def json_value(draw: Random, files: Files) -> Files:
-    """A value somewhere in a JSON file is replaced by a hostile one."""
+    """A value somewhere in a JSON file is replaced by a malicious one."""
     name, tree = _json_file(draw, files)
     holder, key = draw.choice(_places(tree))
     holder[key] = _MARK
@@ -264,7 +264,7 @@ def json_value(draw: Random, files: Files) -> Files:
 
 
 def json_key(draw: Random, files: Files) -> Files:
-    """A key of a JSON file is missing, has another name, stands there twice, or an entry of a list is missing."""
+    """A key of a JSON file is missing, renamed or duplicated, or an entry of a list is missing."""
     name, tree = _json_file(draw, files)
     holder, key = draw.choice(_places(tree))
     if isinstance(holder, list) or draw.random() < 0.4:

@@ -1,4 +1,4 @@
-"""Damaged and hostile files are refused in words or harmless, and the machinery that says so notices what it must."""
+"""Damaged and malicious files are rejected with an error or harmless, and the fuzzer itself detects failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_damaged_and_hostile_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_damaged_and_malicious_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """2,000 cases; more with `--cases`, others with `--fuzz-seed`. A failure says how to play its case again."""
     cases, seed = pytestconfig.getoption("--cases"), pytestconfig.getoption("--fuzz-seed")
     report = tmp_path / "report.json"
@@ -58,7 +58,7 @@ def became(read: object, folder: Path) -> tuple[str, str]:
     return answer["became"], answer["text"]
 
 
-def test_every_kind_of_failure_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_failure_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(text: str) -> None:
         raise DataError(text)
 
@@ -89,7 +89,7 @@ def test_every_kind_of_failure_is_noticed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_signal_and_a_hang_have_a_culprit_and_the_others_go_on(
+def test_a_crash_and_a_hang_are_attributed_and_the_others_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(place: Path, undamaged: Path, draw: Random) -> None:
@@ -119,7 +119,7 @@ def test_a_signal_and_a_hang_have_a_culprit_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("name", ANY_FILE)
-def test_mutations_change_files_and_are_the_same_again(name: str) -> None:
+def test_mutations_change_files_and_are_reproducible(name: str) -> None:
     files: Files = {"a": bytes(range(200)), "b": b"text of another file"}
     changed = [ANY_FILE[name](Random(seed), dict(files)) for seed in range(20)]
     assert changed == [ANY_FILE[name](Random(seed), dict(files)) for seed in range(20)]

@@ -1,4 +1,4 @@
-"""The disk refuses each operation in turn: what was there stays, nothing half-written appears, and it is said why."""
+"""Each disk operation fails in turn: existing files stay intact, no partial file appears, and the error says why."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _merge(inputs: Path, out: Path, seed: int) -> None:
 
 
 def _merge_together(inputs: Path, out: Path, seed: int) -> None:
-    """Two ranks, of which the other is a child; the first one's failure is everybody's."""
+    """Two ranks, the second one a child process; a failure of the first is raised on both."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=_merge_as, args=(1, theirs, inputs, out, seed))
@@ -178,7 +178,7 @@ def without_locks(found: Contents) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("is_there", [True, False], ids=["over older files", "new"])
-def test_every_operation_is_refused_in_turn(tmp_path: Path, inputs: Path, name: str, is_there: bool) -> None:
+def test_a_failure_of_each_operation(tmp_path: Path, inputs: Path, name: str, is_there: bool) -> None:
     job, out = JOBS[name], tmp_path / "out"
     (tmp_path / "whole").mkdir()
     job.run(inputs, tmp_path / "whole", 2)
@@ -243,14 +243,14 @@ def test_short_writes_are_finished(tmp_path: Path, inputs: Path, name: str) -> N
     assert without_locks(contents(tmp_path / "one")) == without_locks(contents(tmp_path / "two"))
 
 
-def test_looking_through_a_pair_changes_nothing(tmp_path: Path, inputs: Path) -> None:
+def test_inspecting_a_pair_does_not_modify_it(tmp_path: Path, inputs: Path) -> None:
     disk = FaultyDisk(inputs)
     with faulty_disk(disk):
         examine(str(inputs / "pair1"))
     assert disk.operations == 0
 
 
-def test_an_index_cache_that_nobody_asked_for_is_done_without(tmp_path: Path, inputs: Path) -> None:
+def test_an_optional_index_cache_is_skipped_on_failure(tmp_path: Path, inputs: Path) -> None:
     def make() -> dict[str, np.ndarray]:
         return {"sample": np.arange(1000)}
 

@@ -1,6 +1,6 @@
-"""Real processes under a real launcher, killed and told to stop.
+"""Real processes under a real launcher, killed or stopped by signals.
 
-Nothing saved is lost, and what goes on is the same run.
+Nothing saved is lost, and the same run continues.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """Living processes whose command line names a run's folder."""
+    """Running processes whose command line contains a run's folder."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -91,7 +91,7 @@ def ranks_of(folder: Path) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc to see the ranks")
-def test_killed_launcher_takes_its_ranks_along_and_the_run_goes_on(corpus: TinyCorpus, tmp_path: Path) -> None:
+def test_ranks_of_a_killed_launcher_end_and_the_run_resumes(corpus: TinyCorpus, tmp_path: Path) -> None:
     layout = {"tensor_model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0, "train_iters": 4000}
     flags = corpus.flags(folder=tmp_path, lr_decay_iters=100, lr_warmup_fraction=None, **layout)
     process = start(torchrun(2, flags))
@@ -118,7 +118,7 @@ def test_killed_launcher_takes_its_ranks_along_and_the_run_goes_on(corpus: TinyC
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
-def test_signal_saves_and_asks_to_be_queued_again(corpus: TinyCorpus, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_and_requests_a_requeue(corpus: TinyCorpus, tmp_path: Path, number: signal.Signals) -> None:
     flags = corpus.flags(
         folder=tmp_path, train_iters=4000, save_interval=4000, lr_decay_iters=100, lr_warmup_fraction=None
     )
@@ -132,7 +132,7 @@ def test_signal_saves_and_asks_to_be_queued_again(corpus: TinyCorpus, tmp_path: 
     assert (tmp_path / "checkpoints" / f"iter_{last:07d}").is_dir()
 
 
-def test_signal_to_one_rank_stops_all_at_one_step(corpus: TinyCorpus, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(corpus: TinyCorpus, tmp_path: Path) -> None:
     flags = corpus.flags(
         folder=tmp_path,
         train_iters=4000,
@@ -152,7 +152,7 @@ def test_signal_to_one_rank_stops_all_at_one_step(corpus: TinyCorpus, tmp_path: 
     assert (tmp_path / "checkpoints" / f"iter_{last:07d}").is_dir(), text
 
 
-def test_second_job_on_the_same_folder_is_refused(corpus: TinyCorpus, tmp_path: Path) -> None:
+def test_a_second_job_on_the_same_folder_is_rejected(corpus: TinyCorpus, tmp_path: Path) -> None:
     flags = corpus.flags(folder=tmp_path, train_iters=4000, lr_decay_iters=100, lr_warmup_fraction=None)
     process = start([sys.executable, "pretrain_gpt.py", *flags])
     try:
@@ -166,7 +166,7 @@ def test_second_job_on_the_same_folder_is_refused(corpus: TinyCorpus, tmp_path: 
     assert train(corpus.flags(folder=tmp_path, train_iters=8, lr_decay_iters=100, exit_interval=1))[0] == 0
 
 
-def test_damaged_newest_checkpoint_falls_back(corpus: TinyCorpus, tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_falls_back_to_an_older_one(corpus: TinyCorpus, tmp_path: Path) -> None:
     assert train(corpus.flags(folder=tmp_path))[0] == 0
     before = steps(tmp_path, "lm_loss")
     victim = next((tmp_path / "checkpoints" / "iter_0000008").glob("*.safetensors"))
@@ -195,7 +195,7 @@ def test_no_compiler_and_no_ninja_are_needed(corpus: TinyCorpus, tmp_path: Path)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc to see the ranks")
-def test_a_dead_rank_is_one_sentence_on_the_others(corpus: TinyCorpus, tmp_path: Path) -> None:
+def test_a_dead_rank_is_a_one_sentence_error_on_the_others(corpus: TinyCorpus, tmp_path: Path) -> None:
     flags = corpus.flags(
         folder=tmp_path, train_iters=4000, lr_decay_iters=100, lr_warmup_fraction=None, tensor_model_parallel_size=2
     )

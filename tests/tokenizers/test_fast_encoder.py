@@ -53,7 +53,7 @@ def test_the_cache_of_the_fast_library_is_bounded(tmp_path: Path, monkeypatch: p
         encoder.encode_flat([text])
     after = resident_bytes()
     assert before is not None and after is not None
-    assert after - before < 60 << 20  # 6 MB of unlike words would otherwise leave about 45 MB and go on growing
+    assert after - before < 60 << 20  # 6 MB of distinct words would otherwise leave about 45 MB and keep growing
     monkeypatch.setattr(fast_module, "_MEMORY_FILE", str(tmp_path / "none"))
     assert resident_bytes() is None
     encoder.encode_flat(words[:3])

@@ -19,7 +19,7 @@ def test_a_vocabulary_that_is_not_utf8(tmp_path: Path) -> None:
         build_tokenizer(choice)
 
 
-def test_a_vocabulary_that_the_disk_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choice = write_vocabulary(tmp_path)
 
     def broken_disk(path: Path) -> bytes:

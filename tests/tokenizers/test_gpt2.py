@@ -59,7 +59,7 @@ def test_gpt2_facts_and_known_ids() -> None:
     assert tokenizer.decode([15496, 50256, 995]) == "Hello<|endoftext|> world"
 
 
-def test_fingerprint_is_of_the_contents_not_of_the_bytes(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_contents_not_on_bytes(tmp_path: Path) -> None:
     choice = write_vocabulary(tmp_path)
     before = build_tokenizer(choice).fingerprint
     vocab_file, merge_file = Path(choice.vocab_file or ""), Path(choice.merge_file or "")

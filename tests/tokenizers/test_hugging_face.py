@@ -85,7 +85,7 @@ def test_a_folder_that_transformers_cannot_convert(tmp_path: Path, monkeypatch: 
         build_tokenizer(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(tmp_path)))
 
 
-def test_an_unreachable_hub_name_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_name_is_a_one_sentence_error(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
 
     def unreachable(*_: object) -> str:

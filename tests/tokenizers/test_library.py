@@ -1,4 +1,4 @@
-"""Tokenizers behind a library: round trips, and ids around every row."""
+"""Tokenizers of a library: round trips, and ids around every row."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def _llama(gpt2: LibraryTokenizer) -> Reference:
         ),
     ],
 )
-def test_other_tokenizers_get_the_text_in_one(_gpt2: LibraryTokenizer, change: object) -> None:
+def test_other_tokenizers_get_the_text_in_one_piece(_gpt2: LibraryTokenizer, change: object) -> None:
     reference = Reference.from_str(_gpt2._reference._tokenizer.to_str())
     change(reference)
     assert not can_cut_before_spaces(reference)
@@ -91,6 +91,6 @@ def test_other_tokenizers_get_the_text_in_one(_gpt2: LibraryTokenizer, change: o
     assert encode_long(tokenizer, LongText(bytearray(text.encode())), np.int32).tolist() == tokenizer.encode(text)
 
 
-def test_a_model_without_any_split_is_not_cut() -> None:
+def test_a_model_without_pre_tokenization_is_not_split() -> None:
     assert not can_cut_before_spaces(Reference(models.BPE()))
     assert long_text._PIECE_BYTES < 16 << 20

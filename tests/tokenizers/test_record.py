@@ -26,7 +26,7 @@ class WithoutEnd:
         raise ConfigError("it has none")
 
 
-def test_a_record_survives_json() -> None:
+def test_a_record_round_trips_through_json() -> None:
     assert TokenizerRecord.from_json(json.loads(json.dumps(asdict(RECORD)))) == RECORD
     older = TokenizerRecord.from_json({"fingerprint": None, "vocab_size": 7})
     assert older == TokenizerRecord("unnamed", None, 7, None)

@@ -1,4 +1,4 @@
-"""SentencePiece models: the ids of the `sentencepiece` package, whoever encodes, and upstream's special ids."""
+"""SentencePiece models: the ids of the `sentencepiece` package with every encoder, and upstream's special ids."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_model_with_tokens_of_its_own_keeps_their_ids(tmp_path: Path) -> None:
     assert tokenizer.eod_id not in tokenizer.encode("a <EOD> b")
 
 
-def test_the_text_comes_back(tmp_path: Path) -> None:
+def test_the_text_round_trips(tmp_path: Path) -> None:
     tokenizer = load(write_model(tmp_path, **LLAMA_LIKE))
     for text in ("Merhaba dünya, çok güzel ğüşıöç", "안녕 세상아", "👩‍👩‍👧 a\tb\n\n  c", "</s> <s>"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -81,7 +81,7 @@ def test_the_text_comes_back(tmp_path: Path) -> None:
     "options",
     [{}, LLAMA_LIKE, {"byte_fallback": False}, {"add_dummy_prefix": False}, {"allow_whitespace_only_pieces": True}],
 )
-def test_long_texts_may_be_cut_before_blanks(
+def test_long_texts_may_be_split_before_spaces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], without: str | None
 ) -> None:
     if without:
@@ -132,7 +132,7 @@ def test_a_disagreeing_gigatoken_is_not_used(
     assert "gigatoken gives other ids" in capsys.readouterr().err
 
 
-def test_what_is_wrong_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="Llama2Tokenizer needs --tokenizer-model"):
         build_tokenizer(TokenizerChoice("Llama2Tokenizer"))
     with pytest.raises(ConfigError, match="--tokenizer-model /nowhere.model is not a file"):

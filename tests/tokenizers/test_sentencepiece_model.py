@@ -24,7 +24,7 @@ from tests.helpers.sentencepiece_models import TYPES, load, write_model
         {"remove_extra_whitespaces": False},
     ],
 )
-def test_other_models_are_not_cut(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_other_models_are_not_split(tmp_path: Path, options: dict[str, Any]) -> None:
     assert not load(write_model(tmp_path, **options)).can_cut_before_spaces
 
 

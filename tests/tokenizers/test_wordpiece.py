@@ -1,4 +1,4 @@
-"""BERT's WordPiece: the ids of BERT's own rules, and upstream's two tokens behind the vocabulary."""
+"""BERT's WordPiece: the ids of BERT's own rules, and upstream's two tokens after the vocabulary."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_known_words_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert np.concatenate(tokenizer.encode_batch(pieces)).tolist() == tokenizer.encode(whole)
 
 
-def test_upstreams_tokens_behind_the_vocabulary(tmp_path: Path) -> None:
+def test_upstreams_tokens_after_the_vocabulary(tmp_path: Path) -> None:
     path = write(tmp_path)
     tokenizer = load(path, "BertWordPieceLowerCase")
     assert (tokenizer.vocab_size, tokenizer.eod_id) == (len(VOCABULARY) + 2, len(VOCABULARY) + 1)

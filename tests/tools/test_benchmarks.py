@@ -1,4 +1,4 @@
-"""The benchmarks compare like with like, and print figures that a program can read."""
+"""The benchmarks compare like with like, and print machine-readable measurements."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_plain_model_is_the_same_model() -> None:
     assert sum(weight.numel() for weight in plain.parameters()) == sum(weight.numel() for weight in ours.parameters())
 
 
-def test_a_figure_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measurement_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
     print_figure("speed", "rate", 1234.56789, "tokens/s", spread=(1.0, 2.0), threads=2)
     record = json.loads(capsys.readouterr().out)
     assert record["value"] == 1234.5679

@@ -58,7 +58,7 @@ def test_good_data_with_its_texts(folder: Path) -> None:
     assert "ids: all in 0 to 599" in done.stdout
 
 
-def test_every_prefix_is_looked_at_and_one_bad_one_decides(folder: Path) -> None:
+def test_every_prefix_is_checked_and_one_bad_prefix_fails_the_check(folder: Path) -> None:
     done = check(folder, "cut", "good_text_document", "none")
     assert done.returncode == 65 and "3 documents" in done.stdout and "Traceback" not in done.stderr
     assert "cut.idx: the header" in done.stderr and "none.idx does not exist" in done.stderr

@@ -102,7 +102,7 @@ def test_near_duplicates_and_contamination_by_flags(tmp_path: Path) -> None:
     assert contradiction.returncode == 64 and b"--min-ngram 11 is more than --ngram 10" in contradiction.stderr
 
 
-def test_standard_input_and_nothing_left(tmp_path: Path) -> None:
+def test_standard_input_and_no_kept_documents(tmp_path: Path) -> None:
     done = run(tmp_path, "--input", "-", "--output", "out.jsonl", "--max-words", "2", given=lines_of(TEXT, TEXT))
     assert done.returncode == 0
     assert b"None of the 2 documents was kept" in done.stderr and b"<stdin>:1: 'It is said" in done.stderr

@@ -88,7 +88,7 @@ def test_import_stat_bench_and_fetch(tool: Tool, folder: Path) -> None:
     assert code == 65 and "  1 missing: idx 2\n" in shown
 
 
-def test_wrong_commands_are_answered(tool: Tool, folder: Path) -> None:
+def test_unknown_commands_are_reported(tool: Tool, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"the command 'imprt' is not known\. Use one of: import, stat"):
         tool("imprt")
     with pytest.raises(ConfigError, match=r"nothing\.json is not a document store"):

@@ -34,7 +34,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_demo_corpus_is_real_large_and_the_same_again(demo: Path, tmp_path: Path) -> None:
+def test_the_demo_corpus_is_large_and_reproducible(demo: Path, tmp_path: Path) -> None:
     assert demo.stat().st_size >= 10_000_000
     documents = [json.loads(line) for line in demo.read_bytes().splitlines()]
     assert len(documents) > 100 and all(set(entry) == {"text", "src"} and entry["text"].strip() for entry in documents)
@@ -44,7 +44,7 @@ def test_demo_corpus_is_real_large_and_the_same_again(demo: Path, tmp_path: Path
     assert again.read_bytes() == demo.read_bytes()
 
 
-def test_demo_corpus_refuses_a_bad_place_and_a_small_size(tmp_path: Path) -> None:
+def test_the_demo_corpus_rejects_an_unwritable_path_and_a_small_size(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = run("build_demo_corpus.py", "--output", str(tmp_path / "file" / "demo.jsonl"))
     assert done.returncode == 74 and "Cannot write" in done.stderr and "Traceback" not in done.stderr
@@ -54,20 +54,22 @@ def test_demo_corpus_refuses_a_bad_place_and_a_small_size(tmp_path: Path) -> Non
     assert done.returncode == 64 and "--megabytes 3" in done.stderr
 
 
-def test_a_bad_place_is_told_before_the_corpus_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_output_is_reported_before_the_corpus_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(demo_module, "corpus_documents", lambda: pytest.fail("read before the place was checked"))
     with pytest.raises(StorageError, match="Is a directory"):
         demo_module.write_demo_corpus(tmp_path, 10_000_000)
 
 
-def test_a_python_without_enough_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_enough_text_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_module, "corpus_documents", lambda: iter([("a", "b" * 300)]))
     with pytest.raises(DataError, match=r"carries only 3\d\d bytes of source text; 10000000 are needed"):
         demo_module.write_demo_corpus(tmp_path / "demo.jsonl", 10_000_000)
     assert not list(tmp_path.iterdir())
 
 
-def test_trained_tokenizer_reads_back_everything(demo: Path, tmp_path: Path) -> None:
+def test_a_trained_tokenizer_round_trips_everything(demo: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "out" / "demo"
     words = ["--input", str(demo), "--vocab-size", "2000", "--output-prefix", str(prefix), "--megabytes", "3"]
     done = run("train_tokenizer.py", *words)
@@ -89,7 +91,7 @@ def test_trained_tokenizer_reads_back_everything(demo: Path, tmp_path: Path) -> 
         assert (tmp_path / f"again-{name}").read_bytes() == Path(f"{prefix}-{name}").read_bytes()
 
 
-def test_train_tokenizer_says_what_is_wrong(tmp_path: Path) -> None:
+def test_train_tokenizer_reports_errors(tmp_path: Path) -> None:
     done = run(
         "train_tokenizer.py", "--input", "/nowhere.jsonl", "--vocab-size", "300", "--output-prefix", str(tmp_path / "x")
     )
@@ -107,7 +109,7 @@ def test_train_tokenizer_says_what_is_wrong(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("x*"))
 
 
-def test_train_tokenizer_checks_its_place_first(tmp_path: Path) -> None:
+def test_train_tokenizer_checks_its_output_first(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("no JSON at all\n")
     (tmp_path / "x-merges.txt").mkdir()
     words = ["--input", str(tmp_path / "in.jsonl"), "--vocab-size", "300", "--output-prefix", str(tmp_path / "x")]
@@ -116,7 +118,7 @@ def test_train_tokenizer_checks_its_place_first(tmp_path: Path) -> None:
     assert not (tmp_path / "x-vocab.json").exists()
 
 
-def test_vocabulary_functions_refuse_what_cannot_work(tmp_path: Path) -> None:
+def test_vocabulary_functions_reject_invalid_inputs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--vocab-size 200 is too small"):
         train_byte_level(["abc"], 200)
     with pytest.raises(DataError, match="no pair of characters"):
@@ -126,7 +128,7 @@ def test_vocabulary_functions_refuse_what_cannot_work(tmp_path: Path) -> None:
         save_byte_level_vocabulary(str(tmp_path / "file" / "x"), {"a": 0}, [])
 
 
-def test_a_share_of_the_texts_is_spread_evenly(tmp_path: Path) -> None:
+def test_a_fraction_of_the_texts_is_spread_evenly(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(100)))
     taken = [int(text) for text in texts_of([str(path)], ["text"], 0.25, False)]

@@ -37,7 +37,7 @@ def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"section", "subject", "status", "text", "fix"} == set(report["findings"][0])
 
 
-def test_in_an_empty_environment_it_says_what_is_missing(tmp_path: Path) -> None:
+def test_in_an_empty_environment_missing_packages_are_reported(tmp_path: Path) -> None:
     venv.EnvBuilder(with_pip=False, symlinks=True).create(tmp_path / "empty")
     finished = subprocess.run(
         [str(tmp_path / "empty" / "bin" / "python"), str(ROOT / "tools" / "doctor.py")],
@@ -86,7 +86,7 @@ def test_a_missing_index_builder_is_slow(monkeypatch: pytest.MonkeyPatch) -> Non
     assert finding.status == doctor.SLOW and "NumPy" in finding.text and finding.fix
 
 
-def test_a_torch_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_gloo_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.parallel import backends
 
     monkeypatch.setattr(backends, "usable_backends", lambda: {"gloo": False, "nccl": False})
@@ -95,7 +95,7 @@ def test_a_torch_without_gloo_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert statuses == {"gloo": doctor.REFUSED, "nccl": doctor.OK}
 
 
-def test_a_part_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_check_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from megatron import kernels
 
     def broken() -> list:

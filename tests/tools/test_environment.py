@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "environment.sh"
 
-# Stands in for pip: writes down what it was asked for, and makes it look installed.
+# A stand-in for pip: records the requested packages, and makes them look installed.
 FAKE_PIP = """
 import pathlib, re, sys
 
@@ -125,7 +125,7 @@ def test_a_chosen_index_for_torch(tmp_path: Path) -> None:
     assert "example.org" not in project
 
 
-def test_a_failed_installation_is_said_and_tried_again(tmp_path: Path) -> None:
+def test_a_failed_installation_is_reported_and_retried(tmp_path: Path) -> None:
     active = FakeEnvironment.make(tmp_path / "active", torch="2.9.1")
     broken = active.packages / "pip.fails"
     broken.touch()
@@ -146,7 +146,7 @@ def test_packages_that_disappeared_are_installed_again(tmp_path: Path) -> None:
     assert len(active.pip_calls) == 2
 
 
-def test_no_python_is_said(tmp_path: Path) -> None:
+def test_a_missing_python_is_reported(tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("bash", "dirname", "cat", "uname", "grep"):

@@ -101,7 +101,7 @@ def test_texts_to_windows_to_tokens(folder: Path, report: str) -> None:
     assert np.count_nonzero(rows.attention_mask) == whole.tokens - len(whole) + 2 * len(rows.input_ids)
 
 
-def test_a_data_set_of_the_library(folder: Path, report: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_of_the_library(folder: Path, report: str, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="--dataset-name needs the datasets package")
     (folder / "set").mkdir()
     (folder / "set" / "train.jsonl").write_bytes((folder / "in.jsonl").read_bytes())
@@ -130,7 +130,7 @@ def test_a_data_set_of_the_library(folder: Path, report: str, monkeypatch: pytes
         ("--input a --output-path o --tokenizer-model t --num-shards 100000", "--num-shards 100000 is out of range"),
     ],
 )
-def test_wrong_flags_are_one_sentence(words: str, text: str) -> None:
+def test_wrong_flags_are_one_sentence_errors(words: str, text: str) -> None:
     with pytest.raises(ConfigError) as failure:
         flags_of(words)
     assert text in str(failure.value)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_the_demonstration_in_small(tmp_path: Path) -> None:
+def test_a_small_demonstration(tmp_path: Path) -> None:
     size = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "32", "--vocab-size", "400", "--steps", "8"]
     command = [sys.executable, str(ROOT / "examples" / "kill_and_resume.py"), "--work-dir", str(tmp_path), *size]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL)
@@ -34,7 +34,7 @@ def test_the_demonstration_in_small(tmp_path: Path) -> None:
     assert said.count("\ndef ") >= 1, "the sample of text is shown"
 
 
-def test_flags_that_make_no_demonstration() -> None:
+def test_invalid_flags_of_the_demonstration() -> None:
     with pytest.raises(ConfigError, match="--hidden-size 30 cannot be split into 4 heads"):
         kill_and_resume.main(["--hidden-size", "30"])
     with pytest.raises(ConfigError, match="--steps 3 is out of range"):
@@ -46,14 +46,14 @@ def test_a_command_that_fails_ends_it() -> None:
         kill_and_resume.call(kill_and_resume.python(1, "-c", "import sys; sys.exit(3)"))
 
 
-def test_children_are_found_and_seen_to_end() -> None:
+def test_children_are_found_and_their_end_is_detected() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert child.pid in kill_and_resume.children_of(os.getpid())
         assert kill_and_resume.is_alive(child.pid)
         child.kill()
         deadline = time.monotonic() + 10
-        while kill_and_resume.is_alive(child.pid):  # nobody has waited for it: it stays in the table as a zombie
+        while kill_and_resume.is_alive(child.pid):  # it has not been reaped, so it is in the table as a zombie
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
@@ -62,7 +62,7 @@ def test_children_are_found_and_seen_to_end() -> None:
     assert not kill_and_resume.is_alive(child.pid)
 
 
-def test_the_two_runs_differ_in_layout_and_report_only(tmp_path: Path) -> None:
+def test_the_two_runs_differ_only_in_layout_and_run_directory(tmp_path: Path) -> None:
     flags = kill_and_resume.DemoFlags()
     demo = kill_and_resume.Demo(flags, tmp_path, tmp_path)
     killed, resumed = demo.training_flags("killed"), demo.training_flags("resumed")

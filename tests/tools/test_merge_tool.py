@@ -55,6 +55,6 @@ def test_three_chunks_are_the_whole_serially_and_under_torchrun(folder: Path) ->
         (["--datasets", "a_text_document.bin", "--output-prefix", "o"], 65, "without its suffix: use a_text_document"),
     ],
 )
-def test_wrong_commands_are_one_sentence(folder: Path, words: list[str], code: int, text: str) -> None:
+def test_wrong_commands_are_one_sentence_errors(folder: Path, words: list[str], code: int, text: str) -> None:
     done = run(folder, sys.executable, TOOL, *words)
     assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr

@@ -122,7 +122,7 @@ def test_bad_lines_stop_or_are_skipped(tmp_path: Path, choice: TokenizerChoice) 
     assert done.returncode == 0 and b"2 documents" in done.stderr and b"1 bad lines left out" in done.stderr
 
 
-def test_flags_of_other_forks_are_accepted_and_said_to_change_nothing(tmp_path: Path) -> None:
+def test_flags_of_other_forks_are_accepted_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\none\ntwo\n")
     write_jsonl(tmp_path / "in.jsonl", ["one two"])
     words = "--input in.jsonl --output-prefix out --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt"
@@ -135,7 +135,7 @@ def test_flags_of_other_forks_are_accepted_and_said_to_change_nothing(tmp_path: 
     assert IndexedDataset(tmp_path / "out_text_document")[0].tolist() == [5, 6]
 
 
-def test_a_run_in_parts_goes_on_where_it_stopped(tmp_path: Path, choice: TokenizerChoice) -> None:
+def test_a_partitioned_run_continues_where_it_stopped(tmp_path: Path, choice: TokenizerChoice) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", hard_documents(300))
     with source.open("ab") as stream:
         stream.write(b"no JSON\n")
@@ -155,7 +155,7 @@ def test_a_run_in_parts_goes_on_where_it_stopped(tmp_path: Path, choice: Tokeniz
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_corpus_without_a_token_is_warned_of_once(tmp_path: Path, choice: TokenizerChoice) -> None:
+def test_a_corpus_without_tokens_warns_once(tmp_path: Path, choice: TokenizerChoice) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"")
     done = run(command(choice, "--input", "empty.jsonl", "--output-prefix", "out"), tmp_path)
     assert done.returncode == 0
@@ -194,7 +194,9 @@ def test_a_corpus_without_a_token_is_warned_of_once(tmp_path: Path, choice: Toke
         ([], "--input is required"),
     ],
 )
-def test_wrong_flags_are_one_sentence(tmp_path: Path, choice: TokenizerChoice, more: list[str], message: str) -> None:
+def test_wrong_flags_are_one_sentence_errors(
+    tmp_path: Path, choice: TokenizerChoice, more: list[str], message: str
+) -> None:
     write_jsonl(tmp_path / "in.jsonl", ["a"])
     done = run(command(choice, "--output-prefix", "out", *more), tmp_path)
     assert done.returncode == 64
@@ -326,7 +328,7 @@ def test_gpt2_vocabulary_end_to_end(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not (GPT2_FOLDER / "megatron_fixture").is_dir(), reason=f"upstream's fixture is not in {GPT2_FOLDER}"
 )
-def test_upstreams_files_come_out_byte_for_byte(tmp_path: Path) -> None:
+def test_upstreams_files_are_reproduced_byte_for_byte(tmp_path: Path) -> None:
     """The fixture was written by bigscience's tool; its text, read back out of it, must give the same two files."""
     folder = GPT2_FOLDER / "megatron_fixture"
     files = [str(folder / f"gpt2-tiny-{name}") for name in ("vocab.json", "merges.txt")]

@@ -1,4 +1,4 @@
-"""The other doors to preprocessing give the bytes of `preprocess_data.py`; see also `test_seed_commands.py`."""
+"""The other preprocessing tools give the bytes of `preprocess_data.py`; see also `test_seed_commands.py`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_older_layout_is_written_merged_and_checked(folder: Path) -> None:
     assert done.returncode == 0 and b"tokens of int32" in done.stdout and b"ids: all in 0 to 599" in done.stdout
 
 
-def test_sentences_are_the_same_through_both_doors(folder: Path) -> None:
+def test_sentences_are_the_same_with_both_tools(folder: Path) -> None:
     words = ["--input", "in.jsonl", "--split-sentences", "--keep-newlines", "--lang", "english", "--output-prefix"]
     for prefix, name in (("one", "preprocess_data.py"), ("cores", "preprocess_data_many_cores.py")):
         done = tool(folder, name, *words, prefix)
@@ -112,6 +112,6 @@ def test_sentences_are_the_same_through_both_doors(folder: Path) -> None:
         (["--input", "in.jsonl", "--columns", "a", "a"], "names a key twice"),
     ],
 )
-def test_wrong_flags_are_one_sentence(folder: Path, words: list[str], text: str) -> None:
+def test_wrong_flags_are_one_sentence_errors(folder: Path, words: list[str], text: str) -> None:
     done = tool(folder, "preprocess_data_dist.py", "--output-prefix", "wrong", *words)
     assert done.returncode == 64 and text in done.stderr and "Traceback" not in done.stderr

@@ -173,7 +173,7 @@ def test_the_single_node_script_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (75, True), (77, False)])
-def test_slurm_queues_the_job_again_when_it_is_resumable(code: int, requeued: bool, tmp_path: Path) -> None:
+def test_slurm_requeues_the_job_when_it_is_resumable(code: int, requeued: bool, tmp_path: Path) -> None:
     text = (ROOT / "examples/pretrain_gpt.slurm").read_text().replace('exit "$code"', 'echo "$code" >code')
     commands = recorded(text, tmp_path, SLURM_JOB_ID="4711", SLURM_SUBMIT_DIR=str(tmp_path), STAND_IN_CODE=str(code))
     assert (["scontrol", "requeue", "4711"] in commands) is requeued
@@ -188,7 +188,7 @@ def test_make_targets_call_what_exists(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_walk_through_of_readme_works(tmp_path: Path) -> None:
-    """Runs README's data, training and generation blocks as they stand, with a smaller network and fewer steps."""
+    """Runs README's data, training and generation blocks unchanged, except for a smaller network and fewer steps."""
     for name in ("tools", "pretrain_gpt.py", "megatron"):
         (tmp_path / name).symlink_to(ROOT / name)
     text = blocks("README.md")

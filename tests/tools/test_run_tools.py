@@ -54,7 +54,7 @@ def test_different_runs_end_with_77(runs: tuple[Path, Path]) -> None:
     assert done.stdout.splitlines()[-1].startswith("DIFFERENT: 3 of 3 (steps 4 to 6), first at step 4")
 
 
-def test_what_cannot_be_compared_is_told(runs: tuple[Path, Path]) -> None:
+def test_incomparable_runs_are_reported(runs: tuple[Path, Path]) -> None:
     done = run_tool("compare_runs.py", *runs, "--after", "6")
     assert done.returncode == 65
     assert "have no step after 6 in common" in done.stderr
@@ -63,7 +63,7 @@ def test_what_cannot_be_compared_is_told(runs: tuple[Path, Path]) -> None:
     assert "--runs takes one or two runs, 3 given" in done.stderr
 
 
-def test_a_plot_in_the_terminal_and_as_a_picture(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_plot_in_the_terminal_and_as_an_image(runs: tuple[Path, Path], tmp_path: Path) -> None:
     done = run_tool("plot_run.py", *runs, "--output", tmp_path / "loss.png")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("killed: 8 -> 1.333 (iterations 1 to 6)\n")
@@ -79,7 +79,7 @@ def test_a_plot_of_another_metric(runs: tuple[Path, Path]) -> None:
     assert "holds no step with a finite beauty" in done.stderr
 
 
-def test_a_picture_that_cannot_be_drawn_is_refused_before_the_plot(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_unsupported_image_is_rejected_before_plotting(runs: tuple[Path, Path], tmp_path: Path) -> None:
     done = run_tool("plot_run.py", runs[0], "--output", tmp_path / "loss.xyz")
     assert done.returncode == 64 and done.stdout == ""
     assert "has no extension of an image format" in done.stderr

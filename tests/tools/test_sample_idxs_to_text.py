@@ -1,4 +1,4 @@
-"""The samples that training read, shown afterwards: the same tokens, whatever tells their order."""
+"""The samples that training read, shown afterwards: the same tokens, whatever their order comes from."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def tokens_of(capsys: pytest.CaptureFixture[str], *words: str) -> Rows:
     return [json.loads(line)["tokens"] for line in lines(capsys, *words, "--all-tokens")]
 
 
-def test_what_training_read_is_what_is_shown(trained: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shown_samples_are_those_of_training(trained: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     seen, resumed = trained["seen"], trained["resumed"]
     assert [len(rows) for rows in (*seen, *resumed)] == [2, 2, 2, 4, 4, 4, 4]  # 2 samples before step 3 are passed over
     in_order = [row for rows in (*seen, *resumed) for row in rows]
@@ -100,7 +100,7 @@ def test_what_training_read_is_what_is_shown(trained: dict[str, Any], capsys: py
     assert tokens_of(capsys, *checkpoint, "--start-step", "3", "--end-step", "7") == in_order[4:]
 
 
-def test_each_sample_says_where_it_comes_from(trained: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_sample_names_its_origin(trained: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = ["--load", str(trained["folder"] / "checkpoints")]
     records = list(map(json.loads, lines(capsys, *checkpoint, "--start-sample", "10", "--end-sample", "22")))
     assert [record["sample"] for record in records] == list(range(10, 22))
@@ -127,7 +127,7 @@ def test_the_flags_alone_give_the_order_of_a_new_run(
     assert tokens_of(capsys, *words, *ramp, "--start-step", "4", "--end-step", "5") == in_order[6:]
 
 
-def test_a_run_without_checkpoints_is_told_from_its_folder(
+def test_the_order_of_a_run_without_checkpoints_comes_from_its_folder(
     trained: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -198,7 +198,7 @@ def test_wrong_flags(words: str, message: str) -> None:
         tool.main(words.split())
 
 
-def test_what_cannot_be_shown(trained: dict[str, Any], tmp_path: Path) -> None:
+def test_samples_that_cannot_be_shown(trained: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = ["--load", str(trained["folder"] / "checkpoints")]
     with pytest.raises(DataError, match="Samples 5 to 41 are not a range within the 40 planned training samples"):
         tool.main([*checkpoint, "--sample-id-range", "5", "41"])

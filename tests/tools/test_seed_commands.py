@@ -43,7 +43,7 @@ TEXTS = [*hard_documents(300), "Türkçe: İstanbul'da ığdır, IĞDIR; ağaç,
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that the guide tells to get, small ones, and what its first command makes of them."""
+    """A folder with small versions of the guide's files, and the outputs of its first command."""
     folder = tmp_path_factory.mktemp("guide")
     (folder / "tools").symlink_to(ROOT / "tools")
     choice = write_vocabulary(folder)
@@ -77,12 +77,12 @@ def pair(folder: Path, name: str) -> list[bytes]:
 
 
 @pytest.mark.skipif(not GUIDE.is_file(), reason=f"the guide is not in {GUIDE}")
-def test_these_are_the_words_of_the_guide() -> None:
+def test_the_commands_match_the_guide() -> None:
     text = GUIDE.read_text()
     assert all(command in text for command in (PREPROCESS, MERGE, OTHER_TOKENIZER))
 
 
-def test_every_document_comes_back(folder: Path) -> None:
+def test_every_document_round_trips(folder: Path) -> None:
     tokenizer = build_tokenizer(
         TokenizerChoice("GPT2BPETokenizer", f"{folder}/gpt2-vocab.json", f"{folder}/gpt2-merges.txt")
     )
@@ -93,7 +93,7 @@ def test_every_document_comes_back(folder: Path) -> None:
         assert ids[-1] == tokenizer.eod_id and tokenizer.decode(ids[:-1]) == text
 
 
-def test_workers_and_the_other_doors_give_the_same_bytes(folder: Path) -> None:
+def test_workers_and_the_other_tools_give_the_same_bytes(folder: Path) -> None:
     for name, workers, tool in (
         ("one", "1", "preprocess_data"),
         ("two", "2", "preprocess_data"),

@@ -33,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_unigram_vocabulary_goes_all_the_way(tmp_path: Path, corpus: Path) -> None:
+def test_a_unigram_vocabulary_end_to_end(tmp_path: Path, corpus: Path) -> None:
     words = ["--model-type", "unigram", "--vocab-size", "800", "--special-tokens", "dsgpt2"]
     done = run("train_tokenizer.py", "--input", corpus, *words, "--output-prefix", tmp_path / "one")
     assert done.returncode == 0, done.stderr.decode()

@@ -1,4 +1,4 @@
-"""Small configurations and step outcomes for the tests of the training room."""
+"""Small configurations and step outcomes for the tests of the train package."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.config.command_lines import small
 
 
 class Numbers:
-    """A data set whose sample `i` is the tokens i, i + 1, ..."""
+    """A dataset whose sample `i` is the tokens i, i + 1, ..."""
 
     def __len__(self) -> int:
         return 100
@@ -59,7 +59,7 @@ def run_of(text: str = "", *, train: Any = None, progress: Progress | None = Non
     ("step", "interval", "is_due"),
     [(4, 2, True), (3, 2, False), (5, None, False), (6, 1, True)],
 )
-def test_what_happens_every_so_many_steps(step: int, interval: int | None, is_due: bool) -> None:
+def test_actions_at_intervals(step: int, interval: int | None, is_due: bool) -> None:
     assert run_of(progress=Progress(step)).is_due(interval) is is_due
 
 
@@ -68,7 +68,7 @@ def test_a_run_is_done_when_its_iterations_are() -> None:
     assert run_of("--train-iters 3", progress=Progress(3)).is_done
 
 
-def test_a_run_without_training_data_does_not_train() -> None:
+def test_a_run_without_training_data_cannot_train() -> None:
     with pytest.raises(RuntimeError, match="this run has no training data"):
         run_of().train_batches()
 
@@ -90,7 +90,7 @@ def test_skipping_moves_the_progress() -> None:
     assert run.progress == Progress(0, 16, 16 * 32)
 
 
-def test_the_verdict_of_one_rank_is_the_verdict() -> None:
+def test_the_verdict_of_one_rank_applies_to_all() -> None:
     run = run_of(rules=rules({4: Verdict.SIGNAL}))
     assert run.should_stop() is Verdict.CONTINUE
     run.progress = Progress(4)
@@ -105,7 +105,7 @@ def rules(verdicts: dict[int, Verdict]) -> Any:
     )
 
 
-def test_a_verdict_on_its_way_holds_one_step_later_and_an_interval_at_once() -> None:
+def test_a_pending_verdict_takes_effect_one_step_later_and_an_interval_at_once() -> None:
     """On a GPU the host does not wait for the other ranks' verdicts."""
     run = run_of(rules=rules({2: Verdict.DURATION, 6: Verdict.INTERVAL, 7: Verdict.SIGNAL}))
     run.steps_in_flight = 1
@@ -122,7 +122,7 @@ def test_the_groups_of_a_split() -> None:
     assert run_of().evaluation_datasets("test") == {"test": "t"}
 
 
-def test_closing_a_run_that_read_nothing() -> None:
+def test_closing_a_run_that_has_read_nothing() -> None:
     run_of().close()
 
 
@@ -141,9 +141,7 @@ def test_parameters_are_counted_with_and_without_embeddings() -> None:
     assert parameter_counts(engine) == (127, 7)
 
 
-def test_a_kill_switch_that_is_on_keeps_everything_from_starting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_active_kill_switch_prevents_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     switch = tmp_path / "stop"
     switch.touch()
     with open_run(small(f"--kill-switch-path {switch}")) as run:

@@ -1,4 +1,4 @@
-"""The stages together must hold all layers that were asked for."""
+"""All stages combined must hold the requested layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.train.build import check_layers
 
 
 def engine_with(blocks: int) -> Engine:
-    """What `check_layers` looks at, with so many blocks built."""
+    """The part of an engine that `check_layers` uses, with `blocks` blocks built."""
     kinds = [LayerKind.EMBEDDING, *[LayerKind.BLOCK] * blocks, LayerKind.HEAD]
     layers = [
         (LayerSpec(str(place), kind, LayerCost(1), nn.Identity), nn.Identity()) for place, kind in enumerate(kinds)
@@ -25,7 +25,7 @@ def engine_with(blocks: int) -> Engine:
     return cast(Engine, fake)
 
 
-def test_all_layers_are_there() -> None:
+def test_all_layers_are_built() -> None:
     check_layers(engine_with(12), 12)
 
 

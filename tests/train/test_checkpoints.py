@@ -19,7 +19,7 @@ from tests.train.samples import control_config
 
 
 class Disk:
-    """Stands for `checkpoint.save`: remembers the calls and refuses as often as it was told."""
+    """A stand-in for `checkpoint.save` that records the calls and fails a given number of times."""
 
     def __init__(self) -> None:
         self.refusals = 0
@@ -81,17 +81,17 @@ def test_a_step_that_was_loaded_is_not_saved_again(disk: Disk) -> None:
     assert disk.calls == []
 
 
-def test_without_a_folder_nothing_is_saved(disk: Disk) -> None:
+def test_without_save_nothing_is_saved(disk: Disk) -> None:
     save_run(run_at(4, save=None, save_interval=None), must_succeed=True)
     assert disk.calls == []
 
 
-def test_the_optimizer_can_be_left_out(disk: Disk) -> None:
+def test_the_optimizer_state_can_be_omitted(disk: Disk) -> None:
     save_run(run_at(4, no_save_optim=True))
     assert disk.calls[0][1] == ("pieces", False)
 
 
-def test_one_failed_save_is_reported_and_training_goes_on(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_failed_save_is_reported_and_training_continues(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_at(4)
     disk.refusals = 1
     save_run(run)
@@ -112,7 +112,7 @@ def test_one_rank_reports_a_failed_save(disk: Disk, capsys: pytest.CaptureFixtur
     assert run.failed_saves == 1
 
 
-def test_the_second_failure_in_a_row_ends_the_run(disk: Disk) -> None:
+def test_the_second_consecutive_failure_ends_the_run(disk: Disk) -> None:
     run = run_at(4)
     disk.refusals = 2
     save_run(run)
@@ -120,7 +120,7 @@ def test_the_second_failure_in_a_row_ends_the_run(disk: Disk) -> None:
         save_run(run)
 
 
-def test_failures_that_are_not_in_a_row_do_not_add_up(disk: Disk) -> None:
+def test_non_consecutive_failures_do_not_accumulate(disk: Disk) -> None:
     run = run_at(2)
     for step in (2, 4, 6, 8):
         run.progress = Progress(step, 8 * step, 80 * step)
@@ -135,7 +135,7 @@ def test_the_last_save_must_succeed(disk: Disk) -> None:
         save_run(run_at(4), must_succeed=True)
 
 
-def test_other_errors_are_not_taken_for_a_full_disk(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_treated_as_storage_failures(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any, **keywords: Any) -> None:
         raise ValueError("a mistake of ours")
 
@@ -144,7 +144,7 @@ def test_other_errors_are_not_taken_for_a_full_disk(disk: Disk, monkeypatch: pyt
         save_run(run_at(4))
 
 
-def test_the_record_holds_all_that_is_no_tensor(disk: Disk) -> None:
+def test_the_record_contains_all_state_except_tensors(disk: Disk) -> None:
     assert run_record(run_at(4)).to_json() == {
         "progress": {"step": 4, "consumed_samples": 32, "consumed_tokens": 320, "skipped_steps": 0},
         "optimizer_updates": 3,
@@ -157,5 +157,5 @@ def test_the_record_holds_all_that_is_no_tensor(disk: Disk) -> None:
     }
 
 
-def test_one_rank_looks_at_the_data_files(disk: Disk) -> None:
+def test_only_one_rank_reads_the_data_files(disk: Disk) -> None:
     assert run_record(run_at(4, rank=1)).data == {}

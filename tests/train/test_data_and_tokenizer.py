@@ -18,7 +18,7 @@ from tests.helpers.tiny_run import write_tiny_corpus
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
 
-def test_the_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_data_of_another_tokenizer_is_rejected(tmp_path: Path) -> None:
     corpus = write_tiny_corpus(tmp_path)
     (tmp_path / "other").mkdir()
     choice = write_vocabulary(tmp_path / "other", 520)

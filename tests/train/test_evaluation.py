@@ -42,7 +42,7 @@ class FakeRun:
         return {"valid": {"news": range(8), "code": range(4)}, "test": {}}[split]
 
 
-def test_tokens_are_weighed_not_batches() -> None:
+def test_losses_are_weighted_by_tokens_not_by_batches() -> None:
     assert mean_loss(FakeRun([(10.0, 10), (90.0, 30)]), range(8)) == 2.5
 
 
@@ -56,7 +56,7 @@ def test_tokens_are_weighed_not_batches() -> None:
         (8, 0, []),
     ],
 )
-def test_the_first_samples_are_seen_and_a_partial_batch_counts(length: int, eval_iters: int, asked: list) -> None:
+def test_the_first_samples_are_used_and_a_partial_batch_counts(length: int, eval_iters: int, asked: list) -> None:
     run = FakeRun([(1.0, 1)] * 3, eval_iters)
     mean_loss(run, range(length))
     assert run.asked == asked
@@ -70,7 +70,7 @@ def test_the_same_samples_every_time() -> None:
     assert run.asked[:2] == run.asked[2:]
 
 
-def test_no_counted_token_is_no_division_by_zero() -> None:
+def test_zero_counted_tokens_do_not_divide_by_zero() -> None:
     assert mean_loss(FakeRun([(0.0, 0)]), range(4)) == 0.0
 
 
@@ -84,7 +84,7 @@ def test_every_group_is_reported_under_its_name() -> None:
     assert run.progress == Progress(5, 20, 200)
 
 
-def test_a_split_without_data_is_silent() -> None:
+def test_a_split_without_data_reports_nothing() -> None:
     run = FakeRun([])
     assert evaluate(run, "the end", split="test") == {}
     assert run.reported == []

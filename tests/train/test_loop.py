@@ -113,7 +113,7 @@ def test_a_whole_run_in_order() -> None:
         (Verdict.KILL_SWITCH, ExitCode.DONE),
     ],
 )
-def test_a_stop_saves_and_leaves_with_its_code(
+def test_a_stop_saves_and_returns_its_exit_code(
     verdict: Verdict, code: ExitCode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = FakeRun()
@@ -123,14 +123,14 @@ def test_a_stop_saves_and_leaves_with_its_code(
     assert capsys.readouterr().out == f"stopped by {verdict.name} at 1\n"
 
 
-def test_a_finished_run_trains_no_further_step() -> None:
+def test_a_finished_run_trains_no_more_steps() -> None:
     run = FakeRun()
     run.progress = Progress(3, 24, 240)
     assert run_to_end(run) is ExitCode.DONE
     assert run.events == [("started", 3), *END]
 
 
-def test_a_run_that_the_kill_switch_kept_from_starting() -> None:
+def test_a_run_whose_start_the_kill_switch_prevented() -> None:
     assert run_to_end(None) is ExitCode.DONE
 
 
@@ -156,21 +156,21 @@ def test_a_skipped_step_is_counted_and_consumes_its_samples() -> None:
         (2.5, math.inf, r"iteration 1: loss 2\.5, gradient norm inf"),
     ],
 )
-def test_numbers_that_are_none_end_the_run_reported_and_unsaved(loss: float, norm: float, sentence: str) -> None:
+def test_non_finite_values_are_reported_and_end_the_run_unsaved(loss: float, norm: float, sentence: str) -> None:
     run = FakeRun(outcome=Outcome(loss=loss, gradient_norm=norm), save="checkpoints", save_interval=1)
     with pytest.raises(NumericsError, match=sentence):
         run_to_end(run)
     assert run.events == [("started", 0), *one_step(1)]
 
 
-def test_an_overflow_in_fp16_is_the_loss_scaler_s_business() -> None:
+def test_an_overflow_in_fp16_is_left_to_the_loss_scaler() -> None:
     run = FakeRun()
     run.config.precision.fp16 = True
     check_numbers(run, TrainedStep(Progress(1), Outcome(loss=math.inf, gradient_norm=math.nan), 1.0, 1.0))
 
 
-def test_figures_on_their_way_are_reported_one_step_later_but_before_anything_is_saved() -> None:
-    """On a GPU the host does not wait for a step's figures; an evaluation, a save and the end do."""
+def test_pending_metrics_are_reported_one_step_later_but_before_saving() -> None:
+    """On a GPU the host does not wait for a step's metrics; an evaluation, a save and the end do."""
     run = FakeRun(train_iters=4, save="checkpoints", save_interval=3, eval_interval=100)
     run.steps_in_flight = 1
     run_to_end(run)
@@ -188,7 +188,7 @@ def test_figures_on_their_way_are_reported_one_step_later_but_before_anything_is
     ]
 
 
-def test_a_poisoned_step_on_its_way_is_found_before_the_save() -> None:
+def test_a_non_finite_pending_step_is_detected_before_the_save() -> None:
     run = FakeRun(outcome=Outcome(loss=math.nan), save="checkpoints", save_interval=1, eval_interval=100)
     run.steps_in_flight = 1
     with pytest.raises(NumericsError, match="iteration 1: loss nan"):

@@ -67,7 +67,7 @@ def test_hidden_dropout_is_the_same_in_every_layout(corpus: TinyCorpus, tmp_path
         assert other[step] == pytest.approx(loss, rel=1e-5), step
 
 
-def test_four_ranks_go_on_as_one_process(corpus: TinyCorpus, tmp_path: Path) -> None:
+def test_four_ranks_resume_as_one_process(corpus: TinyCorpus, tmp_path: Path) -> None:
     settings = {"hidden_dropout": 0.1, "attention_dropout": 0}
     world, layout = LAYOUTS["tp2pp2"]
     assert train(corpus.flags(folder=tmp_path / "four", **settings, **layout), world)[0] == 0
@@ -169,7 +169,7 @@ def test_eval_only_trains_nothing(corpus: TinyCorpus, tmp_path: Path, whole: Pat
     assert losses(tmp_path) == {}
 
 
-def test_changed_tokenizer_is_refused(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
+def test_a_changed_tokenizer_is_rejected(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
     other = write_tiny_corpus(tmp_path)
     merges = Path(other.merge_file)
     lines = merges.read_text().splitlines(keepends=True)
@@ -180,7 +180,7 @@ def test_changed_tokenizer_is_refused(corpus: TinyCorpus, tmp_path: Path, whole:
     assert "another tokenizer" in text
 
 
-def test_changed_shape_is_refused_with_both_values(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
+def test_a_changed_shape_is_rejected_with_both_values(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
     code, text = train(corpus.flags(load=whole / "checkpoints", run_dir=tmp_path / "run", hidden_size=64))
     assert code == ExitCode.USAGE
     assert "--hidden-size" in text
@@ -188,7 +188,7 @@ def test_changed_shape_is_refused_with_both_values(corpus: TinyCorpus, tmp_path:
     assert "32" in text
 
 
-def test_saving_over_another_run_is_refused(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
+def test_saving_over_another_run_is_rejected(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
     flags = corpus.flags(save=whole / "checkpoints", save_interval=4, run_dir=tmp_path / "run")
     code, text = train(flags)
     assert code == ExitCode.STORAGE
@@ -210,7 +210,7 @@ def test_exploding_loss_ends_the_run_unsaved(corpus: TinyCorpus, tmp_path: Path)
 
 
 @pytest.mark.parametrize("flag", ["--eval-only", "--finetune"])
-def test_weights_that_are_not_there_are_an_error(corpus: TinyCorpus, tmp_path: Path, flag: str) -> None:
+def test_missing_weights_are_an_error(corpus: TinyCorpus, tmp_path: Path, flag: str) -> None:
     code, text = train(corpus.flags(flag, load=tmp_path / "nothing", run_dir=tmp_path / "run"))
     assert code == ExitCode.STORAGE
     assert f"{flag} needs the weights" in text
@@ -222,7 +222,7 @@ def test_nothing_left_to_train_trains_nothing(corpus: TinyCorpus, tmp_path: Path
     assert losses(tmp_path) == {}
 
 
-def test_nothing_left_to_train_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_left_to_train_gives_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     optim = optim_config(train_iters=60)
     warn_if_done(optim, Progress(step=59))
     assert capsys.readouterr().err == ""
@@ -237,7 +237,7 @@ def test_tensorboard_folder_that_is_a_file(corpus: TinyCorpus, tmp_path: Path) -
     assert "--tensorboard-dir" in text
 
 
-def test_missing_data_is_found_before_anything_is_built(corpus: TinyCorpus, tmp_path: Path) -> None:
+def test_missing_data_is_detected_before_anything_is_built(corpus: TinyCorpus, tmp_path: Path) -> None:
     code, text = train(corpus.flags(run_dir=tmp_path / "run", data_path=str(tmp_path / "nope")))
     assert code == ExitCode.DATA
     assert "nope" in text

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and when it refuses to."""
+"""Which checkpoint a run resumes from, and when it refuses to."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def saved(folder: Path, step: int = 4, **changes: Any) -> Path:
 
 
 def saved_run(record: Record = RECORD) -> SavedRun:
-    """What a run that goes on from a record found at first."""
+    """The saved run found for a given record."""
     return SavedRun(record, Found(record.to_json(), Path("c")))
 
 
-def test_from_scratch_looks_at_nothing(tmp_path: Path) -> None:
+def test_from_scratch_ignores_checkpoints(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c")
     control = control_config(load=str(folder), save=str(folder), save_interval=1, from_scratch=True)
     assert find_saved_run(control, MESH) is None
 
 
-def test_a_run_without_folders_starts_fresh() -> None:
+def test_a_run_without_folders_is_a_new_run() -> None:
     assert find_saved_run(control_config(), MESH) is None
 
 
@@ -52,7 +52,9 @@ def test_the_newest_record_is_found(tmp_path: Path) -> None:
     assert found.record == make_record(6)
 
 
-def test_a_missing_checkpoint_starts_fresh_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_checkpoint_starts_a_new_run_with_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert find_saved_run(control_config(load=str(tmp_path / "none")), MESH) is None
     assert f"Unable to find latest file at {tmp_path / 'none' / 'latest'}" in capsys.readouterr().err
 
@@ -63,14 +65,14 @@ def test_a_missing_checkpoint_can_be_an_error(tmp_path: Path) -> None:
         find_saved_run(control, MESH)
 
 
-def test_saving_over_another_run_is_refused(tmp_path: Path) -> None:
+def test_saving_over_another_run_is_rejected(tmp_path: Path) -> None:
     control = control_config(save=str(saved(tmp_path / "c", 6)), save_interval=1)
     sentence = rf"--save {tmp_path}/c holds checkpoints already \(newest: iteration 6\).*--load {tmp_path}/c.*--from"
     with pytest.raises(CheckpointError, match=sentence):
         find_saved_run(control, MESH)
 
 
-def test_saving_into_an_empty_or_absent_folder_is_a_fresh_start(tmp_path: Path) -> None:
+def test_saving_to_an_empty_or_absent_folder_is_a_new_run(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "absent"):
         assert find_saved_run(control_config(save=str(folder), save_interval=1), MESH) is None
 
@@ -116,7 +118,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     return fake
 
 
-def test_no_record_is_the_beginning(engine: FakeEngine) -> None:
+def test_without_a_record_training_starts_at_zero(engine: FakeEngine) -> None:
     assert load_tensors(control_config(), engine, None) == (None, Progress())
     assert engine.asked == []
 
@@ -140,14 +142,14 @@ def test_finetuning_takes_only_the_weights(
     assert "finetuning the weights" in capsys.readouterr().err
 
 
-def test_without_the_optimizer_training_still_goes_on(engine: FakeEngine, tmp_path: Path) -> None:
+def test_training_continues_without_optimizer_state(engine: FakeEngine, tmp_path: Path) -> None:
     control = control_config(load=str(saved(tmp_path / "c")), no_load_optim=True)
     _, progress = load_tensors(control, engine, saved_run())
     assert progress.step == 4
     assert (engine.asked, engine.updates, engine.loss_scales) == ([False], [None], [])
 
 
-def test_a_checkpoint_without_optimizer_state_is_refused(engine: FakeEngine) -> None:
+def test_a_checkpoint_without_optimizer_state_is_rejected(engine: FakeEngine) -> None:
     record = make_record(config={"control": {"no_save_optim": True}})
     with pytest.raises(CheckpointError, match=r"in c was saved with --no-save-optim .*--no-load-optim .*--finetune"):
         load_tensors(control_config(load="c"), engine, saved_run(record))
@@ -155,7 +157,7 @@ def test_a_checkpoint_without_optimizer_state_is_refused(engine: FakeEngine) -> 
 
 
 @pytest.mark.parametrize("flag", ["finetune", "no_load_optim"])
-def test_a_checkpoint_without_optimizer_state_serves_for_its_weights(
+def test_the_weights_of_a_checkpoint_without_optimizer_state_are_usable(
     engine: FakeEngine, tmp_path: Path, flag: str
 ) -> None:
     record = make_record(config={"control": {"no_save_optim": True}})
@@ -168,7 +170,7 @@ def test_a_checkpoint_that_disappears_is_an_error(engine: FakeEngine, tmp_path: 
         load_tensors(control_config(load=str(tmp_path)), engine, saved_run())
 
 
-def test_what_a_run_falls_back_to_is_what_it_reports(engine: FakeEngine, tmp_path: Path) -> None:
+def test_the_reported_progress_is_that_of_the_fallback_checkpoint(engine: FakeEngine, tmp_path: Path) -> None:
     """The record that was looked at first may belong to a checkpoint whose tensors turn out to be damaged."""
     folder = saved(tmp_path / "c", 4)
     saved(folder, 6)

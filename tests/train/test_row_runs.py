@@ -59,7 +59,7 @@ def test_a_run_on_windows_and_a_store_resumes_in_another_layout(corpus: TinyCorp
 
 
 def unigram_losses(rank: int, paths: list[str], probabilities: list[float]) -> list[tuple[float, int]]:
-    """The loss sum and token count of a network that gives every token its probability whatever stands before it."""
+    """The loss sum and token count of a network whose token probabilities ignore the context."""
     recipe = dataclasses.replace(Recipe(), num_layers=1, sequence_length=8, vocab_size=len(probabilities))
     config = layout_config(recipe, (1, 1, 1), 0, [])
     engine = build_engine(config, open_mesh(config.parallel))

@@ -22,7 +22,7 @@ def test_other_iterations_pass_unchanged(step: int) -> None:
     assert skip_data(progress, optim_config(), ((3, 5),), 10) == progress
 
 
-def test_a_ramp_up_goes_on_while_data_is_passed_over() -> None:
+def test_a_ramp_up_continues_while_data_is_skipped() -> None:
     optim = optim_config(global_batch_size=8, rampup_batch_size=(2, 2, 12), train_samples=100)
     after = skip_data(Progress(), optim, ((1, 4),), 10)
     # 2 samples a batch below 4 consumed, then 4 below 8, then 6 below 12
@@ -30,7 +30,7 @@ def test_a_ramp_up_goes_on_while_data_is_passed_over() -> None:
     assert after.consumed_tokens == 10 * after.consumed_samples
 
 
-def test_adjacent_ranges_are_two_stops() -> None:
+def test_adjacent_ranges_are_skipped_separately() -> None:
     ranges = ((2, 2), (3, 4))
     first = skip_data(Progress(step=1, consumed_samples=8), optim_config(), ranges, 1)
     assert first.consumed_samples == 16

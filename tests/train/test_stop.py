@@ -32,7 +32,7 @@ class Clock:
         return self.now
 
 
-def test_only_a_signal_asks_to_be_queued_again() -> None:
+def test_only_a_signal_requests_a_requeue() -> None:
     codes = {verdict: verdict.exit_code for verdict in Verdict}
     assert codes.pop(Verdict.SIGNAL) == ExitCode.REQUEUE == 75
     assert set(codes.values()) == {ExitCode.DONE}
@@ -49,7 +49,7 @@ def test_a_signal_only_sets_a_flag(signals: StopSignals, number: signal.Signals)
     assert rules.message(Verdict.SIGNAL, 3).startswith(f"exiting program at iteration 3 because of {number.name}")
 
 
-def test_former_reactions_come_back() -> None:
+def test_previous_signal_handlers_are_restored() -> None:
     former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     signals = StopSignals().install().install()
     assert signal.getsignal(signal.SIGTERM) not in former.values()
@@ -69,7 +69,7 @@ def test_interval() -> None:
     assert rules.message(Verdict.INTERVAL, 4) == "exiting program at iteration 4"
 
 
-def test_nothing_asked_nothing_stops() -> None:
+def test_without_stop_conditions_nothing_stops() -> None:
     assert StopRules(control_config(), StopSignals()).verdict(1) is Verdict.CONTINUE
 
 
@@ -98,7 +98,7 @@ def test_kill_switch(tmp_path: Path) -> None:
     )
 
 
-def test_the_most_urgent_reason_holds(tmp_path: Path, signals: StopSignals) -> None:
+def test_the_most_urgent_reason_applies(tmp_path: Path, signals: StopSignals) -> None:
     rules = StopRules(
         control_config(exit_interval=1, exit_duration_in_mins=1, kill_switch_path=str(tmp_path)),
         signals,

@@ -134,7 +134,7 @@ def share_of(paths: Sequence[str], shard: Shard, separator: str | None = None) -
     """
     problems = [
         "--shard and --partitions divide files; --input "
-        f"{'- (standard input)' if path == STANDARD_INPUT else path} is none."
+        f"{'- (standard input)' if path == STANDARD_INPUT else path} is not a file."
         for path in paths
         if path == STANDARD_INPUT or (os.path.exists(path) and not os.path.isfile(path))
     ]

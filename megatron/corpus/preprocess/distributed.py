@@ -62,8 +62,8 @@ def share_of_rank(
     addresses = [value for value in inputs if "://" in value]
     if addresses:
         raise ConfigError(
-            f"--split, --count and --shuffle draw from files, folders and data sets of the hub; --input {addresses[0]} "
-            "is none. Leave them out, or write its rows as jsonl first."
+            f"--split, --count and --shuffle need files, folders or data sets of the hub, but --input {addresses[0]} "
+            "is a database. Leave them out, or write its rows as jsonl first."
         )
     named = tuple(inputs) if len(inputs) == 1 and not os.path.isfile(inputs[0]) else expand_inputs(inputs)
     opened: list[HubRows] = []

@@ -218,9 +218,9 @@ def _draws(random: np.random.RandomState, count: int) -> np.ndarray:
 def _document_index(documents: np.ndarray, plan: EpochPlan, random: np.random.RandomState) -> np.ndarray:
     ids = documents.astype(np.int64 if int(documents.max(initial=0)) > _LARGEST_INT32 else np.int32, copy=False)
     order = np.tile(ids, plan.epochs)
-    together = len(ids) * (plan.epochs - 1 if plan.separate else plan.epochs)
-    shuffle(random, order[:together])
-    shuffle(random, order[together:])
+    first_epochs = len(ids) * (plan.epochs - 1 if plan.separate else plan.epochs)
+    shuffle(random, order[:first_epochs])
+    shuffle(random, order[first_epochs:])
     return order
 
 

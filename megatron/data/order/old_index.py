@@ -109,8 +109,8 @@ def _shape_problem(
 def _document_problem(document: np.ndarray, plan: EpochPlan, first: int, last: int, seed: int) -> str | None:
     """Why this is not the shuffled order of whole epochs over sequences [first, last) that the seed gives."""
     sequences = last - first
-    together = (plan.epochs - 1 if plan.separate else plan.epochs) * sequences
-    for part, times in ((document[:together], together // sequences), (document[together:], 1)):
+    first_epochs = (plan.epochs - 1 if plan.separate else plan.epochs) * sequences
+    for part, times in ((document[:first_epochs], first_epochs // sequences), (document[first_epochs:], 1)):
         counts = np.zeros(sequences, np.uint32)
         for start in range(0, len(part), _CHUNK_ENTRIES):
             chunk = part[start : start + _CHUNK_ENTRIES]
@@ -120,8 +120,8 @@ def _document_problem(document: np.ndarray, plan: EpochPlan, first: int, last: i
         if len(part) and not (counts == times).all():
             wrong = int(np.flatnonzero(counts != times)[0])
             return f"it names sequence {first + wrong} {int(counts[wrong])} times instead of {times}"
-    end = shuffled_end(together, sequences, seed, _CHECKED_ROWS) + first
-    if not np.array_equal(document[together - len(end) : together], end):
+    end = shuffled_end(first_epochs, sequences, seed, _CHECKED_ROWS) + first
+    if not np.array_equal(document[first_epochs - len(end) : first_epochs], end):
         return f"its order is not that of seed {seed}"
     return None
 

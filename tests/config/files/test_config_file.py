@@ -24,7 +24,7 @@ def test_flat_json(tmp_path: Path) -> None:
     assert config.provenance["optim.clip_grad"] == "file" and config.provenance["optim.adam_beta2"] == "given"
 
 
-def test_a_switch_of_the_file_is_undone_on_the_command_line(tmp_path: Path) -> None:
+def test_a_switch_in_the_file_is_overridden_on_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"checkpoint_activations": true, "no_exit_on_signal": true, "no-save-optim": true}')
     assert small(f"--config {file}").control.exit_on_signal is False
@@ -36,7 +36,7 @@ def test_a_switch_of_the_file_is_undone_on_the_command_line(tmp_path: Path) -> N
     )
 
 
-def test_yaml_by_area(tmp_path: Path) -> None:
+def test_yaml_by_section(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     file = tmp_path / "run.yaml"
     file.write_text("optim:\n  lr: 1e-4\n  weight_decay: 0.1\nzero-stage: 2\ndata:\n  split: 90,10\n")

@@ -99,7 +99,7 @@ def test_a_missing_file() -> None:
         ({"bf16": {"enabeld": True}}, "bf16.enabeld", "bf16.enabled"),
     ],
 )
-def test_a_misspelt_key_is_refused(tmp_path: Path, tree: Any, key: str, meant: str) -> None:
+def test_a_misspelled_key_is_rejected(tmp_path: Path, tree: Any, key: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
         with_file(tmp_path, tree)
     assert caught.value.problems == [
@@ -107,7 +107,7 @@ def test_a_misspelt_key_is_refused(tmp_path: Path, tree: Any, key: str, meant: s
     ]
 
 
-def test_a_key_like_no_other_is_a_notice(tmp_path: Path) -> None:
+def test_an_unknown_key_without_a_similar_one_is_a_notice(tmp_path: Path) -> None:
     tree = {"warp_drive": 9, "zero_optimization": {"stage": 1, "zero_quantized_activations": True}, "_comment": "ours"}
     notices = [text for text in with_file(tmp_path, tree).notices if "deepspeed_config" in text]
     assert [text.split('"')[1] for text in notices] == ["warp_drive", "zero_optimization.zero_quantized_activations"]

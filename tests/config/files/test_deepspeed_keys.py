@@ -1,4 +1,4 @@
-"""The keys that DeepSpeed reads, and what a misspelt key probably stands for."""
+"""The keys that DeepSpeed reads, and suggestions for misspelled keys."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megatron.config.files.deepspeed_keys import SECTION_KEYS, TOP_LEVEL_KEYS, u
         ("warp_drive", None),
     ],
 )
-def test_a_misspelt_key_is_recognised(key: str, meant: str | None) -> None:
+def test_a_misspelled_key_is_recognized(key: str, meant: str | None) -> None:
     assert unknown_keys({key: 1, "train_batch_size": 2, "_comment": "ours", "//": "too"}) == [(key, meant)]
 
 
-def test_sections_are_looked_into() -> None:
+def test_nested_sections_are_checked() -> None:
     assert unknown_keys({"fp16": {"enable": True, "hysteresis": 1}}) == [("fp16.enable", "fp16.enabled")]
     assert unknown_keys({"zero_optimization": 3}) == []
 

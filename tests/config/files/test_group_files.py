@@ -1,4 +1,4 @@
-"""Groups of weighted sources that stand in a file."""
+"""Groups of weighted sources read from a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dataclass fields become flags, and everything wrong with a command line is said at once."""
+"""Dataclass fields become flags, and all problems of a command line are reported at once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_kind_of_flag_is_read() -> None:
     [("", True), ("--fast", True), ("--no-fast", False), ("--fast false", False), ("--fast True", True)]
     + [("--no-fast false", True), ("--no-quick", False), ("--quick", True), ("--fast --no-fast", False)],
 )
-def test_a_switch_turns_both_ways_and_takes_a_word(words: str, value: bool) -> None:
+def test_a_switch_can_be_turned_on_and_off_and_takes_a_value(words: str, value: bool) -> None:
     assert read(f"--input x {words}").fast is value
 
 
@@ -63,7 +63,7 @@ def test_a_flag_that_begins_with_no_turns_on() -> None:
     assert read("--input x --no-save").no_save and not read("--input x --no-save off").no_save
 
 
-def test_the_last_of_two_wins() -> None:
+def test_the_last_occurrence_wins() -> None:
     assert read("--input x --workers 2 --workers=3").workers == 3
 
 
@@ -96,14 +96,14 @@ def test_the_last_of_two_wins() -> None:
         ("--input x --help=3", r"ignored explicit argument '3'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_sentence(words: str, sentence: str) -> None:
+def test_errors_are_one_sentence(words: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:
         read(words)
     assert len(caught.value.problems) == 1
     assert caught.value.exit_code == ExitCode.USAGE
 
 
-def test_all_problems_are_shown_together() -> None:
+def test_all_problems_are_reported_in_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
         read("--bogus 1 --workers x --rate 7 --kind q")
     assert [text.split()[0] for text in caught.value.problems] == [
@@ -115,13 +115,13 @@ def test_all_problems_are_shown_together() -> None:
     ]
 
 
-def test_a_section_checks_itself_however_it_is_made() -> None:
+def test_a_section_is_always_validated_on_creation() -> None:
     with pytest.raises(ConfigError, match="--workers 13 is unlucky"):
         Tool(input=("x",), workers=13)
     assert list(bound_problems(Tool(input=("x",)))) == []
 
 
-def test_abbreviations_are_not_taken() -> None:
+def test_abbreviations_are_not_accepted() -> None:
     with pytest.raises(ConfigError, match="--work is not a flag"):
         read("--input x --work 3")
 

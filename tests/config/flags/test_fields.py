@@ -36,7 +36,7 @@ def test_types_are_read_from_the_annotations() -> None:
     }
 
 
-def test_defaults_as_they_are_shown() -> None:
+def test_defaults_in_the_help_text() -> None:
     shown = {name: found.shown_default for name, found in FLAGS.items()}
     assert shown == {"size": "None", "rate": "None", "names": "none", "pair": "None", "fast": "on", "doubled": "None"}
     assert [FLAGS[name].empty_value for name in ("size", "names", "fast")] == [0, (), False]
@@ -49,6 +49,6 @@ def test_names_and_spellings() -> None:
     assert FLAGS["size"].spellings == {"--size": True}
 
 
-def test_what_a_resume_does_with_a_field() -> None:
+def test_the_resume_rule_of_a_field() -> None:
     rules = {field.name: resume_rule(field) for field in dataclasses.fields(Declared)}
     assert (rules["size"], rules["rank"], rules["rate"]) == (MUST_MATCH, MUST_MATCH, MAY_CHANGE)

@@ -47,7 +47,7 @@ def test_no_spelling_means_two_flags() -> None:
     assert len(spellings) == len(set(spellings))
 
 
-def test_every_sentence_is_one() -> None:
+def test_every_explanation_is_one_sentence() -> None:
     for name, entry in legacy_flags().items():
         assert entry.status in (IGNORED, REFUSED)
         assert entry.reason.endswith("."), name
@@ -56,7 +56,7 @@ def test_every_sentence_is_one() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, entry in legacy_flags().items() if entry.status == REFUSED])
-def test_a_refused_flag_is_refused(name: str) -> None:
+def test_a_rejected_flag_is_rejected(name: str) -> None:
     entry = legacy_flags()[name]
     value = "" if entry.flag.element is bool else "77"
     with pytest.raises(ConfigError, match=f"^{entry.flag.positive_name} ?{value}(\\.0)? is refused: ") as caught:
@@ -75,7 +75,7 @@ def test_an_ignored_flag_is_ignored_with_a_notice(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, entry in legacy_flags().items() if entry.harmless])
-def test_a_harmless_value_says_nothing(name: str) -> None:
+def test_a_harmless_value_gives_no_notice(name: str) -> None:
     entry = legacy_flags()[name]
     assert small(f"{entry.flag.positive_name} {entry.harmless[0]}").notices == ()
 
@@ -89,7 +89,7 @@ def test_words_and_switches_of_old_flags() -> None:
     assert small("--num-experts 1 1").notices == ()
 
 
-def test_a_field_without_effect_says_so_when_it_is_changed() -> None:
+def test_a_changed_field_without_effect_gives_a_notice() -> None:
     (notice,) = small("--no-masked-softmax-fusion").notices
     assert notice.startswith("--no-masked-softmax-fusion is accepted and ignored: attention is one call")
     assert small("--masked-softmax-fusion --checkpoint-num-layers 1").notices == ()

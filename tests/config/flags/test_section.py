@@ -41,7 +41,7 @@ def test_a_default_is_computed_from_other_fields() -> None:
     assert Box(width=6).is_round, "completed after the default was computed"
 
 
-def test_a_default_that_cannot_be_computed_is_refused_with_its_reason() -> None:
+def test_a_default_that_cannot_be_computed_is_an_error_with_the_reason() -> None:
     with pytest.raises(ConfigError, match="--width 7 has no half. Use 8 or give --half") as caught:
         Box(width=7)
     assert len(caught.value.problems) == 1
@@ -54,7 +54,7 @@ def test_bounds_and_rules_are_checked_on_creation() -> None:
     assert [text.split()[0] for text in caught.value.problems] == ["--half", "--is-round"]
 
 
-def test_an_unchecked_section_shows_its_problems_later() -> None:
+def test_an_unchecked_section_reports_its_problems_later() -> None:
     box = build_unchecked(Box, {"width": 7})
     assert relevant_problems([box], {"width"}, set()) == ["--width 7 has no half. Use 8 or give --half."]
     empty = build_unchecked(Box, {})

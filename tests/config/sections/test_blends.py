@@ -8,7 +8,7 @@ from megatron.config.sections.blends import WeightedPath, read_blend, read_split
 from megatron.errors import ConfigError
 
 
-def test_a_split_is_normalised() -> None:
+def test_a_split_is_normalized() -> None:
     assert read_split("8, 1, 1") == (0.8, 0.1, 0.1) and read_split("3/1") == (0.75, 0.25, 0.0)
     assert shown_split(" 9, 1,0") == "9,1,0"
 
@@ -37,7 +37,7 @@ def test_a_group_has_a_name_and_entries() -> None:
     assert group.name == "MAIN" and group.entries == (WeightedPath(0.2, 0, 0.5, "a"), WeightedPath(1, 0.5, 1, "b"))
 
 
-def test_a_path_with_a_nul_character_is_no_path() -> None:
+def test_a_path_with_a_nul_character_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"--data-path '1 a\\x00b' contains a NUL character at position \d"):
         read_blend(("1", "a\0b"), "--data-path")
     with pytest.raises(ConfigError, match=r"--train-weighted-split-paths .* contains a NUL character at position \d+"):

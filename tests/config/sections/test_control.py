@@ -34,6 +34,6 @@ def test_ranges_are_sorted_and_merged_where_they_overlap(texts: tuple[str, ...],
         ({"log_interval": 0}, "--log-interval 0 is out of range"),
     ],
 )
-def test_what_is_refused(flags: dict[str, object], sentence: str) -> None:
+def test_invalid_values_are_rejected(flags: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         ControlConfig(**flags)

@@ -18,7 +18,7 @@ def test_prefixes_of_a_split_are_a_group_of_whole_files() -> None:
     assert (train.name, valid.name, data.test_groups) == ("train", "valid", ())
 
 
-def test_all_that_cannot_be_read_is_named() -> None:
+def test_all_unreadable_paths_are_named() -> None:
     with pytest.raises(ConfigError) as caught:
         DataConfig(seq_length=0, split="a", data_path=("1", "a", "2"), train_weighted_split_paths=("x",))
     assert [text.split()[0] for text in caught.value.problems] == [

@@ -19,5 +19,5 @@ def test_when_the_network_needs_segments(flags: dict[str, bool], needed: bool) -
     assert DocumentConfig(**flags).needs_segments is needed
 
 
-def test_a_resume_keeps_all_of_them() -> None:
+def test_a_resume_keeps_all_document_settings() -> None:
     assert {resume_rule(field) for field in dataclasses.fields(DocumentConfig)} == {RUN_MUST_MATCH}

@@ -29,7 +29,7 @@ def test_heads_that_do_not_divide_the_width_need_a_width_of_their_own() -> None:
     assert request(num_attention_heads=5, kv_channels=2).kv_channels == 2
 
 
-def test_a_bound_is_named() -> None:
+def test_an_out_of_bounds_value_is_named() -> None:
     with pytest.raises(ConfigError, match=r"--hidden-dropout 1\.0 is out of range") as caught:
         request(hidden_dropout=1.0)
     assert len(caught.value.problems) == 1

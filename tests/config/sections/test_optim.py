@@ -1,4 +1,4 @@
-"""Optimizer, schedule and batch sizes: what was asked for, and what a run has."""
+"""Optimizer, schedule and batch sizes, as requested and as resolved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.config import OptimConfig, OptimRequest
 from megatron.errors import ConfigError
 
 
-def test_a_request_may_leave_open_what_a_run_must_have() -> None:
+def test_a_request_may_omit_what_a_run_requires() -> None:
     request = OptimRequest(micro_batch_size=2)
     assert (request.global_batch_size, request.train_iters, request.lr) == (None, None, None)
     with pytest.raises(TypeError, match="global_batch_size"):

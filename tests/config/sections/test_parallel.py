@@ -1,4 +1,4 @@
-"""The layout that was asked for, and the layout of a run."""
+"""The layout, as requested and as resolved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_ranks_of_one_replica() -> None:
     assert layout.model_parallel_size == 6 and layout.distributed_backend is None
 
 
-def test_a_resolved_layout_leaves_nothing_open() -> None:
+def test_a_resolved_layout_is_complete() -> None:
     with pytest.raises(TypeError, match="distributed_backend"):
         ParallelConfig()
     found = ParallelConfig(distributed_backend="gloo", world_size=4, data_parallel_size=4, effective_zero_stage=1)
@@ -28,12 +28,12 @@ def test_a_resolved_layout_leaves_nothing_open() -> None:
         ({"pad_vocab_size_to": 129}, "129 is not divisible by 128.*Use --pad-vocab-size-to 256"),
     ],
 )
-def test_what_is_refused(flags: dict[str, object], sentence: str) -> None:
+def test_invalid_values_are_rejected(flags: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         ParallelRequest(**flags)
 
 
-def test_an_illegal_divisor_of_the_vocabulary_is_named_alone() -> None:
+def test_an_illegal_divisor_of_the_vocabulary_is_reported_alone() -> None:
     with pytest.raises(ConfigError, match="--make-vocab-size-divisible-by 0 is out of range") as caught:
         ParallelRequest(make_vocab_size_divisible_by=0, pad_vocab_size_to=5)
     assert len(caught.value.problems) == 1

@@ -8,7 +8,7 @@ from megatron.config import RecomputeConfig
 from megatron.errors import ConfigError
 
 
-def test_the_two_ways_to_ask_agree() -> None:
+def test_both_recompute_flags_agree() -> None:
     assert RecomputeConfig(recompute_granularity="full").checkpoint_activations
     assert RecomputeConfig(recompute_activations=True).recomputes_attention
     assert not RecomputeConfig(checkpoint_activations=True).recomputes_attention

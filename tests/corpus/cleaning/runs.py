@@ -19,7 +19,7 @@ def quiet() -> ProgressLine:
 
 
 def write_jsonl(path: Path, documents: Sequence[Any]) -> Path:
-    """A line for each document; a text stands for a document with that text."""
+    """One line per document; a string is short for a document with that text."""
     whole = [{"text": document} if isinstance(document, str) else document for document in documents]
     path.write_text("".join(json.dumps(document) + "\n" for document in whole))
     return path

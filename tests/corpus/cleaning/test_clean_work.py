@@ -1,4 +1,4 @@
-"""Workers that fail or die end the run at once, with a sentence."""
+"""Workers that fail or die end the run at once with a clear error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = CleanOptions(exact_duplicates=True, normalize_space=True)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_results_come_in_order_and_as_made_here(tmp_path: Path, method: str) -> None:
+def test_results_are_in_order_and_equal_those_of_one_process(tmp_path: Path, method: str) -> None:
     source = write_jsonl(tmp_path / "in.jsonl", [f"{number} " * (number % 7) for number in range(200)])
     (tmp_path / "task.txt").write_text("".join(f"{number} {number} {number}\n" for number in (101, 102, 104)))
     contamination = ContaminationChoice((str(tmp_path / "task.txt"),), run=3, shortest_run=2, drops=True)

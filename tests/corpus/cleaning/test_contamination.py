@@ -1,4 +1,4 @@
-"""Evaluation texts are found wherever they stand, and documents are cut around them or dropped."""
+"""Evaluation texts are found anywhere in documents, which are split around them or dropped."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_other_keys_stay_with_every_piece(tmp_path: Path, choice: ContaminationC
     assert [entry["reason"] for entry in read_jsonl(dropped)] == ["exact duplicate"]
 
 
-def test_what_is_read_of_evaluation_files(tmp_path: Path, choice: ContaminationChoice) -> None:
+def test_the_texts_of_evaluation_files(tmp_path: Path, choice: ContaminationChoice) -> None:
     sets = EvaluationSets(choice)
     count = len(QUESTION.split())
     assert [(one.length, len(one.hashes)) for one in sets.sets] == [(8, 1), (13, count - 12)]
@@ -173,7 +173,7 @@ def test_what_is_read_of_evaluation_files(tmp_path: Path, choice: ContaminationC
     assert sets.ignore(np.full(len(sets), 11)) == len(sets) and sets.matches(words) == [[], [], []]
 
 
-def test_evaluation_files_that_cannot_be(tmp_path: Path, choice: ContaminationChoice) -> None:
+def test_invalid_evaluation_files(tmp_path: Path, choice: ContaminationChoice) -> None:
     def read(name: str, data: bytes = b"") -> None:
         (tmp_path / name).write_bytes(data)
         EvaluationSets(replace(choice, files=(str(tmp_path / name),)))

@@ -24,7 +24,7 @@ def test_a_text_is_a_duplicate_inside_a_block_and_across_blocks(tmp_path: Path) 
     assert found == [False, False, True, False, True]
 
 
-def test_a_near_duplicate_names_its_twin(tmp_path: Path) -> None:
+def test_a_near_duplicate_names_its_original(tmp_path: Path) -> None:
     pytest.importorskip("datasketch")
     text = " ".join(f"word{number}" for number in range(200))
     first, second = (

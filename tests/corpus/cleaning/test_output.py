@@ -23,7 +23,7 @@ def unpacked(path: Path) -> bytes:
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_lines_are_written_as_the_suffix_says(tmp_path: Path, suffix: str) -> None:
+def test_the_suffix_determines_the_compression(tmp_path: Path, suffix: str) -> None:
     for name in ("a", "b"):
         write_lines(str(tmp_path / (name + suffix)), lambda lines: lines.write(LINES))
     first, second = (tmp_path / (name + suffix) for name in ("a", "b"))

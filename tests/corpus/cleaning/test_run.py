@@ -176,7 +176,7 @@ def test_zstandard_output(tmp_path: Path) -> None:
         assert stream.read() == source.read_bytes()
 
 
-def test_outputs_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = str(write_jsonl(tmp_path / "in.jsonl", ["a"]))
 
     def attempt(*outputs: str | None) -> None:
@@ -195,7 +195,7 @@ def test_outputs_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         attempt("a", "d.zst")
 
 
-def test_a_file_name_that_is_no_utf8(tmp_path: Path) -> None:
+def test_a_file_name_that_is_not_utf8(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"\xff")
     try:
         folder.mkdir()

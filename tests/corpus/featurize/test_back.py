@@ -62,7 +62,7 @@ def test_tokens_to_windows_and_back_lose_nothing(documents: list[list[list[int]]
         assert sum(WindowFile(path).rows for path in result.shards) == result.tally.windows
 
 
-def test_windows_of_other_tools_become_a_document_each(tmp_path: Path) -> None:
+def test_each_window_of_other_tools_becomes_a_document(tmp_path: Path) -> None:
     path = str(tmp_path / "x.parquet")
     columns = {"input_ids": [[5, 6, 0], [9, 0, 0]], "attention_mask": [[0, 1, 1], [0, 0, 0]], "labels": [[5, 6, 0]] * 2}
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
@@ -78,7 +78,7 @@ def test_windows_of_other_tools_become_a_document_each(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*none*"))
 
 
-def test_windows_that_do_not_fit_together_are_refused(tmp_path: Path, shards: tuple[str, ...]) -> None:
+def test_incompatible_windows_are_rejected(tmp_path: Path, shards: tuple[str, ...]) -> None:
     out = f"{tmp_path}/out"
     with pytest.raises(DataError, match=r"w-00001-of-00003: row 0 does not follow the window before it"):
         windows_to_tokens(shards[1:], out)

@@ -29,7 +29,7 @@ OPTIONS = WindowOptions(min_sequence_length=8, max_sequence_length=32, stride=16
 
 
 class FolderStore(local_files.LocalFileSystem):  # type: ignore[misc, name-defined]
-    """Files at `folderstore://` addresses, which lie in a local folder."""
+    """Files at `folderstore://` addresses, stored in a local folder."""
 
     @classmethod
     def scheme(cls) -> str:
@@ -120,7 +120,7 @@ def test_bad_lines_stop_it_or_are_counted(tmp_path: Path, choice: TokenizerChoic
     assert (result.skipped, result.tally.documents) == (1, 30)
 
 
-def test_what_beam_cannot_do_is_one_sentence(
+def test_unsupported_beam_options_are_one_sentence_errors(
     tmp_path: Path, choice: TokenizerChoice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_lines(tmp_path / "in.jsonl", ["a"])
@@ -144,9 +144,7 @@ def test_what_beam_cannot_do_is_one_sentence(
         run([source], f"{tmp_path}/w", choice)
 
 
-def test_a_data_set_is_divided_by_rows(
-    tmp_path: Path, choice: TokenizerChoice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_is_divided_by_rows(tmp_path: Path, choice: TokenizerChoice, monkeypatch: pytest.MonkeyPatch) -> None:
     library = pytest.importorskip("datasets", reason="--dataset-name needs the datasets package")
     monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "folder").mkdir()

@@ -73,7 +73,7 @@ def test_the_rows_of_one_document_by_hand(tmp_path: Path) -> None:
     )
 
 
-def test_an_end_of_document_is_taken_off_and_put_back(tmp_path: Path, choice: TokenizerChoice) -> None:
+def test_an_end_of_document_is_removed_and_restored(tmp_path: Path, choice: TokenizerChoice) -> None:
     source = write_lines(tmp_path / "in.jsonl", hard_documents(60))
     preprocess([source], f"{tmp_path}/in", EncodeOptions(choice, append_eod=True), 1, quiet())
     result = featurize_tokens(f"{tmp_path}/in_text_document", f"{tmp_path}/w", None, small(), 1)
@@ -98,7 +98,7 @@ def test_an_end_of_document_is_taken_off_and_put_back(tmp_path: Path, choice: To
 @pytest.mark.parametrize(
     ("template", "begin", "end"), [("<s> $A </s>", True, True), ("<s> $A", True, False), ("<s> <s> $A", False, False)]
 )
-def test_what_a_tokenizer_puts_around_a_text_stands_once_in_a_window(
+def test_special_tokens_around_a_text_appear_once_in_a_window(
     tmp_path: Path, template: str, begin: bool, end: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As with Llama's tokenizers, whose ids of a text begin with <s>."""
@@ -158,7 +158,7 @@ def test_wide_ids_keep_their_width(tmp_path: Path) -> None:
         ({"bos_id": -1}, None, "--bos-id -1 is not in the vocabulary, whose ids are 0 to 2147483647"),
     ],
 )
-def test_options_that_contradict_are_one_sentence(
+def test_contradicting_options_are_a_one_sentence_error(
     tmp_path: Path, changed: dict[str, Any], record: TokenizerRecord | None, text: str
 ) -> None:
     with IndexedWriter(tmp_path / "in", np.uint16) as writer:
@@ -167,7 +167,7 @@ def test_options_that_contradict_are_one_sentence(
         featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", record, small(**changed), 1)
 
 
-def test_pairs_that_hold_no_ids_are_refused(tmp_path: Path) -> None:
+def test_pairs_without_ids_are_rejected(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "in", np.int32) as writer:
         writer.add_document([[1, -5]])
     with pytest.raises(DataError, match="in holds the id -5 in documents 0 to 0; ids are not negative"):
@@ -182,7 +182,7 @@ def test_pairs_that_hold_no_ids_are_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.bin", "in.idx"]
 
 
-def test_places_that_cannot_be_written_are_found_before_the_work(tmp_path: Path, choice: TokenizerChoice) -> None:
+def test_unwritable_outputs_are_reported_before_the_work(tmp_path: Path, choice: TokenizerChoice) -> None:
     source = write_lines(tmp_path / "in.jsonl", ["a"])
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"Cannot write .*file/w"):

@@ -20,7 +20,7 @@ from megatron.errors import StorageError
 from tests.corpus.featurize.small_windows import RECORD, small
 
 
-def test_older_shards_go_and_leftovers_of_killed_runs_too(
+def test_older_shards_and_leftovers_of_killed_runs_are_removed(
     tmp_path: Path, shards: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     process = multiprocessing.get_context("fork").Process(target=leave_something, args=(tmp_path,))
@@ -42,7 +42,7 @@ def leave_something(folder: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def forked_with(**changes: object) -> AbstractContextManager[object]:
-    """Makes processes inherit a changed module, also where a library's thread would have them started anew."""
+    """Makes processes inherit a patched module, even if a library's threads would make them spawn."""
     return patch.multiple(featurize_shards, start_method=lambda: "fork", **changes)
 
 
@@ -57,7 +57,7 @@ def test_a_killed_process_is_named_and_nothing_is_published(tmp_path: Path, shar
     assert {path: Path(path).read_bytes() for path in shards} == before and not list(tmp_path.glob(".*"))
 
 
-def test_a_failure_in_a_process_is_the_users_sentence(tmp_path: Path, shards: tuple[str, ...]) -> None:
+def test_a_failure_in_a_worker_is_a_one_sentence_error(tmp_path: Path, shards: tuple[str, ...]) -> None:
     def fail(plan: object, shard: object) -> None:
         raise StorageError("Cannot write x: No space left on device")
 

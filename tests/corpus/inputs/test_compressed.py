@@ -1,4 +1,6 @@
-"""Compressed files are read to their very end: damage behind a member, a cut, an empty file and a bomb are refused."""
+"""Compressed files are read to their very end: damage after a member, truncation, an empty file and a bomb are
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def test_many_members_and_zeros_between_them(tmp_path: Path, suffix: str) -> Non
 
 @pytest.mark.parametrize("suffix", MAKERS)
 @pytest.mark.parametrize("rest", [b"garbage that is no member", b"\x00\x00\x01"])
-def test_damage_behind_a_member_is_not_the_end(tmp_path: Path, suffix: str, rest: bytes) -> None:
+def test_damage_after_a_member_is_not_the_end(tmp_path: Path, suffix: str, rest: bytes) -> None:
     path = tmp_path / f"in{suffix}"
     path.write_bytes(MAKERS[suffix](b"first\n") + rest)
     with pytest.raises(DataError, match=rf"in\{suffix}: cannot be read past byte offset [06] of its text"):
@@ -42,7 +44,7 @@ def test_damage_behind_a_member_is_not_the_end(tmp_path: Path, suffix: str, rest
 
 
 @pytest.mark.parametrize("suffix", [*MAKERS, ".zst"])
-def test_an_empty_file_is_no_compressed_one(tmp_path: Path, suffix: str) -> None:
+def test_an_empty_file_is_not_a_valid_compressed_file(tmp_path: Path, suffix: str) -> None:
     if suffix == ".zst":
         pytest.importorskip("zstandard", reason="the zstandard package is not installed")
     path = tmp_path / f"in.jsonl{suffix}"
@@ -52,7 +54,7 @@ def test_an_empty_file_is_no_compressed_one(tmp_path: Path, suffix: str) -> None
 
 
 @pytest.mark.parametrize("separator", [None, "\n\n"])
-def test_a_document_out_of_next_to_nothing_is_a_bomb(
+def test_a_huge_document_from_a_tiny_input_is_a_bomb(
     tmp_path: Path, separator: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "_LONGEST_FREE_BYTES", 3 << 20)
@@ -70,7 +72,7 @@ def test_a_document_out_of_next_to_nothing_is_a_bomb(
 
 
 @pytest.mark.parametrize(("name", "separator"), [("in.jsonl", None), ("in.jsonl.gz", None), ("in.txt", "|")])
-def test_what_never_ends_is_no_document(
+def test_an_endless_line_is_not_a_document(
     tmp_path: Path, name: str, separator: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "_LONGEST_DOCUMENT_BYTES", 2 << 20)

@@ -40,6 +40,6 @@ def test_a_long_text_stays_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert short == "ab" and isinstance(long, LongText) and long.whole() == "字漢字é"
 
 
-def test_layouts_are_told_apart() -> None:
+def test_layouts_are_distinguished() -> None:
     line = b'{"text": "a"}\n'
     assert parse_block(Block("a.jsonl", 0, len(line), line, 0), ("text",), True).texts == [["a"]]

@@ -63,7 +63,7 @@ def test_patterns_and_folders_without_files_are_named_together(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "1/0", "-1/4", "a/b", "1/4/2", ""])
-def test_a_share_that_does_not_exist_is_refused(text: str) -> None:
+def test_a_shard_that_does_not_exist_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=rf"--shard {text} is not a share. Give i/n"):
         Shard.of(text)
 
@@ -85,9 +85,9 @@ def test_shares_in_order_are_the_whole(tmp_path: Path, count: int) -> None:
     assert all(part.is_whole for part in shares[0]) == (count == 1)
 
 
-def test_what_has_no_size_cannot_be_divided() -> None:
+def test_inputs_without_a_size_cannot_be_divided() -> None:
     with pytest.raises(
-        ConfigError, match=r"--shard and --partitions divide files; --input - \(standard input\) is none"
+        ConfigError, match=r"--shard and --partitions divide files; --input - \(standard input\) is not a file"
     ):
         share_of(["-"], Shard(1, 2))
 
@@ -193,7 +193,7 @@ def test_parquet_gives_what_jsonl_gives(tmp_path: Path, choice: TokenizerChoice)
             assert pairs[0] == pairs[1] == pairs[2]
 
 
-def test_parquet_that_is_wrong_is_named(tmp_path: Path, choice: TokenizerChoice) -> None:
+def test_invalid_parquet_is_named(tmp_path: Path, choice: TokenizerChoice) -> None:
     arrow = pytest.importorskip("pyarrow", reason="the pyarrow package is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "in.parquet"
@@ -217,7 +217,7 @@ def test_parquet_that_is_wrong_is_named(tmp_path: Path, choice: TokenizerChoice)
         check_inputs([str(path)], ["text"])
 
 
-def test_pyarrow_missing_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pyarrow_is_reported_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -260,7 +260,7 @@ def test_long_documents_of_plain_text_are_the_same_documents(
         assert expected[0] == documents
 
 
-def test_links_in_a_circle_and_files_matched_twice_are_read_once(tmp_path: Path) -> None:
+def test_circular_links_and_files_matched_twice_are_read_once(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     for place in ("a/1.jsonl", "a/b/2.jsonl", "a/.hidden.jsonl"):
         (tmp_path / place).write_text("{}\n")
@@ -272,14 +272,14 @@ def test_links_in_a_circle_and_files_matched_twice_are_read_once(tmp_path: Path)
     assert sorted(expand_inputs([f"{tmp_path}/**"])) == sorted(expected)
 
 
-def test_what_we_wrote_beside_token_files_is_no_input(tmp_path: Path) -> None:
+def test_our_own_files_next_to_token_files_are_not_inputs(tmp_path: Path) -> None:
     for name in ("in.jsonl", "out_text_document.json", "out_text_document.idx", "index-cache/gpt-1.json", "b.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}\n")
     assert expand_inputs([str(tmp_path)]) == (str(tmp_path / "b.json"), str(tmp_path / "in.jsonl"))
 
 
-def test_a_text_with_other_line_ends_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_with_other_line_ends_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "in.txt"
     path.write_bytes(b"a b\r\n\r\nc d\r\n")
     assert len(list(blocks([str(path)], 1 << 20, "\n\n"))) == 1
@@ -288,7 +288,7 @@ def test_a_text_with_other_line_ends_says_so(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err == ""
 
 
-def test_a_folder_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_skipped_in_a_folder_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a.jsonl", "b.csv", "c.csv", "notes.txt", ".hidden", "d.idx", "d.bin", "d.json"):
         (tmp_path / name).touch()
     assert expand_inputs([str(tmp_path)]) == (str(tmp_path / "a.jsonl"),)

@@ -1,4 +1,4 @@
-"""Rows of the datasets library in blocks; a library that is missing or fails is one sentence."""
+"""Rows of the datasets library in blocks; a missing or failing library is a one-sentence error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_rows_come_in_order() -> None:
     assert [text for block in blocks for text in parse_block(block, ["text"], skip_bad=False).texts[0]] == texts
 
 
-def test_what_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_one_sentence_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def with_format(self, name: str) -> Any:
             return self

@@ -1,4 +1,4 @@
-"""Rows that the `datasets` library reads: the same texts, in the order asked for, or a sentence that says why not."""
+"""Rows read by the `datasets` library: the same texts in the requested order, or a clear error."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_folder_is_divided_into_splits_by_the_library(source: str, tmp_path: P
     assert [len(open_rows([f"{tmp_path}/data"], split)) for split in (None, "train", "test")] == [5, 5, 2]
 
 
-def test_what_is_a_name_of_the_hub(source: str) -> None:
+def test_hub_names_are_recognized(source: str) -> None:
     assert is_hub_name("stas/openwebtext-10k") and is_hub_name("wikitext:wikitext-103-v1")
     for other in (
         source,
@@ -90,7 +90,7 @@ def test_what_is_a_name_of_the_hub(source: str) -> None:
         assert not is_hub_name(other), other
 
 
-def test_refusals_are_sentences(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_sentences(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"--input nobody/nothing \(--split train\) cannot be read by the datasets lib"):
         open_rows(["nobody/nothing"], None)
     with pytest.raises(DataError, match=r"--split valid\) cannot be read by the datasets library: Unknown split"):

@@ -25,7 +25,7 @@ def test_bad_lines_are_located(line: bytes, offset: int, reason: str, keys: tupl
 
 
 @pytest.mark.usefixtures("json_parser")
-def test_what_json_allows_is_taken() -> None:
+def test_all_valid_json_is_accepted() -> None:
     texts = [
         "",
         "a",

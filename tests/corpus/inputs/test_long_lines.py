@@ -33,7 +33,7 @@ def _as_texts(texts: list[str | LongText]) -> list[str]:
     text=st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from('"\\/\n\té한😀')), max_size=200),
     as_ascii=st.booleans(),
 )
-def test_a_long_line_gives_the_text_that_json_gives(text: str, as_ascii: bool) -> None:
+def test_a_long_line_gives_the_same_text_as_json(text: str, as_ascii: bool) -> None:
     line = json.dumps({"id": 7, "text": text, "more": {"long": "a\\" * 20}}, ensure_ascii=as_ascii).encode()
     parsed = parse_lines(line + b"\n", ("text", "more.long"), is_first=False, skip_bad=False, hold_long=True)
     assert [_as_texts(texts) for texts in parsed.texts] == [[text], ["a\\" * 20]]
@@ -68,7 +68,7 @@ def test_what_is_wrong_inside_a_long_string_is_located(text: bytes, offset: int,
 
 
 @pytest.mark.usefixtures("_long_from_now_on")
-def test_a_long_line_that_is_no_long_string_is_refused_before_it_fills_the_memory(
+def test_a_long_line_without_a_long_string_is_rejected_before_it_fills_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(lines_module, "MOST_BYTES_BESIDE_LONG_STRINGS", 2 << 20)

@@ -1,4 +1,4 @@
-"""Parquet files whose footer lies or whose texts are none: rows are never left out without a word."""
+"""Parquet files with a wrong footer or invalid texts: rows are never dropped silently."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_footer_whose_counts_disagree_is_damaged(tmp_path: Path) -> None:
         parquet_module._check_counts(_Lying(metadata, row_group=groups.__getitem__), "in.parquet")
 
 
-def test_rows_that_do_not_come_are_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rows_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "in.parquet", ["a"] * 10)
     opened = parquet_module._open
 

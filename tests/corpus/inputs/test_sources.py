@@ -85,7 +85,7 @@ def test_a_zstandard_bomb_does_not_fill_the_memory(tmp_path: Path) -> None:
         assert max(len(chunk) for chunk in iter(lambda: stream.read1(1 << 30), b"")) <= 32 << 20
 
 
-def test_zstandard_missing_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_zstandard_is_reported_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.zst"
     path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, "zstandard", None)

@@ -1,4 +1,4 @@
-"""Tables of databases and data sets as inputs: the same documents as from lines, in order, divided by rows."""
+"""Tables of databases and datasets as inputs: the same documents as from lines, in order, divided by rows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_rows_come_in_order(database: Database, block_bytes: int) -> None:
     check_inputs(expand_inputs([database.base]), ["text"])
 
 
-def test_holes_do_not_matter_and_what_is_not_counted_is_left_out(database: Database) -> None:
+def test_gaps_do_not_matter_and_uncounted_rows_are_skipped(database: Database) -> None:
     rows = [(number, str(number)) for number in (5, 0, 9, 3, 12)]
     database.write({"web": rows, "all": rows}, counted={"web": 9}, index=None)
     assert read(database.address("web")) == ["0", "3", "5"]
@@ -108,7 +108,7 @@ def test_shares_are_the_whole(database: Database, tmp_path: Path, count: int) ->
         assert all(len(read(*share)) > 20 for share in shares)
 
 
-def test_shares_of_holes_duplicates_and_leftovers(database: Database) -> None:
+def test_shards_with_gaps_duplicates_and_leftovers(database: Database) -> None:
     numbers = [0, 1, 3, 3, 3, 3, 3, 6, 7, 8, 9]
     database.write({"web": [(number, str(number)) for number in numbers]}, counted={"web": 7}, index="plain")
     shares = [share_of([database.address("web")], Shard(number, 4)) for number in range(1, 5)]
@@ -165,7 +165,7 @@ def test_bad_rows_are_named_by_their_number(
         assert words in shown
 
 
-def test_an_object_is_no_text(tmp_path: Path) -> None:
+def test_an_object_is_not_a_text(tmp_path: Path) -> None:
     with new_database("mongomock", tmp_path) as database:
         database.write({"web": numbered(["a", {"b": 1}, database])[:2]})
         data = next(iter(blocks([database.address("web")], 1000))).read()
@@ -224,7 +224,7 @@ def test_errors_come_before_the_work(
         writer.execute("ROLLBACK")
 
 
-def test_parts_are_gone_on_with_only_if_the_database_is_the_same(
+def test_partitions_are_continued_only_if_the_database_is_the_same(
     sqlite_database: Database, tmp_path: Path, choice: TokenizerChoice
 ) -> None:
     sqlite_database.write({"web": numbered([*TEXTS[:49], None])})
@@ -254,7 +254,7 @@ def saved(folder: Path) -> str:
     return f"hf://{folder}/saved"
 
 
-def test_data_sets_of_the_hub(tmp_path: Path, choice: TokenizerChoice) -> None:
+def test_datasets_of_the_hub(tmp_path: Path, choice: TokenizerChoice) -> None:
     path = saved(tmp_path)
     inputs = expand_inputs([path])
     check_inputs(inputs, ["text"])
@@ -275,7 +275,7 @@ def test_data_sets_of_the_hub(tmp_path: Path, choice: TokenizerChoice) -> None:
         preprocess([InputPart(path, 30, 40)], f"{tmp_path}/out", replace(options, keys=("number",)), 1, quiet())
 
 
-def test_what_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"--input hf:// names no data set\. Write hf://name"):
         check_inputs(["hf://"], ["text"])
     pytest.importorskip("datasets", reason="the datasets package is not installed")
@@ -286,7 +286,7 @@ def test_what_is_no_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         check_inputs(["hf://some/name:test"], ["text"])
 
 
-def test_holes_are_said_before_preprocessing_and_refused_before_training(
+def test_gaps_are_reported_before_preprocessing_and_rejected_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with sqlite3.connect(tmp_path / "s.db") as database:

@@ -64,7 +64,7 @@ def test_the_sidecar_gives_the_vocabulary_and_must_agree(prefix: str) -> None:
         examine(prefix)
 
 
-def test_samples_are_spread_and_empty_pairs_are_no_trouble(prefix: str, tmp_path: Path) -> None:
+def test_samples_are_spread_and_empty_pairs_are_supported(prefix: str, tmp_path: Path) -> None:
     shown = list(sample_documents(IndexedDataset(prefix), 3))
     assert [number for number, _ in shown] == [0, 2, 4]
     assert [ids.tolist() for _, ids in shown] == [[1, 2, 3], [], [1, 2, 3]]

@@ -22,7 +22,9 @@ def copied(tmp_path: Path, data: bytes, size: int, offset: int) -> tuple[int, by
 
 
 @pytest.mark.parametrize("refused", [(), ("copy_file_range",), ("copy_file_range", "sendfile")])
-def test_every_way_copies_the_same(tmp_path: Path, refused: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_copy_method_gives_the_same_bytes(
+    tmp_path: Path, refused: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*rest: object) -> int:
         raise OSError(errno.ENOSYS, "no such call")
 
@@ -33,7 +35,7 @@ def test_every_way_copies_the_same(tmp_path: Path, refused: tuple[str, ...], mon
     assert copied(tmp_path, data, 4321, 17) == (4321, bytes(17) + data[:4321])
 
 
-def test_a_shorter_source_is_told(tmp_path: Path) -> None:
+def test_a_truncated_source_is_reported(tmp_path: Path) -> None:
     assert copied(tmp_path, b"abc", 10, 0)[0] == 3
 
 

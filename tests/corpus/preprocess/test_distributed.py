@@ -29,7 +29,7 @@ EVERYTHING = Draw()
 
 
 def on_ranks(size: int, work: Callable[[JobRanks], Any]) -> list[Any]:
-    """Runs `work` on so many threads, each with its place in the job."""
+    """Runs `work` on `size` threads, each as one rank of the job."""
     values: list[Any] = [None] * size
     meet = threading.Barrier(size)
 
@@ -64,7 +64,7 @@ def run(
 
 
 @pytest.mark.parametrize(("merging", "ranks"), [("parallel", 3), ("serial", 2), ("both", 2)])
-def test_every_way_to_merge_gives_the_whole(
+def test_every_merge_method_gives_the_whole(
     tmp_path: Path, choice: TokenizerChoice, merging: str, ranks: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, options = write_lines(tmp_path / "in.jsonl", TEXTS), EncodeOptions(choice, append_eod=True)
@@ -80,7 +80,7 @@ def test_every_way_to_merge_gives_the_whole(
     assert ("merged in parallel and serially, with the same bytes" in capsys.readouterr().err) == (merging == "both")
 
 
-def test_two_ways_that_differ_are_an_error(
+def test_two_merge_methods_that_differ_are_an_error(
     tmp_path: Path, choice: TokenizerChoice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_lines(tmp_path / "in.jsonl", TEXTS)
@@ -128,12 +128,12 @@ def test_a_seed_that_was_drawn_gives_the_same_order_again(
 
 def test_databases_are_not_drawn_from(choice: TokenizerChoice) -> None:
     with pytest.raises(
-        ConfigError, match=r"--split, --count and --shuffle draw from files.*--input sqlite:///a\.db is no"
+        ConfigError, match=r"--split, --count and --shuffle need files.*--input sqlite:///a\.db is a database"
     ):
         share_of_rank(["sqlite:///a.db"], Draw(count=5), EncodeOptions(choice), JobRanks.single(), quiet())
 
 
-def test_a_failure_of_one_rank_is_everybodys_and_leaves_nothing(tmp_path: Path, choice: TokenizerChoice) -> None:
+def test_a_failure_of_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path: Path, choice: TokenizerChoice) -> None:
     path = tmp_path / "in.jsonl"
     write_lines(path, TEXTS)
     path.write_bytes(path.read_bytes() + b"no JSON\n")

@@ -17,7 +17,7 @@ def block(data: bytes) -> Block:
 
 
 @pytest.mark.parametrize("append_eod", [True, False])
-def test_ids_are_the_tokenizers_and_empty_documents_are_left_out(choice: TokenizerChoice, append_eod: bool) -> None:
+def test_ids_are_the_tokenizers_and_empty_documents_are_skipped(choice: TokenizerChoice, append_eod: bool) -> None:
     encoder = BlockEncoder(EncodeOptions(choice, append_eod=append_eod))
     end = [encoder.tokenizer.eod_id] if append_eod else []
     expected = [encoder.tokenizer.encode(text) + end for text in ("some text", "more")]

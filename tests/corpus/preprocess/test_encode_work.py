@@ -43,7 +43,7 @@ def test_ids_that_cannot_be_written_are_a_storage_error(tmp_path: Path, choice: 
             result.place([(str(tmp_path / "gone" / "out.bin"), 0)])
 
 
-def test_workers_say_what_is_wrong_with_the_tokenizer(tmp_path: Path) -> None:
+def test_workers_report_what_is_wrong_with_the_tokenizer(tmp_path: Path) -> None:
     choice = write_vocabulary(tmp_path)
     path = write_numbered_lines(tmp_path / "in.jsonl", ["a"])
     missing = TokenizerChoice("GPT2BPETokenizer", "/nowhere/v.json", "/nowhere/m.txt")

@@ -122,7 +122,7 @@ def test_more_than_two_to_the_31_tokens_and_bytes(tmp_path: Path) -> None:
     assert os.stat(tmp_path / "out.bin").st_blocks * 512 < 1 << 24  # the holes were not filled
 
 
-def test_refusals_name_both_sides_and_leave_nothing(tmp_path: Path, parts: tuple[list[str], str]) -> None:
+def test_errors_name_both_sides_and_leave_nothing(tmp_path: Path, parts: tuple[list[str], str]) -> None:
     wide = write(tmp_path / "wide", documents(3, 4), np.int32)
     before = names(tmp_path)
     with pytest.raises(DataError, match=r"part0 holds uint16 and .*wide holds int32: pairs of different widths"):
@@ -147,7 +147,7 @@ def test_modes_are_merged_and_never_mixed(tmp_path: Path) -> None:
         merge([plain, f"{tmp_path}/a"], f"{tmp_path}/other")
 
 
-def test_numbers_that_are_no_ids_are_refused(tmp_path: Path) -> None:
+def test_invalid_ids_are_rejected(tmp_path: Path) -> None:
     Path(tmp_path / "f.idx").write_bytes(MMAP_HEADER.pack(MMAP_MAGIC, 1, 6, 0, 1) + bytes(8))
     Path(tmp_path / "f.bin").write_bytes(b"")
     with pytest.raises(DataError, match=r"f holds float64, not token ids"):
@@ -176,7 +176,7 @@ def test_a_full_disk_leaves_what_was_there(
     assert (names(tmp_path), files(tmp_path / "out")) == before
 
 
-def test_lost_and_changed_bytes_are_noticed(
+def test_lost_and_changed_bytes_are_detected(
     tmp_path: Path, parts: tuple[list[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = names(tmp_path)

@@ -139,7 +139,7 @@ def killed_after(moments: int, work: Callable[[], Any]) -> bool:
 
 @needs_fork
 @pytest.mark.parametrize(("workers", "first", "step"), [(1, 0, 13), (2, 20, 60)])
-def test_killed_at_any_moment_it_goes_on(
+def test_a_run_killed_at_any_time_can_be_continued(
     tmp_path: Path, options: EncodeOptions, workers: int, first: int, step: int
 ) -> None:
     expected = whole(tmp_path, options)
@@ -157,7 +157,7 @@ def test_killed_at_any_moment_it_goes_on(
 
 
 @needs_fork
-def test_finished_parts_are_not_done_again(
+def test_finished_partitions_are_not_repeated(
     tmp_path: Path, options: EncodeOptions, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     encoded: list[str] = []
@@ -240,14 +240,14 @@ def test_tables_are_divided_by_rows_and_watched(
         run()
 
 
-def test_bad_lines_may_be_skipped_at_the_second_try(tmp_path: Path, options: EncodeOptions) -> None:
+def test_bad_lines_may_be_skipped_on_the_second_attempt(tmp_path: Path, options: EncodeOptions) -> None:
     left_behind(tmp_path, options)
     result = in_parts(tmp_path, replace(options, skip_bad_lines=True))
     assert result.skipped == 1 and names(tmp_path / "out") == FINISHED
     assert pairs(tmp_path / "out") == whole(tmp_path, replace(options, skip_bad_lines=True))
 
 
-def test_a_part_with_skipped_lines_is_done_again_where_they_are_errors(
+def test_a_partition_with_skipped_lines_is_repeated_if_they_are_errors(
     tmp_path: Path, options: EncodeOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in.jsonl").write_bytes(b"no JSON\n" + (tmp_path / "in.jsonl").read_bytes())
@@ -265,7 +265,7 @@ def test_a_run_that_fails_in_its_first_part_leaves_nothing(tmp_path: Path, optio
     assert names(tmp_path / "out") == set()
 
 
-def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path, options: EncodeOptions) -> None:
+def test_a_foreign_folder_is_not_modified(tmp_path: Path, options: EncodeOptions) -> None:
     folder = tmp_path / "out" / ".o_a_document.parts"
     folder.mkdir(parents=True)
     (folder / "mine.txt").write_text("mine")

@@ -56,7 +56,7 @@ def test_sizes_alone_without_the_package_and_for_unreadable_files(
     assert log.records() == (SourceRecord("<stdin>", 5, None),)
 
 
-def test_a_parquet_file_counts_as_it_lies_on_disk(tmp_path: Path) -> None:
+def test_a_parquet_file_counts_with_its_size_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1 some rows PAR1")
     log = SourceLog()
@@ -64,7 +64,7 @@ def test_a_parquet_file_counts_as_it_lies_on_disk(tmp_path: Path) -> None:
     assert log.records() == (SourceRecord(str(path), 19, xxhash.xxh3_64(path.read_bytes()).hexdigest()),)
 
 
-def test_a_pair_written_anew_loses_the_old_description(tmp_path: Path, choice: TokenizerChoice) -> None:
+def test_a_rewritten_pair_loses_its_old_sidecar(tmp_path: Path, choice: TokenizerChoice) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
     preprocess((f"{tmp_path}/in.jsonl",), f"{tmp_path}/out", EncodeOptions(choice), 1, quiet())
     assert read_sidecar(tmp_path / "out_text_document") is not None
@@ -73,7 +73,7 @@ def test_a_pair_written_anew_loses_the_old_description(tmp_path: Path, choice: T
     assert not (tmp_path / "out_text_document.json").exists()
 
 
-def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path, choice: TokenizerChoice) -> None:
+def test_a_foreign_file_is_not_overwritten(tmp_path: Path, choice: TokenizerChoice) -> None:
     (tmp_path / "in_text_document.json").write_text('{"text": "a"}\n')
     with pytest.raises(DataError, match=r"in_text_document\.json exists and is not a description of token files"):
         preprocess((f"{tmp_path}/in_text_document.json",), f"{tmp_path}/in", EncodeOptions(choice), 1, quiet())

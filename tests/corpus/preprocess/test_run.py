@@ -17,7 +17,7 @@ from tests.helpers.vocabulary import hard_documents
 
 
 @pytest.mark.parametrize("append_eod", [False, True])
-def test_every_document_is_there_in_order(tmp_path: Path, choice: TokenizerChoice, append_eod: bool) -> None:
+def test_every_document_is_present_in_order(tmp_path: Path, choice: TokenizerChoice, append_eod: bool) -> None:
     texts = hard_documents(400)
     result = run(
         [write_numbered_lines(tmp_path / "in.jsonl", texts)],

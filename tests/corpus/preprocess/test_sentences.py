@@ -40,7 +40,7 @@ def test_sentences_without_and_with_the_whitespace_between_them() -> None:
     ]
 
 
-def test_whitespace_alone_is_no_sentence_unless_it_is_kept() -> None:
+def test_whitespace_alone_is_not_a_sentence_unless_it_is_kept() -> None:
     for text in ("", " ", "\n\n \n\n"):
         assert SentenceSplitter().split(text) == []
     assert SentenceSplitter(keep_newlines=True).split("") == []
@@ -68,7 +68,7 @@ def test_kept_sentences_are_the_text_whatever_it_holds(language: str) -> None:
 
 
 class Stumbling:
-    """A library that gives up, or that answers with what it is told to."""
+    """A stand-in for the library that fails or returns given sentences."""
 
     def __init__(self, result: list[str] | None) -> None:
         self.result = result
@@ -79,7 +79,7 @@ class Stumbling:
         return self.result
 
 
-def test_where_the_library_gives_up_lines_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_library_fails_lines_are_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sentences_module, "_library", lambda: Stumbling(None))
     assert SentenceSplitter().split("One. Two.\nThree.") == ["One. Two.", "Three."]
 
@@ -93,7 +93,7 @@ def test_where_the_library_gives_up_lines_are_sentences(monkeypatch: pytest.Monk
         ([], ["One. Two. Three.\r\n\r\nFour."]),
     ],
 )
-def test_what_the_library_leaves_out_is_put_back(
+def test_whitespace_dropped_by_the_library_is_restored(
     monkeypatch: pytest.MonkeyPatch, found: list[str], expected: list[str]
 ) -> None:
     monkeypatch.setattr(sentences_module, "_library", lambda: Stumbling(found))
@@ -120,7 +120,7 @@ def test_long_texts_are_cut_at_paragraphs_and_give_the_same(
     assert run(path, tmp_path / "parts", options) == expected
 
 
-def test_real_source_code_is_not_taken_for_lines() -> None:
+def test_source_code_is_not_split_into_lines() -> None:
     text = Path(random.__file__).read_text(encoding="utf-8")
     kept, dropped = SentenceSplitter(keep_newlines=True).split(text), SentenceSplitter().split(text)
     assert "".join(kept) == text and len(kept) == len(dropped) < text.count("\n") / 2

@@ -1,4 +1,4 @@
-"""Workers that stop answering are named, not killed; and they may go on."""
+"""Workers that stop answering are named but not killed, and may continue."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def inputs(folder: Path, is_streamed: bool) -> tuple[str]:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_stopped_worker_is_named_and_finishes_its_work_when_it_may(
+def test_a_stopped_worker_is_named_and_finishes_once_continued(
     tmp_path: Path, choice: TokenizerChoice, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, options = inputs(tmp_path, is_streamed), EncodeOptions(choice)

@@ -1,4 +1,4 @@
-"""Files go into a document store whole or not at all, once; what is wrong with its numbers is said."""
+"""Files are imported into a document store completely or not at all, once; wrong numbering is reported."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_files_are_imported_in_order_and_once(database: Database, tmp_path: Path
     assert open_store(database.base).fingerprint() != before
 
 
-def test_the_schema_is_the_seeds(database: Database, tmp_path: Path) -> None:
+def test_the_schema_is_that_of_the_original_project(database: Database, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", ["clean"], raw="dirty")
     put(database, "web", path, original_key="raw")
     put(database, "web", path)  # without the original it is another import
@@ -62,7 +62,7 @@ def test_the_schema_is_the_seeds(database: Database, tmp_path: Path) -> None:
         assert list(database.mongo()["meta_info"].find({}, {"_id": 0})) == [{"collection_name": "web", "num_docs": 2}]
 
 
-def test_a_bad_line_takes_its_file_back(database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_line_rolls_back_its_file(database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = jsonl(tmp_path / "a.jsonl", ["a"])
     bad = jsonl(tmp_path / "b.jsonl", ["b0", None, "b2"])
     with pytest.raises(DataError, match=r"b\.jsonl:2: .*holds a JSON null.*Nothing of this file was imported"):
@@ -73,7 +73,7 @@ def test_a_bad_line_takes_its_file_back(database: Database, tmp_path: Path, caps
     assert texts_of(database, "web") == ["a", "b0", "b2"]
 
 
-def test_a_changed_file_is_not_added_unasked(database: Database, tmp_path: Path) -> None:
+def test_a_changed_file_is_not_added_by_default(database: Database, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", ["a"])
     put(database, "web", path)
     jsonl(tmp_path / "a.jsonl", ["a", "b"])
@@ -85,7 +85,7 @@ def test_a_changed_file_is_not_added_unasked(database: Database, tmp_path: Path)
     assert texts_of(database, "web") == ["a", "a", "b"]
 
 
-def test_standard_input_is_known_too(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_is_recognized_too(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     for expected in (1, None):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "x"}\n')))
         record = put(database, "web", "-")[0].record
@@ -100,14 +100,14 @@ def test_text_files_and_empty_ones(database: Database, tmp_path: Path) -> None:
     assert texts_of(database, "web") == ["one", "two"]
 
 
-def test_a_missing_file_is_said_before_anything_is_written(database: Database, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_before_anything_is_written(database: Database, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.jsonl cannot be read"):
         put(database, "web", jsonl(tmp_path / "a.jsonl", ["a"]), str(tmp_path / "absent.jsonl"))
     with pytest.raises(DataError, match="there is no collection in it"):
         open_store(database.base)
 
 
-def test_collections_of_others_are_gone_on_with_or_left_alone(database: Database, tmp_path: Path) -> None:
+def test_foreign_collections_are_continued_or_left_alone(database: Database, tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", ["new"])
     database.write({"web": numbered(["old"]), "other": []}, counted={"web": 1, "other": 0})
     put(database, "web", path)
@@ -123,7 +123,7 @@ def test_collections_of_others_are_gone_on_with_or_left_alone(database: Database
         put(database, "web", jsonl(tmp_path / "b.jsonl", ["newer"]))
 
 
-def test_holes_and_duplicates_are_reported_by_number(database: Database) -> None:
+def test_gaps_and_duplicates_are_reported_by_number(database: Database) -> None:
     numbers = [0, 1, 4, 5, 5, 5, 9, 9]
     database.write({"web": [(number, "x") for number in numbers], "good": numbered(["x"])}, index="plain")
     assert problems_of(database, "web", "good") == {
@@ -139,7 +139,7 @@ def test_what_meta_info_counts_is_audited(database: Database) -> None:
     assert found["news"][0].startswith("1 numbers beyond the 1 documents that meta_info counts")
 
 
-def test_long_lists_of_numbers_are_cut(sqlite_database: Database) -> None:
+def test_long_lists_of_numbers_are_truncated(sqlite_database: Database) -> None:
     sqlite_database.write({"web": [(number, "x") for number in range(0, 100, 2)]})
     found = audit(open_backend(StoreAddress.of(sqlite_database.base)), ["web"])[0]
     assert found.hole_count == 49 and len(found.holes) == 20 and found.problems[0].endswith("39, ...")
@@ -189,7 +189,7 @@ def test_an_empty_store_cannot_be_timed(database: Database) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_samples_are_drawn_into_a_file_a_process(sqlite_database: Database, tmp_path: Path, processes: int) -> None:
+def test_samples_are_drawn_into_one_file_per_process(sqlite_database: Database, tmp_path: Path, processes: int) -> None:
     texts = [f"text {number}" for number in range(30)]
     sqlite_database.write({"web": numbered(texts[:20]), "news": numbered(texts[20:])})
     prefix = str(tmp_path / "part")
@@ -221,7 +221,7 @@ def test_a_process_that_is_killed_while_it_draws(
         fetch_samples(sqlite_database.base, 2, 2, str(tmp_path / "part"), "\n", seed=1)
 
 
-def test_a_process_that_draws_and_fails_is_heard(sqlite_database: Database, tmp_path: Path) -> None:
+def test_a_failing_sampling_process_is_reported(sqlite_database: Database, tmp_path: Path) -> None:
     sqlite_database.write({"web": numbered(["a", None, "b"])})
     with pytest.raises(DataError, match="idx 1: filt_text is null"):
         fetch_samples(sqlite_database.base, 3, 2, str(tmp_path / "part"), "\n", seed=1)

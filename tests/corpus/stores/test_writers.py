@@ -30,12 +30,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize("name", ["", "meta_info", "sqlite_master", "a$b"])
-def test_names_that_no_collection_may_have(name: str) -> None:
+def test_invalid_collection_names(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--collection {name!r}".replace("$", r"\$")):
         open_writer(StoreAddress.of("sqlite:///x.db"), name)
 
 
-def test_a_foreign_table_is_no_collection(sqlite_database: Database, tmp_path: Path) -> None:
+def test_a_foreign_table_is_not_a_collection(sqlite_database: Database, tmp_path: Path) -> None:
     connection = sqlite3.connect(sqlite_database.path)
     connection.execute("CREATE TABLE web (text TEXT)")
     connection.commit()
@@ -141,7 +141,7 @@ def test_two_imports_that_begin_together(
     assert texts_of(mongo_database, "web") == ["a"]
 
 
-def test_what_the_driver_refuses_is_said(mongo_database: Database) -> None:
+def test_driver_errors_are_reported(mongo_database: Database) -> None:
     pymongo = pytest.importorskip("pymongo")
     writer: Any = open_writer(StoreAddress.of(mongo_database.base), "web")
     writer.begin()
@@ -178,7 +178,7 @@ def test_an_idx_that_is_there_twice_stops_the_import(sqlite_database: Database, 
         put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
 
 
-def test_a_folder_that_is_not_there_and_a_disk_that_is_full(tmp_path: Path, sqlite_database: Database) -> None:
+def test_a_missing_folder_and_a_full_disk(tmp_path: Path, sqlite_database: Database) -> None:
     with pytest.raises(ConfigError, match=r"there is no folder .*absent for the SQLite file"):
         open_writer(StoreAddress.of(f"sqlite:///{tmp_path}/absent/x.db"), "web")
     put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))

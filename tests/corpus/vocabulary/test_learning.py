@@ -1,4 +1,4 @@
-"""Vocabularies: the same for the same text, special tokens where they were asked for, and texts that come back."""
+"""Vocabularies: reproducible, with the requested special tokens, and texts that round-trip."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ SEED_ORDER = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>")
         ("wordpiece", "BertWordPieceLowerCase", "-vocab.txt"),
     ],
 )
-def test_special_tokens_have_the_ids_of_the_seed(tmp_path: Path, model_type: str, kind: str, suffix: str) -> None:
+def test_special_tokens_have_the_ids_of_the_original_project(
+    tmp_path: Path, model_type: str, kind: str, suffix: str
+) -> None:
     special = special_tokens(["dsgpt2"], None)
     assert special[:7] == SEED_ORDER and special[7:] == tuple(f"<unused{number}>" for number in range(100))
     files = learned(model_type, special=special)
@@ -78,12 +80,12 @@ def test_texts_of_plain_text(tmp_path: Path) -> None:
         (["==="], None, r"'===' could be learned"),
     ],
 )
-def test_special_tokens_that_cannot_be(names: list[str], unused: int | None, message: str) -> None:
+def test_invalid_special_tokens(names: list[str], unused: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         special_tokens(names, unused)
 
 
-def test_special_tokens_that_can_be() -> None:
+def test_valid_special_tokens() -> None:
     assert special_tokens([], None) == () and special_tokens([], 2) == ("<unused0>", "<unused1>")
     assert special_tokens(["dsgpt2"], 1) == (*SEED_ORDER, "<unused0>")
     assert special_tokens(["[INST]", "<|im_end|>"], None) == ("[INST]", "<|im_end|>")
@@ -99,7 +101,7 @@ def test_byte_level_keeps_one_end_of_document() -> None:
     assert json.loads(files["-tokenizer.json"])["added_tokens"][0]["content"] == "<|endoftext|>"
 
 
-def test_what_cannot_be_learned_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untrainable_inputs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ConfigError, match=r"--vocab-size 262 is too small: 256 bytes and 7 special tokens \(<s>, <pad>.*need 263"
     ):

@@ -19,7 +19,7 @@ WORLD = [
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_every_text_comes_back(tmp_path: Path, model_type: str) -> None:
+def test_every_text_round_trips(tmp_path: Path, model_type: str) -> None:
     files = learned(model_type)
     tokenizers = [load(tmp_path, files, "HFTokenizer", "-tokenizer.json")]
     if model_type == "bpe":
@@ -33,7 +33,7 @@ def test_every_text_comes_back(tmp_path: Path, model_type: str) -> None:
         assert found.documents == 313 and found.text_bytes > found.tokens > 0 and found.seconds > 0
 
 
-def test_a_round_trip_that_loses_something_says_what(tmp_path: Path) -> None:
+def test_a_lossy_round_trip_reports_the_differences(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, learned("wordpiece"), "BertWordPieceLowerCase", "-vocab.txt")
     found = round_trip(tokenizer, ["def random ( self )", "It is\nA ☃", ""])
     assert (found.documents, found.inexact, found.unknown, found.words) == (3, 1, 1, 9)
@@ -42,7 +42,7 @@ def test_a_round_trip_that_loses_something_says_what(tmp_path: Path) -> None:
     assert "0 of 0 documents" in round_trip(tokenizer, []).report()[4]
 
 
-def test_what_is_put_around_a_text_is_no_part_of_the_round_trip(tmp_path: Path) -> None:
+def test_special_tokens_around_a_text_are_not_part_of_the_round_trip(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, learned("unigram"), "Llama2Tokenizer", ".model")
     found = round_trip(tokenizer, WORLD[:1])
     assert found.inexact == 0 and found.tokens == len(tokenizer.encode(WORLD[0])) - 1

@@ -25,6 +25,6 @@ def test_no_text_is_an_error() -> None:
         train_unigram(["", " \n "], 400)
 
 
-def test_a_size_that_cannot_hold_the_letters_is_named() -> None:
+def test_a_vocabulary_too_small_for_the_characters_is_reported() -> None:
     with pytest.raises(ConfigError, match="--vocab-size 50 with 3 special tokens does not work for this text"):
         train_unigram(TEXTS, 50)

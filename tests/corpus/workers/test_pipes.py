@@ -12,7 +12,7 @@ from megatron.corpus.workers import pipes
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
 
 
-def test_silence_is_told_at_growing_intervals_with_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalls_are_reported_at_growing_intervals_with_a_likely_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     waited: list[float] = []
     monkeypatch.setattr(pipes.log, "warning", heard.append)

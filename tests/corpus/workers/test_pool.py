@@ -101,7 +101,7 @@ def test_no_more_workers_than_cores_or_blocks(
     assert processes.usable_cores() >= 1 and processes.start_method() in ("fork", "spawn")
 
 
-def test_large_blocks_through_the_pipes_do_not_lock_up(choice: TokenizerChoice) -> None:
+def test_large_blocks_through_the_pipes_do_not_deadlock(choice: TokenizerChoice) -> None:
     data = b'{"text": "some text 1 2 3 4 5 6 7 8 9 and so on"}\n' * 60_000
     with WorkerPool(EncodeWork(BlockEncoder(EncodeOptions(choice))), 2) as pool:
         results = list(pool.run(Block("<test>", 1, len(data), data, 0) for _ in range(12)))

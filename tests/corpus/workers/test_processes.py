@@ -48,7 +48,7 @@ def started(body: object) -> multiprocessing.process.BaseProcess:
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="processes are not forked here")
-def test_how_a_process_ended_is_named() -> None:
+def test_the_end_of_a_process_is_described() -> None:
     killed = started(lambda: os.kill(os.getpid(), signal.SIGKILL))
     text = r"^worker 3 was killed by signal 9 \(SIGKILL\); nothing was published\. .* use fewer --num-workers;"
     with pytest.raises(WorkerError, match=text):

@@ -38,7 +38,7 @@ def test_a_failure_without_a_type_of_its_own_is_a_job_error() -> None:
         with_peers([["OSError", "gone"], None]).run_on_all(lambda: 1)
 
 
-def test_the_other_ranks_hear_of_this_rank_s_failure() -> None:
+def test_other_ranks_receive_this_ranks_failure() -> None:
     told: list[Any] = []
 
     def gather(value: Any) -> list[Any]:

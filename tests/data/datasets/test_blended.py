@@ -1,4 +1,4 @@
-"""Blends of data sets, and phases of blends."""
+"""Blends of datasets, and phases of blends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_samples_come_from_their_sources_in_order() -> None:
     assert dataset.locate(3, 7) == "b 1:7" and dataset.spans(2) == [DocumentSpan(1, 0, 1)]
 
 
-def test_a_source_that_was_used_before_goes_on_behind_its_last_sample() -> None:
+def test_a_reused_source_continues_after_its_last_sample() -> None:
     dataset = blend(firsts=[3, 0], places=[4, 2])
     assert [int(dataset[number][0]) for number in range(4)] == [3, 100, 4, 101]
     assert [dataset.source_of(number) for number in range(2)] == [4, 2]
@@ -69,7 +69,7 @@ def test_phases_follow_each_other() -> None:
         phases.read(7)
 
 
-def test_a_phase_whose_data_were_not_opened_is_named() -> None:
+def test_a_phase_whose_data_was_not_opened_is_named() -> None:
     phases = PhasedDataset([0, 4], [None], Counting("c", 1000, 3))
     assert int(phases[4][0]) == 1000
     with pytest.raises(DataError, match="Sample 3 was consumed before the blend changed at sample 4"):

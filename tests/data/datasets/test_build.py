@@ -1,4 +1,4 @@
-"""Data sets from flags: splits, blends, the plan, and runs that are prolonged."""
+"""Datasets from flags: splits, blends, the plan, and extended runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_evaluation_without_sequences_or_samples_is_absent(corpus):
 
 
 @pytest.mark.parametrize(("first", "then"), [(9, 12), (9, 40), (5, 9), (22, 23), (1, 200)])
-def test_a_prolonged_run_goes_on_where_the_planned_order_ends(corpus, first, then):
+def test_an_extended_run_continues_where_the_planned_order_ends(corpus, first, then):
     """Token by token: the old samples keep their places; each segment then uses every sample of whole epochs once."""
     data = config(corpus)
     short, plan = build(data, (first, 0, 0))
@@ -61,7 +61,7 @@ def test_a_prolonged_run_goes_on_where_the_planned_order_ends(corpus, first, the
     assert start == len(long.train)
 
 
-def test_within_one_epoch_no_token_is_repeated_or_skipped_by_prolonging(tmp_path):
+def test_within_one_epoch_no_token_is_repeated_or_skipped_by_extending(tmp_path):
     """100 samples of one epoch, planned in three steps: every token but the first is a label exactly once."""
     prefix = write_corpus(tmp_path / "corpus", [7, 13, 1, 0, 19] * 20 + [1])
     data, plan = config(prefix), None
@@ -78,7 +78,7 @@ def test_the_plan_does_not_depend_on_how_often_it_was_extended_within_its_sample
     assert plan.extended((30, 0, 0)) == plan.extended((9, 0, 0)).extended((30, 0, 0))
 
 
-def test_a_blend_follows_the_greedy_order_and_can_be_prolonged(tmp_path):
+def test_a_blend_follows_the_greedy_order_and_can_be_extended(tmp_path):
     prefixes = [write_corpus(tmp_path / f"part{k}", [11, 5, 17] * 4, first_id=1000 * k) for k in range(3)]
     data = config("5", prefixes[0], "3", prefixes[1], "2", prefixes[2])
     datasets, plan = build(data, (12, 0, 0))
@@ -97,7 +97,7 @@ def test_a_blend_follows_the_greedy_order_and_can_be_prolonged(tmp_path):
     assert len(lines) == 3 and "150 samples (30.00%, asked 30.00%)" in lines[1]
 
 
-def test_a_source_without_sequences_is_left_out_and_its_weight_shared(tmp_path, capsys):
+def test_a_source_without_sequences_is_skipped_and_its_weight_redistributed(tmp_path, capsys):
     large = write_corpus(tmp_path / "large", [10] * 100)
     small = write_corpus(tmp_path / "small", [10], first_id=5000)
     other = write_corpus(tmp_path / "other", [10] * 100, first_id=9000)
@@ -131,7 +131,7 @@ def test_separate_files_per_split(tmp_path):
     assert datasets.train[0].max() < 100 and datasets.valid["valid"][0].min() >= 1000 and datasets.test == {}
 
 
-def test_evaluation_sees_the_same_samples_when_the_run_is_prolonged(tmp_path):
+def test_evaluation_uses_the_same_samples_when_the_run_is_extended(tmp_path):
     data = config(write_corpus(tmp_path / "corpus", [10] * 100), split="80,20,0")
     short, plan = build(data, (9, 4, 0))
     longer, _ = build(data, (900, 30, 0), plan=plan)
@@ -189,7 +189,7 @@ def test_a_stored_plan_that_cannot_be_read_is_an_error(corpus, change, message):
         DataPlan.from_json({**plan.to_json(), **change})
 
 
-def test_training_without_data_says_what_is_missing(tmp_path):
+def test_training_without_data_reports_what_is_missing(tmp_path):
     with pytest.raises(DataError, match="There is no training data. Name it with --data-path"):
         build(DataConfig(seq_length=8))
     prefix = write_corpus(tmp_path / "corpus", [10])
@@ -200,7 +200,7 @@ def test_training_without_data_says_what_is_missing(tmp_path):
         build(config(empty))
 
 
-def test_a_file_of_floats_is_no_token_file(tmp_path, corpus):
+def test_a_file_of_floats_is_not_a_token_file(tmp_path, corpus):
     idx = bytearray((tmp_path / "corpus.idx").read_bytes())
     idx[17] = 7
     (tmp_path / "corpus.idx").write_bytes(idx)
@@ -223,7 +223,7 @@ def test_two_nodes_with_folders_of_their_own_have_the_same_order(tmp_path, corpu
     assert rows_of(first.train) == rows_of(second.train)
 
 
-def test_a_cache_folder_that_was_asked_for_must_be_usable(tmp_path, corpus):
+def test_a_requested_cache_folder_must_be_usable(tmp_path, corpus):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="--data-cache-path"):
         build(config(corpus, data_cache_path=str(tmp_path / "file")))

@@ -10,7 +10,7 @@ from megatron.data.datasets.open_files import allow_open_files
 from tests.data.datasets.token_datasets import MANY_SOURCES
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_it_may(few_open_files, capsys):
+def test_the_limit_of_open_files_is_raised_to_the_hard_limit(few_open_files, capsys):
     allow_open_files(10)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(MANY_SOURCES, few_open_files)
     if few_open_files == resource.RLIM_INFINITY:

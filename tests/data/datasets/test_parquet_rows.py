@@ -28,7 +28,7 @@ def all_rows(source: ParquetRows) -> tuple[list[list[int]], list[list[int]]]:
     return tokens.tolist(), mask.astype(int).tolist()
 
 
-def test_a_label_counts_where_it_is_real_and_follows_in_the_window(tmp_path: Path) -> None:
+def test_a_label_counts_if_it_is_real_and_the_next_token_of_the_window(tmp_path: Path) -> None:
     source = ParquetRows(write_windows(tmp_path / "a.parquet", padded_windows([[5, 0, 7, 8], [9, 3], [4]], 4)))
     tokens, mask = all_rows(source)
     assert [row[:4] for row in tokens] == [[5, 0, 7, 8], [9, 3, 0, 0], [4, 0, 0, 0]]
@@ -43,7 +43,7 @@ def test_ignored_labels_inside_a_window_and_a_label_of_the_files_own(tmp_path: P
     assert all_rows(ParquetRows(path))[1] == [[0, 0, 1, 0]]
 
 
-def test_labels_that_stand_beside_their_input(tmp_path: Path) -> None:
+def test_labels_aligned_with_their_inputs(tmp_path: Path) -> None:
     """As jax-lm-training writes them: 1 is its beginning, 2 its end, 0 fills and has no loss."""
     path = write_foreign_windows(
         tmp_path / "dataset-00000-of-00001",
@@ -70,7 +70,7 @@ def test_rows_are_read_in_any_order_from_any_files_and_groups(tmp_path: Path) ->
     assert ParquetRows(str(tmp_path / "wt-*")).fingerprint == source.fingerprint
 
 
-def test_large_groups_are_read_in_batches_and_told_of(
+def test_large_row_groups_are_read_in_batches_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parquet_rows, "_BATCH_ROWS", 3)
@@ -84,7 +84,7 @@ def test_large_groups_are_read_in_batches_and_told_of(
     assert source.blocks(3, 17).tolist() == [3, 4, 8, 12, 16, 17]
 
 
-def test_the_fingerprint_is_of_the_content_not_of_the_place(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_content_not_on_location(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         write_windows(tmp_path / folder / "a.parquet", counting_windows(6, 4))
@@ -117,13 +117,13 @@ def broken(kind: str) -> Windows:
         ("begins late", "row 1 has padding before its tokens, which the model would read as text, at position 0"),
     ],
 )
-def test_rows_that_mean_nothing_are_located(tmp_path: Path, kind: str, match: str) -> None:
+def test_invalid_rows_are_located(tmp_path: Path, kind: str, match: str) -> None:
     source = ParquetRows(write_windows(tmp_path / "a.parquet", broken(kind)))
     with pytest.raises(DataError, match=match):
         all_rows(source)
 
 
-def test_files_that_cannot_be_trained_on(tmp_path: Path) -> None:
+def test_files_that_are_unusable_for_training(tmp_path: Path) -> None:
     write_windows(tmp_path / shard_name("short", 0, 2), counting_windows(2, 4))
     with pytest.raises(DataError, match="short-00001-of-00002 is missing: 1 of 2 shards are there"):
         ParquetRows(str(tmp_path / "short"))
@@ -164,7 +164,7 @@ def test_a_file_that_was_replaced_or_damaged_while_it_was_in_use(tmp_path: Path)
         all_rows(source)
 
 
-def test_without_pyarrow_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_windows(tmp_path / "a.parquet", counting_windows(2, 4))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match="a.parquet needs the pyarrow package for Parquet: pip install pyarrow"):

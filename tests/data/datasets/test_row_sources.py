@@ -41,7 +41,7 @@ def windows(tmp_path: Path) -> str:
     return str(tmp_path / "wikitext.train*")
 
 
-def test_the_split_cuts_rows(windows: str) -> None:
+def test_the_split_applies_to_rows(windows: str) -> None:
     data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="80,10,10")
     datasets, plan = build(data, (80, 10, 10))
     parts = [datasets.train, datasets.valid["valid"], datasets.test["test"]]
@@ -51,7 +51,7 @@ def test_the_split_cuts_rows(windows: str) -> None:
     assert describe(datasets, plan)[0].startswith(line)
 
 
-def test_a_prolonged_run_goes_on_with_whole_epochs(windows: str) -> None:
+def test_an_extended_run_continues_with_whole_epochs(windows: str) -> None:
     data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0")
     short, plan = build(data, (130, 0, 0))
     assert len(short.train) == 200
@@ -62,7 +62,7 @@ def test_a_prolonged_run_goes_on_with_whole_epochs(windows: str) -> None:
         assert len({int(longer.train[sample][0]) for sample in range(start, start + 100)}) == 100
 
 
-def test_a_resume_with_other_rows_or_another_length_is_refused(windows: str, tmp_path: Path) -> None:
+def test_a_resume_with_other_rows_or_another_length_is_rejected(windows: str, tmp_path: Path) -> None:
     data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0")
     _, plan = build(data, (10, 0, 0))
     with pytest.raises(ConfigError, match=rf"--seq-length 16 does not fit .*, which have {LENGTH} tokens"):
@@ -77,7 +77,7 @@ def test_a_resume_with_other_rows_or_another_length_is_refused(windows: str, tmp
         build(moved, (10, 0, 0), plan)
 
 
-def test_a_changed_blend_goes_on_in_the_windows_where_they_stand(windows: str, tmp_path: Path) -> None:
+def test_a_changed_blend_continues_the_windows_at_their_position(windows: str, tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "corpus", [40] * 50, first_id=10_000)
     first, plan = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (30, 0, 0))
     data = DataConfig(seq_length=LENGTH, data_path=("1", windows, "1", prefix), split="1,0,0", change_data_blend=True)
@@ -120,7 +120,7 @@ def test_ids_beyond_the_vocabulary_name_the_row(windows: str) -> None:
         list(batches)
 
 
-def test_padding_batches_and_masked_ends_join(tmp_path: Path) -> None:
+def test_padded_batches_and_masked_ends_combine(tmp_path: Path) -> None:
     path = write_windows(tmp_path / "a.parquet", padded_windows([[5, 9, 6, 9, 7]] * 3, LENGTH))
     datasets, _ = build(DataConfig(seq_length=LENGTH, valid_data_path=(path,)), (0, 3, 0))
     options = BatchOptions(eod_id=9, eod_mask_loss=True, segments=True)
@@ -136,14 +136,14 @@ def test_padding_batches_and_masked_ends_join(tmp_path: Path) -> None:
     assert batch.segment_ids is not None and batch.segment_ids[0].tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
 
 
-def test_what_a_checkpoint_keeps_of_windows(windows: str, tmp_path: Path) -> None:
+def test_the_record_of_windows_in_a_checkpoint(windows: str, tmp_path: Path) -> None:
     prefix = write_corpus(tmp_path / "corpus", [5])
     facts = data_fingerprint(DataConfig(seq_length=LENGTH, data_path=("1", windows, "1", prefix)))
     assert facts[windows] == {"windows": 100, "tokens_per_window": LENGTH, "sha256": facts[windows]["sha256"]}
     assert set(facts) == {windows, prefix} and len(facts[windows]["sha256"]) == 64
 
 
-def test_what_can_be_seen_before_anything_is_built(windows: str, tmp_path: Path) -> None:
+def test_errors_detected_before_anything_is_built(windows: str, tmp_path: Path) -> None:
     check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), LENGTH)
     with pytest.raises(
         ConfigError, match=r"--seq-length 16 does not fit .*train\*, which have 8.* Give --seq-length 8"

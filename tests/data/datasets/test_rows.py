@@ -51,7 +51,7 @@ def test_samples_are_rows_of_the_range_in_whole_epochs(reads_chunks: bool) -> No
     assert sum(source.asked) == 60 and max(source.asked) == (6 if reads_chunks else 1)
 
 
-def test_a_sample_says_which_labels_count_and_where_it_lies() -> None:
+def test_a_sample_has_its_loss_mask_and_position() -> None:
     dataset = RowDataset(Rows(9, True), 0, 9, [Segment(9, 7, 9)])
     for sample in range(9):
         tokens, mask = dataset.read(sample)

@@ -1,4 +1,4 @@
-"""The interface of data sets: every kind has it."""
+"""Every kind of dataset implements the interface."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.data.datasets.sample import SampleDataset
 
 
 @pytest.mark.parametrize("kind", [GPTDataset, RowDataset, BlendedDataset, PhasedDataset])
-def test_every_data_set_has_the_interface(kind: type) -> None:
+def test_every_dataset_implements_the_interface(kind: type) -> None:
     wanted = {name for name in vars(SampleDataset) if not name.startswith("_")} | {"__len__", "__getitem__"}
     assert wanted >= {"read", "source_of", "locate", "spans"} and not [
         name for name in wanted if not hasattr(kind, name)

@@ -15,7 +15,7 @@ from tests.data.corpora import GOLDEN_LENGTHS, write_corpus
 from tests.data.datasets.token_datasets import build, config, rows_of
 
 
-def test_the_fingerprint_tells_files_apart(tmp_path, corpus):
+def test_the_fingerprint_distinguishes_files(tmp_path, corpus):
     other = write_corpus(tmp_path / "other", list(reversed(GOLDEN_LENGTHS)))
     facts = data_fingerprint(config("1", corpus, "1", other))
     assert facts[corpus]["tokens"] == 80 and facts[corpus]["sequences"] == 10 and facts[corpus]["dtype"] == "int32"

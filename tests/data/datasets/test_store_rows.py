@@ -116,7 +116,7 @@ def test_a_blend_of_a_store_and_token_files(database: Database, tokenizer: Libra
     assert (tmp_path / "index-cache").is_dir()
 
 
-def test_documents_that_are_cut_are_told_of_once(
+def test_truncated_documents_are_reported_once(
     database: Database, tokenizer: LibraryTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = ["short"] * 200
@@ -149,7 +149,7 @@ def test_training_and_evaluation_may_read_at_the_same_time(database: Database, t
     assert results == [expected] * 30
 
 
-def test_stores_that_cannot_be_trained_on(database: Database, tokenizer: LibraryTokenizer, tmp_path: Path) -> None:
+def test_stores_that_are_unusable_for_training(database: Database, tokenizer: LibraryTokenizer, tmp_path: Path) -> None:
     holes = [row for row in numbered(TEXTS * 5) if row[0] != 57]
     database.write({"web": numbered(TEXTS), "empty": [], "holes": holes})
     with pytest.raises(ConfigError, match=r"needs a tokenizer \(--tokenizer-type\)"):

@@ -12,7 +12,7 @@ from megatron.data.formats.exact import read_exactly, read_into, write_all
 
 
 @given(st.binary(max_size=40), st.integers(0, 50), st.integers(1, 7))
-def test_short_reads_are_put_together(data: bytes, size: int, at_once: int) -> None:
+def test_short_reads_are_continued(data: bytes, size: int, at_once: int) -> None:
     stream = io.BytesIO(data)
 
     def read(count: int, done: int) -> bytes:

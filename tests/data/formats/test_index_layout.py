@@ -27,7 +27,7 @@ def put_together(layout: IndexLayout, cuts: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [1, 2]])
-def test_stretches_in_any_order_make_the_same_file(cuts: list[int]) -> None:
+def test_chunks_in_any_order_give_the_same_file(cuts: list[int]) -> None:
     layout = IndexLayout(False, np.dtype("<u2"), sequences=3, documents=2, tokens=9)
     assert put_together(layout, cuts) == MMAP
     cached = IndexLayout(True, np.dtype("<u2"), sequences=3, documents=2, tokens=9)

@@ -39,7 +39,7 @@ def test_writer_gives_the_golden_bytes_of_the_cached_layout(tmp_path):
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-def test_tables_written_in_many_pieces_are_those_of_one(tmp_path, is_cached, monkeypatch):
+def test_tables_written_in_chunks_equal_those_written_at_once(tmp_path, is_cached, monkeypatch):
     lengths = np.random.default_rng(3).integers(0, 9, 100)
     for name, entries in (("one", 1000), ("many", 7)):
         monkeypatch.setattr(indexed, "_COPY_ENTRIES", entries)
@@ -125,7 +125,7 @@ def test_upstreams_own_file_is_rewritten_byte_for_byte(tmp_path):
         ("elsewhere/corpus", r"The folder /.*/elsewhere does not exist either\. Give another prefix\.$"),
     ],
 )
-def test_a_missing_file_is_named_with_what_was_probably_meant(tmp_path, name, message):
+def test_a_missing_file_is_named_with_a_suggestion(tmp_path, name, message):
     write_corpus(tmp_path / "corpus_text_document", [3])
     with pytest.raises(DataError, match=message):
         IndexedDataset(tmp_path / name)
@@ -175,7 +175,7 @@ def test_an_exception_while_writing_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_an_old_pair_is_replaced_whole(tmp_path):
+def test_an_old_pair_is_replaced_completely(tmp_path):
     write_corpus(tmp_path / "pair", [2, 2])
     write_corpus(tmp_path / "pair", [5])
     assert IndexedDataset(tmp_path / "pair").lengths.tolist() == [5]
@@ -193,7 +193,7 @@ def test_an_old_pair_is_replaced_whole(tmp_path):
         ([1, 2], [1, 1], [1], "2 sequences were given, but the documents hold 1"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, tokens, lengths, documents, message):
+def test_values_that_do_not_fit_are_rejected(tmp_path, tokens, lengths, documents, message):
     with IndexedWriter(tmp_path / "pair", np.uint16) as writer, pytest.raises(DataError, match=message):
         writer.add_batch(tokens, lengths, documents)
 
@@ -203,7 +203,7 @@ def test_float_files_cannot_be_written(tmp_path):
         IndexedWriter(tmp_path / "pair", np.float32)
 
 
-def test_a_refused_write_names_the_path(tmp_path):
+def test_a_failed_write_names_the_path(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"Cannot write .*file/pair\.bin: "):
         IndexedWriter(tmp_path / "file" / "pair", np.uint16)
@@ -287,7 +287,7 @@ def test_offsets_beyond_two_gigabytes(tmp_path):
         strategies.lists(strategies.lists(strategies.integers(0, 65535), max_size=5), max_size=4), max_size=6
     )
 )
-def test_what_is_written_is_read(tmp_path_factory, documents):
+def test_written_data_is_read_back(tmp_path_factory, documents):
     prefix = tmp_path_factory.mktemp("pair") / "pair"
     with IndexedWriter(prefix, np.uint16) as writer:
         for document in documents:

@@ -62,7 +62,7 @@ def prefix(tmp_path: Path) -> str:
     return str(tmp_path / "data")
 
 
-def test_what_was_written_is_read(prefix: str) -> None:
+def test_written_data_is_read_back(prefix: str) -> None:
     assert read_sidecar(prefix) == SIDECAR
     assert json.loads(Path(prefix + ".json").read_text())["sources"][0]["path"] == "a.jsonl"
     assert TokenizerRecord.of(Fake()) == SIDECAR.tokenizer
@@ -123,6 +123,6 @@ def test_damaged_sidecars_are_named(prefix: str, change: dict[str, object], mess
         read_sidecar(prefix)
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_path(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"Cannot write .*gone/x\.json"):
         write_sidecar(tmp_path / "gone" / "x", SIDECAR)

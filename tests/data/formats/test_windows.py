@@ -1,4 +1,6 @@
-"""Parquet files of windows: what is written is read, other tools' files too, and everything else is one sentence."""
+"""Parquet files of windows: written files are read back, other tools' files are read, and everything else is a
+one-sentence error.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def write_foreign(path: Path, **changed: Any) -> Path:
     return path
 
 
-def test_what_was_written_is_read_with_its_facts(tmp_path: Path) -> None:
+def test_written_windows_are_read_back_with_their_metadata(tmp_path: Path) -> None:
     path = write_ours(tmp_path / "a.parquet")
     with WindowFile(path) as file:
         assert (file.rows, file.group_rows, file.sequence_length) == (6, (3, 3), 4)
@@ -93,7 +95,7 @@ def test_windows_of_other_tools_are_read(tmp_path: Path) -> None:
         ({"attention_mask": [[1.0, 0.5], [1, 1]]}, "neither 0 nor 1: 0.5 at position 1"),
     ],
 )
-def test_what_is_no_window_is_one_sentence(tmp_path: Path, changed: dict[str, Any], text: str) -> None:
+def test_invalid_windows_are_one_sentence_errors(tmp_path: Path, changed: dict[str, Any], text: str) -> None:
     path = write_foreign(tmp_path / "x.parquet", **changed)
     with pytest.raises(DataError, match=rf"x\.parquet.*{text}"):
         WindowFile(path).read(0, vocab_size=10)
@@ -105,7 +107,7 @@ def test_ids_that_no_token_file_holds_are_refused_without_a_vocabulary(tmp_path:
         WindowFile(write_foreign(tmp_path / "x.parquet", input_ids=big)).read(0)
 
 
-def test_damaged_files_are_one_sentence(tmp_path: Path) -> None:
+def test_damaged_files_are_one_sentence_errors(tmp_path: Path) -> None:
     whole = write_ours(tmp_path / "whole.parquet").read_bytes()
     damaged = tmp_path / "damaged.parquet"
     for content in (b"", b"PAR1", whole[:-1], whole[: len(whole) // 2]):
@@ -177,7 +179,7 @@ def test_a_footer_that_counts_other_rows_is_refused(tmp_path: Path) -> None:
         ("megatron.windows.offsets", "eJxjYIAAAAAIAAE=", "damaged: 8 bytes, 16 expected for 2 rows"),
     ],
 )
-def test_damaged_descriptions_are_one_sentence(tmp_path: Path, key: str, value: str, text: str) -> None:
+def test_damaged_metadata_is_a_one_sentence_error(tmp_path: Path, key: str, value: str, text: str) -> None:
     table = parquet.read_table(write_foreign(tmp_path / "x.parquet"))
     parquet.write_table(table.replace_schema_metadata({key: value}), tmp_path / "x.parquet")
     with pytest.raises(DataError, match=text):
@@ -227,7 +229,7 @@ class FullDisk(io.BytesIO):
 
 
 @pytest.mark.parametrize("size", [200, 3000])
-def test_a_full_disk_is_one_sentence(size: int) -> None:
+def test_a_full_disk_is_a_one_sentence_error(size: int) -> None:
     with (
         pytest.raises(StorageError, match=r"Cannot write out/x: .*No space left on device"),
         WindowWriter(FullDisk(size), "out/x", FACTS) as writer,

@@ -55,7 +55,7 @@ def damage_names() -> list[str]:
 
 
 @pytest.mark.parametrize("kind", damage_names())
-def test_a_damaged_index_is_built_again(tmp_path, kind, capsys):
+def test_a_damaged_index_is_rebuilt(tmp_path, kind, capsys):
     cache = IndexCache(tmp_path)
     cache.arrays("gpt", DESCRIPTION, make)
     array = next(tmp_path.glob("*-first.npy"))
@@ -136,7 +136,7 @@ def test_jobs_that_start_together_build_once_and_a_dead_owner_holds_no_lock(tmp_
     assert (tmp_path / "builds").read_text() == "x"
 
 
-def test_waiting_for_another_job_is_said(tmp_path, monkeypatch, capsys):
+def test_waiting_for_another_job_is_logged(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(index_cache, "_REPORT_AFTER_SECONDS", 0.0)
     context = multiprocessing.get_context("fork")
     other = context.Process(target=build_slowly, args=(tmp_path,))
@@ -161,7 +161,7 @@ def test_a_file_system_without_locks_only_costs_double_work(tmp_path, monkeypatc
     assert same(IndexCache(tmp_path).arrays("gpt", DESCRIPTION, make), make())
 
 
-def test_a_process_that_may_not_build_computes_in_memory_and_says_so(tmp_path, capsys):
+def test_a_process_that_may_not_build_computes_in_memory_and_logs_it(tmp_path, capsys):
     assert same(IndexCache(tmp_path / "elsewhere", build=False).arrays("gpt", DESCRIPTION, make), make())
     assert "is this folder shared with the process that built it?" in capsys.readouterr().err
     assert not (tmp_path / "elsewhere").exists()

@@ -26,7 +26,7 @@ def test_golden_one_epoch(builder):
     assert [array.dtype for array in indices] == [np.int32, np.int32, np.uint32]
 
 
-def test_golden_two_epochs_the_last_one_apart(builder):
+def test_golden_two_epochs_with_a_separate_last_one(builder):
     indices = build_indices(LENGTHS, np.arange(10), 8, 12, 1234)
     assert indices.document.tolist() == [*ONE_EPOCH_DOCUMENTS, 7, 3, 5, 1, 4, 8, 0, 2, 6, 9]
     assert [tuple(row) for row in indices.sample.tolist()] == ONE_EPOCH_ROWS + TWO_EPOCH_ROWS
@@ -54,7 +54,7 @@ def test_golden_thousand_documents(builder):
     ]
 
 
-def test_the_nvidia_rule_keeps_the_last_epoch_together_from_eighty_percent_on(builder):
+def test_the_nvidia_rule_merges_the_last_epoch_from_eighty_percent(builder):
     """9 samples an epoch: 8 of the last one are less than 95 % (8.55, rounded down) and more than 80 % (7.2)."""
     bigscience, nvidia = plan_epochs(80, 8, 16, "bigscience"), plan_epochs(80, 8, 16, "nvidia")
     assert (bigscience.separate, nvidia.separate) == (True, False)
@@ -75,7 +75,7 @@ def test_the_nvidia_rule_keeps_the_last_epoch_together_from_eighty_percent_on(bu
     seed=strategies.integers(0, 2**32 - 1),
     rule=strategies.sampled_from(["bigscience", "nvidia"]),
 )
-def test_rows_follow_upstreams_walk_over_the_documents(lengths, sequence_length, samples, seed, rule):
+def test_rows_follow_upstreams_order_of_documents(lengths, sequence_length, samples, seed, rule):
     sizes = np.array(lengths, np.int32)
     indices = build_indices(sizes, np.arange(len(sizes)), sequence_length, samples, seed, rule)
     rows = [(0, 0)]
@@ -105,7 +105,7 @@ def test_rows_that_need_64_bits_get_them(builder):
     assert wide.tolist() == rows.tolist()
 
 
-def test_no_tokens_is_an_error_and_no_endless_loop():
+def test_no_tokens_is_an_error_and_not_an_endless_loop():
     with pytest.raises(DataError, match="5 samples were asked of documents that hold 0 tokens"):
         build_indices(np.zeros(3, np.int32), np.arange(3), 8, 5, 1)
 
@@ -116,7 +116,7 @@ def test_a_seed_that_numpy_cannot_take_is_named(seed):
         build_indices(LENGTHS, np.arange(10), 8, 9, seed)
 
 
-def test_an_order_that_cannot_be_held_is_refused():
+def test_an_order_that_does_not_fit_in_memory_is_rejected():
     with pytest.raises(DataError, match="10000000000 samples of 2048 tokens take .* epochs over 10 documents"):
         build_indices(LENGTHS, np.arange(10), 2048, 10**10, 1)
 
@@ -191,7 +191,7 @@ def test_the_compiled_builder_checks_everything():
             compiled.shuffle(values, place, draws)
 
 
-def test_a_missing_builder_is_said_once(monkeypatch, capsys):
+def test_a_missing_builder_is_reported_once(monkeypatch, capsys):
     monkeypatch.setattr(index_map, "_compiled", None)
     index_map.compiled_builder.cache_clear()
     try:

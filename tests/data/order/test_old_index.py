@@ -90,7 +90,7 @@ def test_they_are_looked_for_under_the_name_of_a_weighted_group(prefix, capsys):
     assert "MAIN_indexmap" in capsys.readouterr().err
 
 
-def test_without_such_files_nothing_is_said(prefix, capsys):
+def test_without_such_files_nothing_is_logged(prefix, capsys):
     rows_of(prefix)
     assert "indexmap" not in capsys.readouterr().err
 
@@ -104,7 +104,7 @@ def other_seed(prefix: str) -> None:
 
 
 def other_lengths(prefix: str) -> None:
-    """Upstream's own trap: the corpus was made anew, with as many documents and tokens as before."""
+    """A known pitfall of upstream: the corpus was regenerated with as many documents and tokens as before."""
     write_old(write_corpus(Path(prefix + "-before"), sorted(LENGTHS)))
     for name in NAMES:
         old_path(prefix + "-before", name).rename(old_path(prefix, name))
@@ -174,7 +174,7 @@ STRANGERS: dict[str, tuple[Callable[[str], None], str]] = {
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_files_that_do_not_fit_are_not_used_and_the_reason_is_said(prefix, expected, kind, capsys):
+def test_mismatching_files_are_not_used_and_the_reason_is_logged(prefix, expected, kind, capsys):
     damage, reason = STRANGERS[kind]
     damage(prefix)
     assert rows_of(prefix) == expected

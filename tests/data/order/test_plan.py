@@ -15,7 +15,7 @@ GROUP = GroupPlan("train", SOURCES, (Phase(0, (Member(0, 0.75), Member(1, 0.25))
 PLAN = DataPlan(8, 1234, "bigscience", GROUP, (), (replace(GROUP, name="test"),))
 
 
-def test_a_plan_survives_json() -> None:
+def test_a_plan_round_trips_through_json() -> None:
     plan = PLAN.extended((50, 0, 7))
     assert DataPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 

@@ -48,7 +48,7 @@ def counts_of(rows) -> list[int]:
     return np.bincount([row[0] // 10_000 for row in rows], minlength=4).tolist()
 
 
-def test_every_source_goes_on_where_it_stands(prefixes):
+def test_every_source_continues_at_its_position(prefixes):
     """40 samples at 0.75 : 0.25, then 60 at 0.2 : 0.5 : 0.3 with a third source."""
     first, plan = build(blend("3", prefixes[0], "1", prefixes[1]), 40)
     then = blend("2", prefixes[0], "5", prefixes[1], "3", prefixes[2])
@@ -101,7 +101,7 @@ def test_a_removed_source_is_remembered(prefixes, capsys):
     )
 
 
-def test_the_lines_before_step_1_count_what_earlier_phases_took(prefixes):
+def test_the_lines_before_step_1_count_earlier_phases(prefixes):
     _, plan = build(blend("1", prefixes[0], "1", prefixes[1]), 100)
     datasets, changed = build(blend("1", prefixes[0], "3", prefixes[2]), 200, plan, consumed=100)
     lines = describe(datasets, changed)
@@ -112,7 +112,7 @@ def test_the_lines_before_step_1_count_what_earlier_phases_took(prefixes):
     assert len(lines) == 2 and "75 samples (75.00%, asked 75.00%), 0.49 epochs" in lines[1]
 
 
-def test_data_of_an_earlier_phase_are_opened_only_when_they_are_needed(prefixes):
+def test_data_of_an_earlier_phase_is_opened_only_when_needed(prefixes):
     first, plan = build(blend("1", prefixes[0], "1", prefixes[1]), 20)
     _, changed = build(blend("1", prefixes[0], "1", prefixes[2]), 40, plan, consumed=20)
     everything, _ = build(blend("1", prefixes[0], "1", prefixes[2]), 40, changed)
@@ -133,7 +133,7 @@ def test_a_change_without_the_flag_is_refused(prefixes):
         build(blend("1", prefixes[0], "1", prefixes[1], change=False), 40, plan, consumed=20)
 
 
-def test_the_same_blend_in_another_order_or_place_is_no_change(prefixes, tmp_path):
+def test_the_same_blend_in_another_order_or_location_is_not_a_change(prefixes, tmp_path):
     first, plan = build(blend("3", prefixes[0], "1", prefixes[1], "2", prefixes[2], change=False), 20)
     moved = write_corpus(tmp_path / "moved", DOCUMENTS)
     words = ("2", prefixes[2], "1", prefixes[1], "3", moved)
@@ -142,7 +142,7 @@ def test_the_same_blend_in_another_order_or_place_is_no_change(prefixes, tmp_pat
     assert rows_of(second.train, 0, 20) == rows_of(first.train, 0, 20)
 
 
-def test_a_source_that_is_named_twice_stays_two_sources(prefixes):
+def test_a_source_named_twice_remains_two_sources(prefixes):
     datasets, plan = build(blend("1", prefixes[0], "1", prefixes[0]), 20)
     assert plan.train.source_names() == ("part0", "part0#2")
     assert "part0 (in the log: part0#2) [0, 120)" in describe(datasets, plan)[1]
@@ -191,7 +191,7 @@ def version_1(plan: DataPlan) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("words", [("1",), ("3", "1")])
-def test_a_plan_of_the_version_before_is_read(prefixes, words):
+def test_a_plan_of_the_previous_version_is_read(prefixes, words):
     pairs = [word for pair in zip(words, prefixes, strict=False) for word in pair]
     _, plan = build(blend(*(pairs if len(words) > 1 else prefixes[:1])), 20)
     assert DataPlan.from_json(version_1(plan)) == plan
@@ -230,7 +230,7 @@ def shared_prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     )
 )
 def test_any_changes_read_every_source_in_one_order_without_gaps(shared_prefixes, steps):
-    """Each step trains so many samples with these weights (0: left out), then stops."""
+    """Each step trains a number of samples with these weights (0: not used), then stops."""
     plan, consumed, rows = None, 0, []
     for weights, samples in steps:
         pairs = zip(weights, shared_prefixes, strict=True)

@@ -1,4 +1,4 @@
-"""Addresses of document stores, and JSON files that stand for them."""
+"""Addresses of document stores, and JSON files that contain them."""
 
 from __future__ import annotations
 

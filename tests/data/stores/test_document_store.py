@@ -44,7 +44,7 @@ def test_another_column_and_the_plain_one(database: Database) -> None:
 
 
 @pytest.mark.parametrize("number", [-44, 43, 10**20])
-def test_a_number_outside_is_named(database: Database, number: int) -> None:
+def test_an_out_of_range_number_is_named(database: Database, number: int) -> None:
     write_web_and_news(database)
     store = open_store(database.base)
     with pytest.raises(DataError, match=rf"there is no document {number};"):
@@ -55,7 +55,7 @@ def test_a_number_outside_is_named(database: Database, number: int) -> None:
         store.fetch_many(range(-1, 4))
 
 
-def test_a_hole_and_a_duplicate_are_named(database: Database) -> None:
+def test_a_gap_and_a_duplicate_are_named(database: Database) -> None:
     rows = [row for row in numbered(WEB[:20]) if row[0] != 7] + [(11, "again")]
     database.write({"first": numbered(["x"] * 5), "web": rows}, index="plain")
     store = open_store(database.address("first", "web"))
@@ -72,7 +72,7 @@ def test_a_hole_and_a_duplicate_are_named(database: Database) -> None:
         store.fetch_many(range(14, 20))
 
 
-def test_what_meta_info_says_is_compared(database: Database, capsys: pytest.CaptureFixture[str]) -> None:
+def test_meta_info_is_compared_with_the_collections(database: Database, capsys: pytest.CaptureFixture[str]) -> None:
     write_web_and_news(database, counted={"web": 30, "news": 4})
     store = open_store(database.address("web"))
     assert len(store) == 30
@@ -118,7 +118,7 @@ def test_a_document_without_text_is_named(database: Database) -> None:
         store.fetch(2)
 
 
-def test_a_fingerprint_follows_what_the_store_holds(database: Database) -> None:
+def test_a_fingerprint_follows_the_contents_of_the_store(database: Database) -> None:
     write_web_and_news(database)
     store = open_store(database.address("web", "news"))
     assert store.fingerprint() == open_store(database.address("web", "news")).fingerprint()
@@ -145,7 +145,7 @@ def test_threads_read_at_once(database: Database) -> None:
     assert wrong == [] and store[0] == WEB[0]
 
 
-def test_a_forked_process_reads_with_a_connection_of_its_own(sqlite_database: Database) -> None:
+def test_a_forked_process_uses_its_own_connection(sqlite_database: Database) -> None:
     write_web_and_news(sqlite_database)
     store = open_store(sqlite_database.address("web"))
     assert store[3] == WEB[3]
@@ -164,7 +164,7 @@ def test_many_documents_are_iterated_in_order(sqlite_database: Database) -> None
     assert list(open_store(sqlite_database.address("web", "news"))) == texts
 
 
-def test_a_store_travels_to_another_process(database: Database) -> None:
+def test_a_store_can_be_sent_to_another_process(database: Database) -> None:
     write_web_and_news(database)
     store = open_store(database.address("web"))
     rebuild, kind, state = store._backend.__reduce_ex__(2)[:3]  # what a spawned process is sent

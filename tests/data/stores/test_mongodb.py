@@ -10,7 +10,7 @@ from megatron.data.stores.document_store import open_store
 from megatron.errors import ConfigError, StorageError
 
 
-def test_a_server_that_is_not_there_is_said_so() -> None:
+def test_an_unreachable_server_is_reported() -> None:
     with pytest.raises(StorageError, match=r"mongodb://u:\*\*\*@127\.0\.0\.1:9/corpus cannot be reached"):
         open_store("mongodb://u:secret@127.0.0.1:9/corpus?serverSelectionTimeoutMS=50")
 

@@ -1,4 +1,4 @@
-"""SQLite files as stores: never changed, and what is wrong with them is said."""
+"""SQLite files as stores: never modified, with clear errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_plain_tables_are_numbered_by_their_rows(tmp_path: Path) -> None:
         open_store(f"sqlite:///{path}?table=keyed")
 
 
-def test_a_sqlite_file_is_neither_made_nor_changed(tmp_path: Path, sqlite_database: Database) -> None:
+def test_a_sqlite_file_is_neither_created_nor_modified(tmp_path: Path, sqlite_database: Database) -> None:
     with pytest.raises(DataError, match=r"absent\.db: there is no such SQLite file\. Check the path"):
         open_store(f"sqlite:///{tmp_path}/absent.db")
     write_web_and_news(sqlite_database)
@@ -70,7 +70,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
         open_store(f"sqlite:///{tmp_path}/bad.db")[0]
 
 
-def test_a_locked_file_is_said_so(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_locked_file_is_reported(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     write_web_and_news(sqlite_database)
     writer = sqlite3.connect(sqlite_database.path, isolation_level=None)
     writer.execute("BEGIN EXCLUSIVE")
@@ -81,7 +81,7 @@ def test_a_locked_file_is_said_so(sqlite_database: Database, monkeypatch: pytest
     assert open_store(sqlite_database.base)[0] == WEB[0]
 
 
-def test_idx_that_is_no_number(sqlite_database: Database, tmp_path: Path) -> None:
+def test_non_numeric_idx(sqlite_database: Database, tmp_path: Path) -> None:
     sqlite_database.write({"web": [("one", "a")]})  # type: ignore[list-item]
     with pytest.raises(DataError, match=r"idx of table 'web' holds b'one'; it must hold whole numbers"):
         open_store(sqlite_database.base)

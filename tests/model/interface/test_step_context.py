@@ -15,7 +15,7 @@ def test_positions_restart_with_every_segment() -> None:
     assert restarted_positions(SEGMENTS).tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
 
 
-def test_a_query_sees_earlier_keys_of_its_own_segment() -> None:
+def test_a_query_attends_to_earlier_keys_of_its_own_segment() -> None:
     bias = document_bias(SEGMENTS, torch.bfloat16)
     assert bias.shape == (2, 1, 6, 6)
     assert bias.dtype == torch.bfloat16
@@ -24,7 +24,7 @@ def test_a_query_sees_earlier_keys_of_its_own_segment() -> None:
     assert set(bias.unique().tolist()) == {0.0, float("-inf")}
 
 
-def test_segments_matter_only_where_they_are_asked_for() -> None:
+def test_segments_matter_only_if_requested() -> None:
     plain = StepSettings().context(IDS, SEGMENTS)
     assert (plain.attention_bias, plain.position_ids, plain.mask) == (None, None, MaskKind.CAUSAL)
     positions = StepSettings(restart_positions=True).context(IDS, SEGMENTS)
@@ -51,7 +51,7 @@ def test_a_context_crosses_a_stage_boundary_as_tensors() -> None:
             assert torch.equal(arrived.attention_bias, context.attention_bias)
 
 
-def test_tokens_follow_those_in_the_caches() -> None:
+def test_positions_follow_the_cached_tokens() -> None:
     cache = KeyValueCache(8)
     cache.append(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
     assert StepSettings().context(IDS, caches=[cache]).position_offset == 3

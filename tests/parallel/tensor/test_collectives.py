@@ -56,6 +56,6 @@ def test_forward_and_backward_on_two_ranks(dtype: torch.dtype) -> None:
         same("transposed", 2 * x.transpose(0, 2), torch.arange(24.0).view(4, 3, 2).transpose(0, 2))
 
 
-def test_alone_each_is_the_identity() -> None:
+def test_on_an_axis_of_one_each_is_the_identity() -> None:
     axis, x = Axis.single("tp"), torch.ones(2)
     assert all(function(x, axis) is x for function in (copy_to, reduce_from, gather_from))

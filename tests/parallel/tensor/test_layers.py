@@ -101,8 +101,8 @@ def test_specs_cover_the_table_without_its_padding() -> None:
     assert [spec.box_numel for spec in specs] == [8 * WIDTH, 3 * WIDTH, 0, 0]
 
 
-def test_a_fused_product_keeps_its_blocks() -> None:
-    """Both halves of a gated unit are split, so a rank's rows are no consecutive rows of the whole matrix."""
+def test_a_fused_layer_keeps_its_named_blocks() -> None:
+    """Both halves of a gated unit are split, so a rank's rows are not consecutive in the whole matrix."""
     axis = Axis("tp", 1, 2, (0, 1))
     layer = ColumnParallelLinear(WIDTH, (Dimension("halves", 2), Dimension("inner", 6, axis)), axis, init_std=0.02)
     spec = shard_spec_of(layer.weight)
@@ -127,7 +127,7 @@ def _refusals(table: VocabParallelEmbedding) -> list[str]:
     return texts
 
 
-def test_id_outside_the_vocabulary_is_refused_whole_and_split() -> None:
+def test_an_id_outside_the_vocabulary_is_rejected_with_and_without_splitting() -> None:
     sentence = "There is an input id in the input that is greater than the highest possible input id"
     whole = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, Axis.single("tp"), init_std=0.02)
     for texts in (_refusals(whole), *run_ranks(_bad_ids, 2)):
@@ -150,7 +150,7 @@ def test_id_outside_the_vocabulary_is_refused_whole_and_split() -> None:
         (lambda axis: VocabParallelEmbedding(3, 9, 4, axis, init_std=0.02), "9 rows of the padded vocabulary"),
     ],
 )
-def test_unequal_parts_are_refused(build, number: str) -> None:
+def test_unequal_shards_are_rejected(build, number: str) -> None:
     with pytest.raises(ConfigError, match=f"{number}.*--tensor-model-parallel-size 2"):
         build(Axis("tp", 0, 2, (0, 1)))
 

@@ -14,7 +14,7 @@ def block_of(data: bytes, layout: str = "jsonl", start: int = 0) -> Block:
     return Block("in", start, len(data), data, 0, layout)
 
 
-def test_a_text_that_does_not_change_leaves_its_line_as_it_was() -> None:
+def test_an_unchanged_text_keeps_its_line_byte_for_byte() -> None:
     lines = [
         b'{"id":1e3,  "text" : "a\\u00e9", "n": 123456789012345678901234567890}',
         b'{"text": "\xc3\xa9", "x": NaN}',
@@ -24,7 +24,7 @@ def test_a_text_that_does_not_change_leaves_its_line_as_it_was() -> None:
     assert [line_of(entry, "text", entry.text or "") for entry in entries] == lines
 
 
-def test_a_changed_text_leaves_all_other_keys() -> None:
+def test_a_changed_text_keeps_all_other_keys() -> None:
     line = b'{"n": 123456789012345678901234567890, "text": "old", "meta": {"text": "x", "f": 0.1}, "s": "\\ud800"}'
     entry = read_entries(block_of(line), ["text"])[0]
     written = line_of(entry, "text", "n\u00e9w")
@@ -40,7 +40,7 @@ def test_nested_keys(line: bytes) -> None:
     assert line_of(entry, "a.b", "new") == line.replace(b"old", b"new")
 
 
-def test_bad_lines_say_where() -> None:
+def test_bad_lines_are_located_in_the_error() -> None:
     entries = read_entries(
         block_of(b'\xef\xbb\xbf{"text": "a"}\n\n{"text": 1}\n{"text": "\xff"}\n{"text": "b"}'), ["text"]
     )
@@ -50,7 +50,7 @@ def test_bad_lines_say_where() -> None:
     assert entries[0].raw == b'{"text": "a"}'
 
 
-def test_plain_text_with_a_piece_that_is_none() -> None:
+def test_plain_text_with_an_invalid_piece() -> None:
     entries = read_entries(block_of(b"one\n\ntwo \xff\n\nthree\n\n", "text"), ["text"], "\n\n")
     assert [entry.text for entry in entries] == ["one", None, "three"]
     assert entries[1].bad is not None and entries[1].bad.offset == 9

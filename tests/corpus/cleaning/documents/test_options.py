@@ -12,7 +12,7 @@ def test_the_counting_pass_reads_the_same_documents_and_does_nothing_else() -> N
     assert counting == CleanOptions("body", ("id",), "\n\n", contamination=contamination, skip_bad_lines=True)
 
 
-def test_copies_are_not_counted_where_they_will_be_dropped() -> None:
+def test_duplicates_that_will_be_dropped_are_not_counted() -> None:
     assert CleanOptions(near=NearChoice()).only_counting().exact_duplicates
     assert CleanOptions(exact_duplicates=True).only_counting().exact_duplicates
     assert not CleanOptions().only_counting().exact_duplicates

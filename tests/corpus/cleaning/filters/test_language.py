@@ -45,7 +45,7 @@ def test_the_threshold_is_a_probability() -> None:
     assert strict.fault(ENGLISH[:13]) == f"{language} {probability:.2f}" and probability < 0.9
 
 
-def test_a_language_that_is_none() -> None:
+def test_an_unknown_language() -> None:
     with pytest.raises(ConfigError, match="--language en,klingon: klingon is not a language.* de .* tr "):
         LanguageFilter(["en", "klingon"], 0.5, 0)
 

@@ -25,12 +25,12 @@ def test_characters_are_counted() -> None:
     assert found == [Rejection("too few characters", "0"), None, Rejection("too many characters", "9")]
 
 
-def test_words_are_what_spaces_separate() -> None:
+def test_words_are_separated_by_whitespace() -> None:
     found = WordCount(LengthLimits(minimum_words=2, maximum_words=4)).rejections(TEXTS)
     assert found == [Rejection("too few words", "0"), None, Rejection("too many words", "5")]
 
 
-def test_tokens_are_the_tokenizers(tmp_path: Path) -> None:
+def test_tokens_are_counted_by_the_tokenizer(tmp_path: Path) -> None:
     choice = write_vocabulary(tmp_path)
     count = len(build_tokenizer(choice).encode(TEXTS[2]))
     found = TokenCount(LengthLimits(minimum_tokens=1, maximum_tokens=count - 1, tokenizer=choice)).rejections(TEXTS)
@@ -38,7 +38,7 @@ def test_tokens_are_the_tokenizers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("fault", "rejection"), [(None, None), ("de 0.99", Rejection("language", "de 0.99"))])
-def test_a_language_fault_is_a_rejection(fault: str | None, rejection: Rejection | None) -> None:
+def test_a_language_failure_is_a_rejection(fault: str | None, rejection: Rejection | None) -> None:
     class Languages:
         def fault(self, text: str) -> str | None:
             return fault

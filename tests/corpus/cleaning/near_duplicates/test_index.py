@@ -18,7 +18,7 @@ WORDS = vocabulary()
 NEAR = CleanOptions(near=NearChoice())
 
 
-def test_copies_are_found_and_others_stay(tmp_path: Path) -> None:
+def test_near_duplicates_are_found_and_others_are_kept(tmp_path: Path) -> None:
     drawn = random.Random(5)
     originals = [random_text(drawn, WORDS, drawn.randint(60, 400)) for _ in range(150)]
     copies = []
@@ -39,7 +39,7 @@ def test_copies_are_found_and_others_stay(tmp_path: Path) -> None:
     assert example["where"].endswith(":151") and example["detail"].endswith(":1") and "like" in example["detail"]
 
 
-def test_the_first_of_a_chain_stays(tmp_path: Path) -> None:
+def test_the_first_of_a_chain_is_kept(tmp_path: Path) -> None:
     drawn = random.Random(6)
     first = random_text(drawn, WORDS, 200)
     versions = [first]

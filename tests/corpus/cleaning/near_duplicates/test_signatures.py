@@ -36,7 +36,7 @@ def test_signatures_are_those_of_the_library() -> None:
 
 
 @pytest.mark.parametrize(("threshold", "shape"), [(0.7, (25, 5)), (0.8, (18, 7)), (0.5, (42, 3)), (1.0, (1, 128))])
-def test_bands_meet_at_the_threshold(threshold: float, shape: tuple[int, int]) -> None:
+def test_bands_match_the_threshold(threshold: float, shape: tuple[int, int]) -> None:
     bands, rows = band_shape(128, threshold)
     assert (bands, rows) == shape
     assert 1 - (1 - threshold**rows) ** bands >= 0.95

@@ -1,6 +1,6 @@
-"""The house rules as functions of one parsed file: each yields (line, sentence) for what breaks it.
+"""The project's rules as functions of one parsed file: each yields (line, message) for every violation.
 
-`test_architecture.py` applies them to the project, and each of them to a snippet that breaks it.
+`test_architecture.py` applies all of them to the project, and each of them to a snippet that violates it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.helpers.syntax import (
 
 Finding = tuple[int, str]
 
-# Left to right: a file imports what stands in a lower place; `train` and `inference` share one.
-ROOM_PLACES = {
+# Import order: a file only imports packages with a lower number; `train` and `inference` have the same.
+PACKAGE_PLACES = {
     "errors": 0,
     "log": 1,
     "device": 2,
@@ -48,7 +48,7 @@ ROOM_PLACES = {
 }
 PROGRAM_PLACE = 15
 
-# The packages inside a package, left to right in the same way; "." stands for the package's own files.
+# The sub-packages of a package in import order; "." stands for the package's own modules.
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.data": ("formats", "stores", "order", "datasets", "."),
     "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
@@ -128,8 +128,8 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
 # The only module state: which rank speaks, set once by the mesh.
 STATEFUL_FILES = ("megatron/log.py",)
 
-# Who may see the whole RunConfig; everybody else takes the smallest section.
-SEES_THE_WHOLE = (
+# Modules that may use the whole RunConfig; all others take the smallest section.
+USES_RUN_CONFIG = (
     "megatron/config/",
     "megatron/train/build.py",
     "megatron/engine/ds_config.py",
@@ -140,15 +140,13 @@ BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", 
 # Methods that a base class describes: an override says nothing new.
 DESCRIBED_BY_THEIR_BASE = {"problems", "complete", "forward", "backward"}
 MAXIMUM_FILE_LINES = 500
-MAXIMUM_FUNCTION_LINES = 80
+MAXIMUM_FUNCTION_LINES = 60
 MAXIMUM_FOLDER_FILES = 15
-# Folders that have more, and how many they may have; a number here only ever shrinks.
-CROWDED_FOLDERS = {"megatron/train": 20, "megatron/config": 17}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One parsed file and where it stands in the repository."""
+    """A parsed file and its path in the repository."""
 
     path: str
     text: str
@@ -160,8 +158,8 @@ class Source:
         return cls(path, text, ast.parse(text, path))
 
     @property
-    def room(self) -> str | None:
-        """The room of a file under megatron/; None for the package's own `__init__` and for everything outside."""
+    def package(self) -> str | None:
+        """The package of a file under megatron/; None for `megatron/__init__.py` and for files outside."""
         parts = PurePosixPath(self.path).with_suffix("").parts
         return parts[1] if parts[0] == "megatron" and parts[1] != "__init__" else None
 
@@ -181,16 +179,16 @@ class Source:
         return self.path.startswith(("pretrain_", "tools/", "examples/"))
 
     def is_in(self, homes: tuple[str, ...]) -> bool:
-        """Whether the file is one of these files or lies in one of these folders."""
+        """Whether the file is one of these files or is in one of these folders."""
         return any(self.path == home or (home.endswith("/") and self.path.startswith(home)) for home in homes)
 
 
 Rule = Callable[[Source], Iterator[Finding]]
 
 
-def imports_only_to_the_left(source: Source) -> Iterator[Finding]:
-    """A room imports only rooms to its left, never sideways; the corpus only from tools; never relatively."""
-    own = source.room
+def imports_follow_the_package_order(source: Source) -> Iterator[Finding]:
+    """A package only imports packages before it in the order; corpus only from tools; never relatively."""
+    own = source.package
     for node, module in imports(source.tree):
         if module.startswith("."):
             yield node.lineno, f"relative import of {module}: write the whole name"
@@ -199,25 +197,25 @@ def imports_only_to_the_left(source: Source) -> Iterator[Finding]:
         if parts[0] == "tests" and (source.is_library or source.is_program):
             yield node.lineno, "the product imports its tests"
         if source.is_library and (parts[0].startswith("pretrain_") or parts[0] == "tools"):
-            yield node.lineno, f"a room imports the program {module}"
+            yield node.lineno, f"the package imports the program {module}"
         if parts[0] != "megatron" or len(parts) < 2 or own is None:
             continue
         other = parts[1]
         if other == own or other.startswith("__"):
             continue
-        if other not in ROOM_PLACES or own not in ROOM_PLACES:
+        if other not in PACKAGE_PLACES or own not in PACKAGE_PLACES:
             yield (
                 node.lineno,
-                f"{other if own in ROOM_PLACES else own} is no room of the house; give it a place in ROOM_PLACES",
+                f"{other if own in PACKAGE_PLACES else own} is an unknown package; give it a place in PACKAGE_PLACES",
             )
-        elif ROOM_PLACES[other] >= ROOM_PLACES[own]:
-            yield node.lineno, f"{own} imports {other}, which does not stand to its left"
+        elif PACKAGE_PLACES[other] >= PACKAGE_PLACES[own]:
+            yield node.lineno, f"{own} imports {other}, which does not come before it"
         elif other == NEVER_BY_TRAINING:
             yield node.lineno, f"{own} imports {other}, which only tools may"
 
 
-def subpackages_import_only_to_the_left(source: Source) -> Iterator[Finding]:
-    """Inside a package, a sub-package imports only sub-packages to its left (`SUBPACKAGE_ORDER`)."""
+def subpackage_imports_follow_the_order(source: Source) -> Iterator[Finding]:
+    """Inside a package, a sub-package only imports sub-packages before it (`SUBPACKAGE_ORDER`)."""
     for node, module in imports(source.tree):
         for name in _imported_modules(node, module):
             for parent, order in SUBPACKAGE_ORDER.items():
@@ -225,10 +223,10 @@ def subpackages_import_only_to_the_left(source: Source) -> Iterator[Finding]:
                     continue
                 own, other = (_entry(path, parent, order) for path in (source.module, name))
                 if order.index(other) > order.index(own):
-                    yield node.lineno, f"in {parent}, {own} imports {other}, which does not stand to its left"
+                    yield node.lineno, f"in {parent}, {own} imports {other}, which does not come before it"
 
 
-def one_place_per_foreign_thing(source: Source) -> Iterator[Finding]:
+def third_party_modules_have_one_home(source: Source) -> Iterator[Finding]:
     """Each foreign thing is touched in its home only; the `*_object` collectives nowhere."""
     for node, name in foreign_names(source.tree):
         for thing, homes in HOMES.items():
@@ -311,7 +309,7 @@ def files_and_functions_are_short(source: Source) -> Iterator[Finding]:
                 yield node.lineno, f"{node.name} has {length} lines; a function has at most {MAXIMUM_FUNCTION_LINES}"
 
 
-def imports_stand_at_the_top(source: Source) -> Iterator[Finding]:
+def imports_are_at_the_top(source: Source) -> Iterator[Finding]:
     """Inside a function only an optional package in the file that owns it; entry points are free there."""
     for function in ast.walk(source.tree):
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -350,7 +348,7 @@ def entry_points_start_light(source: Source) -> Iterator[Finding]:
 
 def config_is_pure(source: Source) -> Iterator[Finding]:
     """`config/` needs only the standard library: no torch, no numpy, nothing to install."""
-    if source.room != "config":
+    if source.package != "config":
         return
     for node, module in imports(source.tree):
         root = module.split(".")[0]
@@ -386,7 +384,7 @@ def everything_public_is_described(source: Source) -> Iterator[Finding]:
                     yield from _undescribed(member, node.name + ".")
 
 
-def nothing_is_asserted(source: Source) -> Iterator[Finding]:
+def no_assert_statements(source: Source) -> Iterator[Finding]:
     """The product raises typed errors; `assert` disappears under `python -O`."""
     if source.is_library or source.is_program:
         for node in ast.walk(source.tree):
@@ -394,7 +392,7 @@ def nothing_is_asserted(source: Source) -> Iterator[Finding]:
                 yield node.lineno, "assert; raise an error that says what to do"
 
 
-def rooms_open_without_side_effects(source: Source) -> Iterator[Finding]:
+def packages_import_without_side_effects(source: Source) -> Iterator[Finding]:
     """An `__init__.py` holds a docstring, imports and constants."""
     if not (source.is_library and source.path.endswith("/__init__.py")):
         return
@@ -407,18 +405,18 @@ def rooms_open_without_side_effects(source: Source) -> Iterator[Finding]:
             yield node.lineno, "an __init__.py only imports"
 
 
-def few_see_the_whole(source: Source) -> Iterator[Finding]:
-    """Only the three files that need it see `RunConfig`; everybody else takes the smallest section."""
-    if not source.is_library or source.is_in(SEES_THE_WHOLE):
+def few_modules_use_the_run_config(source: Source) -> Iterator[Finding]:
+    """Only the modules in USES_RUN_CONFIG use `RunConfig`; all others take the smallest section."""
+    if not source.is_library or source.is_in(USES_RUN_CONFIG):
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name in ("RunConfig", "RunRequest") for alias in node.names):
             yield node.lineno, "imports the whole configuration (RunConfig); take the smallest section of it"
 
 
-def the_model_knows_little(source: Source) -> Iterator[Finding]:
-    """The model room takes `ModelConfig` from config and nothing else."""
-    if source.room != "model":
+def the_model_only_knows_its_config(source: Source) -> Iterator[Finding]:
+    """The model package imports only `ModelConfig` from config."""
+    if source.package != "model":
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.config"):
@@ -428,33 +426,32 @@ def the_model_knows_little(source: Source) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    imports_only_to_the_left,
-    subpackages_import_only_to_the_left,
-    one_place_per_foreign_thing,
+    imports_follow_the_package_order,
+    subpackage_imports_follow_the_order,
+    third_party_modules_have_one_home,
     no_global,
     no_print,
     no_mutable_module_state,
     no_hidden_code,
     files_and_functions_are_short,
-    imports_stand_at_the_top,
+    imports_are_at_the_top,
     entry_points_start_light,
     config_is_pure,
     names_are_whole_words,
     everything_public_is_described,
-    nothing_is_asserted,
-    rooms_open_without_side_effects,
-    few_see_the_whole,
-    the_model_knows_little,
+    no_assert_statements,
+    packages_import_without_side_effects,
+    few_modules_use_the_run_config,
+    the_model_only_knows_its_config,
 )
 
 
 def crowded_folders(paths: Iterable[str]) -> Iterator[str]:
-    """A sentence for each folder with more files than `MAXIMUM_FOLDER_FILES`, sub-folders not counted."""
+    """A message for each folder with more files than `MAXIMUM_FOLDER_FILES`, not counting sub-folders."""
     counts = Counter(PurePosixPath(path).parent.as_posix() for path in paths)
     for folder, count in sorted(counts.items()):
-        allowed = CROWDED_FOLDERS.get(folder, MAXIMUM_FOLDER_FILES)
-        if count > allowed:
-            yield f"{folder} has {count} files; a folder has at most {allowed}"
+        if count > MAXIMUM_FOLDER_FILES:
+            yield f"{folder} has {count} files; a folder has at most {MAXIMUM_FOLDER_FILES}"
 
 
 def _imported_modules(node: ast.stmt, module: str) -> list[str]:
@@ -465,7 +462,7 @@ def _imported_modules(node: ast.stmt, module: str) -> list[str]:
 
 
 def _entry(module: str, parent: str, order: tuple[str, ...]) -> str:
-    """The sub-package of `parent` that a module lies in; "." where it is a file of `parent` itself."""
+    """The sub-package of `parent` that a module is in; "." if it is a module of `parent` itself."""
     first = module.removeprefix(parent + ".").split(".")[0]
     return first if first in order else "."
 
