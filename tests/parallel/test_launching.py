@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import forking_python
 from tests.helpers.ranks import free_port
 
 REPOSITORY = Path(__file__).parents[2]
@@ -92,8 +93,8 @@ def _words(folder: Path, world_size: int) -> list[list[str]]:
     return [(folder / f"rank{rank}").read_text().split()[:3] for rank in range(world_size)]
 
 
-def _python(program: Path, *more: str) -> list[str]:
-    return [sys.executable, str(program), str(program.parent), "0", *more]
+def _python(program: Path, *more: str, python: str = "") -> list[str]:
+    return [python or forking_python(), str(program), str(program.parent), "0", *more]
 
 
 def test_plain_python_and_hand_set_variables(program: Path) -> None:
@@ -117,11 +118,14 @@ def test_srun_and_mpirun(program: Path) -> None:
         "SLURM_STEP_NODELIST": "no-such-host",
     }  # fmt: skip
     mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    for shared, names in (
-        (slurm, ("SLURM_PROCID", "SLURM_LOCALID")),
-        (mpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")),  # the port follows from the common parent
+    for shared, names, python in (
+        (slurm, ("SLURM_PROCID", "SLURM_LOCALID"), forking_python()),
+        # The port follows from the common parent, which forked programs do not have.
+        (mpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), sys.executable),
     ):
-        _finish([_start(_python(program), **shared, **dict.fromkeys(names, str(rank))) for rank in (0, 1)])
+        _finish(
+            [_start(_python(program, python=python), **shared, **dict.fromkeys(names, str(rank))) for rank in (0, 1)]
+        )
         assert _words(program.parent, 2) == [["2", "3", "0"], ["2", "3", "1"]]
         for rank in (0, 1):
             (program.parent / f"rank{rank}").unlink()
