@@ -103,7 +103,7 @@ def peak_memory_allocated_bytes() -> int:
 
 
 def copy_to_device(array: np.ndarray, target: torch.device) -> torch.Tensor:
-    """An array as a tensor on a device; to a GPU through pinned memory, so that nobody waits for the copy."""
+    """Copies an array to a device; to a GPU through pinned memory, asynchronously."""
     tensor = torch.from_numpy(array)
     if target.type != "cuda":
         return tensor.to(target)
@@ -111,7 +111,7 @@ def copy_to_device(array: np.ndarray, target: torch.device) -> torch.Tensor:
 
 
 class HostCopy:
-    """A tensor's values on the host; they travel while the device goes on, and reading them waits for their arrival."""
+    """An asynchronous copy of a tensor to the host; reading it waits until the values have arrived."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None

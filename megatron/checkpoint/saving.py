@@ -1,7 +1,7 @@
 """Saves a checkpoint: every rank writes its own file, rank 0 the manifest, and one rename makes all of it visible.
 
 Saving has two halves. `take_snapshot` takes this rank's values; `write_snapshot` puts them on the disk. With a snapshot
-that is a copy, the second half touches no tensor of the run, so training may go on meanwhile.
+that is a copy, the second half touches no tensor of the run, so training may continue meanwhile.
 """
 
 from __future__ import annotations

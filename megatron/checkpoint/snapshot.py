@@ -1,6 +1,6 @@
 """What one rank saves: which pieces, announced once, and their values, copied to the host or read as they are written.
 
-A snapshot that is a copy owns its tensors, so training may go on while another thread writes it.
+A snapshot that is a copy owns its tensors, so training may continue while another thread writes it.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def _resumed_evaluation(fresh: Sequence[GroupPlan], stored: Sequence[GroupPlan])
 
 
 def _in_terms_of(stored: GroupPlan, fresh: GroupPlan) -> tuple[GroupPlan, tuple[Member, ...]]:
-    """The stored group under the prefixes of the fresh one, its new sources appended; and who takes part now.
+    """The stored group under the prefixes of the fresh one, its new sources appended, and the members of the new phase.
 
     Two sources are one if their identity is; if a blend names one several times, the first is the first.
     """
