@@ -67,7 +67,8 @@ def stages_problems(num_layers: int, stages: int) -> Iterator[str]:
     yield (
         f"{num_layers} layers cannot fill {stages} pipeline stages (--num-layers {num_layers}, "
         f"--pipeline-model-parallel-size {stages}). Every stage needs a layer: without one it has fewer optimizer "
-        f"parameter groups than the others, and DeepSpeed would wait for them indefinitely; use at most {num_layers} stages."
+        f"parameter groups than the others, and DeepSpeed would wait for them indefinitely; use at most {num_layers} "
+        f"stages."
     )
 
 

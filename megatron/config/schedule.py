@@ -131,8 +131,8 @@ def planned_samples(
 ) -> tuple[int, int, int]:
     """Samples that training, validation and test need over the whole run; what the index files are built for.
 
-    Every evaluation sees the same first samples, so it needs those of one evaluation only (upstream continues through its
-    validation data and plans for all of them). Training also needs the data that it passes over.
+    Every evaluation sees the same first samples, so it needs those of one evaluation only (upstream continues
+    through its validation data and plans for all of them). Training also needs the data that it passes over.
 
     Args:
         optim: the resolved optimizer section.

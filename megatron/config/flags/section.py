@@ -117,8 +117,8 @@ def relevant_problems(
 ) -> list[str]:
     """The broken bounds and rules of sections, and of `rules` between them, without those that only repeat another.
 
-    Nothing is reported about a value that is `refused` already (unreadable or missing) or computed from a wrong one, and no
-    rule is applied to a value that is out of bounds. `given` and `refused` hold names of fields.
+    Nothing is reported about a value that is `refused` already (unreadable or missing) or computed from a wrong one,
+    and no rule is applied to a value that is out of bounds. `given` and `refused` hold names of fields.
     """
     bounds = [pair for section in sections for pair in bound_problems(section)]
     wrong = refused | {name for name, _ in bounds}
