@@ -218,5 +218,5 @@ def test_a_dead_rank_is_a_one_sentence_error_on_the_others(corpus: TinyCorpus, t
     text, _ = processes[0].communicate(timeout=PATIENCE_SECONDS)
     processes[1].communicate()
     assert processes[0].returncode == ExitCode.REQUEUE, text
-    assert "another rank of this run ended or no longer answers" in text
+    assert "another rank of this run ended or stopped answering" in text
     assert "Traceback" not in text
