@@ -40,7 +40,7 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
         for key, reason in _IMPLEMENTED_HERE.items()
         if _is_active(extra.get(key))
     ]
-    problems += _accumulation_problems(config, extra)
+    problems += [*_accumulation_problems(config, extra), *_recompute_problems(path, extra)]
     base = _base(config)
     problems += [
         f'--deepspeed_config {path}: "{key}" is {extra[key]!r} there. It must be an object or be omitted.'
@@ -53,6 +53,18 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     for place in GOVERNED:
         _keep(merged, base, place)
     return merged
+
+
+def _recompute_problems(path: str, extra: Mapping[str, Any]) -> list[str]:
+    """Checks that DeepSpeed's pipeline engine is not asked to recompute; the layers do that themselves."""
+    pipeline = extra.get("pipeline")
+    interval = pipeline.get("activation_checkpoint_interval", 0) if isinstance(pipeline, Mapping) else 0
+    if interval in (0, "auto", None):
+        return []
+    return [
+        f'--deepspeed_config {path}: "pipeline": "activation_checkpoint_interval" is {interval!r} there, but the layers '
+        "recompute themselves. Remove the entry and use --checkpoint-activations."
+    ]
 
 
 def _accumulation_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:

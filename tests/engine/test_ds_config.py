@@ -148,6 +148,10 @@ def test_the_effective_zero_stage_overrides_the_requested_one(tmp_path: Path) ->
             r"makes 4\. Remove the entry or change --global-batch-size to 6",
         ),
         ({"gradient_accumulation_steps": "four"}, r"is four there, .* makes 4\. Remove the entry\.$"),
+        (
+            {"pipeline": {"activation_checkpoint_interval": 2}},
+            r'"activation_checkpoint_interval" is 2 there, .*use --checkpoint-activations',
+        ),
         ({"zero_optimization": True}, r'ds.json: "zero_optimization" is True there\. It must be an object'),
     ],
 )
