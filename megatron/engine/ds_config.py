@@ -62,8 +62,8 @@ def _recompute_problems(path: str, extra: Mapping[str, Any]) -> list[str]:
     if interval in (0, "auto", None):
         return []
     return [
-        f'--deepspeed_config {path}: "pipeline": "activation_checkpoint_interval" is {interval!r} there, but the layers '
-        "recompute themselves. Remove the entry and use --checkpoint-activations."
+        f'--deepspeed_config {path}: "pipeline": "activation_checkpoint_interval" is {interval!r} there, but the '
+        "layers recompute themselves. Remove the entry and use --checkpoint-activations."
     ]
 
 
