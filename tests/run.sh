@@ -8,11 +8,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
 prepare_environment test
-if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
-    # The suite starts many processes, and each would compile all of torch again: 5 s instead of 2.5. So what they
-    # compile is kept after all, but beside no source file.
-    unset PYTHONDONTWRITEBYTECODE
-    export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$("$PYTHON" -c 'import sys; print(sys.prefix)')/.trident-megatron/bytecode}"
-fi
 workers="$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1))')"
 "$PYTHON" -m pytest --numprocesses "$workers" --dist loadgroup "$@"
