@@ -15,21 +15,22 @@ def _heads(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("masked", [None, 1, 2])
 def test_explicit_attention_equals_the_fused_one(masked: int | None) -> None:
-    mask = None
+    bias = None
     if masked is not None:
-        mask = torch.ones(masked, 1, 7, 7, dtype=torch.bool).tril()
-        mask[-1, 0, 4:, :4] = False
+        visible = torch.ones(masked, 1, 7, 7, dtype=torch.bool).tril()
+        visible[-1, 0, 4:, :4] = False
+        bias = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, float("-inf"))
     gradients = []
     for fused in (True, False):
         heads = _heads()
         if fused:
-            y = kernels.attention(*heads, mask=mask, causal=mask is None)
+            y = kernels.attention(*heads, bias=bias, causal=bias is None)
         else:
-            y = kernels.explicit_attention(*heads, lambda x: x, mask=mask)
+            y = kernels.explicit_attention(*heads, lambda x: x, bias=bias)
         (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
         gradients.append([y.detach(), *(head.grad for head in heads)])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    for fused_result, explicit_result in zip(*gradients, strict=True):
+        torch.testing.assert_close(fused_result, explicit_result)
 
 
 def test_explicit_attention_drops_probabilities() -> None:

@@ -67,7 +67,7 @@ def test_every_prefix_is_checked_and_one_bad_prefix_fails_the_check(folder: Path
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (["wrong", *TOKENIZER], 65, "wrong holds 1 ids outside of its vocabulary"),
+        (["wrong", *TOKENIZER], 65, "wrong contains 1 ids outside of its vocabulary"),
         (
             ["good_text_document", *(word.replace("demo", "other/demo") for word in TOKENIZER)],
             65,
