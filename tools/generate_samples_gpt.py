@@ -385,7 +385,7 @@ def _write(generator: Generator, path: str, records: Iterable[dict[str, Any]]) -
             f"{path} cannot be written: {failure.strerror or failure}. Choose another file."
         ) from failure
     if writes:
-        print(f"{count} texts in {path}")
+        print(f"{count} {'text' if count == 1 else 'texts'} in {path}")
 
 
 if __name__ == "__main__":

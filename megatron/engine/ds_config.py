@@ -20,6 +20,8 @@ _IMPLEMENTED_HERE = {
     "data_efficiency": "the data order is fixed by the seed and the samples planned",
 }
 
+_ACCUMULATION_DTYPES = ("fp32", "bf16", "fp16")
+
 
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     """Builds the DeepSpeed dictionary of a resolved run.
@@ -40,7 +42,11 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
         for key, reason in _IMPLEMENTED_HERE.items()
         if _is_active(extra.get(key))
     ]
-    problems += [*_accumulation_problems(config, extra), *_recompute_problems(path, extra)]
+    problems += [
+        *_accumulation_problems(config, extra),
+        *_accumulation_dtype_problems(path, extra),
+        *_recompute_problems(path, extra),
+    ]
     base = _base(config)
     problems += [
         f'--deepspeed_config {path}: "{key}" is {extra[key]!r} there. It must be an object or be omitted.'
@@ -48,11 +54,27 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
         if isinstance(ours, dict) and extra.get(key) not in ("auto", None) and not isinstance(extra[key], Mapping)
     ]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
     merged = _merge(base, extra)
     for place in GOVERNED:
         _keep(merged, base, place)
     return merged
+
+
+def _accumulation_dtype_problems(path: str, extra: Mapping[str, Any]) -> list[str]:
+    """Checks the dtype in which gradients are to be accumulated."""
+    section = extra.get("data_types")
+    if section in ("auto", None):
+        return []
+    if not isinstance(section, Mapping):
+        return [f'--deepspeed_config {path}: "data_types" is {section!r} there. It must be an object or be omitted.']
+    dtype = section.get("grad_accum_dtype", "auto")
+    if dtype in ("auto", None, *_ACCUMULATION_DTYPES):
+        return []
+    return [
+        f'--deepspeed_config {path}: "data_types": "grad_accum_dtype" is {dtype!r} there. It must be one of '
+        f"{', '.join(_ACCUMULATION_DTYPES)} or be omitted."
+    ]
 
 
 def _recompute_problems(path: str, extra: Mapping[str, Any]) -> list[str]:
@@ -82,7 +104,7 @@ def _accumulation_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[
     return [
         f'--deepspeed_config {config.parallel.deepspeed_config}: "gradient_accumulation_steps" is {theirs} there, but '
         f"a global batch of {config.optim.global_batch_size} in micro-batches of {config.optim.micro_batch_size} on "
-        f"{config.parallel.data_parallel_size} replicas makes {ours}. Remove the entry{other_batch}."
+        f"{config.parallel.data_parallel_size} data-parallel rank(s) gives {ours}. Remove the entry{other_batch}."
     ]
 
 

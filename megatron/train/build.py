@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -188,7 +189,8 @@ def _explain_lost_peers() -> Iterator[None]:
     except RuntimeError as failure:
         if not is_lost_peer(failure):
             raise
-        reason = str(failure).strip().splitlines()[0]
+        # gloo puts the place in its source code first, and advice about bugs after the first sentence
+        reason = re.sub(r"^\[[^\]]*\]\s*", "", str(failure).strip().splitlines()[0]).partition(". ")[0]
         raise PeerLostError(
             f"another rank of this run ended or stopped answering, so this one cannot continue ({reason}). See that "
             f"rank's own message for the cause; saved checkpoints are intact: run the same command again."

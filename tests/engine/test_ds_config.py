@@ -144,14 +144,16 @@ def test_the_effective_zero_stage_overrides_the_requested_one(tmp_path: Path) ->
         ({"data_efficiency": {"enabled": True}}, r'"data_efficiency" cannot be set here: the data order'),
         (
             {"gradient_accumulation_steps": 3},
-            r'"gradient_accumulation_steps" is 3 there, but a global batch of 8 in micro-batches of 2 on 1 replicas '
-            r"makes 4\. Remove the entry or change --global-batch-size to 6",
+            r'"gradient_accumulation_steps" is 3 there, but a global batch of 8 in micro-batches of 2 on '
+            r"1 data-parallel rank\(s\) gives 4\. Remove the entry or change --global-batch-size to 6",
         ),
-        ({"gradient_accumulation_steps": "four"}, r"is four there, .* makes 4\. Remove the entry\.$"),
+        ({"gradient_accumulation_steps": "four"}, r"is four there, .* gives 4\. Remove the entry\.$"),
         (
             {"pipeline": {"activation_checkpoint_interval": 2}},
             r'"activation_checkpoint_interval" is 2 there, .*use --checkpoint-activations',
         ),
+        ({"data_types": {"grad_accum_dtype": "fp8"}}, r'"grad_accum_dtype" is .fp8. there.*fp32, bf16, fp16'),
+        ({"data_types": "fp32"}, r'"data_types" is .fp32. there\. It must be an object'),
         ({"zero_optimization": True}, r'ds.json: "zero_optimization" is True there\. It must be an object'),
     ],
 )
@@ -187,5 +189,5 @@ def test_accumulation_counts_the_replicas(tmp_path: Path) -> None:
     flag = written(tmp_path, {"gradient_accumulation_steps": 2})
     assert deepspeed_config(run(flag, world_size=2))["train_batch_size"] == 8
     config = run(flag, world_size=4)
-    with pytest.raises(ConfigError, match=r"on 4 replicas makes 1\..*change --global-batch-size to 16"):
+    with pytest.raises(ConfigError, match=r"on 4 data-parallel rank\(s\) gives 1\..*change --global-batch-size to 16"):
         deepspeed_config(config)
