@@ -52,7 +52,7 @@ PROGRAM_PLACE = 15
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.data": ("formats", "stores", "order", "datasets", "."),
     "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
-    "megatron.config": ("flags", "sections", "files", "."),
+    "megatron.config": ("flags", "architecture", "sections", "files", "."),
     "megatron.parallel": (".", "tensor"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),

@@ -144,7 +144,7 @@ def _convert(flag: Flag, option: str, word: str) -> Any:
     if flag.element is str:
         if not word and flag.default != "":
             raise ConfigError(f"{option} takes a string, but its value is empty. Is a variable in the script unset?")
-        return word
+        return flag.facts.synonyms.get(word, word)
     try:
         value = flag.element(word)
     except ValueError:
@@ -165,7 +165,9 @@ def _from_file(flag: Flag, value: Any) -> Any:
         return float(value)
     if flag.element is int and is_number and value == int(value):
         return int(value)
-    if flag.element in (bool, str) and isinstance(value, flag.element):
+    if flag.element is str and isinstance(value, str):
+        return flag.facts.synonyms.get(value, value)
+    if flag.element is bool and isinstance(value, bool):
         return value
     raise ConfigError(f"must be {names[flag.element]}, not {value!r}")
 

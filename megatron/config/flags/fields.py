@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class FlagFacts:
     resume: str = MAY_CHANGE
     ignored: str | None = None
     remedy: str = ""
+    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> Any:
@@ -54,7 +55,8 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
             with `--no-` turns it off), `nargs` ("+": at least one value), `choices`, the bounds `at_least above at_most
             below`, `computed` (a function of the section that gives the default, and raises ConfigError if it cannot),
             `follows` (the fields a computed default depends on), `resume` (what a resume does with the field),
-            `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that is refused).
+            `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that is refused), `synonyms`
+            (other words for values).
     """
     if "computed" in facts:
         default = Unset.COMPUTED

@@ -52,32 +52,18 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "only learned absolute positions are supported. Drop the flag and give --max-position-embeddings.",
         (
-            "position_embedding_type:str=absolute,PositionEmbeddingType.absolute,learned_absolute",
             "use_rotary_position_embeddings",
-            "rotary_position_embeddings_theta:int=10000",
-            "rotary_percent:float=1.0",
-            "rotary_base:int=10000",
             "no_position_embedding",
         ),
     ),
     ("GELU is the only activation supported. Drop the flag.", ("glu_activation:str", "swiglu", "squared_relu")),
     (
-        "LayerNorm is the only norm supported. Drop the flag.",
-        ("normalization:str=layernorm,LayerNorm", "apply_layernorm_1p"),
-    ),
-    (
         "every head has its own keys and values. Drop the flag.",
-        ("num_key_value_heads:int", "num_query_groups:int", "group_query_attention"),
-    ),
-    ("the residual is taken before the norm (pre-LN). Drop the flag.", ("apply_residual_connection_post_layernorm",)),
-    (
-        "a norm after the embedding is not supported. Drop the flag; --clip-grad and a longer warm-up also stabilise "
-        "the start of training.",
-        ("embed_layernorm",),
+        ("group_query_attention",),
     ),
     (
         "the output layer shares the word embedding's weights, and every linear layer has a bias. Drop the flag.",
-        ("untie_embeddings_and_output_weights", "disable_bias_linear"),
+        ("disable_bias_linear",),
     ),
     (
         "weights and activations have one dtype. Use --bf16, whose range needs no wider residual.",
@@ -133,10 +119,8 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "mixture of experts is not supported. Train a dense model: drop the flag.",
         (
-            "num_experts:int*=1",
             "num_experts_switch:int",
             "mlp_type:str=standard",
-            "topk:int=1",
             "expert_interval:int=2",
             "moe_expert_parallel_size:int=1",
             "enable_expert_tensor_parallelism",
@@ -144,7 +128,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "moe_train_capacity_factor:float=1.0",
             "moe_eval_capacity_factor:float=1.0",
             "moe_min_capacity:int=4",
-            "moe_loss_coeff:float=0.1",
             "create_moe_param_group",
             "disable_moe_top2_2nd_expert_sampling",
             "use_tutel",

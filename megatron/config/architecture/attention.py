@@ -1,0 +1,95 @@
+"""Attention: heads, groups of keys and values, windows, caps and biases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import MUST_MATCH, flag
+from megatron.config.flags.section import ConfigSection
+from megatron.errors import ConfigError
+
+
+def _head_width(model: AttentionFields) -> int:
+    """The width of a head that is not given."""
+    heads = model.num_attention_heads
+    if heads < 1 or model.hidden_size % heads:
+        multiple = -(-model.hidden_size // max(1, heads)) * max(1, heads)
+        raise ConfigError(
+            f"--hidden-size {model.hidden_size} cannot be divided among --num-attention-heads {heads}. The width must "
+            f"be a multiple of the heads; use --hidden-size {multiple} or give --kv-channels."
+        )
+    return model.hidden_size // heads
+
+
+@dataclass(frozen=True)
+class AttentionFields(ConfigSection):
+    """Shape and scores of attention."""
+
+    num_layers: int = flag(help="transformer blocks in the whole model", at_least=1, resume=MUST_MATCH)
+    hidden_size: int = flag(help="width of the model", at_least=1, resume=MUST_MATCH)
+    num_attention_heads: int = flag(help="attention heads per block", at_least=1, resume=MUST_MATCH)
+    num_query_groups: int = flag(
+        help="groups of query heads that share one key and value head; as many as heads if unset",
+        computed=lambda model: model.num_attention_heads,
+        at_least=1,
+        follows=("num_attention_heads",),
+        spelled=("--num-key-value-heads",),
+        resume=MUST_MATCH,
+    )
+    kv_channels: int = flag(
+        help="width of an attention head; hidden size / heads if unset",
+        computed=_head_width,
+        at_least=1,
+        follows=("hidden_size", "num_attention_heads"),
+        resume=MUST_MATCH,
+    )
+    add_bias_linear: bool = flag(True, "biases in linear layers; each kind has its own flag", resume=MUST_MATCH)
+    add_qkv_bias: bool = flag(
+        help="biases of queries, keys and values; as --add-bias-linear if unset",
+        computed=lambda model: model.add_bias_linear,
+        resume=MUST_MATCH,
+    )
+    attention_output_bias: bool = flag(
+        help="bias of the attention's output matrix; as --add-bias-linear if unset",
+        computed=lambda model: model.add_bias_linear,
+        resume=MUST_MATCH,
+    )
+    qk_layernorm: bool = flag(False, "normalize queries and keys before the rotation", resume=MUST_MATCH)
+    qk_layernorm_scope: str = flag(
+        "head",
+        "what is normalized: the channels of a head, or of all heads",
+        choices=("head", "all"),
+        resume=MUST_MATCH,
+    )
+    attention_window: int | None = flag(
+        None, "tokens a token may attend to, itself included; unlimited if unset", at_least=1, resume=MUST_MATCH
+    )
+    attention_window_pattern: tuple[int, ...] = flag(
+        (), "1 for layers with the window, 0 for full attention, repeated over the layers; all if unset",
+        resume=MUST_MATCH,
+    )  # fmt: skip
+    softmax_scale: float | None = flag(
+        None, "factor of the attention scores; 1/sqrt(head width) if unset", above=0, resume=MUST_MATCH
+    )
+    attention_logit_softcap: float | None = flag(
+        None, "scores are kept below this by c * tanh(score / c)", above=0, resume=MUST_MATCH
+    )
+    attention_dropout: float = flag(0.1, "dropout on attention probabilities", at_least=0, below=1)
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of block `layer` in tokens, itself included; None for full attention."""
+        pattern = self.attention_window_pattern
+        windowed = not pattern or bool(pattern[layer % len(pattern)])
+        return self.attention_window if windowed else None
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if groups > 0 and heads % groups:
+            yield (
+                f"--num-attention-heads {heads} cannot be divided into --num-query-groups {groups}. The heads must be "
+                f"a multiple of the groups."
+            )
+        if self.attention_window_pattern and self.attention_window is None:
+            yield "--attention-window-pattern needs --attention-window, the number of tokens."

@@ -1,0 +1,94 @@
+"""Feed-forward: inner width, activation, gate; dense or with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.architecture.attention import AttentionFields
+from megatron.config.flags.fields import MUST_MATCH, flag
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu", "linear")
+
+
+@dataclass(frozen=True)
+class FeedForwardFields(AttentionFields):
+    """The dense feed-forward layer."""
+
+    ffn_hidden_size: int = flag(
+        help="inner width of the MLP; 4 x hidden size if unset (--swiglu: 8/3 x hidden size, down to a multiple of 64)",
+        computed=lambda model: 4 * model.hidden_size,
+        at_least=1,
+        follows=("hidden_size",),
+        resume=MUST_MATCH,
+    )
+    openai_gelu: bool = flag(False, "tanh approximation of GELU, as in OpenAI's code")
+    bias_gelu_fusion: bool = flag(
+        True, "tanh approximation of GELU, as in upstream's fused kernel; off: exact GELU unless --openai-gelu"
+    )
+    activation_function: str = flag(
+        help="activation of the feed-forward; gelu_tanh if unset, gelu with --no-bias-gelu-fusion",
+        computed=lambda model: "gelu_tanh" if model.bias_gelu_fusion or model.openai_gelu else "gelu",
+        choices=ACTIVATIONS,
+        resume=MUST_MATCH,
+    )
+    gated_linear_unit: bool = flag(
+        False, "multiply the activation of one product by a second product (GLU)", resume=MUST_MATCH
+    )
+    mlp_bias: bool = flag(
+        help="biases of the feed-forward matrices; as --add-bias-linear if unset",
+        computed=lambda model: model.add_bias_linear,
+        resume=MUST_MATCH,
+    )
+    hidden_dropout: float = flag(0.1, "dropout on block outputs and on the embedding", at_least=0, below=1)
+
+
+@dataclass(frozen=True)
+class ExpertFields(FeedForwardFields):
+    """Mixture of experts: routed feed-forward layers.
+
+    Source of the flags: NVIDIA Megatron-LM `megatron/training/arguments.py`, `_add_moe_args`, and deepspeedai's fork.
+    """
+
+    num_experts: int = flag(1, "feed-forward networks per layer that tokens are routed to", at_least=1,
+                            resume=MUST_MATCH)  # fmt: skip
+    moe_layer_pattern: tuple[int, ...] = flag(
+        (), "1 for layers with experts, 0 for dense ones, repeated over the layers; all if unset", resume=MUST_MATCH
+    )
+    moe_router_topk: int = flag(2, "experts per token", at_least=1, spelled=("--topk",), resume=MUST_MATCH)
+    moe_ffn_hidden_size: int = flag(
+        help="inner width of an expert; --ffn-hidden-size if unset",
+        computed=lambda model: model.ffn_hidden_size,
+        at_least=1,
+        follows=("ffn_hidden_size", "hidden_size"),
+        resume=MUST_MATCH,
+    )
+    moe_shared_expert_intermediate_size: int = flag(
+        0, "inner width of an expert that sees every token; 0 for none", at_least=0, resume=MUST_MATCH
+    )
+    moe_router_score_function: str = flag(
+        "softmax", "how router logits become scores", choices=("softmax", "sigmoid"), resume=MUST_MATCH
+    )
+    moe_router_pre_softmax: bool = flag(
+        False,
+        "weights are the scores over all experts; off: those of the chosen ones, which then sum to 1",
+        resume=MUST_MATCH,
+    )
+    moe_router_topk_scaling_factor: float = flag(1.0, "factor of the experts' weights", above=0, resume=MUST_MATCH)
+    moe_aux_loss_coeff: float = flag(
+        0.01, "coefficient of the load-balancing loss", at_least=0, spelled=("--moe-loss-coeff",)
+    )
+    moe_z_loss_coeff: float = flag(0.0, "coefficient of the router's z-loss", at_least=0)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether block `layer` routes tokens to experts."""
+        pattern = self.moe_layer_pattern
+        return self.num_experts > 1 and (not pattern or bool(pattern[layer % len(pattern)]))
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.num_experts > 1 and self.moe_router_topk > self.num_experts:
+            yield (
+                f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {self.num_experts}. A token "
+                f"cannot go to more experts than there are."
+            )

@@ -1,0 +1,61 @@
+"""Norms: which kind, and where they stand in a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import MUST_MATCH, flag
+from megatron.config.flags.section import ConfigSection
+
+LAYER_NORM, RMS_NORM = "LayerNorm", "RMSNorm"
+PRE, SANDWICH, POST_BRANCH = "pre", "sandwich", "post_branch"
+
+
+@dataclass(frozen=True)
+class NormFields(ConfigSection):
+    """Kind and place of the norms."""
+
+    normalization: str = flag(
+        LAYER_NORM,
+        "kind of norm",
+        choices=(LAYER_NORM, RMS_NORM),
+        synonyms={"layernorm": LAYER_NORM, "rmsnorm": RMS_NORM},
+        resume=MUST_MATCH,
+    )
+    layernorm_epsilon: float = flag(
+        1e-5, "epsilon of every norm", above=0, spelled=("--norm-epsilon",), resume=MUST_MATCH
+    )
+    apply_layernorm_1p: bool = flag(
+        False, "norm weights are stored as their difference from 1 (zero-centred)", resume=MUST_MATCH
+    )
+    embed_layernorm: bool = flag(False, "a norm right after the word embedding", resume=MUST_MATCH)
+    norm_placement: str = flag(
+        PRE,
+        "norms before attention and feed-forward, before and after them, or only after them",
+        choices=(PRE, SANDWICH, POST_BRANCH),
+        resume=MUST_MATCH,
+    )
+    apply_residual_connection_post_layernorm: bool = flag(
+        False, "the residual is taken after the norm instead of before it", resume=MUST_MATCH
+    )
+    parallel_residual: bool = flag(
+        False,
+        "attention and feed-forward both read the block's input, and both outputs are added to it",
+        spelled=("--use-parallel-residual", "--gpt-j-residual"),
+        resume=MUST_MATCH,
+    )
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.apply_residual_connection_post_layernorm and (self.parallel_residual or self.norm_placement != PRE):
+            other = "--parallel-residual" if self.parallel_residual else f"--norm-placement {self.norm_placement}"
+            yield (
+                f"--apply-residual-connection-post-layernorm does not go with {other}. It moves the residual of a "
+                "block with norms before attention and feed-forward; drop one of them."
+            )
+        if self.parallel_residual and self.norm_placement == POST_BRANCH:
+            yield (
+                "--parallel-residual does not go with --norm-placement post_branch, which has no norm before the "
+                "branches. Drop one of them."
+            )

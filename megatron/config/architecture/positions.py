@@ -1,0 +1,106 @@
+"""How the network knows the order of tokens: learned vectors, rotation of queries and keys, or a bias on the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import MUST_MATCH, flag
+from megatron.config.flags.section import ConfigSection
+
+LEARNED, ROPE, ALIBI, NO_POSITIONS = "learned_absolute", "rope", "alibi", "none"
+
+
+@dataclass(frozen=True)
+class PositionFields(ConfigSection):
+    """Kind of positions, and the frequencies of rotary ones.
+
+    Source of the scalings: transformers, `modeling_rope_utils.py`; YaRN: Peng et al., 2023.
+    """
+
+    max_position_embeddings: int = flag(
+        help="rows of the learned position embedding; at least the sequence length", at_least=1, resume=MUST_MATCH
+    )
+    position_embedding_type: str = flag(
+        LEARNED,
+        "how tokens are positioned",
+        choices=(LEARNED, ROPE, ALIBI, NO_POSITIONS),
+        synonyms={
+            "absolute": LEARNED,
+            "learned": LEARNED,
+            "rotary": ROPE,
+            "PositionEmbeddingType.absolute": LEARNED,
+            "PositionEmbeddingType.rotary": ROPE,
+            "PositionEmbeddingType.alibi": ALIBI,
+        },
+        resume=MUST_MATCH,
+    )
+    rotary_percent: float = flag(
+        1.0, "share of each head's width that is rotated", above=0, at_most=1, resume=MUST_MATCH
+    )
+    rotary_base: float = flag(
+        10000.0,
+        "base of the rotation frequencies",
+        above=0,
+        spelled=("--rotary-position-embeddings-theta", "--rope-theta"),
+        resume=MUST_MATCH,
+    )
+    rotary_interleaved: bool = flag(
+        False, "rotate neighbouring channels instead of the two halves of a head", resume=MUST_MATCH
+    )
+    rotary_base_windowed: float | None = flag(
+        None, "base of the unscaled frequencies in layers with a sliding window", above=0, resume=MUST_MATCH
+    )
+    rope_layer_pattern: tuple[int, ...] = flag(
+        (), "1 for layers that rotate, 0 for layers without positions, repeated over the layers", resume=MUST_MATCH
+    )
+    rope_scaling_type: str = flag(
+        "none",
+        "how the rotation frequencies are stretched for longer contexts",
+        choices=("none", "linear", "dynamic", "llama3", "yarn", "longrope"),
+        resume=MUST_MATCH,
+    )
+    rope_scaling_factor: float = flag(8.0, "factor of the stretched context", at_least=1, resume=MUST_MATCH)
+    rope_original_max_positions: int | None = flag(
+        None,
+        "context that the unscaled network was trained with; --max-position-embeddings if unset",
+        at_least=1,
+        resume=MUST_MATCH,
+    )
+    rope_low_freq_factor: float = flag(1.0, "llama3: below this, frequencies are divided", above=0, resume=MUST_MATCH)
+    rope_high_freq_factor: float = flag(4.0, "llama3: above this, frequencies stay", above=0, resume=MUST_MATCH)
+    rope_beta_fast: float = flag(32.0, "yarn: rotations above which frequencies stay", above=0, resume=MUST_MATCH)
+    rope_beta_slow: float = flag(1.0, "yarn: rotations below which frequencies are divided", above=0, resume=MUST_MATCH)
+    rope_attention_factor: float | None = flag(
+        None, "yarn and longrope: factor of cosine and sine; from the context lengths if unset", above=0,
+        resume=MUST_MATCH,
+    )  # fmt: skip
+    rope_short_factors: tuple[float, ...] = flag((), "longrope: divisors up to the original context", resume=MUST_MATCH)
+    rope_long_factors: tuple[float, ...] = flag((), "longrope: divisors beyond it", resume=MUST_MATCH)
+
+    @property
+    def uses_rope(self) -> bool:
+        """Whether queries and keys are rotated."""
+        return self.position_embedding_type == ROPE
+
+    def is_rotary_layer(self, layer: int) -> bool:
+        """Whether block `layer` rotates its queries and keys."""
+        pattern = self.rope_layer_pattern
+        return self.uses_rope and (not pattern or bool(pattern[layer % len(pattern)]))
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not self.uses_rope and self.rope_layer_pattern:
+            yield "--rope-layer-pattern needs rotary positions. Give --position-embedding-type rope, or drop it."
+        if self.uses_rope and self.rope_scaling_type == "longrope":
+            if not self.rope_short_factors or len(self.rope_short_factors) != len(self.rope_long_factors):
+                yield (
+                    f"--rope-scaling-type longrope needs --rope-short-factors and --rope-long-factors, one number for "
+                    f"every pair of rotated channels; {len(self.rope_short_factors)} and "
+                    f"{len(self.rope_long_factors)} are given."
+                )
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            yield (
+                f"--rope-high-freq-factor {self.rope_high_freq_factor} must be more than --rope-low-freq-factor "
+                f"{self.rope_low_freq_factor}. The llama3 scaling interpolates between them."
+            )
