@@ -57,6 +57,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.parallel": (".", "tensor"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.convert": ("hugging_face", "."),
+    "megatron.convert.hugging_face": ("table", "families", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
 }
 NEVER_BY_TRAINING = "corpus"  # imported by tools only

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.families.gpt2 import GPT2
 from megatron.convert.hugging_face.families.llama import LLAMA
-from megatron.convert.hugging_face.family import Family
+from megatron.convert.hugging_face.table.family import Family
 from megatron.errors import ConversionError
 
 # In the order in which an export looks for a family that can express a network.

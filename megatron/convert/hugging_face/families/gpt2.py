@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from megatron.convert.hugging_face.family import Family
-from megatron.convert.hugging_face.fields import ACTIVATION_NAMES, Constant, Irrelevant, Mapped, Only, Same, tied_head
-from megatron.convert.hugging_face.tensors import (
+from megatron.convert.hugging_face.table.family import Family
+from megatron.convert.hugging_face.table.fields import (
+    ACTIVATION_NAMES,
+    Constant,
+    Irrelevant,
+    Mapped,
+    Only,
+    Same,
+    tied_head,
+)
+from megatron.convert.hugging_face.table.tensors import (
     Part,
     TensorRule,
     linear,

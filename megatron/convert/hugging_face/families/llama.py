@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.convert.hugging_face.family import Family
-from megatron.convert.hugging_face.fields import (
+from megatron.convert.hugging_face.table.family import Family
+from megatron.convert.hugging_face.table.fields import (
     ACTIVATION_NAMES,
     Constant,
     Entries,
@@ -21,8 +21,8 @@ from megatron.convert.hugging_face.fields import (
     Same,
     tied_head,
 )
-from megatron.convert.hugging_face.rope import rope_fields
-from megatron.convert.hugging_face.tensors import (
+from megatron.convert.hugging_face.table.rope import rope_fields
+from megatron.convert.hugging_face.table.tensors import (
     TensorRule,
     gate_and_up,
     linear,

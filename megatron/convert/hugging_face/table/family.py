@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.flags.fields import MUST_MATCH, resume_rule
-from megatron.convert.hugging_face.fields import FieldRule, read_fields, write_fields
-from megatron.convert.hugging_face.tensors import TensorRule
+from megatron.convert.hugging_face.table.fields import FieldRule, read_fields, write_fields
+from megatron.convert.hugging_face.table.tensors import TensorRule
 from megatron.errors import ConfigError, ConversionError
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.fields import Entries, Functions
+from megatron.convert.hugging_face.table.fields import Entries, Functions
 
 _NAMES = {
     "default": "none",
