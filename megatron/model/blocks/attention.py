@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron import kernels
 from megatron.config import ModelConfig
 from megatron.errors import ConfigError
+from megatron.kernels.attention import attention, explicit_attention
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import attention_dropout, attention_seed, seeded
@@ -39,6 +40,7 @@ class SelfAttention(nn.Module):
         heads, size = config.num_attention_heads, config.kv_channels
         check_divisible(heads, mesh.tp, f"attention heads (--num-attention-heads {heads})")
         self.layer, self.tp_rank, self.head_size = layer, mesh.tp.rank, size
+        self.scale = 1 / math.sqrt(size)
         self.dropout = config.attention_dropout
         outputs = (Dimension("attention heads", heads, mesh.tp), Dimension("qkv", 3), Dimension("head size", size))
         self.linear_qkv = ColumnParallelLinear(
@@ -85,11 +87,13 @@ class SelfAttention(nn.Module):
         """
         causal = bias is None and query.shape[2] > 1
         if not self.training or self.dropout == 0:
-            return kernels.attention(query, key, value, bias=bias, causal=causal)
+            return attention(query, key, value, self.scale, bias=bias, causal=causal)
         if not query.is_cuda:
-            return kernels.explicit_attention(query, key, value, partial(self._drop, context), bias=bias)
+            return explicit_attention(
+                query, key, value, self.scale, partial(self._drop, context), bias=bias, causal=causal
+            )
         with seeded(attention_seed(context.seed, context.first_sample, self.layer, self.tp_rank), query.device):
-            return kernels.attention(query, key, value, bias=bias, causal=causal, dropout=self.dropout)
+            return attention(query, key, value, self.scale, bias=bias, causal=causal, dropout=self.dropout)
 
     def _drop(self, context: StepContext, probabilities: torch.Tensor) -> torch.Tensor:
         return attention_dropout(

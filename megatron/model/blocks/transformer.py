@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron import kernels
 from megatron.config import ModelConfig
+from megatron.kernels.activations import activation
 from megatron.model.blocks.attention import SelfAttention
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
@@ -32,7 +32,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, residual_std: float) -> None:
         super().__init__()
-        self.tanh_form = config.bias_gelu_fusion or config.openai_gelu
+        self.activation = config.activation_function
         inner = Dimension("outputs of a linear layer", config.ffn_hidden_size, mesh.tp)
         self.linear_fc1 = ColumnParallelLinear(
             config.hidden_size, (inner,), mesh.tp, init_std=config.init_method_std, device=mesh.device
@@ -43,7 +43,7 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Applies the layer."""
-        return self.linear_fc2(kernels.gelu(self.linear_fc1(hidden), self.tanh_form))
+        return self.linear_fc2(activation(self.linear_fc1(hidden), self.activation))
 
 
 class TransformerBlock(nn.Module):
