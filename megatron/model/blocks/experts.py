@@ -19,7 +19,6 @@ from megatron.config import ModelConfig
 from megatron.kernels.activations import activation, gated
 from megatron.kernels.grouped import grouped_linear
 from megatron.model.blocks.router import Router, RouterLosses
-from megatron.model.interface.network import LayerCost
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension, ShardSpec, check_divisible, place
@@ -206,15 +205,3 @@ class _Combine(torch.autograd.Function):
         sorted_weights[order.positions.flatten()] = weights.flatten()
         of_rows.mul_(sorted_weights.unsqueeze(1))
         return of_rows, products[order.positions], None
-
-
-def experts_cost(config: ModelConfig) -> LayerCost:
-    """Parameters of a layer with all its experts, and the operations of a token, which passes through k of them."""
-    hidden, matrices = config.hidden_size, 3 if config.gated_linear_unit else 2
-    router = config.num_experts * hidden
-    expert = matrices * hidden * config.moe_ffn_hidden_size
-    shared = matrices * hidden * config.moe_shared_expert_intermediate_size
-    return LayerCost(
-        router + config.num_experts * expert + shared,
-        flops_per_token=2 * (router + config.moe_router_topk * expert + shared),
-    )

@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
 from megatron.errors import ConfigError
-from megatron.model.blocks.experts import Experts, experts_cost
+from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.router import expert_tokens
+from megatron.model.costs import experts_cost
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec, draw_initial_values, name_parameters
 from megatron.model.interface.step_context import StepContext
