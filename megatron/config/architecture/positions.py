@@ -92,13 +92,12 @@ class PositionFields(ConfigSection):
         yield from super().problems()
         if not self.uses_rope and self.rope_layer_pattern:
             yield "--rope-layer-pattern needs rotary positions. Give --position-embedding-type rope, or drop it."
-        if self.uses_rope and self.rope_scaling_type == "longrope":
-            if not self.rope_short_factors or len(self.rope_short_factors) != len(self.rope_long_factors):
-                yield (
-                    f"--rope-scaling-type longrope needs --rope-short-factors and --rope-long-factors, one number for "
-                    f"every pair of rotated channels; {len(self.rope_short_factors)} and "
-                    f"{len(self.rope_long_factors)} are given."
-                )
+        short, long = len(self.rope_short_factors), len(self.rope_long_factors)
+        if self.uses_rope and self.rope_scaling_type == "longrope" and (not short or short != long):
+            yield (
+                "--rope-scaling-type longrope needs --rope-short-factors and --rope-long-factors, one number for "
+                f"every pair of rotated channels; {short} and {long} are given."
+            )
         if self.rope_high_freq_factor <= self.rope_low_freq_factor:
             yield (
                 f"--rope-high-freq-factor {self.rope_high_freq_factor} must be more than --rope-low-freq-factor "

@@ -55,8 +55,8 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
             with `--no-` turns it off), `nargs` ("+": at least one value), `choices`, the bounds `at_least above at_most
             below`, `computed` (a function of the section that gives the default, and raises ConfigError if it cannot),
             `follows` (the fields a computed default depends on), `resume` (what a resume does with the field),
-            `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that is refused), `synonyms`
-            (other words for values).
+            `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that is refused),
+            `synonyms` (other words for values).
     """
     if "computed" in facts:
         default = Unset.COMPUTED
