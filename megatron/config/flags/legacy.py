@@ -53,7 +53,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "weights and activations have one dtype. Use --bf16, whose range needs no wider residual.",
         ("fp32_residual_connection",),
     ),
-    ("weights are drawn from a normal distribution. Use --init-method-std.", ("init_method_xavier_uniform",)),
     (
         "only decoder-only GPT models are supported. Drop the flag.",
         (
