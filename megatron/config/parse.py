@@ -23,6 +23,7 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
         "precision": "precision and loss scaling",
         "recompute": "activation recomputation",
         "documents": "document boundaries",
+        "loss": "training loss",
         "random": "randomness",
         "kernels": "fused kernels",
         "parallel": "parallelism",

@@ -26,7 +26,7 @@ SCHEDULE_FIELDS = (
 # These may change, and a user who did not intend it will want to know.
 _NOTABLE = frozenset(
     {*SCHEDULE_FIELDS, "global_batch_size", "rampup_batch_size", "weight_decay", "clip_grad", "fp16", "bf16"}
-    | {"hidden_dropout", "attention_dropout", "train_iters", "train_samples"}
+    | {"hidden_dropout", "attention_dropout", "train_iters", "train_samples", "z_loss_coeff", "label_smoothing"}
 )
 
 
