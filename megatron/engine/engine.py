@@ -213,7 +213,7 @@ class Engine:
         scale, *tensors = targets
         result = self.objective(outputs, dict(zip(self._target_names, tensors, strict=True)))
         self._totals.add(result, auxiliary)
-        return result.loss_sum * scale
+        return (result.loss_sum if result.minimized_sum is None else result.minimized_sum) * scale
 
     def _take_auxiliary(self, losses: AuxiliaryLosses) -> None:
         self._totals.add_auxiliary(losses.sums())

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron import kernels
 from megatron.device import default_generator
+from megatron.kernels.dropout import masked_scale
 from megatron.parallel.shard_spec import ShardSpec
 
 _MASK_64 = (1 << 64) - 1
@@ -152,12 +152,12 @@ class _HashedDropout(torch.autograd.Function):
         keep = _kept(rows, x.shape[-1], threshold, column_base)
         ctx.save_for_backward(keep)
         ctx.scale = 65536.0 / (65536 - threshold) if threshold < 65536 else 0.0
-        return kernels.masked_scale(x, keep, ctx.scale)
+        return masked_scale(x, keep, ctx.scale)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         (keep,) = ctx.saved_tensors
-        return kernels.masked_scale(gradient, keep, ctx.scale), None, None, None
+        return masked_scale(gradient, keep, ctx.scale), None, None, None
 
 
 def _kept(rows: torch.Tensor, columns: int, threshold: int, column_base: int) -> torch.Tensor:

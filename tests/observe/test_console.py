@@ -31,6 +31,10 @@ def test_losses_of_sources_follow_the_whole_loss() -> None:
     assert "| lm loss: 9.876543E+00 | lm loss web: 3.000000E+00 | lm loss books: NAN | loss scale: 8.0 |" in line
 
 
+def test_the_z_loss_follows_the_losses() -> None:
+    assert "| lm loss: 9.876543E+00 | z loss: 2.500000E-03 | grad norm" in iteration_line(metrics(z_loss=0.0025))
+
+
 def test_an_unknown_gradient_norm_is_omitted() -> None:
     assert "grad norm" not in iteration_line(metrics(gradient_norm=None))
 

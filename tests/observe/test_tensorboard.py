@@ -55,6 +55,11 @@ def test_a_source_has_a_curve_of_its_own() -> None:
     assert found["lm-loss-training-by-source/web vs tokens"] == (3.0, 896)
 
 
+def test_the_z_loss_is_a_curve_only_if_there_is_one() -> None:
+    assert step_scalars(metrics(z_loss=0.5), control_config(), WORKLOAD)["lm-loss-training/z loss"] == (0.5, 7)
+    assert "lm-loss-training/z loss" not in step_scalars(metrics(), control_config(), WORKLOAD)
+
+
 def test_values_and_axes() -> None:
     found = step_scalars(metrics(), control_config(log_timers_to_tensorboard=True), WORKLOAD)
     assert found["lm-loss-training/lm loss"] == (9.87654321, 7)

@@ -66,9 +66,11 @@ class AttentionFields(ConfigSection):
         None, "tokens a token may attend to, itself included; unlimited if unset", at_least=1, resume=MUST_MATCH
     )
     attention_window_pattern: tuple[int, ...] = flag(
-        (), "1 for layers with the window, 0 for full attention, repeated over the layers; all if unset",
+        (),
+        "1 for layers with the window, 0 for full attention, repeated over the layers; all if unset",
+        choices=(0, 1),
         resume=MUST_MATCH,
-    )  # fmt: skip
+    )
     softmax_scale: float | None = flag(
         None, "factor of the attention scores; 1/sqrt(head width) if unset", above=0, resume=MUST_MATCH
     )

@@ -84,9 +84,6 @@ def test_words_and_switches_of_old_flags() -> None:
     assert (
         small("--onnx-safe False --lazy-mpu-init 0 --position-embedding-type absolute --DDP-impl local").notices == ()
     )
-    with pytest.raises(ConfigError, match="--num-experts 1 4 is refused"):
-        small("--num-experts 1 4")
-    assert small("--num-experts 1 1").notices == ()
 
 
 def test_a_changed_field_without_effect_gives_a_notice() -> None:
