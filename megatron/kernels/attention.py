@@ -24,8 +24,8 @@ def attention(
     Each of the g heads of keys and values serves a/g consecutive heads of queries. The queries are the last s of the
     k positions, which is what `causal` goes by; a causal mask and a bias both apply.
 
-    Shapes: query `[b, a, s, d]`, key and value `[b, g, k, d]`, bias `[b or 1, 1 or a, s or 1, k]` in the query's dtype or
-    float32, added to the scaled scores; result as query.
+    Shapes: query `[b, a, s, d]`, key and value `[b, g, k, d]`, bias `[b or 1, 1 or a, s or 1, k]` in the query's dtype
+    or float32, added to the scaled scores; result as query.
 
     Args:
         softcap: scores become `softcap * tanh(score / softcap)` before the bias; no fused kernel does this.

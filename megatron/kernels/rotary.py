@@ -24,7 +24,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
         first, second = rotated.unflatten(-1, (half, 2)).unbind(-1)  # [b, a, s, r/2]
     else:
         first, second = rotated.chunk(2, dim=-1)
-    parts = (first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)
-    if interleaved:
-        parts = (torch.stack(parts, dim=-1).flatten(-2),)  # [b, a, s, r]
-    return torch.cat((*parts, x[..., 2 * half :]), dim=-1)
+    left, right = (first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)
+    turned = torch.stack((left, right), dim=-1).flatten(-2) if interleaved else torch.cat((left, right), dim=-1)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)

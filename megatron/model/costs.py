@@ -18,7 +18,8 @@ def block_cost(config: ModelConfig, index: int) -> LayerCost:
         widths = (attended, groups * size) if config.qk_layernorm_scope == "all" else (size, size)
         vectors += sum(widths) * _norm_vectors(config)
     vectors += (4 if config.norm_placement == SANDWICH else 2) * norm_size(config)
-    feed_forward = feed_forward_cost(config, config.ffn_hidden_size)
+    has_experts = config.has_experts(index)
+    feed_forward = experts_cost(config) if has_experts else feed_forward_cost(config, config.ffn_hidden_size)
     return LayerCost(
         attention + vectors + feed_forward.parameters,
         flops_per_token=2 * attention + feed_forward.flops_per_token,
@@ -32,6 +33,18 @@ def feed_forward_cost(config: ModelConfig, inner_size: int) -> LayerCost:
     matrices = config.hidden_size * inner_size * (products + 1)
     biases = config.mlp_bias * (products * inner_size + config.hidden_size)
     return LayerCost(matrices + biases, flops_per_token=2 * matrices)
+
+
+def experts_cost(config: ModelConfig) -> LayerCost:
+    """Parameters of a layer with all its experts, and the operations of a token, which passes through k of them."""
+    hidden, matrices = config.hidden_size, 3 if config.gated_linear_unit else 2
+    router = config.num_experts * hidden
+    expert = matrices * hidden * config.moe_ffn_hidden_size
+    shared = matrices * hidden * config.moe_shared_expert_intermediate_size
+    return LayerCost(
+        router + config.num_experts * expert + shared,
+        flops_per_token=2 * (router + config.moe_router_topk * expert + shared),
+    )
 
 
 def head_cost(config: ModelConfig) -> LayerCost:

@@ -66,7 +66,7 @@ NEVER_BY_TRAINING = "corpus"  # imported by tools only
 HOMES = {
     "argparse": ("megatron/config/flags/command_line.py",),
     "deepspeed": ("megatron/engine/",),
-    "torch.cuda": ("megatron/device.py", "megatron/kernels.py"),
+    "torch.cuda": ("megatron/device.py", "megatron/kernels/"),
     "torch.distributed": ("megatron/parallel/",),
     "os.environ": ("megatron/device.py", "megatron/parallel/joining.py"),
     "os.getenv": ("megatron/device.py",),

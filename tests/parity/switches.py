@@ -28,4 +28,11 @@ SWITCHES: dict[str, list[str]] = {
                       "--residual-multiplier", "0.5", "--logit-multiplier", "0.5"],
     "bilinear, layer-norm qk": [*ROPE, "--activation-function", "linear", "--gated-linear-unit", "--qk-layernorm",
                                 "--apply-layernorm-1p", "--rope-scaling-type", "linear"],
+    "experts": ["--num-experts", "4", "--gated-linear-unit", "--activation-function", "silu", "--moe-z-loss-coeff", "0.1",
+                "--moe-ffn-hidden-size", "24", "--moe-layer-pattern", "0", "1", "1", "--moe-aux-loss-coeff", "0.2"],
+    "sigmoid and shared experts": ["--num-experts", "8", "--moe-router-topk", "3", "--moe-ffn-hidden-size", "16",
+                                   "--moe-router-score-function", "sigmoid", "--moe-aux-loss-coeff", "0.2",
+                                   "--moe-router-topk-scaling-factor", "2.5",
+                                   "--moe-shared-expert-intermediate-size", "12"],
+    "one expert a token": ["--num-experts", "4", "--moe-router-topk", "1", "--moe-router-pre-softmax"],
 }  # fmt: skip

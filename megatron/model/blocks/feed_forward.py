@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.kernels.activations import activation, gated
+from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
@@ -43,7 +44,7 @@ class FeedForward(nn.Module):
             width, config.hidden_size, mesh.tp, init_std=residual_std, bias=config.mlp_bias, device=mesh.device
         )
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Applies the layer."""
         inner = self.linear_fc1(hidden)
         if self.is_gated:

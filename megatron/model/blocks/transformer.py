@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import POST_BRANCH, PRE
 from megatron.model.blocks.attention import SelfAttention
+from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.feed_forward import FeedForward
 from megatron.model.blocks.norm import build_norm
 from megatron.model.interface.step_context import Recompute, StepContext
@@ -43,7 +44,11 @@ class TransformerBlock(nn.Module):
         self.self_attention = SelfAttention(config, mesh, index, residual_std)
         self.post_self_attn_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
         self.pre_mlp_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
-        self.mlp = FeedForward(config, mesh, residual_std)
+        self.mlp = (
+            Experts(config, mesh, index, residual_std)
+            if config.has_experts(index)
+            else FeedForward(config, mesh, residual_std)
+        )
         self.post_mlp_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
@@ -58,7 +63,7 @@ class TransformerBlock(nn.Module):
         residual = normed if self.residual_after_norm else hidden
         after_attention = residual + self._branch(attended, self.attention_slot, context)
         normed = self.pre_mlp_layernorm(hidden if self.is_parallel else after_attention)
-        fed = self.post_mlp_layernorm(self.mlp(normed))
+        fed = self.post_mlp_layernorm(self.mlp(normed, context))
         residual = normed if self.residual_after_norm else after_attention
         return residual + self._branch(fed, self.feed_forward_slot, context)
 
