@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.config.architecture.attention import AttentionFields
@@ -17,6 +17,7 @@ from megatron.config.flags.command_line import read_command_line
 from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
 from megatron.config.flags.section import build_unchecked, missing_problems, relevant_problems
+from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.request_rules import request_problems
 from megatron.config.run import DEFAULT, FILE, GIVEN, RunRequest, cross_problems, sections_of
 from megatron.config.sections.model import ModelRequest
@@ -68,28 +69,29 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunRequest:
     Raises:
         ConfigError: with all problems at once.
     """
-    own, legacy = field_flags(), legacy_flags()
-    flags = {**own, **{name: entry.flag for name, entry in legacy.items()}}
+    own, legacy, shorthands = field_flags(), legacy_flags(), shorthand_flags()
+    flags = {**own, **{name: entry.flag for table in (shorthands, legacy) for name, entry in table.items()}}
     reading = read_command_line(
         flags,
         argv,
         prog=prog,
         description=_DESCRIPTION,
-        groups=_help_groups(own),
+        groups=_help_groups(own, shorthands),
         epilog=_epilog(legacy),
         hidden=list(legacy),
     )
     file = FileReading()
     if "control.config" in reading.values:
         file = read_config_file(reading.values["control.config"], flags, sections_of(RunRequest))
-    values = {**file.values, **reading.values}
-    problems, broken = [*reading.problems, *file.problems], reading.broken | file.broken
+    (from_file, given), contradictions = expand_shorthands([file.values, reading.values])
+    values = {**from_file, **given}
+    problems, broken = [*reading.problems, *file.problems, *contradictions], reading.broken | file.broken
     governed = DeepSpeedReading()
     if "parallel.deepspeed_config" in values:
         governed = governed_values(values["parallel.deepspeed_config"], own, values)
         values, broken = {**governed.values, **values}, broken | governed.broken
         problems += governed.problems
-    provenance = {name: GIVEN if name in reading.values else FILE if name in values else DEFAULT for name in own}
+    provenance = {name: GIVEN if name in given else FILE if name in values else DEFAULT for name in own}
     notices = [*_deprecated_notices(reading.spellings.values()), *governed.notices]
     for name, entry in legacy.items():
         sentence = entry.sentence(reading.spellings.get(name, entry.flag.positive_name), values.get(name, False))
@@ -110,6 +112,10 @@ def flag_table() -> list[tuple[str, str, str, str]]:
     rows = [
         (flag.name, flag.type_name, flag.shown_default, IGNORED if flag.facts.ignored else SUPPORTED)
         for flag in field_flags().values()
+    ]
+    rows += [
+        (entry.flag.positive_name, entry.flag.type_name, entry.flag.shown_default, SUPPORTED)
+        for entry in shorthand_flags().values()
     ]
     others = [
         (entry.flag.positive_name, entry.flag.type_name, entry.flag.shown_default, entry.status)
@@ -146,13 +152,14 @@ def _with_positions(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, place: length}
 
 
-def _help_groups(own: Mapping[str, Flag]) -> list[tuple[str, list[str]]]:
+def _help_groups(own: Mapping[str, Flag], shorthands: Iterable[str]) -> list[tuple[str, list[str]]]:
     """(title, destinations) of the help; the architecture is shown by part of the network."""
     parts = {field: title for title, cls in reversed(_PARTS) for field in (flag.field for flag in flags_of(cls))}
     titles = list(dict.fromkeys([_SIZE, *(title for title, _ in _PARTS)]))
     model = [name for name in own if name.startswith("model.")]
     title_of = {name: _SIZE if name.partition(".")[2] in _SIZES else parts[name.partition(".")[2]] for name in model}
     groups = [(title, [name for name in model if title_of[name] == title]) for title in titles]
+    groups.append(("model: flags that stand for values of those above", list(shorthands)))
     return groups + [
         (title, [name for name in own if name.startswith(f"{section}.")]) for section, title in _TITLES.items()
     ]

@@ -265,11 +265,11 @@ def test_evaluation_needs_neither_length_nor_rate() -> None:
 
 
 def test_problems_of_all_sections_are_reported_in_one_error() -> None:
-    text = "--num-layers x --zero-stage 2 --pipeline-model-parallel-size 5 --min-lr 1 --split a --save o --swiglu --foo"
+    text = "--num-layers x --zero-stage 2 --pipeline-model-parallel-size 5 --min-lr 1 --split a --save o --mos --foo"
     with pytest.raises(ConfigError) as caught:
         small(text)
     said = "\n".join(caught.value.problems)
-    for part in ("--num-layers takes", "--zero-stage 2", "--min-lr", "--split a", "--save o", "--swiglu", "--foo"):
+    for part in ("--num-layers takes", "--zero-stage 2", "--min-lr", "--split a", "--save o", "--mos", "--foo"):
         assert part in said
     assert "cannot fill" not in said  # the rule about --num-layers, which has no value, keeps quiet
     assert len(caught.value.problems) == 7

@@ -89,7 +89,6 @@ def test_the_command_of_upstreams_training_tests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--glu-activation geglu", "--glu-activation geglu is refused: GELU is the only activation"),
         ("--use-bnb-optimizer", "--use-bnb-optimizer is refused: 8-bit optimizer state is not supported"),
         (
             "--inference",
