@@ -42,11 +42,12 @@ PACKAGE_PLACES = {
     "objective": 10,
     "engine": 11,
     "checkpoint": 12,
-    "observe": 13,
-    "train": 14,
-    "inference": 14,
+    "convert": 13,
+    "observe": 14,
+    "train": 15,
+    "inference": 15,
 }
-PROGRAM_PLACE = 15
+PROGRAM_PLACE = 16
 
 # The sub-packages of a package in import order; "." stands for the package's own modules.
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
@@ -55,6 +56,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.config": ("flags", "architecture", "sections", "files", "."),
     "megatron.parallel": (".", "tensor"),
     "megatron.model": ("interface", "blocks", "."),
+    "megatron.convert": ("pickles", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
 }
 NEVER_BY_TRAINING = "corpus"  # imported by tools only
