@@ -1,6 +1,6 @@
 """CPU or CUDA: the device a process computes on, what it supports, and access to environment variables.
 
-Only this file and `kernels.py` call `torch.cuda`.
+Only this file and `kernels/` call `torch.cuda`.
 """
 
 from __future__ import annotations

@@ -77,6 +77,12 @@ class DamagedError(CheckpointError):
     """A checkpoint whose bytes are not those that were written; an older one may still be good."""
 
 
+class ConversionError(MegatronError):
+    """A model of another program that cannot be converted; names the field, tensor or file that is the reason."""
+
+    exit_code = ExitCode.DATA
+
+
 class NumericsError(MegatronError):
     """Training produced values that it cannot continue from."""
 

@@ -231,7 +231,7 @@ def collective_findings() -> Iterator[Finding]:
 
 def kernel_findings() -> Iterator[Finding]:
     """Lists the implementation that each operation uses."""
-    from megatron.kernels import kernel_report
+    from megatron.kernels.report import kernel_report
 
     for choice in kernel_report():
         yield Finding("kernels", choice.operation, OK, f"{choice.implementation}: {choice.note}")

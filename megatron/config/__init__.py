@@ -15,6 +15,7 @@ from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
 from megatron.config.sections.kernels import KernelConfig
+from megatron.config.sections.loss import LossConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
@@ -28,6 +29,7 @@ __all__ = [
     "DataConfig",
     "DocumentConfig",
     "KernelConfig",
+    "LossConfig",
     "Machine",
     "ModelConfig",
     "ModelRequest",

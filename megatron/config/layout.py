@@ -6,7 +6,7 @@ A rule yields one sentence if it is broken and nothing otherwise. Sizes of ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 _MOST_SHOWN = 8
 
@@ -50,7 +50,7 @@ def nearest_layouts(
 
 
 def heads_problems(heads: int, tp_size: int) -> Iterator[str]:
-    """Every tensor-parallel rank must get as many attention heads."""
+    """Every tensor-parallel rank must get as many attention heads; groups of keys and values may be replicated."""
     if heads % tp_size == 0:
         return
     yield (
@@ -58,6 +58,20 @@ def heads_problems(heads: int, tp_size: int) -> Iterator[str]:
         f"--tensor-model-parallel-size {tp_size}). Heads must be a multiple of the ranks; use one of "
         f"{', '.join(map(str, divisors(heads)))} ranks, or {-(-heads // tp_size) * tp_size} heads."
     )
+
+
+def widths_problems(widths: Mapping[str, int], tp_size: int) -> Iterator[str]:
+    """Every tensor-parallel rank must get as much of each inner width.
+
+    Args:
+        widths: the inner widths of the feed-forward layers, by flag.
+    """
+    for flag, width in widths.items():
+        if width % tp_size:
+            yield (
+                f"{flag} {width} cannot be split over --tensor-model-parallel-size {tp_size} ranks. It must be a "
+                f"multiple of them; use {flag} {-(-width // tp_size) * tp_size}."
+            )
 
 
 def stages_problems(num_layers: int, stages: int) -> Iterator[str]:

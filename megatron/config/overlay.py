@@ -15,6 +15,7 @@ from megatron.config.flags.command_line import read_command_line
 from megatron.config.flags.fields import MUST_MATCH, flags_of, resume_rule
 from megatron.config.flags.legacy import REFUSED, legacy_flags
 from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
+from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.parse import field_flags
 from megatron.config.run import RunConfig, fields_of
 from megatron.errors import ConfigError
@@ -40,11 +41,14 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
         ConfigError: with all problems of the command line at once.
     """
     own = {_OWN + flag.field: flag for flag in flags_of(cls)}
-    trainer, legacy = field_flags(), legacy_flags()
+    trainer, legacy, shorthands = field_flags(), legacy_flags(), shorthand_flags()
     taken = {spelling for flag in own.values() for spelling in flag.spellings}
     flags = {
         name: flag
-        for name, flag in {**trainer, **{key: entry.flag for key, entry in legacy.items()}}.items()
+        for name, flag in {
+            **trainer,
+            **{key: entry.flag for table in (shorthands, legacy) for key, entry in table.items()},
+        }.items()
         if not taken.intersection(flag.spellings)
     }
     groups = [
@@ -57,10 +61,11 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
         prog=prog,
         description=description,
         groups=groups,
-        hidden=[name for name in legacy if name in flags],
+        hidden=[name for name in (*shorthands, *legacy) if name in flags],
     )
     values = {name.removeprefix(_OWN): value for name, value in reading.values.items() if name.startswith(_OWN)}
-    problems = [*reading.problems, *missing_problems(own.values(), values, reading.broken)]
+    (given,), contradictions = expand_shorthands([reading.values], with_defaults=False)
+    problems = [*reading.problems, *contradictions, *missing_problems(own.values(), values, reading.broken)]
     for name, entry in legacy.items():
         sentence = entry.sentence(
             reading.spellings.get(name, entry.flag.positive_name), reading.values.get(name, False)
@@ -72,7 +77,7 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
     problems += relevant_problems([instance], values, reading.broken | missing)
     if problems:
         raise ConfigError(problems)
-    return ToolRequest(instance, {name: value for name, value in reading.values.items() if name in trainer})
+    return ToolRequest(instance, {name: value for name, value in given.items() if name in trainer})
 
 
 def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:

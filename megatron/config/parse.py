@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron.config.architecture.attention import AttentionFields
+from megatron.config.architecture.feed_forward import ExpertFields, FeedForwardFields
+from megatron.config.architecture.norms import NormFields
+from megatron.config.architecture.positions import LEARNED, PositionFields
 from megatron.config.files.config_file import FileReading, read_config_file
 from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_values
 from megatron.config.files.group_files import read_group_files
@@ -13,16 +17,31 @@ from megatron.config.flags.command_line import read_command_line
 from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
 from megatron.config.flags.section import build_unchecked, missing_problems, relevant_problems
+from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.request_rules import request_problems
 from megatron.config.run import DEFAULT, FILE, GIVEN, RunRequest, cross_problems, sections_of
+from megatron.config.sections.model import ModelRequest
 from megatron.errors import ConfigError
 
+# The parts of the architecture in the order of the help; a class shows the flags that no class before it has.
+_PARTS: tuple[tuple[str, type], ...] = (
+    ("model: attention", AttentionFields),
+    ("model: feed-forward", FeedForwardFields),
+    ("model: experts", ExpertFields),
+    ("model: positions", PositionFields),
+    ("model: norms", NormFields),
+    ("model: output head, initial values and factors", ModelRequest),
+)
+_SIZE = "model: size"
+_SIZES = frozenset(
+    {"num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "max_position_embeddings"}
+)
 _TITLES: Mapping[str, str] = types.MappingProxyType(
     {
-        "model": "model",
         "precision": "precision and loss scaling",
         "recompute": "activation recomputation",
         "documents": "document boundaries",
+        "loss": "training loss",
         "random": "randomness",
         "kernels": "fused kernels",
         "parallel": "parallelism",
@@ -50,29 +69,36 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunRequest:
     Raises:
         ConfigError: with all problems at once.
     """
-    own, legacy = field_flags(), legacy_flags()
-    flags = {**own, **{name: entry.flag for name, entry in legacy.items()}}
-    groups = [(title, [name for name in own if name.startswith(f"{section}.")]) for section, title in _TITLES.items()]
+    own, legacy, shorthands = field_flags(), legacy_flags(), shorthand_flags()
+    flags = {**own, **{name: entry.flag for table in (shorthands, legacy) for name, entry in table.items()}}
     reading = read_command_line(
-        flags, argv, prog=prog, description=_DESCRIPTION, groups=groups, epilog=_epilog(legacy), hidden=list(legacy)
+        flags,
+        argv,
+        prog=prog,
+        description=_DESCRIPTION,
+        groups=_help_groups(own, shorthands),
+        epilog=_epilog(legacy),
+        hidden=list(legacy),
     )
     file = FileReading()
     if "control.config" in reading.values:
         file = read_config_file(reading.values["control.config"], flags, sections_of(RunRequest))
-    values = {**file.values, **reading.values}
-    problems, broken = [*reading.problems, *file.problems], reading.broken | file.broken
+    (from_file, given), contradictions = expand_shorthands([file.values, reading.values])
+    values = {**from_file, **given}
+    problems, broken = [*reading.problems, *file.problems, *contradictions], reading.broken | file.broken
     governed = DeepSpeedReading()
     if "parallel.deepspeed_config" in values:
         governed = governed_values(values["parallel.deepspeed_config"], own, values)
         values, broken = {**governed.values, **values}, broken | governed.broken
         problems += governed.problems
-    provenance = {name: GIVEN if name in reading.values else FILE if name in values else DEFAULT for name in own}
+    provenance = {name: GIVEN if name in given else FILE if name in values else DEFAULT for name in own}
     notices = [*_deprecated_notices(reading.spellings.values()), *governed.notices]
     for name, entry in legacy.items():
         sentence = entry.sentence(reading.spellings.get(name, entry.flag.positive_name), values.get(name, False))
         if sentence is not None:
             (problems if entry.status == REFUSED else notices).append(sentence)
     values, group_problems = read_group_files(values)
+    values = _with_positions(values)
     sections, section_problems = _build_sections(own, values, provenance, broken)
     problems += [*group_problems, *section_problems]
     if problems:
@@ -86,6 +112,10 @@ def flag_table() -> list[tuple[str, str, str, str]]:
     rows = [
         (flag.name, flag.type_name, flag.shown_default, IGNORED if flag.facts.ignored else SUPPORTED)
         for flag in field_flags().values()
+    ]
+    rows += [
+        (entry.flag.positive_name, entry.flag.type_name, entry.flag.shown_default, SUPPORTED)
+        for entry in shorthand_flags().values()
     ]
     others = [
         (entry.flag.positive_name, entry.flag.type_name, entry.flag.shown_default, entry.status)
@@ -112,6 +142,27 @@ def _build_sections(
     given = {name.partition(".")[2] for name in values}
     refused = broken | {flag.field for flag in missing}
     return sections, problems + relevant_problems(list(sections.values()), given, refused, rules)
+
+
+def _with_positions(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes the sequence length the context of a network whose positions have no rows of their own."""
+    place, length = "model.max_position_embeddings", values.get("data.seq_length")
+    if values.get("model.position_embedding_type", LEARNED) == LEARNED or place in values or length is None:
+        return dict(values)
+    return {**values, place: length}
+
+
+def _help_groups(own: Mapping[str, Flag], shorthands: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """(title, destinations) of the help; the architecture is shown by part of the network."""
+    parts = {field: title for title, cls in reversed(_PARTS) for field in (flag.field for flag in flags_of(cls))}
+    titles = list(dict.fromkeys([_SIZE, *(title for title, _ in _PARTS)]))
+    model = [name for name in own if name.startswith("model.")]
+    title_of = {name: _SIZE if name.partition(".")[2] in _SIZES else parts[name.partition(".")[2]] for name in model}
+    groups = [(title, [name for name in model if title_of[name] == title]) for title in titles]
+    groups.append(("model: flags that stand for values of those above", list(shorthands)))
+    return groups + [
+        (title, [name for name in own if name.startswith(f"{section}.")]) for section, title in _TITLES.items()
+    ]
 
 
 def _ignored_notices(own: Mapping[str, Flag], values: Mapping[str, Any]) -> Iterator[str]:

@@ -120,7 +120,7 @@ def _layout_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
         machine.world_size,
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
-        split_sizes=(model.num_attention_heads, model.ffn_hidden_size),
+        split_sizes=(model.num_attention_heads, *model.widths.values()),
         most_stages=1 if parallel.zero_stage >= 2 else model.num_layers,
     )
 

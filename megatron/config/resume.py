@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, resume_rule
+from megatron.config.architecture.positions import LEARNED
+from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, Unset, resume_rule
+from megatron.config.flags.section import build_unchecked
 from megatron.config.run import CHECKPOINT, RunConfig, fields_of, frozen, plain, saved_fields, sections_of
 from megatron.config.sections.blends import read_split, shown_split
+from megatron.config.sections.model import ModelRequest
 from megatron.config.sections.optim import OptimConfig
 from megatron.errors import ConfigError
 
@@ -26,7 +29,7 @@ SCHEDULE_FIELDS = (
 # These may change, and a user who did not intend it will want to know.
 _NOTABLE = frozenset(
     {*SCHEDULE_FIELDS, "global_batch_size", "rampup_batch_size", "weight_decay", "clip_grad", "fp16", "bf16"}
-    | {"hidden_dropout", "attention_dropout", "train_iters", "train_samples"}
+    | {"hidden_dropout", "attention_dropout", "train_iters", "train_samples", "z_loss_coeff", "label_smoothing"}
 )
 
 
@@ -42,7 +45,7 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     problems: list[str] = []
     notices: list[str] = []
     taken: dict[str, dict[str, Any]] = {}
-    values = {name: value for _, name, value in saved_fields(saved)}
+    values = _saved_values(saved)
     for section, field, then, now in _differences(values, current):
         rule = _rule(section, field, current)
         name = f"--{field.name.replace('_', '-')}"
@@ -77,6 +80,19 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     return dataclasses.replace(current, **changes, provenance=provenance, notices=(*current.notices, *notices))
 
 
+def _saved_values(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved values by name; of the architecture also those that an older version had no field for.
+
+    Such a version built the network that the defaults describe, in particular with the activation that follows from
+    its two flags of GELU.
+    """
+    values = {name: value for _, name, value in saved_fields(saved)}
+    names = [field.name for field in fields_of(ModelRequest)]
+    model = build_unchecked(ModelRequest, {name: frozen(values[name]) for name in names if name in values})
+    known = {name: plain(getattr(model, name)) for name in names}
+    return {**{name: value for name, value in known.items() if value is not Unset.COMPUTED}, **values}
+
+
 def _differences(
     saved: Mapping[str, Any], current: RunConfig
 ) -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
@@ -97,6 +113,10 @@ def _rule(section: str, field: dataclasses.Field[Any], current: RunConfig) -> st
         return FROM_CHECKPOINT
     if field.name == "optimizer" and current.control.no_load_optim:
         return MAY_CHANGE
+    if field.name == "max_position_embeddings" and current.model.position_embedding_type != LEARNED:
+        if not current.was_given("model.max_position_embeddings"):
+            return FROM_CHECKPOINT
+        return MUST_MATCH if current.model.rope_scaling_type != "none" else MAY_CHANGE
     if field.name == "split" and not current.data.data_path:
         return MAY_CHANGE  # nothing is cut by it; the data plan compares the ranges themselves
     return resume_rule(field)

@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from megatron.config.architecture.positions import LEARNED
 from megatron.config.flags.fields import flags_of
 from megatron.config.flags.section import ConfigSection
-from megatron.config.layout import heads_problems, stages_problems
+from megatron.config.layout import heads_problems, stages_problems, widths_problems
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
 from megatron.config.sections.kernels import KernelConfig
+from megatron.config.sections.loss import LossConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
@@ -46,6 +48,7 @@ class RunRequest:
     precision: PrecisionConfig
     recompute: RecomputeConfig
     documents: DocumentConfig
+    loss: LossConfig
     random: RandomConfig
     kernels: KernelConfig
     parallel: ParallelRequest
@@ -151,19 +154,17 @@ def _read_section(section: type[ConfigSection], values: dict[str, Any]) -> Confi
 
 def cross_problems(model: ModelRequest, parallel: ParallelRequest, data: DataConfig) -> Iterator[str]:
     """One sentence for every broken rule between sections."""
-    if model.max_position_embeddings < data.seq_length:
+    rows = model.max_position_embeddings  # unset in a request that is refused for it
+    if model.position_embedding_type == LEARNED and isinstance(rows, int) and rows < data.seq_length:
         yield (
-            f"--max-position-embeddings {model.max_position_embeddings} is less than --seq-length {data.seq_length}. "
+            f"--max-position-embeddings {rows} is less than --seq-length {data.seq_length}. "
             f"Every position needs a row; use --max-position-embeddings {data.seq_length} or shorter samples."
         )
     ranks, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if model.num_attention_heads > 0 and ranks > 0:
         yield from heads_problems(model.num_attention_heads, ranks)
-    if ranks > 0 and model.ffn_hidden_size and model.ffn_hidden_size % ranks:
-        yield (
-            f"--ffn-hidden-size {model.ffn_hidden_size} cannot be split over --tensor-model-parallel-size {ranks} "
-            f"ranks. It must be a multiple of them; use --ffn-hidden-size {-(-model.ffn_hidden_size // ranks) * ranks}."
-        )
+    if ranks > 0:
+        yield from widths_problems(model.widths, ranks)
     size = parallel.pad_vocab_size_to
     if size is not None and ranks > 0 and size % ranks:
         yield (

@@ -1,4 +1,5 @@
-"""Checkpoints of other libraries, in and out: Hugging Face, DeepSpeed, Megatron-LM.
+"""Models and checkpoints of other programs: read into ours and written from ours.
 
-Converts between foreign files and the pieces that `checkpoint` reads and writes; starts no training and no model.
+A format knows its own names, orders and files; everything crosses as our global names and logical shapes. Nothing here
+trains.
 """

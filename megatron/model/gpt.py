@@ -2,59 +2,73 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 
 import torch
 
 from megatron.config import ModelConfig
-from megatron.model.blocks.embedding import FinalLayerNorm, OutputHead, PositionEmbedding, WordEmbedding
+from megatron.config.architecture.positions import LEARNED
+from megatron.model.blocks.embedding import EmbeddingDropout, OutputHead, PositionEmbedding, WordEmbedding
+from megatron.model.blocks.norm import build_norm_layer
 from megatron.model.blocks.transformer import TransformerBlock
+from megatron.model.costs import block_cost, head_cost, norm_size
+from megatron.model.initial_values import place_initial_values
 from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.tensor.collectives import gather_from
 
 WORD_EMBEDDINGS = "embedding.word_embeddings"
+EMBEDDING_NORM = "embedding.word_embeddings_layernorm"
 POSITION_EMBEDDINGS = "embedding.position_embeddings"
+EMBEDDING_DROPOUT = "embedding.dropout"
 BLOCKS = "decoder.layers"
 FINAL_LAYERNORM = "decoder.final_layernorm"
 OUTPUT_LAYER = "output_layer"
 
 
 def gpt_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
-    """The network: word embedding, position embedding, blocks, final norm, and a head tied to the word embedding.
+    """The network: word embedding, positions, blocks, final norm, and a head that may share the word embedding.
 
     The first layer takes tokens `[b, s]`, the last returns logits `[b, s, v/t]`.
     """
-    hidden, vocabulary = config.hidden_size, config.padded_vocab_size
-    table = LayerCost(config.vocab_size * hidden)
-    positions = LayerCost(config.max_position_embeddings * hidden)
-    head = LayerCost(0, flops_per_token=2 * vocabulary * hidden)
     residual_std = residual_init_std(config)
-    return [
-        LayerSpec(WORD_EMBEDDINGS, LayerKind.EMBEDDING, table, partial(WordEmbedding, config, mesh)),
-        LayerSpec(POSITION_EMBEDDINGS, LayerKind.EMBEDDING, positions, partial(PositionEmbedding, config, mesh)),
+    tied_to = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
+    layers = [
+        *_embedding_layers(config, mesh),
         *(
             LayerSpec(
                 f"{BLOCKS}.{index}",
                 LayerKind.BLOCK,
-                block_cost(config),
+                block_cost(config, index),
                 partial(TransformerBlock, config, mesh, index, residual_std),
             )
             for index in range(config.num_layers)
         ),
-        LayerSpec(FINAL_LAYERNORM, LayerKind.NORM, LayerCost(2 * hidden), partial(FinalLayerNorm, config, mesh)),
-        LayerSpec(OUTPUT_LAYER, LayerKind.HEAD, head, partial(OutputHead, config, mesh), tied_to=WORD_EMBEDDINGS),
+        LayerSpec(
+            FINAL_LAYERNORM, LayerKind.NORM, LayerCost(norm_size(config)), partial(build_norm_layer, config, mesh)
+        ),
+        LayerSpec(OUTPUT_LAYER, LayerKind.HEAD, head_cost(config), partial(OutputHead, config, mesh), tied_to=tied_to),
     ]
+    completed = partial(place_initial_values, config)
+    return [dataclasses.replace(layer, completed=completed) for layer in layers]
 
 
-def block_cost(config: ModelConfig) -> LayerCost:
-    """Parameters and operations of one block: four attention and two feed-forward matrices with biases, two norms."""
-    hidden, inner = config.hidden_size, config.ffn_hidden_size
-    attention = config.num_attention_heads * config.kv_channels
-    matrices = 4 * hidden * attention + 2 * hidden * inner
-    vectors = 3 * attention + hidden + inner + hidden + 4 * hidden
-    return LayerCost(matrices + vectors, flops_per_token=2 * matrices, flops_per_token_pair=4 * attention)
+def _embedding_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
+    """The layers before the first block."""
+    kind, hidden = LayerKind.EMBEDDING, config.hidden_size
+    table = LayerCost(config.vocab_size * hidden)
+    layers = [LayerSpec(WORD_EMBEDDINGS, kind, table, partial(WordEmbedding, config, mesh))]
+    if config.embed_layernorm:
+        cost = LayerCost(norm_size(config))
+        layers.append(LayerSpec(EMBEDDING_NORM, kind, cost, partial(build_norm_layer, config, mesh)))
+    if config.position_embedding_type == LEARNED:
+        positions = LayerCost(config.max_position_embeddings * hidden)
+        layers.append(LayerSpec(POSITION_EMBEDDINGS, kind, positions, partial(PositionEmbedding, config, mesh)))
+    else:
+        layers.append(LayerSpec(EMBEDDING_DROPOUT, kind, LayerCost(0), partial(EmbeddingDropout, config)))
+    return layers
 
 
 def residual_init_std(config: ModelConfig) -> float:

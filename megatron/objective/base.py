@@ -14,23 +14,25 @@ import torch
 class ObjectiveResult:
     """The objective of one micro-batch.
 
-    Shapes: loss_sum and token_count `[]`; each metric `[n]`, with the `n` of `Objective.metric_sizes`.
+    Shapes: loss_sum, token_count and minimized_sum `[]`; each metric `[n]`, with the `n` of `Objective.metric_sizes`.
 
     Attributes:
-        loss_sum: sum of the losses of the counted tokens, in nats, float32, differentiable.
+        loss_sum: sum of the losses of the counted tokens, in nats, float32: what is logged and evaluated.
         token_count: number of counted tokens.
         metrics: further values, summed over micro-batches and over the ranks of `mesh.loss`.
+        minimized_sum: the sum to minimize, differentiable; None if it is `loss_sum`.
     """
 
     loss_sum: torch.Tensor
     token_count: torch.Tensor
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    minimized_sum: torch.Tensor | None = None
 
 
 class Objective(Protocol):
     """Maps outputs and targets to a loss.
 
-    The engine minimizes the sum of the losses of a global batch divided by its number of counted tokens.
+    The engine minimizes the sum over a global batch divided by its number of counted tokens.
     """
 
     @property

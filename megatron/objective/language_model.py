@@ -1,9 +1,9 @@
-"""Next-token prediction, with optional losses per data source."""
+"""Next-token prediction, with label smoothing, z-loss and losses per data source if asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,30 +11,46 @@ import torch
 from megatron.data.loader import Batch
 from megatron.objective.base import ObjectiveResult
 from megatron.parallel.mesh import Axis
-from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_losses
 
-SOURCE_LOSS, SOURCE_TOKENS = "source_loss", "source_tokens"
+SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS = "source_loss", "source_tokens", "z_loss"
 
 
 @dataclass(frozen=True)
 class LanguageModelObjective:
     """Cross-entropy of the next token.
 
+    Label smoothing and z-loss change what is minimized. The loss that is reported, as a whole and per source, stays the
+    plain cross-entropy, so that it can be compared between runs; the z-loss is a metric of its own.
+
     Args:
         axis: the tensor-parallel axis that splits the logits.
         vocab_size: vocabulary size without padding; padded logits are ignored.
         source_count: number of data sources whose losses are summed separately; 0 for none. The token losses are
             computed anyway, so this does not affect training.
+        label_smoothing: share e of the target probability that is spread evenly over the vocabulary: the loss of a
+            token is (1 - e) times its cross-entropy plus e times the mean cross-entropy of all tokens of the
+            vocabulary, as in `torch.nn.functional.cross_entropy`.
+        z_loss_coeff: coefficient c of the z-loss c * (log Z)^2 per token, with the softmax denominator Z over the
+            unpadded vocabulary.
+        layer_metrics: name and length of the values that layers record, such as the statistics of routers.
+
+    Source: Szegedy et al., "Rethinking the Inception architecture", 2016, section 7 (label smoothing); Chowdhery et
+    al., "PaLM", 2022, section 5 (z-loss).
     """
 
     axis: Axis
     vocab_size: int
     source_count: int = 0
+    label_smoothing: float = 0.0
+    z_loss_coeff: float = 0.0
+    layer_metrics: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def metric_sizes(self) -> Mapping[str, int]:
-        """Loss sum and counted tokens of each source, if requested."""
-        return {SOURCE_LOSS: self.source_count, SOURCE_TOKENS: self.source_count} if self.source_count else {}
+        """Loss sum and counted tokens of each source, and the sum of the z-loss, if requested; what layers record."""
+        sizes = {SOURCE_LOSS: self.source_count, SOURCE_TOKENS: self.source_count} if self.source_count else {}
+        return {**sizes, **({Z_LOSS: 1} if self.z_loss_coeff else {}), **self.layer_metrics}
 
     def inputs(self, batch: Batch) -> tuple[np.ndarray, ...]:
         """The tokens. Shapes: `[b, s]` int64."""
@@ -57,10 +73,22 @@ class LanguageModelObjective:
         Shapes: outputs (logits) `[b, s, v/t]`; labels and loss_mask `[b, s]`; source_ids `[b]`.
         """
         mask = targets["loss_mask"]
-        losses = vocab_parallel_cross_entropy(outputs, targets["labels"], self.axis, self.vocab_size) * mask  # [b, s]
-        metrics = {}
+        of_tokens = vocab_parallel_losses(
+            outputs, targets["labels"], self.axis, self.vocab_size, with_uniform=self.label_smoothing > 0
+        )
+        losses = of_tokens.cross_entropy * mask  # [b, s]
+        metrics: dict[str, torch.Tensor] = {}
         if self.source_count and "source_ids" in targets:
             for name, values in ((SOURCE_LOSS, losses.detach()), (SOURCE_TOKENS, mask)):
                 totals = torch.zeros(self.source_count, dtype=torch.float64, device=values.device)
                 metrics[name] = totals.index_add_(0, targets["source_ids"], values.sum(dim=1, dtype=torch.float64))
-        return ObjectiveResult(losses.sum(), mask.sum(), metrics)
+        minimized = losses
+        if of_tokens.uniform is not None:
+            minimized = torch.lerp(losses, of_tokens.uniform * mask, self.label_smoothing)
+        if self.z_loss_coeff:
+            z_losses = self.z_loss_coeff * of_tokens.log_normalizer.square() * mask  # [b, s]
+            metrics[Z_LOSS] = z_losses.detach().sum(dtype=torch.float64)
+            minimized = minimized + z_losses
+        return ObjectiveResult(
+            losses.sum(), mask.sum(), metrics, minimized_sum=None if minimized is losses else minimized.sum()
+        )

@@ -1,8 +1,8 @@
 """The lines a run prints: pure functions from metrics to text.
 
-Users' scripts parse these lines, so fields, order and number formats are upstream's. There are two additions: tokens
-per second, and the losses of --log-per-source-loss. The loss is always shown; upstream omits it if it is NaN or not
-above 0.
+Users' scripts parse these lines, so fields, order and number formats are upstream's. There are four additions: tokens
+per second, the losses of --log-per-source-loss, the z-loss of --z-loss-coeff, and the routing of a network with
+experts. The loss is always shown; upstream omits it if it is NaN or not above 0.
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py and megatron/arguments.py.
 """
@@ -28,6 +28,10 @@ def iteration_line(metrics: Metrics) -> str:
         f"lm loss: {metrics.lm_loss:.6E}",
     ]
     fields += [f"lm loss {name}: {source.lm_loss:.6E}" for name, source in (metrics.source_losses or {}).items()]
+    if metrics.z_loss is not None:
+        fields.append(f"z loss: {metrics.z_loss:.6E}")
+    if metrics.routing is not None:
+        fields += [f"{label}: {value:.4f}" for label, value in metrics.routing.by_label.items()]
     if metrics.loss_scale is not None:
         fields.append(f"loss scale: {metrics.loss_scale:.1f}")
     if metrics.gradient_norm is not None:

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
-from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
+from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
+from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
 
 
 class StepOutcome(Protocol):
@@ -23,6 +24,10 @@ class StepOutcome(Protocol):
     @property
     def loss(self) -> float:
         """Mean loss per counted token, in nats."""
+
+    @property
+    def token_count(self) -> int:
+        """Tokens counted in the loss."""
 
     @property
     def gradient_norm(self) -> float:
@@ -118,6 +123,8 @@ class Metrics:
         teraflops_per_device: TFLOPs per second and device.
         gigaflops_without_embeddings: GFLOPs of the run so far, without embeddings.
         source_losses: by source name, for sources with counted tokens; None unless requested.
+        z_loss: mean z-loss per token, its coefficient included, over the same steps as `lm_loss`; None without z-loss.
+        routing: what the routers did, over the same steps; None without experts.
     """
 
     iteration: int
@@ -137,6 +144,8 @@ class Metrics:
     teraflops_per_device: float
     gigaflops_without_embeddings: float
     source_losses: Mapping[str, SourceLoss] | None = None
+    z_loss: float | None = None
+    routing: RoutingFigures | None = None
 
 
 def measure(
@@ -181,6 +190,8 @@ def measure(
         teraflops_per_device=samples_per_second * workload.flops_per_sample / workload.device_count / 1e12,
         gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
         source_losses=source_losses(outcome.metrics, source_names) if source_names else None,
+        z_loss=outcome.metrics[Z_LOSS][0] / max(outcome.token_count, 1) if Z_LOSS in outcome.metrics else None,
+        routing=routing_figures(outcome.metrics),
     )
 
 
@@ -198,7 +209,9 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
     NaN steps are counted.
     """
     last = steps[-1]
-    losses = [step.lm_loss for step in steps if not step.skipped_iterations]
+    kept = [step for step in steps if not step.skipped_iterations]
+    losses = [step.lm_loss for step in kept]
+    z_losses = [step.z_loss for step in kept if step.z_loss is not None]
     seconds = math.fsum(step.seconds_per_iteration for step in steps)
 
     def rate(name: str) -> float:
@@ -211,7 +224,9 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
         last,
         seconds_per_iteration=seconds / len(steps),
         lm_loss=sum(losses) / len(losses) if losses else math.nan,
-        source_losses=_source_losses_of([step for step in steps if not step.skipped_iterations]),
+        source_losses=_source_losses_of(kept),
+        z_loss=sum(z_losses) / len(z_losses) if z_losses else None,
+        routing=mean_routing([step.routing for step in kept if step.routing is not None]),
         skipped_iterations=sum(step.skipped_iterations for step in steps),
         nan_iterations=sum(step.nan_iterations for step in steps),
         samples_per_second=rate("samples_per_second"),

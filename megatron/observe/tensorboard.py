@@ -92,6 +92,7 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
         "learning-rate/learning-rate": metrics.learning_rate if control.log_learning_rate_to_tensorboard else None,
         "batch-size/batch-size": metrics.global_batch_size if control.log_batch_size_to_tensorboard else None,
         "lm-loss-training/lm loss": metrics.lm_loss,
+        "lm-loss-training/z loss": metrics.z_loss,
         "loss-scale/loss-scale": metrics.loss_scale if control.log_loss_scale_to_tensorboard else None,
         "grad-norm/grad-norm": metrics.gradient_norm,
         "iteration-time/iteration-time": metrics.seconds_per_iteration if control.log_timers_to_tensorboard else None,
@@ -101,6 +102,8 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
             found |= _on_axes(tag, value, progress, workload)
     for name, source in (metrics.source_losses or {}).items():
         found |= _on_axes(f"lm-loss-training-by-source/{name}", source.lm_loss, progress, workload)
+    for name, value in (metrics.routing.by_label if metrics.routing is not None else {}).items():
+        found |= _on_axes(f"routing/{name}", value, progress, workload)
     if control.log_timers_to_tensorboard:
         rates = {
             "samples per second": metrics.samples_per_second,

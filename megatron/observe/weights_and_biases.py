@@ -61,6 +61,7 @@ def interval_values(metrics: Metrics) -> dict[str, float]:
     """The values sent for one log interval, without unknown ones."""
     values: dict[str, float | None] = {
         "lm-loss-training": metrics.lm_loss,
+        "z-loss-training": metrics.z_loss,
         "learning-rate": metrics.learning_rate,
         "batch-size": metrics.global_batch_size,
         "loss-scale": metrics.loss_scale,
@@ -73,4 +74,6 @@ def interval_values(metrics: Metrics) -> dict[str, float]:
         "tflops-per-gpu": metrics.teraflops_per_device,
     }
     values |= {f"lm-loss-training/{name}": source.lm_loss for name, source in (metrics.source_losses or {}).items()}
+    if metrics.routing is not None:
+        values |= {f"routing/{name}": value for name, value in metrics.routing.by_label.items()}
     return {name: value for name, value in values.items() if value is not None}

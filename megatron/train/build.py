@@ -40,6 +40,7 @@ from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.errors import LaunchError, PeerLostError
+from megatron.model.blocks.router import router_metric_sizes
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind
 from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
@@ -222,7 +223,7 @@ def _build(
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
-    engine.objective = LanguageModelObjective(mesh.tp, config.model.vocab_size, source_count=len(names))
+    engine.objective = build_objective(config, mesh, source_count=len(names))
     return Run(
         config=config,
         mesh=mesh,
@@ -259,13 +260,29 @@ def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
     """The training engine of a resolved configuration."""
     return Engine(
         gpt_layers(config.model, mesh),
-        LanguageModelObjective(mesh.tp, config.model.vocab_size),
+        build_objective(config, mesh),
         config.optim,
         config.precision,
         mesh,
         deepspeed_config(config),
         step_settings(config),
         config.random.seed,
+    )
+
+
+def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int = 0) -> LanguageModelObjective:
+    """The training objective of a resolved configuration.
+
+    Args:
+        source_count: number of data sources whose losses are reported separately.
+    """
+    return LanguageModelObjective(
+        mesh.tp,
+        config.model.vocab_size,
+        source_count=source_count,
+        label_smoothing=config.loss.label_smoothing,
+        z_loss_coeff=config.loss.z_loss_coeff,
+        layer_metrics=router_metric_sizes(config.model),
     )
 
 

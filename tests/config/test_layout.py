@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.layout import divisors, heads_problems, layout_problems, nearest_layouts, stages_problems
+from megatron.config.layout import (
+    divisors,
+    heads_problems,
+    layout_problems,
+    nearest_layouts,
+    stages_problems,
+    widths_problems,
+)
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 13, 36, 360, 4096])
@@ -51,4 +58,7 @@ def test_heads_and_layers() -> None:
     assert "use one of 1, 2, 3, 4, 6, 12 ranks, or 16 heads" in problem and "--num-attention-heads 12" in problem
     (problem,) = stages_problems(4, 5)
     assert "4 layers cannot fill 5 pipeline stages (--num-layers 4" in problem and "at most 4 stages" in problem
+    (problem,) = widths_problems({"--ffn-hidden-size": 12, "--moe-ffn-hidden-size": 10}, 4)
+    assert "--moe-ffn-hidden-size 10 cannot be split over --tensor-model-parallel-size 4" in problem
+    assert "use --moe-ffn-hidden-size 12." in problem
     assert not list(heads_problems(12, 4)) and not list(stages_problems(4, 4))

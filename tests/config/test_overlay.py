@@ -35,7 +35,8 @@ def test_own_flags_are_separated_from_the_trainers() -> None:
     ("words", "sentences"),
     [
         ("--count 0", ["--load is required", "--count 0 is out of range"]),
-        ("--load x --swiglu", ["--swiglu is refused"]),
+        ("--load x --mos", ["--mos is refused"]),
+        ("--load x --swiglu --squared-relu", ["--squared-relu and --swiglu contradict each other"]),
         ("--load x --seed many", ['--seed takes a whole number, not "many"']),
     ],
 )
@@ -45,6 +46,11 @@ def test_all_problems_are_shown(words: str, sentences: list[str]) -> None:
     assert len(caught.value.problems) == len(sentences)
     for sentence in sentences:
         assert sentence in str(caught.value)
+
+
+def test_a_shorthand_is_read_as_the_fields_it_stands_for() -> None:
+    given = parse_over(ToolFlags, ["--load", "x", "--swiglu", "--hidden-size", "48"], "tool.py").given
+    assert given == {"model.hidden_size": 48, "model.activation_function": "silu", "model.gated_linear_unit": True}
 
 
 def test_fields_that_may_change_are_changed() -> None:

@@ -82,6 +82,12 @@ REFUSALS = [
         r"--hidden-size 64 cannot be divided among --num-attention-heads 5.*use --hidden-size 65",
     ),
     ("--max-position-embeddings 16", "", r"--max-position-embeddings 16 is less than --seq-length 32"),
+    ("", "--max-position-embeddings", r"--max-position-embeddings is required: rows of the learned"),
+    (
+        "--rope-layer-pattern 1 2 --position-embedding-type rope",
+        "",
+        r"--rope-layer-pattern 2 is not known.*one of: 0, 1",
+    ),
     ("--fp16 --bf16", "", r"--fp16 and --bf16 are both given"),
     ("--pad-vocab-size-to 5121", "", r"5121 is not divisible by 128.*--pad-vocab-size-to 5248"),
     (
@@ -102,6 +108,22 @@ REFUSALS = [
         "--ffn-hidden-size 101 --tensor-model-parallel-size 2",
         "",
         r"--ffn-hidden-size 101 cannot be split.*use --ffn-hidden-size 102",
+    ),
+    (
+        "--num-experts 4 --moe-ffn-hidden-size 101 --ffn-hidden-size 99 --tensor-model-parallel-size 2",
+        "",
+        r"--moe-ffn-hidden-size 101 cannot be split.*use --moe-ffn-hidden-size 102",
+    ),
+    (
+        "--num-experts 4 --moe-shared-expert-intermediate-size 7 --tensor-model-parallel-size 2",
+        "",
+        r"--moe-shared-expert-intermediate-size 7 cannot be split",
+    ),
+    (
+        "--num-experts 4 --moe-layer-pattern 1 0 --moe-ffn-hidden-size 8 --ffn-hidden-size 9 "
+        "--tensor-model-parallel-size 2",
+        "",
+        r"--ffn-hidden-size 9 cannot be split",
     ),
     ("--pipeline-model-parallel-size 5", "", r"4 layers cannot fill 5 pipeline stages.*use at most 4 stages"),
     (
@@ -226,16 +248,28 @@ def test_an_invalid_combination_is_rejected(text: str, drop: str, sentence: str)
     assert len(caught.value.problems) == 1, caught.value.problems
 
 
+def test_positions_without_rows_need_no_number_of_rows() -> None:
+    for kind in ("rope", "alibi", "none"):
+        config = small(f"--position-embedding-type {kind}", drop="--max-position-embeddings")
+        assert config.model.max_position_embeddings == 32
+        assert not config.was_given("model.max_position_embeddings")
+    assert small("--position-embedding-type rope --max-position-embeddings 16").model.max_position_embeddings == 16
+
+
+def test_groups_that_the_ranks_do_not_divide_are_replicated() -> None:
+    assert small("--num-query-groups 1 --tensor-model-parallel-size 4").model.num_query_groups == 1
+
+
 def test_evaluation_needs_neither_length_nor_rate() -> None:
     assert small("--eval-only --load x", drop="--lr --train-iters").control.eval_only
 
 
 def test_problems_of_all_sections_are_reported_in_one_error() -> None:
-    text = "--num-layers x --zero-stage 2 --pipeline-model-parallel-size 5 --min-lr 1 --split a --save o --swiglu --foo"
+    text = "--num-layers x --zero-stage 2 --pipeline-model-parallel-size 5 --min-lr 1 --split a --save o --mos --foo"
     with pytest.raises(ConfigError) as caught:
         small(text)
     said = "\n".join(caught.value.problems)
-    for part in ("--num-layers takes", "--zero-stage 2", "--min-lr", "--split a", "--save o", "--swiglu", "--foo"):
+    for part in ("--num-layers takes", "--zero-stage 2", "--min-lr", "--split a", "--save o", "--mos", "--foo"):
         assert part in said
     assert "cannot fill" not in said  # the rule about --num-layers, which has no value, keeps quiet
     assert len(caught.value.problems) == 7

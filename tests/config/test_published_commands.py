@@ -89,16 +89,6 @@ def test_the_command_of_upstreams_training_tests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--embed-layernorm", "--embed-layernorm is refused: a norm after the embedding is not supported"),
-        (
-            "--position-embedding-type alibi",
-            "--position-embedding-type alibi is refused: only learned absolute positions",
-        ),
-        (
-            "--position-embedding-type rotary",
-            "--position-embedding-type rotary is refused: only learned absolute positions",
-        ),
-        ("--glu-activation geglu", "--glu-activation geglu is refused: GELU is the only activation"),
         ("--use-bnb-optimizer", "--use-bnb-optimizer is refused: 8-bit optimizer state is not supported"),
         (
             "--inference",

@@ -47,7 +47,8 @@ def test_an_unchanged_run_resumes_unchanged() -> None:
         ("--split 9,1", "--split '8, 1, 1'", r"--split is 8,1,1 and .* give --split 9,1\."),
         ("", "--eod-mask-loss", r"--eod-mask-loss is on and .* with off.*give --no-eod-mask-loss"),
         ("--eod-mask-loss", "", r"--eod-mask-loss is off and .* with on.*give --eod-mask-loss"),
-        ("", "--no-bias-gelu-fusion", r"--bias-gelu-fusion is off and .* with on"),
+        ("", "--no-bias-gelu-fusion", r"--activation-function is gelu and .* with gelu_tanh"),
+        ("--no-bias-gelu-fusion", "", r"--activation-function is gelu_tanh and .* with gelu\..*give --activation-f"),
         ("", "--optimizer sgd", r"--optimizer is sgd and .* with adam"),
     ],
 )
@@ -148,8 +149,49 @@ def test_another_optimizer_without_the_old_state() -> None:
 
 def test_a_checkpoint_of_an_older_version_lacks_fields() -> None:
     then = saved()
-    del then["model"]["layernorm_epsilon"], then["data"]
-    assert check_resume(then, run("--layernorm-epsilon 1e-6")).model.layernorm_epsilon == 1e-6
+    del then["kernels"], then["data"]
+    now = run("--no-masked-softmax-fusion --seq-length 16")
+    assert check_resume(then, now) == now
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "sentence"),
+    [
+        ("", "--no-bias-gelu-fusion", r"--activation-function is gelu and .* with gelu_tanh"),
+        ("--no-bias-gelu-fusion", "", r"--activation-function is gelu_tanh and .* with gelu\."),
+        ("--no-bias-gelu-fusion --openai-gelu", "--activation-function gelu", "is gelu and .* with gelu_tanh"),
+        ("", "--parallel-residual", r"--parallel-residual is on and .* with off"),
+        ("", "--num-query-groups 2", r"--num-query-groups is 2 and .* with 4"),
+        ("", "--layernorm-epsilon 1e-6", r"--layernorm-epsilon is 1e-06 and .* with 1e-05"),
+        ("--no-bias-gelu-fusion", "--activation-function gelu", None),
+    ],
+)
+def test_a_checkpoint_without_fields_of_the_architecture_has_their_defaults(
+    then: str, now: str, sentence: str | None
+) -> None:
+    before = saved(then)
+    for name in ("activation_function", "parallel_residual", "num_query_groups", "layernorm_epsilon"):
+        del before["model"][name]
+    if sentence is None:
+        assert check_resume(before, run(now)).model == run(now).model
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        check_resume(before, run(now))
+
+
+def test_the_context_of_rotary_positions_is_the_checkpoints() -> None:
+    rope, drop = "--position-embedding-type rope", "--max-position-embeddings"
+    assert run(rope, drop).model.max_position_embeddings == 32
+    longer = run(f"{rope} --finetune --load x --seq-length 64", drop)
+    assert longer.model.max_position_embeddings == 64
+    assert check_resume(saved(rope, drop), longer).model.max_position_embeddings == 32
+    given = run(f"{rope} --max-position-embeddings 48", drop)
+    assert check_resume(saved(rope, drop), given).model.max_position_embeddings == 48
+    with pytest.raises(ConfigError, match="--max-position-embeddings is 48 and the checkpoint was saved with 32"):
+        check_resume(
+            saved(f"{rope} --rope-scaling-type yarn", drop),
+            run(f"{rope} --rope-scaling-type yarn --max-position-embeddings 48", drop),
+        )
 
 
 OLDER = Path(__file__).with_name("older_config.json")  # written when there were five sections
@@ -171,7 +213,9 @@ def test_an_older_record_is_read_by_field_name() -> None:
     assert config.was_given("random.seed") and not config.was_given("random.bf16")
     assert config.was_given("precision.bf16") and not config.was_given("model.bf16")
     values = {name: value for name, entries in saved.items() if name != "provenance" for name, value in entries.items()}
-    assert json.loads(json.dumps(config.flat())) == values
+    read = json.loads(json.dumps(config.flat()))
+    assert {name: read[name] for name in values} == values
+    assert (read["activation_function"], read["position_embedding_type"]) == ("gelu_tanh", "learned_absolute")
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.config": ("flags", "architecture", "sections", "files", "."),
     "megatron.parallel": (".", "tensor"),
     "megatron.model": ("interface", "blocks", "."),
-    "megatron.convert": ("pickles", "."),
+    "megatron.convert": ("pickles", "hugging_face", "."),
+    "megatron.convert.hugging_face": ("table", "families", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
 }
 NEVER_BY_TRAINING = "corpus"  # imported by tools only
@@ -65,7 +66,7 @@ NEVER_BY_TRAINING = "corpus"  # imported by tools only
 HOMES = {
     "argparse": ("megatron/config/flags/command_line.py",),
     "deepspeed": ("megatron/engine/",),
-    "torch.cuda": ("megatron/device.py", "megatron/kernels.py"),
+    "torch.cuda": ("megatron/device.py", "megatron/kernels/"),
     "torch.distributed": ("megatron/parallel/",),
     "os.environ": ("megatron/device.py", "megatron/parallel/joining.py"),
     "os.getenv": ("megatron/device.py",),
@@ -417,13 +418,15 @@ def few_modules_use_the_run_config(source: Source) -> Iterator[Finding]:
 
 
 def the_model_only_knows_its_config(source: Source) -> Iterator[Finding]:
-    """The model package imports only `ModelConfig` from config."""
+    """The model package imports only `ModelConfig`, and the names of its choices, from config."""
     if source.package != "model":
         return
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.config"):
+        module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        if isinstance(node, ast.ImportFrom) and module.startswith("megatron.config"):
             for alias in node.names:
-                if alias.name != "ModelConfig":
+                is_choice = module.startswith("megatron.config.architecture.") and alias.name.isupper()
+                if alias.name != "ModelConfig" and not is_choice:
                     yield node.lineno, f"imports {alias.name}; a layer takes ModelConfig only"
 
 

@@ -14,11 +14,17 @@ GPT2_FOLDER = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 def write_vocabulary(folder: Path, vocab_size: int = 600) -> TokenizerChoice:
     """Writes `demo-vocab.json` and `demo-merges.txt` into a folder."""
-    vocabulary, merges = _trained(vocab_size)
+    vocabulary, merges = trained_vocabulary(vocab_size)
     vocab_file, merge_file = save_byte_level_vocabulary(
-        str(folder / "demo"), dict(vocabulary), [list(pair) for pair in merges]
+        str(folder / "demo"), vocabulary, [list(pair) for pair in merges]
     )
     return TokenizerChoice("GPT2BPETokenizer", str(vocab_file), str(merge_file))
+
+
+def trained_vocabulary(vocab_size: int = 600) -> tuple[dict[str, int], tuple[tuple[str, ...], ...]]:
+    """The tokens with their ids, and the merges."""
+    vocabulary, merges = _trained(vocab_size)
+    return dict(vocabulary), merges
 
 
 def hard_documents(count: int = 300, seed: int = 7) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.data.loader import Batch
-from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS, LanguageModelObjective
+from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS, LanguageModelObjective
 from megatron.parallel.mesh import Axis
 
 LABELS = torch.tensor([[1, 2, 3], [4, 0, 1], [2, 2, 0]])
@@ -22,6 +22,25 @@ def test_the_sum_over_counted_tokens() -> None:
     assert result.loss_sum.item() == pytest.approx((losses * MASK).sum().item(), rel=1e-6)
     assert result.token_count == 6
     assert result.metrics == {}
+    assert result.minimized_sum is None
+
+
+@pytest.mark.parametrize(("smoothing", "coefficient"), [(0.1, 0.0), (0.0, 1e-2), (0.1, 1e-2)])
+def test_what_is_minimized_and_what_is_reported(smoothing: float, coefficient: float) -> None:
+    objective = LanguageModelObjective(Axis.single("tp"), 5, label_smoothing=smoothing, z_loss_coeff=coefficient)
+    result = objective(LOGITS, {"labels": LABELS, "loss_mask": MASK})
+    true = LOGITS[..., :5].flatten(0, 1)
+    plain, smoothed = (
+        (F.cross_entropy(true, LABELS.flatten(), reduction="none", label_smoothing=share) * MASK.flatten()).sum()
+        for share in (0.0, smoothing)
+    )
+    z_loss = (coefficient * true.logsumexp(-1).square() * MASK.flatten()).sum()
+    assert result.loss_sum.item() == pytest.approx(plain.item(), rel=1e-6)
+    assert result.minimized_sum.item() == pytest.approx((smoothed + z_loss).item(), rel=1e-6)
+    assert objective.metric_sizes == ({Z_LOSS: 1} if coefficient else {})
+    assert {name: value.item() for name, value in result.metrics.items()} == (
+        {Z_LOSS: pytest.approx(z_loss.item(), rel=1e-6)} if coefficient else {}
+    )
 
 
 def test_losses_of_sources_add_up_to_the_whole() -> None:

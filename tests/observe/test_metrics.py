@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron.checkpoint.record import Progress
-from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS
+from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.observe.metrics import Interval, SourceLoss, Workload, flops_per_sample, mean_of, measure
 from tests.train.samples import WORKLOAD, Outcome, metrics, model_config
 
@@ -67,6 +67,16 @@ def test_the_loss_of_a_source_is_the_mean_over_its_tokens_in_the_interval() -> N
     assert steps[0].source_losses == {"web": SourceLoss(3.0, 2)}
     assert mean_of(steps).source_losses == {"web": SourceLoss(5.0, 3), "books": SourceLoss(1.0, 4)}
     assert mean_of([metrics()]).source_losses is None
+
+
+def test_the_z_loss_is_the_mean_over_counted_tokens() -> None:
+    outcomes = [Outcome(token_count=4, metrics={Z_LOSS: (total,)}, skipped=total > 5) for total in (1.0, 3.0, 9.0)]
+    steps = [
+        measure(Progress(1, 8, 128), outcome, WORKLOAD, train_iterations=9, learning_rate=0.1, seconds=1.0)
+        for outcome in outcomes
+    ]
+    assert (steps[0].z_loss, mean_of(steps).z_loss) == (0.25, 0.5)
+    assert mean_of([metrics()]).z_loss is None
 
 
 def test_rates_of_an_interval_are_totals_over_total_time() -> None:

@@ -31,7 +31,7 @@ from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import AxisSize, ParallelMesh, build_mesh
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place, shard_spec_of
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
-from megatron.parallel.tensor.layers import LayerNorm
+from megatron.parallel.tensor.norms import LayerNorm
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config
 from tests.parity.reference import Recipe

@@ -96,12 +96,12 @@ def test_a_torch_without_gloo_is_rejected(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_failing_check_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron import kernels
+    from megatron.kernels import report
 
     def broken() -> list:
         raise ModuleNotFoundError("No module named 'turbo'", name="turbo")
 
-    monkeypatch.setattr(kernels, "kernel_report", broken)
+    monkeypatch.setattr(report, "kernel_report", broken)
     assert doctor.main([]) == ExitCode.HUMAN
     said = capsys.readouterr().out
     assert "No module named 'turbo'" in said and "Install turbo." in said

@@ -45,6 +45,7 @@ class Outcome:
     """What an engine would return."""
 
     loss: float = 2.5
+    token_count: int = 128
     gradient_norm: float = 0.5
     sample_count: int = 8
     skipped: bool = False

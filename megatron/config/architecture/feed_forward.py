@@ -50,10 +50,14 @@ class ExpertFields(FeedForwardFields):
     Source of the flags: NVIDIA Megatron-LM `megatron/training/arguments.py`, `_add_moe_args`, and deepspeedai's fork.
     """
 
-    num_experts: int = flag(1, "feed-forward networks per layer that tokens are routed to", at_least=1,
-                            resume=MUST_MATCH)  # fmt: skip
+    num_experts: int = flag(
+        1, "feed-forward networks per layer that tokens are routed to", at_least=1, repeated=True, resume=MUST_MATCH
+    )
     moe_layer_pattern: tuple[int, ...] = flag(
-        (), "1 for layers with experts, 0 for dense ones, repeated over the layers; all if unset", resume=MUST_MATCH
+        (),
+        "1 for layers with experts, 0 for dense ones, repeated over the layers; all if unset",
+        choices=(0, 1),
+        resume=MUST_MATCH,
     )
     moe_router_topk: int = flag(2, "experts per token", at_least=1, spelled=("--topk",), resume=MUST_MATCH)
     moe_ffn_hidden_size: int = flag(
@@ -85,10 +89,28 @@ class ExpertFields(FeedForwardFields):
         pattern = self.moe_layer_pattern
         return self.num_experts > 1 and (not pattern or bool(pattern[layer % len(pattern)]))
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """The inner widths of the feed-forward layers that the network has, by flag."""
+        if self.num_experts == 1:
+            return {"--ffn-hidden-size": self.ffn_hidden_size}
+        found = {"--moe-ffn-hidden-size": self.moe_ffn_hidden_size}
+        if 0 in self.moe_layer_pattern[: self.num_layers]:
+            found["--ffn-hidden-size"] = self.ffn_hidden_size
+        if self.moe_shared_expert_intermediate_size:
+            found["--moe-shared-expert-intermediate-size"] = self.moe_shared_expert_intermediate_size
+        return found
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.num_experts > 1 and self.moe_router_topk > self.num_experts:
             yield (
                 f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {self.num_experts}. A token "
                 f"cannot go to more experts than there are."
+            )
+        if self.num_experts > 1 and self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
+            yield (
+                f"--moe-router-topk 1 with --num-experts {self.num_experts} needs --moe-router-pre-softmax. The weights "
+                f"of the chosen experts sum to 1, so the weight of a single one is constant and the router would learn "
+                f"nothing."
             )

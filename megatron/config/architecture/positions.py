@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 from megatron.config.flags.fields import MUST_MATCH, flag
 from megatron.config.flags.section import ConfigSection
+from megatron.errors import ConfigError
 
 LEARNED, ROPE, ALIBI, NO_POSITIONS = "learned_absolute", "rope", "alibi", "none"
+
+
+def _needed_positions(model: PositionFields) -> int:
+    """Refuses: the sequence length belongs to another section, and `parse` fills it in where it is enough."""
+    raise ConfigError(
+        "--max-position-embeddings is required: rows of the learned position embedding, at least the sequence length."
+    )
 
 
 @dataclass(frozen=True)
@@ -19,7 +27,11 @@ class PositionFields(ConfigSection):
     """
 
     max_position_embeddings: int = flag(
-        help="rows of the learned position embedding; at least the sequence length", at_least=1, resume=MUST_MATCH
+        help="rows of the learned position embedding, at least the sequence length; with other positions the context "
+        "the network is made for, --seq-length if unset",
+        computed=_needed_positions,
+        at_least=1,
+        resume=MUST_MATCH,
     )
     position_embedding_type: str = flag(
         LEARNED,
@@ -52,7 +64,10 @@ class PositionFields(ConfigSection):
         None, "base of the unscaled frequencies in layers with a sliding window", above=0, resume=MUST_MATCH
     )
     rope_layer_pattern: tuple[int, ...] = flag(
-        (), "1 for layers that rotate, 0 for layers without positions, repeated over the layers", resume=MUST_MATCH
+        (),
+        "1 for layers that rotate, 0 for layers without positions, repeated over the layers",
+        choices=(0, 1),
+        resume=MUST_MATCH,
     )
     rope_scaling_type: str = flag(
         "none",
@@ -92,13 +107,12 @@ class PositionFields(ConfigSection):
         yield from super().problems()
         if not self.uses_rope and self.rope_layer_pattern:
             yield "--rope-layer-pattern needs rotary positions. Give --position-embedding-type rope, or drop it."
-        if self.uses_rope and self.rope_scaling_type == "longrope":
-            if not self.rope_short_factors or len(self.rope_short_factors) != len(self.rope_long_factors):
-                yield (
-                    f"--rope-scaling-type longrope needs --rope-short-factors and --rope-long-factors, one number for "
-                    f"every pair of rotated channels; {len(self.rope_short_factors)} and "
-                    f"{len(self.rope_long_factors)} are given."
-                )
+        short, long = len(self.rope_short_factors), len(self.rope_long_factors)
+        if self.uses_rope and self.rope_scaling_type == "longrope" and (short == 0 or short != long):
+            yield (
+                f"--rope-scaling-type longrope needs --rope-short-factors and --rope-long-factors, one number for "
+                f"every pair of rotated channels; {short} and {long} are given."
+            )
         if self.rope_high_freq_factor <= self.rope_low_freq_factor:
             yield (
                 f"--rope-high-freq-factor {self.rope_high_freq_factor} must be more than --rope-low-freq-factor "

@@ -1,16 +1,32 @@
-"""Initial values of the weights, and fixed factors inside the network."""
+"""Initial values of the weights, muP, and fixed factors inside the network."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from megatron.config.architecture.attention import AttentionFields
 from megatron.config.flags.fields import MUST_MATCH, flag
-from megatron.config.flags.section import ConfigSection
+
+NORMAL, TRUNCATED_NORMAL, SMALL = "normal", "truncated_normal", "small"
+XAVIER_UNIFORM, XAVIER_NORMAL = "xavier_uniform", "xavier_normal"
+SCALED, SAME, WANG = "scaled", "same", "wang"
+
+
+def _logit_multiplier(model: Any) -> float:
+    """The factor of the logits that is not given: 1, with muP the inverse of the width."""
+    if not model.use_mup:
+        return 1.0
+    return model.mup_output_mult if model.mup_output_mult != 1.0 else 1.0 / model.width_ratio
 
 
 @dataclass(frozen=True)
-class ScaleFields(ConfigSection):
-    """Output head, initial values, and factors of embedding, residual branches and logits."""
+class ScaleFields(AttentionFields):
+    """Output head, initial values, muP, and factors of embedding, residual branches and logits.
+
+    Source of the muP flags: NVIDIA Megatron-LM `megatron/core/transformer/transformer_config.py`.
+    """
 
     untie_embeddings_and_output_weights: bool = flag(
         False, "an output matrix of its own instead of the word embedding", resume=MUST_MATCH
@@ -18,10 +34,94 @@ class ScaleFields(ConfigSection):
     init_method_std: float = flag(
         0.02, "standard deviation of the normal distribution that weights are drawn from", at_least=0
     )
-    embedding_multiplier: float = flag(1.0, "factor of the word embedding", above=0, resume=MUST_MATCH)
+    init_method_xavier_uniform: bool = flag(False, "the same as --init-method xavier_uniform")
+    init_method: str = flag(
+        help="distribution of the initial weights: normal and truncated_normal (cut at 3 standard deviations) with "
+        "--init-method-std; small: normal with sqrt(2 / (5 hidden size)); normal if unset",
+        computed=lambda model: XAVIER_UNIFORM if model.init_method_xavier_uniform else NORMAL,
+        choices=(NORMAL, TRUNCATED_NORMAL, SMALL, XAVIER_UNIFORM, XAVIER_NORMAL),
+        synonyms={"small_init": SMALL},
+        follows=("init_method_xavier_uniform",),
+    )
+    output_layer_init_method: str = flag(
+        help="initial weights of the matrices that write to the residual stream: scaled by 1 / sqrt(2 layers), the "
+        "same as the others, or normal with 2 / (layers sqrt(hidden size)) (wang); scaled if unset, same with xavier",
+        computed=lambda model: SAME if model.init_method in (XAVIER_UNIFORM, XAVIER_NORMAL) else SCALED,
+        choices=(SCALED, SAME, WANG),
+        synonyms={"scaled_normal": SCALED, "wang_init": WANG},
+        follows=("init_method", "init_method_xavier_uniform"),
+    )
+    embedding_init_method_std: float | None = flag(
+        None,
+        "standard deviation of the embeddings' initial values, normally distributed; as --init-method if unset",
+        at_least=0,
+    )
+    use_mup: bool = flag(
+        False,
+        "maximal update parametrization: initial values, learning rates and factors that keep the best learning rate "
+        "the same at every width",
+        resume=MUST_MATCH,
+    )
+    mup_base_hidden_size: int | None = flag(
+        None,
+        "muP: the hidden size at which nothing is scaled; --hidden-size if unset",
+        at_least=1,
+        spelled=("--scaling-base-hidden-size",),
+        resume=MUST_MATCH,
+    )
+    mup_base_head_dim: float | None = flag(
+        None,
+        "muP: the head width whose square root the attention scores are multiplied by; 1 if unset",
+        above=0,
+        spelled=("--scaling-base-head-dim",),
+        resume=MUST_MATCH,
+    )
+    mup_attn_scale_power: float = flag(
+        1.0, "muP: attention scores are divided by the head width to this power", at_least=0, resume=MUST_MATCH
+    )
+    mup_output_mult: float = flag(
+        1.0, "muP: factor of the logits; at 1, the inverse of the width in base widths", above=0, resume=MUST_MATCH
+    )
+    embedding_multiplier: float = flag(
+        1.0, "factor of the word embedding", above=0, spelled=("--mup-embedding-mult",), resume=MUST_MATCH
+    )
     residual_multiplier: float = flag(1.0, "factor of every branch that is added to the residual", above=0,
                                       resume=MUST_MATCH)  # fmt: skip
-    logit_multiplier: float = flag(1.0, "factor of the logits", above=0, resume=MUST_MATCH)
+    logit_multiplier: float = flag(
+        help="factor of the logits; 1 if unset, with --use-mup the inverse of the width in base widths",
+        computed=_logit_multiplier,
+        above=0,
+        follows=("use_mup", "mup_base_hidden_size", "mup_output_mult", "hidden_size"),
+        resume=MUST_MATCH,
+    )
     output_logit_softcap: float | None = flag(
         None, "logits are kept below this by c * tanh(logit / c)", above=0, resume=MUST_MATCH
     )
+
+    @property
+    def width_ratio(self) -> float:
+        """The width in base widths under muP; 1 without it."""
+        base = self.mup_base_hidden_size
+        return self.hidden_size / base if self.use_mup and base and self.hidden_size > 0 else 1.0
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.init_method_xavier_uniform and self.init_method != XAVIER_UNIFORM:
+            yield (
+                f"--init-method-xavier-uniform and --init-method {self.init_method} contradict each other. Drop one of "
+                "them."
+            )
+        if self.init_method not in (NORMAL, TRUNCATED_NORMAL) and self.init_method_std != 0.02:
+            yield (
+                f"--init-method-std {self.init_method_std} has no effect with --init-method {self.init_method}, which "
+                "has a standard deviation of its own. Drop one of them."
+            )
+        if self.use_mup and self.init_method in (XAVIER_UNIFORM, XAVIER_NORMAL):
+            yield (
+                f"--use-mup does not go with --init-method {self.init_method}, which scales with the width in its own "
+                "way. Use --init-method normal."
+            )
+        if not self.use_mup:
+            for name in ("mup_base_hidden_size", "mup_base_head_dim"):
+                if getattr(self, name) is not None:
+                    yield f"--{name.replace('_', '-')} {getattr(self, name)} has no effect without --use-mup. Add it."

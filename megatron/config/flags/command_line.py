@@ -130,6 +130,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _single_value(flag: Flag, option: str, words: Sequence[str]) -> Any:
+    if flag.facts.repeated and len(words) > 1:
+        if len(set(words)) > 1:
+            raise ConfigError(f"{option} {' '.join(words)} gives different values. Only one for all layers is known.")
+        words = words[:1]
     if len(words) != 1:
         given = f"{len(words)} given ({' '.join(words)})" if words else "none given"
         raise ConfigError(f"{option} takes one value, {given}.")

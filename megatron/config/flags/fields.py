@@ -43,6 +43,7 @@ class FlagFacts:
     ignored: str | None = None
     remedy: str = ""
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    repeated: bool = False
 
 
 def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> Any:
@@ -55,8 +56,9 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
             with `--no-` turns it off), `nargs` ("+": at least one value), `choices`, the bounds `at_least above at_most
             below`, `computed` (a function of the section that gives the default, and raises ConfigError if it cannot),
             `follows` (the fields a computed default depends on), `resume` (what a resume does with the field),
-            `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that is refused), `synonyms`
-            (other words for values).
+            `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that is refused),
+            `synonyms` (other words for values), `repeated` (one value may be written several times, as upstream
+            writes one for each layer).
     """
     if "computed" in facts:
         default = Unset.COMPUTED

@@ -50,26 +50,9 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("it was renamed. Use --tensor-model-parallel-size.", ("model_parallel_size:int",)),
     # the network
     (
-        "only learned absolute positions are supported. Drop the flag and give --max-position-embeddings.",
-        (
-            "use_rotary_position_embeddings",
-            "no_position_embedding",
-        ),
-    ),
-    ("GELU is the only activation supported. Drop the flag.", ("glu_activation:str", "swiglu", "squared_relu")),
-    (
-        "every head has its own keys and values. Drop the flag.",
-        ("group_query_attention",),
-    ),
-    (
-        "the output layer shares the word embedding's weights, and every linear layer has a bias. Drop the flag.",
-        ("disable_bias_linear",),
-    ),
-    (
         "weights and activations have one dtype. Use --bf16, whose range needs no wider residual.",
         ("fp32_residual_connection",),
     ),
-    ("weights are drawn from a normal distribution. Use --init-method-std.", ("init_method_xavier_uniform",)),
     (
         "only decoder-only GPT models are supported. Drop the flag.",
         (
@@ -117,22 +100,11 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("loss_on_targets_only", "reweight_loss_based_on_position_frequency"),
     ),
     (
-        "mixture of experts is not supported. Train a dense model: drop the flag.",
-        (
-            "num_experts_switch:int",
-            "mlp_type:str=standard",
-            "expert_interval:int=2",
-            "moe_expert_parallel_size:int=1",
-            "enable_expert_tensor_parallelism",
-            "disable_moe_token_dropping",
-            "moe_train_capacity_factor:float=1.0",
-            "moe_eval_capacity_factor:float=1.0",
-            "moe_min_capacity:int=4",
-            "create_moe_param_group",
-            "disable_moe_top2_2nd_expert_sampling",
-            "use_tutel",
-        ),
+        "experts replace the feed-forward layer; none is added to it. Use --moe-shared-expert-intermediate-size for an "
+        "expert that sees every token.",
+        ("mlp_type:str=standard",),
     ),
+    ("it is an older router. Use --num-experts with --moe-router-topk 1.", ("num_experts_switch:int",)),
     (
         "distillation is not supported. Train without a teacher: drop the flag.",
         (
@@ -328,6 +300,35 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("torch's fused AdamW is the default.", ("cpu_torch_adam", "ds_fused_adam")),
+    # experts
+    (
+        "no token is dropped: an expert takes all tokens that are routed to it.",
+        (
+            "disable_moe_token_dropping",
+            "moe_train_capacity_factor:float=1.0",
+            "moe_eval_capacity_factor:float=1.0",
+            "moe_min_capacity:int=4",
+            "moe_expert_capacity_factor:float",
+            "moe_token_drop_policy:str=probs",
+            "moe_pad_expert_input_to_capacity",
+        ),
+    ),
+    (
+        "every rank of a copy of the model has all experts, or a part of each of them; results are the same.",
+        ("moe_expert_parallel_size:int=1", "enable_expert_tensor_parallelism"),
+    ),
+    ("experts are chosen by their scores alone, without sampling.", ("disable_moe_top2_2nd_expert_sampling",)),
+    (
+        "it selects how experts are computed, not what.",
+        (
+            "create_moe_param_group",
+            "use_tutel",
+            "moe_grouped_gemm",
+            "moe_token_dispatcher_type:str=allgather",
+            "moe_permute_fusion",
+            "moe_shared_expert_overlap",
+        ),
+    ),
     # data
     ("token files are memory-mapped and read on demand.", ("mmap_warmup",)),
     ("validation reads with --num-workers too.", ("valid_num_workers:int=2",)),

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron import kernels
 from megatron.config import ModelConfig
-from megatron.errors import ConfigError
+from megatron.config.architecture.positions import ALIBI
+from megatron.kernels.attention import attention, explicit_attention
+from megatron.kernels.rotary import rotate
+from megatron.model.blocks.norm import build_head_norm
+from megatron.model.blocks.position import alibi_slopes, rotation
+from megatron.model.blocks.query_key_value import QueryKeyValue
+from megatron.model.blocks.score_bias import score_bias
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import attention_dropout, attention_seed, seeded
-from megatron.parallel.shard_spec import Dimension, check_divisible
-from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.layers import RowParallelLinear
 
 
 class SelfAttention(nn.Module):
-    """Multi-head causal attention.
-
-    The rows of `linear_qkv` are ordered [heads, (query, key, value), head size], Megatron's order, so that each rank
-    holds the rows of whole heads.
+    """Causal attention: multi-head, grouped-query or multi-query.
 
     Shapes: `[b, s, h]` to the same, replicated over the axis; inside `[b, a/t, s, d]`.
 
@@ -37,15 +39,25 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int, residual_std: float) -> None:
         super().__init__()
         heads, size = config.num_attention_heads, config.kv_channels
-        check_divisible(heads, mesh.tp, f"attention heads (--num-attention-heads {heads})")
-        self.layer, self.tp_rank, self.head_size = layer, mesh.tp.rank, size
-        self.dropout = config.attention_dropout
-        outputs = (Dimension("attention heads", heads, mesh.tp), Dimension("qkv", 3), Dimension("head size", size))
-        self.linear_qkv = ColumnParallelLinear(
-            config.hidden_size, outputs, mesh.tp, init_std=config.init_method_std, device=mesh.device
-        )
+        self.config, self.layer, self.tp_rank = config, layer, mesh.tp.rank
+        self.dropout, self.softcap = config.attention_dropout, config.attention_logit_softcap
+        self.scale = config.softmax_scale or 1 / math.sqrt(size)
+        self.window, self.is_rotary = config.window_of(layer), config.is_rotary_layer(layer)
+        self.linear_qkv = QueryKeyValue(config, mesh)
+        if config.qk_layernorm:
+            self.q_layernorm = build_head_norm(config, mesh, self.linear_qkv.query_dimension)
+            self.k_layernorm = build_head_norm(config, mesh, self.linear_qkv.group_dimension)
+        self.slopes: tuple[float, ...] = ()
+        if config.position_embedding_type == ALIBI:
+            own = slice(*self.linear_qkv.query_dimension.bounds)
+            self.slopes = tuple(alibi_slopes(heads)[own])
         self.linear_proj = RowParallelLinear(
-            heads * size, config.hidden_size, mesh.tp, init_std=residual_std, device=mesh.device
+            heads * size,
+            config.hidden_size,
+            mesh.tp,
+            init_std=residual_std,
+            bias=config.attention_output_bias,
+            device=mesh.device,
         )
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
@@ -55,14 +67,19 @@ class SelfAttention(nn.Module):
             ConfigError: documents are to be separated while a key-value cache is in use.
         """
         batch, length, _ = hidden.shape
-        qkv = self.linear_qkv(hidden).view(batch, length, -1, 3, self.head_size)  # [b, s, a/t, 3, d]
-        query, key, value = (part.transpose(1, 2) for part in qkv.unbind(3))  # [b, a/t, s, d]
-        before = 0
+        query, key, value = self.linear_qkv.project(hidden)  # [b, s, a/t, d], [b, s, g, d]
+        if self.config.qk_layernorm:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        key, value = self.linear_qkv.expanded(key), self.linear_qkv.expanded(value)  # [b, s, g/t, d]
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))  # [b, a/t, s, d], [b, g/t, s, d]
+        if self.is_rotary:
+            cosine, sine = rotation(self.config, self.layer, context, length)
+            query, key = (
+                rotate(part, cosine, sine, interleaved=self.config.rotary_interleaved) for part in (query, key)
+            )
         if context.caches is not None:
-            cache = context.caches[self.layer]
-            before = cache.length
-            key, value = cache.append(key, value)  # [b, a/t, k, d]
-        bias = _attention_bias(context, before, query)
+            key, value = context.caches[self.layer].append(key, value)  # [b, g/t, k, d]
+        bias = score_bias(context, query, self.window, self.slopes)
         if context.recompute is Recompute.ATTENTION and self.training and torch.is_grad_enabled():
             attended = checkpoint(
                 self._attend, query, key, value, bias, context, use_reentrant=False, preserve_rng_state=False
@@ -81,15 +98,25 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Computes scores, softmax and the weighted sum of values.
 
-        Shapes: query `[b, a/t, s, d]`, key and value `[b, a/t, k, d]`.
+        Shapes: query `[b, a/t, s, d]`, key and value `[b, g/t, k, d]`.
         """
         causal = bias is None and query.shape[2] > 1
+        fused = partial(attention, query, key, value, self.scale, bias=bias, causal=causal, softcap=self.softcap)
         if not self.training or self.dropout == 0:
-            return kernels.attention(query, key, value, bias=bias, causal=causal)
+            return fused()
         if not query.is_cuda:
-            return kernels.explicit_attention(query, key, value, partial(self._drop, context), bias=bias)
+            return explicit_attention(
+                query,
+                key,
+                value,
+                self.scale,
+                partial(self._drop, context),
+                bias=bias,
+                causal=causal,
+                softcap=self.softcap,
+            )
         with seeded(attention_seed(context.seed, context.first_sample, self.layer, self.tp_rank), query.device):
-            return kernels.attention(query, key, value, bias=bias, causal=causal, dropout=self.dropout)
+            return fused(dropout=self.dropout)
 
     def _drop(self, context: StepContext, probabilities: torch.Tensor) -> torch.Tensor:
         return attention_dropout(
@@ -100,18 +127,3 @@ class SelfAttention(nn.Module):
             sample_ids=context.sample_ids,
             first_head=self.tp_rank * probabilities.shape[1],
         )
-
-
-def _attention_bias(context: StepContext, before: int, query: torch.Tensor) -> torch.Tensor | None:
-    """The bias added to the attention scores, `[b or 1, 1, s, k]`; None if the plain causal mask suffices."""
-    if context.attention_bias is not None:
-        if before:
-            raise ConfigError(
-                "Generation with a key-value cache cannot separate documents (--reset-attention-mask). Remove the flag."
-            )
-        return context.attention_bias
-    length = query.shape[2]
-    if before and length > 1:
-        bias = torch.full((length, before + length), float("-inf"), dtype=query.dtype, device=query.device)
-        return bias.triu_(before + 1)[None, None]
-    return None

@@ -8,17 +8,20 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.errors import DataError
+from megatron.kernels.softcap import softcapped
 from megatron.model.blocks.transformer import EMBEDDING_DROPOUT
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import hidden_dropout
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to
-from megatron.parallel.tensor.layers import LayerNorm, VocabParallelEmbedding, vocabulary_table
+from megatron.parallel.tensor.layers import VocabParallelEmbedding, vocabulary_table
 
 
 class WordEmbedding(VocabParallelEmbedding):
-    """The first layer of the network: looks up token embeddings.
+    """The first layer of the network: looks up token embeddings, and scales them by `--embedding-multiplier`.
+
+    The factor is rounded to the dtype of the weights, as in Gemma's reference code.
 
     Shapes: tokens `[b, s]` int64 to `[b, s, h]`.
     """
@@ -32,10 +35,12 @@ class WordEmbedding(VocabParallelEmbedding):
             init_std=config.init_method_std,
             device=mesh.device,
         )
+        self.multiplier = config.embedding_multiplier
 
     def forward(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
         """Looks the tokens up."""
-        return self.embed(tokens)
+        hidden = self.embed(tokens)
+        return hidden if self.multiplier == 1 else hidden * torch.tensor(self.multiplier, dtype=hidden.dtype)
 
 
 class PositionEmbedding(nn.Module):
@@ -68,26 +73,22 @@ class PositionEmbedding(nn.Module):
             vectors = F.embedding(context.position_ids, self.weight)  # [b, s, h]
         else:
             vectors = self.weight[context.position_offset : last]  # [s, h]
-        return hidden_dropout(
-            hidden + vectors,
-            self.dropout,
-            seed=context.seed,
-            layer=EMBEDDING_DROPOUT,
-            sample_ids=context.sample_ids,
-            training=self.training,
-            first_position=context.position_offset,
-        )
+        return _drop(hidden + vectors, self, context)
 
 
-class FinalLayerNorm(LayerNorm):
-    """Layer norm after the last block."""
+class EmbeddingDropout(nn.Module):
+    """Dropout of the embedding in networks without learned positions.
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
-        super().__init__(config.hidden_size, config.layernorm_epsilon, device=mesh.device)
+    Shapes: `[b, s, h]` to the same.
+    """
 
-    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
-        """Normalizes the hidden states."""
-        return super().forward(hidden)
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dropout = config.hidden_dropout
+
+    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """Applies dropout."""
+        return _drop(hidden, self, context)
 
 
 class OutputHead(nn.Module):
@@ -102,6 +103,7 @@ class OutputHead(nn.Module):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, weight: nn.Parameter | None = None) -> None:
         super().__init__()
         self.axis = mesh.tp
+        self.multiplier, self.softcap = config.logit_multiplier, config.output_logit_softcap
         self.weight = weight
         if weight is None:
             self.weight = vocabulary_table(
@@ -115,4 +117,19 @@ class OutputHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Computes the logits."""
-        return F.linear(copy_to(hidden, self.axis), self.weight)  # type: ignore[arg-type]
+        if self.multiplier != 1:
+            hidden = hidden * self.multiplier
+        logits = F.linear(copy_to(hidden, self.axis), self.weight)  # type: ignore[arg-type]
+        return logits if self.softcap is None else softcapped(logits, self.softcap)
+
+
+def _drop(hidden: torch.Tensor, layer: PositionEmbedding | EmbeddingDropout, context: StepContext) -> torch.Tensor:
+    return hidden_dropout(
+        hidden,
+        layer.dropout,
+        seed=context.seed,
+        layer=EMBEDDING_DROPOUT,
+        sample_ids=context.sample_ids,
+        training=layer.training,
+        first_position=context.position_offset,
+    )

@@ -1,4 +1,4 @@
-"""One pre-LN transformer block: attention and feed-forward, each with dropout and a residual."""
+"""One transformer block: attention and feed-forward, each with norms, dropout and a residual."""
 
 from __future__ import annotations
 
@@ -6,44 +6,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron import kernels
 from megatron.config import ModelConfig
+from megatron.config.architecture.norms import POST_BRANCH, PRE
 from megatron.model.blocks.attention import SelfAttention
+from megatron.model.blocks.experts import Experts
+from megatron.model.blocks.feed_forward import FeedForward
+from megatron.model.blocks.norm import build_norm
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import hidden_dropout
-from megatron.parallel.shard_spec import Dimension
-from megatron.parallel.tensor.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
 
 EMBEDDING_DROPOUT = 0  # dropout sites are numbered: 0 for the embedding, then two per block
-
-
-class FeedForward(nn.Module):
-    """`fc2(gelu(fc1(x)))`, the inner dimension split over the tensor-parallel axis.
-
-    The tanh approximation of GELU is the default, as in Megatron's fused kernel and in GPT-2; `--no-bias-gelu-fusion`
-    selects the exact form unless `--openai-gelu` is also given.
-
-    Shapes: `[b, s, h]` to the same; inside `[b, s, f/t]`.
-
-    Args:
-        residual_std: standard deviation of the second matrix's initial weights.
-    """
-
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, residual_std: float) -> None:
-        super().__init__()
-        self.tanh_form = config.bias_gelu_fusion or config.openai_gelu
-        inner = Dimension("outputs of a linear layer", config.ffn_hidden_size, mesh.tp)
-        self.linear_fc1 = ColumnParallelLinear(
-            config.hidden_size, (inner,), mesh.tp, init_std=config.init_method_std, device=mesh.device
-        )
-        self.linear_fc2 = RowParallelLinear(
-            config.ffn_hidden_size, config.hidden_size, mesh.tp, init_std=residual_std, device=mesh.device
-        )
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Applies the layer."""
-        return self.linear_fc2(kernels.gelu(self.linear_fc1(hidden), self.tanh_form))
 
 
 class TransformerBlock(nn.Module):
@@ -61,13 +34,22 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, index: int, residual_std: float) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.layernorm_epsilon
-        self.dropout = config.hidden_dropout
+        size, placement = config.hidden_size, config.norm_placement
+        self.dropout, self.multiplier = config.hidden_dropout, config.residual_multiplier
+        self.is_parallel = config.parallel_residual
+        self.residual_after_norm = config.apply_residual_connection_post_layernorm
         self.attention_slot, self.feed_forward_slot = 1 + 2 * index, 2 + 2 * index
-        self.input_layernorm = LayerNorm(size, eps, device=mesh.device)
+        has_inner, has_outer = placement != POST_BRANCH, placement != PRE
+        self.input_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
         self.self_attention = SelfAttention(config, mesh, index, residual_std)
-        self.pre_mlp_layernorm = LayerNorm(size, eps, device=mesh.device)
-        self.mlp = FeedForward(config, mesh, residual_std)
+        self.post_self_attn_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
+        self.pre_mlp_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
+        self.mlp = (
+            Experts(config, mesh, index, residual_std)
+            if config.has_experts(index)
+            else FeedForward(config, mesh, residual_std)
+        )
+        self.post_mlp_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Runs the block, with recomputation in backward if the context requires it."""
@@ -76,13 +58,18 @@ class TransformerBlock(nn.Module):
         return self._run(hidden, context)
 
     def _run(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        attended = self.self_attention(self.input_layernorm(hidden), context)
-        hidden = hidden + self._drop(attended, self.attention_slot, context)
-        fed = self.mlp(self.pre_mlp_layernorm(hidden))
-        return hidden + self._drop(fed, self.feed_forward_slot, context)
+        normed = self.input_layernorm(hidden)
+        attended = self.post_self_attn_layernorm(self.self_attention(normed, context))
+        residual = normed if self.residual_after_norm else hidden
+        after_attention = residual + self._branch(attended, self.attention_slot, context)
+        normed = self.pre_mlp_layernorm(hidden if self.is_parallel else after_attention)
+        fed = self.post_mlp_layernorm(self.mlp(normed, context))
+        residual = normed if self.residual_after_norm else after_attention
+        return residual + self._branch(fed, self.feed_forward_slot, context)
 
-    def _drop(self, x: torch.Tensor, slot: int, context: StepContext) -> torch.Tensor:
-        return hidden_dropout(
+    def _branch(self, x: torch.Tensor, slot: int, context: StepContext) -> torch.Tensor:
+        """What a branch adds to the residual: its output after dropout, times the multiplier."""
+        dropped = hidden_dropout(
             x,
             self.dropout,
             seed=context.seed,
@@ -91,3 +78,4 @@ class TransformerBlock(nn.Module):
             training=self.training,
             first_position=context.position_offset,
         )
+        return dropped if self.multiplier == 1 else dropped * self.multiplier

@@ -30,11 +30,18 @@ class AuxiliaryLosses:
 
         Shapes: loss `[]`.
         """
-        self._values[name, layer] = loss.detach()
+        self.record(name, layer, loss)
         return _Attach.apply(hidden, loss, self.backward_scale)
 
+    def record(self, name: str, layer: int, value: torch.Tensor) -> None:
+        """Records a value, such as a statistic, that adds nothing to the objective.
+
+        The step sums it over micro-batches and ranks if the objective lists it as a metric.
+        """
+        self._values[name, layer] = value.detach()
+
     def sums(self) -> dict[str, torch.Tensor]:
-        """The losses by name, each summed over this rank's layers, without gradients."""
+        """The losses and recorded values by name, each summed over this rank's layers, without gradients."""
         totals: dict[str, torch.Tensor] = {}
         for (name, _), value in self._values.items():
             totals[name] = totals[name] + value if name in totals else value

@@ -6,15 +6,18 @@ pipeline stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.key_value_cache import KeyValueCache
+
+Shared = TypeVar("Shared")
 
 
 class Recompute(Enum):
@@ -36,7 +39,7 @@ class MaskKind(Enum):
 class StepContext:
     """What the layers know about a micro-batch.
 
-    Shapes: sample_ids `[b]` int64; segment_ids and position_ids `[b, s]` int64; attention_bias `[b, 1, s, s]`.
+    Shapes: sample_ids `[b]` int64; segment_ids and position_ids `[b, s]` int64.
 
     Attributes:
         sample_ids: index of each sample in the sample order of the run; together with the seed it determines dropout.
@@ -47,10 +50,10 @@ class StepContext:
         position_ids: the positions; None if they are consecutive from `position_offset`.
         segment_ids: document number of each token; None if documents are not separated.
         mask: what a token may attend to.
-        attention_bias: 0 where a query may attend to a key, -inf elsewhere; None for the plain causal mask.
         recompute: what is recomputed during backward.
         caches: keys and values of earlier tokens, one per block; None outside generation.
         auxiliary: collects the losses that layers add.
+        shared: tensors that several layers use, such as masks and rotation angles; see `once`.
     """
 
     sample_ids: torch.Tensor
@@ -60,15 +63,21 @@ class StepContext:
     position_ids: torch.Tensor | None = None
     segment_ids: torch.Tensor | None = None
     mask: MaskKind = MaskKind.CAUSAL
-    attention_bias: torch.Tensor | None = None
     recompute: Recompute = Recompute.NONE
     caches: Sequence[KeyValueCache] | None = None
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
+    shared: dict[Hashable, Any] = field(default_factory=dict)
 
     @cached_property
     def first_sample(self) -> int:
         """The first sample id; on a GPU the host waits for it, once, where it was not known."""
         return int(self.sample_ids[0]) if self.known_first_sample is None else self.known_first_sample
+
+    def once(self, key: Hashable, compute: Callable[[], Shared]) -> Shared:
+        """The value that `compute` returned for `key` in the first layer that asked for it."""
+        if key not in self.shared:
+            self.shared[key] = compute()
+        return self.shared[key]  # type: ignore[no-any-return]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -133,7 +142,6 @@ class StepSettings:
             else None,
             segment_ids=segment_ids,
             mask=MaskKind.DOCUMENTS if separate else MaskKind.CAUSAL,
-            attention_bias=document_bias(segment_ids, self.dtype) if separate and segment_ids is not None else None,
             recompute=self.recompute,
             caches=caches,
             auxiliary=AuxiliaryLosses(backward_scale),
@@ -149,13 +157,3 @@ def restarted_positions(segment_ids: torch.Tensor) -> torch.Tensor:
     begins = torch.zeros_like(segment_ids, dtype=torch.bool)
     begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
     return index - torch.where(begins, index, 0).cummax(dim=1).values
-
-
-def document_bias(segment_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The attention bias that restricts each query to earlier keys (and its own) of the same document.
-
-    Shapes: `[b, s]` to `[b, 1, s, s]`, 0 or -inf.
-    """
-    seen = (segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)).tril()  # [b, s, s]
-    bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return bias.masked_fill_(seen.logical_not_(), float("-inf")).unsqueeze(1)

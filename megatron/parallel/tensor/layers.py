@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron import kernels
 from megatron.errors import DataError
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
@@ -159,23 +158,6 @@ class VocabParallelEmbedding(nn.Module):
             raise DataError(
                 f"There is a negative input id ({lowest}) in the input. Valid ids are 0 to {self.vocab_size - 1}."
             )
-
-
-class LayerNorm(nn.Module):
-    """Layer norm with weight and bias, replicated over the axis.
-
-    Shapes: `[..., h]` to the same.
-    """
-
-    def __init__(self, hidden_size: int, eps: float, *, device: torch.device | str | None = None) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = place(nn.Parameter(torch.ones(hidden_size, device=device)), ShardSpec.vector(hidden_size))
-        self.bias = place(nn.Parameter(torch.zeros(hidden_size, device=device)), ShardSpec.vector(hidden_size))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalizes the last dimension."""
-        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def vocabulary_table(

@@ -39,3 +39,11 @@ def test_values_are_summed_over_layers_and_counted_once_under_recompute() -> Non
     assert losses.sums()["balance"].item() == 6.0
     assert weight.grad.tolist() == [5.0, 5.0]  # 2 of the product, 1 + 2 of the attached losses
     assert AuxiliaryLosses().sums() == {}
+
+
+def test_recorded_values_are_summed_and_have_no_gradient() -> None:
+    losses = AuxiliaryLosses()
+    for layer, tokens in enumerate(([3, 1], [2, 2])):
+        losses.record("tokens", layer, torch.tensor(tokens, dtype=torch.float32, requires_grad=True))
+    assert losses.sums()["tokens"].tolist() == [5.0, 3.0]
+    assert not losses.sums()["tokens"].requires_grad

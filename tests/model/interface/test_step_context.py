@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.model.interface.key_value_cache import KeyValueCache
-from megatron.model.interface.step_context import MaskKind, StepSettings, document_bias, restarted_positions
+from megatron.model.interface.step_context import MaskKind, StepSettings, restarted_positions
 
 SEGMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 5, 5]])
 IDS = torch.tensor([7, 9])
@@ -15,24 +15,16 @@ def test_positions_restart_with_every_segment() -> None:
     assert restarted_positions(SEGMENTS).tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
 
 
-def test_a_query_attends_to_earlier_keys_of_its_own_segment() -> None:
-    bias = document_bias(SEGMENTS, torch.bfloat16)
-    assert bias.shape == (2, 1, 6, 6)
-    assert bias.dtype == torch.bfloat16
-    assert (bias[0, 0, 4] == 0).tolist() == [False, False, True, True, True, False]
-    assert (bias[1, 0] == 0).tolist() == torch.ones(6, 6).tril().bool().tolist()
-    assert set(bias.unique().tolist()) == {0.0, float("-inf")}
-
-
 def test_segments_matter_only_if_requested() -> None:
     plain = StepSettings().context(IDS, SEGMENTS)
-    assert (plain.attention_bias, plain.position_ids, plain.mask) == (None, None, MaskKind.CAUSAL)
+    assert (plain.position_ids, plain.mask) == (None, MaskKind.CAUSAL)
     positions = StepSettings(restart_positions=True).context(IDS, SEGMENTS)
-    assert positions.attention_bias is None
+    assert positions.mask is MaskKind.CAUSAL
     assert torch.equal(positions.position_ids, restarted_positions(SEGMENTS))
     masked = StepSettings(mask=MaskKind.DOCUMENTS).context(IDS, SEGMENTS)
     assert masked.position_ids is None
-    assert torch.equal(masked.attention_bias, document_bias(SEGMENTS, torch.float32))
+    assert masked.mask is MaskKind.DOCUMENTS
+    assert torch.equal(masked.segment_ids, SEGMENTS)
     assert StepSettings(mask=MaskKind.DOCUMENTS).context(IDS).mask is MaskKind.CAUSAL
 
 
@@ -48,7 +40,7 @@ def test_a_context_crosses_a_stage_boundary_as_tensors() -> None:
         assert torch.equal(arrived.sample_ids, context.sample_ids)
         if segments is not None:
             assert torch.equal(arrived.position_ids, context.position_ids)
-            assert torch.equal(arrived.attention_bias, context.attention_bias)
+            assert torch.equal(arrived.segment_ids, segments)
 
 
 def test_positions_follow_the_cached_tokens() -> None:
@@ -56,3 +48,10 @@ def test_positions_follow_the_cached_tokens() -> None:
     cache.append(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
     assert StepSettings().context(IDS, caches=[cache]).position_offset == 3
     assert StepSettings().context(IDS, first_sample=5).first_sample == 5
+
+
+def test_a_shared_value_is_computed_by_the_first_layer_that_asks() -> None:
+    context = StepSettings().context(IDS)
+    assert context.once("mask", lambda: 1) == 1
+    assert context.once("mask", lambda: 2) == 1
+    assert context.once(("mask", 5), lambda: 2) == 2

@@ -13,7 +13,8 @@ from megatron.errors import ConfigError, DataError
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, shard_spec_of
-from megatron.parallel.tensor.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding
+from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.parallel.tensor.norms import LayerNorm
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 

@@ -1,0 +1,275 @@
+"""Flags of published launch scripts that stand for values of other fields, such as `--swiglu`.
+
+Each row of `SHORTHANDS` gives the values that a flag stands for, which a field that is given beside it may not
+contradict, and defaults for fields that are given nowhere.
+
+Source: bigscience-workshop/Megatron-DeepSpeed and deepspeedai's fork, `megatron/arguments.py` and
+`megatron/model/transformer.py`; NVIDIA Megatron-LM `megatron/training/arguments.py`.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.flags.fields import Flag, FlagFacts
+from megatron.config.flags.layer_patterns import read_pattern, shortest_period
+from megatron.errors import ConfigError
+
+Values = Mapping[str, Any]
+
+_PREFIX = "shorthand."
+_MODEL = "model."
+_GLU_ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
+    {"geglu": "gelu", "reglu": "relu", "liglu": "linear", "swiglu": "silu"}
+)
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a flag stands for: fields of the model by name.
+
+    Attributes:
+        values: what the flag says.
+        defaults: what follows from it for fields that are not given.
+    """
+
+    values: Values = field(default_factory=dict)
+    defaults: Values = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Shorthand:
+    """A flag and its meaning, a function of its value and of all values that are known of the model."""
+
+    flag: Flag
+    meaning: Callable[[Any, Values], Meaning]
+
+
+def shorthand_flags() -> dict[str, Shorthand]:
+    """Every shorthand by its destination `shorthand.name`."""
+    return {f"{_PREFIX}{entry.flag.field}": entry for entry in _SHORTHANDS}
+
+
+def expand_shorthands(
+    layers: Sequence[Values], *, with_defaults: bool = True
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Replaces the shorthands by the fields they stand for.
+
+    Args:
+        layers: values by destination, from the weakest source (a preset) to the strongest (the command line). Within a
+            layer a shorthand and a field may not contradict each other; between layers the stronger one holds.
+        with_defaults: whether fields that are given nowhere get what follows from a shorthand.
+
+    Returns:
+        The layers without shorthands, and one sentence for every contradiction or value that is not known.
+    """
+    table, problems = shorthand_flags(), []
+    fields = {name: value for layer in layers for name, value in layer.items() if name not in table}
+    expanded: list[dict[str, Any]] = []
+    used: list[tuple[dict[str, Any], Shorthand, Any]] = []
+    for layer in layers:
+        found = {name: value for name, value in layer.items() if name not in table}
+        sources: dict[str, str] = {}
+        for name, entry in table.items():
+            if layer.get(name, False) is False:
+                continue
+            try:
+                meaning = entry.meaning(layer[name], _of_model({**fields, **found}))
+            except ConfigError as failure:
+                problems.extend(failure.problems)
+                continue
+            used.append((found, entry, layer[name]))
+            problems += _taken_over(entry.flag.positive_name, meaning.values, found, sources)
+        fields.update(found)
+        expanded.append(found)
+    for found, entry, value in used if with_defaults else []:
+        for key, default in entry.meaning(value, _of_model(fields)).defaults.items():
+            if _MODEL + key not in fields:
+                found[_MODEL + key] = default
+    return expanded, problems
+
+
+def _of_model(values: Values) -> dict[str, Any]:
+    """The fields of the model by name."""
+    return {name.removeprefix(_MODEL): value for name, value in values.items() if name.startswith(_MODEL)}
+
+
+def _taken_over(option: str, values: Values, found: dict[str, Any], sources: dict[str, str]) -> list[str]:
+    """Writes the values of a shorthand into a layer; one sentence for each that something else contradicts."""
+    problems = []
+    for key, value in values.items():
+        name, own = _MODEL + key, "--" + key.replace("_", "-")
+        if name in found and found[name] != value:
+            other = sources.get(name, f"{own} {_shown(found[name])}")
+            problems.append(
+                f"{option} and {other} contradict each other: the first stands for {own} {_shown(value)}. Drop one of "
+                "them."
+            )
+            continue
+        found[name] = value
+        sources[name] = option
+    return problems
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _swiglu(value: Any, known: Values) -> Meaning:
+    width = known.get("hidden_size", 0) // 24 * 64  # 8/3 of it, down to a multiple of 64
+    return Meaning(
+        {"activation_function": "silu", "gated_linear_unit": True}, {"ffn_hidden_size": width} if width else {}
+    )
+
+
+def _glu_activation(value: str, known: Values) -> Meaning:
+    if value not in _GLU_ACTIVATIONS:
+        raise ConfigError(f"--glu-activation {value} is not known. Use one of: {', '.join(_GLU_ACTIVATIONS)}.")
+    return Meaning({"activation_function": _GLU_ACTIVATIONS[value], "gated_linear_unit": True})
+
+
+def _no_position_embedding(value: Any, known: Values) -> Meaning:
+    """Beside rotary positions it only says that there is no table, which there is not."""
+    if known.get("position_embedding_type") in ("rope", "alibi"):
+        return Meaning()
+    return Meaning({"position_embedding_type": "none"})
+
+
+def _use_rope_scaling(value: Any, known: Values) -> Meaning:
+    fixed = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_max_positions": 8192}
+    return Meaning({"rope_scaling_type": "llama3"}, fixed)
+
+
+def _window_size(words: tuple[str, ...], known: Values) -> Meaning:
+    """Upstream counts the tokens beside the own one: (127, 0) is a window of 128."""
+    parts = " ".join(words).strip("()[] ").replace(",", " ").split()
+    try:
+        left, right = (int(part) for part in parts)
+    except ValueError:
+        left, right = -2, 0
+    if left < -1 or right != 0:
+        raise ConfigError(
+            f"--window-size {' '.join(words)} is not a causal window. Give the number of earlier tokens and 0, for "
+            "example 127,0."
+        )
+    return Meaning({"attention_window": None if left == -1 else left + 1})
+
+
+def _every(option: str, field_name: str, lone: int, *, lone_first: bool = False, flipped: bool = False) -> Any:
+    """A meaning: N gives every N-th layer the entry `lone`; a list gives the entries themselves.
+
+    Args:
+        option: the flag.
+        field_name: the pattern that it sets.
+        lone: entry of every N-th layer; the others have the opposite.
+        lone_first: whether the first of N layers has it, not the last.
+        flipped: whether a list has 1 where the pattern has 0.
+    """
+
+    def meaning(words: Any, known: Values) -> Meaning:
+        text = " ".join(words) if isinstance(words, tuple) else str(words)
+        found = read_pattern(option, text, known.get("num_layers"))
+        if isinstance(found, int):
+            others = (1 - lone,) * (found - 1)
+            found = (lone, *others) if lone_first else (*others, lone)
+        elif flipped:
+            found = tuple(1 - entry for entry in found)
+        return Meaning({field_name: shortest_period(found)})
+
+    return meaning
+
+
+def _load_balancing(value: str, known: Values) -> Meaning:
+    if value not in ("aux_loss", "none"):
+        raise ConfigError(f"--moe-router-load-balancing-type {value} is not known. Use one of: aux_loss, none.")
+    return Meaning({"moe_aux_loss_coeff": 0.0} if value == "none" else {})
+
+
+def _interpolation(value: float, known: Values) -> Meaning:
+    return Meaning({"rope_scaling_type": "linear", "rope_scaling_factor": value})
+
+
+def _always(values: Values, defaults: Values | None = None) -> Callable[[Any, Values], Meaning]:
+    return lambda value, known: Meaning(values, defaults or {})
+
+
+def _flag(name: str, element: type, help: str, *, many: bool = False) -> Flag:
+    default = False if element is bool else None
+    return Flag(name, element, FlagFacts(help=help), default, required=False, is_tuple=many, count=None)
+
+
+# In the order in which they are applied: --no-position-embedding looks at what those before it have set.
+_SHORTHANDS: tuple[Shorthand, ...] = (
+    Shorthand(
+        _flag("swiglu", bool, "silu and gated; the inner width is 8/3 x hidden size, down to a multiple of 64"), _swiglu
+    ),
+    Shorthand(
+        _flag(
+            "glu_activation",
+            str,
+            "gated with GELU (exact), ReLU, no activation or SiLU: "
+            "geglu, reglu, liglu, swiglu; the inner width stays 4 x hidden size",
+        ),
+        _glu_activation,
+    ),
+    Shorthand(
+        _flag("squared_relu", bool, "--activation-function squared_relu"),
+        _always({"activation_function": "squared_relu"}),
+    ),
+    Shorthand(
+        _flag("disable_bias_linear", bool, "no biases, except those of --add-qkv-bias; GELU is exact"),
+        _always({"add_bias_linear": False}, {"bias_gelu_fusion": False}),
+    ),
+    Shorthand(
+        _flag("group_query_attention", bool, "--num-query-groups holds, and is 1 if it is not given"),
+        _always({}, {"num_query_groups": 1}),
+    ),
+    Shorthand(
+        _flag("use_rotary_position_embeddings", bool, "--position-embedding-type rope"),
+        _always({"position_embedding_type": "rope"}),
+    ),
+    Shorthand(
+        _flag("no_position_embedding", bool, "no positions, or no others than rotary ones"), _no_position_embedding
+    ),
+    Shorthand(
+        _flag("use_rope_scaling", bool, "--rope-scaling-type llama3, made for a context of 8192"), _use_rope_scaling
+    ),
+    Shorthand(
+        _flag("rotary_seq_len_interpolation_factor", float, "--rope-scaling-type linear and its factor"), _interpolation
+    ),
+    Shorthand(
+        _flag("no_rope_freq", str, "every N-th layer has no positions, or a list with 1 for those layers", many=True),
+        _every("--no-rope-freq", "rope_layer_pattern", 0, flipped=True),
+    ),
+    Shorthand(_flag("window_size", str, "L,0: a window of L tokens and the token itself", many=True), _window_size),
+    Shorthand(
+        _flag(
+            "window_attn_skip_freq",
+            str,
+            "every N-th layer attends to everything, or a list with 1 for windows",
+            many=True,
+        ),
+        _every("--window-attn-skip-freq", "attention_window_pattern", 0),
+    ),
+    Shorthand(
+        _flag(
+            "moe_layer_freq",
+            str,
+            "the first of every N layers has experts, or a list with 1 for those layers",
+            many=True,
+        ),
+        _every("--moe-layer-freq", "moe_layer_pattern", 1, lone_first=True),
+    ),
+    Shorthand(
+        _flag("expert_interval", int, "the last of every N layers has experts"),
+        _every("--expert-interval", "moe_layer_pattern", 1),
+    ),
+    Shorthand(
+        _flag("moe_router_load_balancing_type", str, "aux_loss, or none for --moe-aux-loss-coeff 0"), _load_balancing
+    ),
+)

@@ -1,0 +1,80 @@
+"""The families that can be converted, by the `model_type` of their `config.json`. A new family is one line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.convert.hugging_face.families.bloom import BLOOM
+from megatron.convert.hugging_face.families.gemma2 import GEMMA2
+from megatron.convert.hugging_face.families.gemma3 import GEMMA3
+from megatron.convert.hugging_face.families.gpt2 import GPT2
+from megatron.convert.hugging_face.families.gpt_neox import GPT_NEOX
+from megatron.convert.hugging_face.families.llama import LLAMA
+from megatron.convert.hugging_face.families.mistral import MISTRAL
+from megatron.convert.hugging_face.families.mixtral import MIXTRAL
+from megatron.convert.hugging_face.families.olmo2 import OLMO2
+from megatron.convert.hugging_face.families.phi3 import PHI3
+from megatron.convert.hugging_face.families.qwen2 import QWEN2
+from megatron.convert.hugging_face.families.qwen3 import QWEN3
+from megatron.convert.hugging_face.families.qwen3_moe import QWEN3_MOE
+from megatron.convert.hugging_face.table.family import Family
+from megatron.errors import ConversionError
+
+# In the order in which an export looks for a family that can express a network.
+FAMILIES: tuple[Family, ...] = (
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    OLMO2,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
+    MIXTRAL,
+    QWEN3_MOE,
+    GPT_NEOX,
+    BLOOM,
+)
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a `config.json`.
+
+    Raises:
+        ConversionError: it names none, or one that is unknown.
+    """
+    model_type = config.get("model_type")
+    for family in FAMILIES:
+        if model_type == family.model_type or model_type in family.other_model_types:
+            return family
+    raise ConversionError(f'config.json has "model_type": {model_type!r}, which cannot be converted. {known_types()}')
+
+
+def family_for(model: ModelConfig, model_type: str | None = None) -> Family:
+    """The family that a network is exported as: the one of that name, else the first that can express it.
+
+    Raises:
+        ConversionError: the name is unknown, or no family can express the network.
+    """
+    if model_type is not None:
+        for family in FAMILIES:
+            if family.model_type == model_type:
+                return family
+        raise ConversionError(f"--model-type {model_type} is not known. {known_types()}")
+    problems = []
+    for family in FAMILIES:
+        try:
+            family.write_config(model)
+            return family
+        except ConversionError as failure:
+            problems.append(str(failure))
+    shortest = min(problems, key=len)
+    raise ConversionError(f"no family can express this network. The nearest one: {shortest} {known_types()}")
+
+
+def known_types() -> str:
+    """A sentence with every model type."""
+    return f"Known are {', '.join(family.model_type for family in FAMILIES)}."

@@ -1,0 +1,148 @@
+"""A family of models: the table of its fields and tensors, which both directions use, and what else its files hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.config.flags.fields import MUST_MATCH, resume_rule
+from megatron.convert.hugging_face.table.fields import FieldRule, read_fields, write_fields
+from megatron.convert.hugging_face.table.tensors import TensorRule
+from megatron.errors import ConfigError, ConversionError
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models: everything that is said about it, once for both directions.
+
+    Args:
+        model_type: the value of `model_type` in its `config.json`.
+        architecture: the class that `architectures` names.
+        fields: how fields correspond; applied in this order.
+        tensors: how tensors correspond; at most one rule for each tensor of ours.
+        ignored_tensors: names of stored buffers that follow from the configuration; `{layer}` stands for a number.
+        optional_prefix: what the names in `tensors` begin with and some published files leave out.
+        head: the name of the output matrix; files of models whose head is tied may hold a copy of the embedding there.
+        embedding: the name of the embedding.
+        other_model_types: further values of `model_type` that mean the same.
+    """
+
+    model_type: str
+    architecture: str
+    fields: tuple[FieldRule, ...]
+    tensors: tuple[TensorRule, ...]
+    ignored_tensors: tuple[str, ...] = ()
+    optional_prefix: str = ""
+    head: str = "lm_head.weight"
+    embedding: str = "model.embed_tokens.weight"
+    other_model_types: tuple[str, ...] = ()
+
+    def read_config(self, config: Mapping[str, Any]) -> ModelConfig:
+        """The architecture that a `config.json` describes.
+
+        Raises:
+            ConversionError: a field is missing, unknown, or has a value that cannot be expressed.
+        """
+        found = read_fields(self.fields, config)
+        try:
+            return ModelConfig(**found, padded_vocab_size=found["vocab_size"])
+        except ConfigError as failure:
+            raise ConversionError(
+                f"config.json describes a network that cannot be built: {failure} Take the config.json that was "
+                "published with the weights."
+            ) from failure
+
+    def write_config(self, model: ModelConfig) -> dict[str, Any]:
+        """The fields of a `config.json` for an architecture.
+
+        Raises:
+            ConversionError: the family cannot express it; names the flags and their values.
+        """
+        written = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **write_fields(self.fields, model),
+        }
+        problems = self.differences(model, written)
+        if problems:
+            raise ConversionError(
+                f"a model of type {self.model_type} cannot express {'; '.join(problems)}. Choose another family with "
+                "--model-type."
+            )
+        return written
+
+    def differences(self, model: ModelConfig, written: Mapping[str, Any]) -> list[str]:
+        """What is lost when an architecture is written and read back, one text for each field."""
+        try:
+            again = self.read_config(written)
+        except ConversionError as failure:
+            return [str(failure)]
+        ours, theirs = essential_fields(model), essential_fields(again)
+        return [
+            f"--{name.replace('_', '-')} {ours.get(name)} (it would become {theirs.get(name)})"
+            for name in sorted({*ours, *theirs})
+            if ours.get(name) != theirs.get(name)
+        ]
+
+    def is_ignored(self, tensor: str) -> bool:
+        """Whether a stored tensor is a buffer that nobody needs."""
+        return any(
+            re.fullmatch(re.escape(name).replace(r"\{layer\}", "[0-9]+"), tensor) is not None
+            for name in self.ignored_tensors
+        )
+
+
+def essential_fields(model: ModelConfig) -> dict[str, Any]:
+    """The fields of an architecture that change its logits, without those that other fields make meaningless."""
+    found = {
+        field.name: getattr(model, field.name)
+        for field in dataclasses.fields(model)
+        if resume_rule(field) == MUST_MATCH
+    }
+    meaningless = {"add_bias_linear"}  # each kind of matrix has a flag of its own, which follows it
+    scaling = model.rope_scaling_type if model.uses_rope else "none"
+    if not model.uses_rope:
+        meaningless |= {name for name in found if name.startswith(("rotary_", "rope_"))}
+    for name, kinds in _SCALING_FIELDS.items():
+        if scaling not in kinds:
+            meaningless.add(name)
+    if model.rope_original_max_positions is None:
+        found["rope_original_max_positions"] = model.max_position_embeddings
+    if found["rotary_base_windowed"] is None and scaling == "none":
+        found["rotary_base_windowed"] = model.rotary_base
+    if model.num_experts == 1:
+        meaningless |= {name for name in found if name.startswith("moe_")}
+    elif all(model.has_experts(layer) for layer in range(model.num_layers)):
+        meaningless.add("ffn_hidden_size")
+    if not model.qk_layernorm:
+        meaningless.add("qk_layernorm_scope")
+    if found["softmax_scale"] is None:
+        found["softmax_scale"] = model.kv_channels**-0.5
+    for layered in ("attention_window_pattern", "rope_layer_pattern", "moe_layer_pattern"):
+        found[layered] = _spread(found[layered], model.num_layers)
+    if model.attention_window is None or not any(found["attention_window_pattern"]):
+        meaningless |= {"attention_window", "attention_window_pattern", "rotary_base_windowed"}
+    return {name: value for name, value in found.items() if name not in meaningless}
+
+
+# Fields that only some kinds of frequency scaling read.
+_SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "rope_scaling_factor": ("linear", "dynamic", "llama3", "yarn"),
+    "rope_original_max_positions": ("dynamic", "llama3", "yarn", "longrope"),
+    "rope_low_freq_factor": ("llama3",),
+    "rope_high_freq_factor": ("llama3",),
+    "rope_beta_fast": ("yarn",),
+    "rope_beta_slow": ("yarn",),
+    "rope_attention_factor": ("yarn", "longrope"),
+    "rope_short_factors": ("longrope",),
+    "rope_long_factors": ("longrope",),
+}
+
+
+def _spread(pattern: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    """A pattern over all layers; an empty one says 1 for each."""
+    return tuple(pattern[layer % len(pattern)] if pattern else 1 for layer in range(layers))

@@ -1,0 +1,319 @@
+"""How fields of a `config.json` correspond to fields of the architecture: rules that read and write.
+
+Every field of a `config.json` is read by a rule, known to be irrelevant, or refused with its value, because a field
+that is ignored may change the logits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from megatron.config import ModelConfig
+from megatron.config.flags.fields import flags_of
+from megatron.errors import ConversionError
+
+
+class Required(Enum):
+    """Stands for the default of a field that has none."""
+
+    REQUIRED = "required"
+
+
+REQUIRED = Required.REQUIRED
+
+# Fields of every family that say nothing about the network: how texts are generated, who wrote the file.
+IRRELEVANT_EVERYWHERE = frozenset(
+    """
+    model_type architectures _name_or_path name_or_path transformers_version torch_dtype dtype use_cache auto_map
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id cls_token_id
+    task_specific_params id2label label2id num_labels problem_type finetuning_task
+    output_hidden_states output_attentions return_dict torchscript pruned_heads chunk_size_feed_forward
+    gradient_checkpointing _attn_implementation attn_implementation _attn_implementation_internal
+    max_length min_length max_new_tokens do_sample temperature top_k top_p typical_p num_beams num_beam_groups
+    diversity_penalty length_penalty early_stopping repetition_penalty encoder_no_repeat_ngram_size
+    no_repeat_ngram_size num_return_sequences bad_words_ids suppress_tokens begin_suppress_tokens
+    forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
+    return_dict_in_generate output_scores use_bfloat16 tokenizer_class prefix tf_legacy_loss
+    unsloth_fixed unsloth_version
+    """.split()  # noqa: SIM905 (one name a line would take sixty)
+)
+# Fields of every family that must have their usual value.
+_USUAL_EVERYWHERE: Mapping[str, Any] = {"is_encoder_decoder": False, "is_decoder": False, "add_cross_attention": False}
+
+
+class Entries:
+    """The fields of a `config.json`, or of an object in it: each is handed out and counted as read.
+
+    Args:
+        place: what comes before the names in error texts, such as "rope_parameters.".
+    """
+
+    def __init__(self, values: Mapping[str, Any], place: str = "") -> None:
+        self._values = values
+        self._read: set[str] = set()
+        self._place = place
+
+    def take(self, name: str, default: Any = REQUIRED) -> Any:
+        """The value of a field, or the default where it is absent or null.
+
+        Raises:
+            ConversionError: it is absent and has no default.
+        """
+        self._read.add(name)
+        value = self._values.get(name)
+        if value is not None:
+            return value
+        if default is REQUIRED:
+            raise ConversionError(
+                f"config.json has no {self._place}{name}, which this family needs. Take the config.json that was "
+                "published with the weights."
+            )
+        return default
+
+    def is_null(self, name: str) -> bool:
+        """Whether a field is there and null, which some families tell from an absent one."""
+        return name in self._values and self._values[name] is None
+
+    def has(self, name: str) -> bool:
+        """Whether a field is there and not null; does not count as reading it."""
+        return self._values.get(name) is not None
+
+    def inner(self, name: str) -> Entries | None:
+        """The fields of an object; None if it is absent or null.
+
+        Raises:
+            ConversionError: it is something else.
+        """
+        value = self.take(name, None)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.refused(name, value, "should be an object")
+        return None if value is None else Entries(value, f"{self._place}{name}.")
+
+    def skip(self, *names: str) -> None:
+        """Counts fields as read that do not matter."""
+        self._read.update(names)
+
+    def check_only(self, name: str, allowed: Sequence[Any], default: Any = None) -> None:
+        """Checks that a field is absent or has one of the values that can be expressed.
+
+        Raises:
+            ConversionError: it has another one.
+        """
+        value = self.take(name, default)
+        if value is not None and value not in allowed:
+            shown = " or ".join(json.dumps(item) for item in allowed)
+            raise self.refused(name, value, f"is supported only as {shown}")
+
+    def refused(self, name: str, value: Any, why: str) -> ConversionError:
+        """The error for a value that cannot be expressed."""
+        shown = json.dumps(value, default=str)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return ConversionError(
+            f'config.json has "{self._place}{name}": {shown}, which {why}. This model cannot be converted; the proof '
+            "of equal logits would fail."
+        )
+
+    def check_all_read(self) -> None:
+        """Checks that nothing is left that no rule knows; null says nothing.
+
+        Raises:
+            ConversionError: a field is unknown.
+        """
+        for name, value in self._values.items():
+            if name not in self._read and value is not None:
+                raise self.refused(name, value, "no rule of this family knows")
+
+
+class FieldRule(Protocol):
+    """How some fields correspond, in both directions."""
+
+    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Our fields, from theirs; `found` are ours that earlier rules have read."""
+
+    def write(self, model: ModelConfig) -> Mapping[str, Any]:
+        """Their fields, from ours."""
+
+
+@dataclass(frozen=True)
+class Same:
+    """A field that both have, by different names.
+
+    Args:
+        default: their value where the field is absent or null: a value, or a function of our fields read so far.
+        also: other names of the same field in some files; one of the names is given.
+    """
+
+    ours: str
+    theirs: str
+    default: Any | Callable[[Mapping[str, Any]], Any] = REQUIRED
+    also: tuple[str, ...] = ()
+
+    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `FieldRule`."""
+        default = self.default(found) if callable(self.default) else self.default
+        for name in self.also:
+            default = entries.take(name, default)
+        value = entries.take(self.theirs, default)
+        wanted = _OUR_TYPES.get(self.ours, int)
+        if value is not None and not _is_of(value, wanted):
+            raise entries.refused(self.theirs, value, f"should be a {wanted.__name__}")
+        return {self.ours: float(value) if wanted is float and value is not None else value}
+
+    def write(self, model: ModelConfig) -> Mapping[str, Any]:
+        """See `FieldRule`."""
+        return {self.theirs: getattr(model, self.ours)}
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A field that both have, with other words for its values.
+
+    Args:
+        pairs: (their value, our value); where ours comes twice, the first is written.
+        default: their value where the field is absent or null.
+    """
+
+    ours: str
+    theirs: str
+    pairs: tuple[tuple[Any, Any], ...]
+    default: Any = REQUIRED
+
+    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `FieldRule`."""
+        value = entries.take(self.theirs, self.default)
+        for their_value, our_value in self.pairs:
+            if value == their_value and type(value) is type(their_value):
+                return {self.ours: our_value}
+        known = ", ".join(json.dumps(their_value) for their_value, _ in self.pairs)
+        raise entries.refused(self.theirs, value, f"is not among the supported values {known}")
+
+    def write(self, model: ModelConfig) -> Mapping[str, Any]:
+        """See `FieldRule`."""
+        value = getattr(model, self.ours)
+        for their_value, our_value in self.pairs:
+            if our_value == value:
+                return {self.theirs: their_value}
+        return {}  # what is not written is noticed when the result is read back
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Our fields that have one value in this family; nothing in `config.json` says so."""
+
+    values: Mapping[str, Any]
+
+    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `FieldRule`."""
+        return self.values
+
+    def write(self, model: ModelConfig) -> Mapping[str, Any]:
+        """See `FieldRule`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Only:
+    """Their field that must have one of these values (or be absent); the first is written, unless absence says it."""
+
+    theirs: str
+    allowed: tuple[Any, ...]
+    is_written: bool = True
+
+    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `FieldRule`."""
+        entries.check_only(self.theirs, self.allowed)
+        return {}
+
+    def write(self, model: ModelConfig) -> Mapping[str, Any]:
+        """See `FieldRule`."""
+        return {self.theirs: self.allowed[0]} if self.is_written else {}
+
+
+@dataclass(frozen=True)
+class Irrelevant:
+    """Their fields that do not change the logits; they are not written."""
+
+    theirs: tuple[str, ...]
+
+    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `FieldRule`."""
+        entries.skip(*self.theirs)
+        return {}
+
+    def write(self, model: ModelConfig) -> Mapping[str, Any]:
+        """See `FieldRule`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Functions:
+    """Fields whose correspondence needs a function each way, such as the windows of layers."""
+
+    reader: Callable[[Entries, Mapping[str, Any]], Mapping[str, Any]]
+    writer: Callable[[ModelConfig], Mapping[str, Any]]
+
+    def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `FieldRule`."""
+        return self.reader(entries, found)
+
+    def write(self, model: ModelConfig) -> Mapping[str, Any]:
+        """See `FieldRule`."""
+        return self.writer(model)
+
+
+def tied_head(default: bool) -> Mapped:
+    """The rule for `tie_word_embeddings`; `default` is the family's value where the field is absent."""
+    return Mapped("untie_embeddings_and_output_weights", "tie_word_embeddings", ((True, False), (False, True)), default)
+
+
+# (their name, our name); where a family writes another word for one, it has its own pairs.
+ACTIVATION_NAMES: tuple[tuple[str, str], ...] = (
+    ("silu", "silu"),
+    ("swish", "silu"),
+    ("gelu_new", "gelu_tanh"),
+    ("gelu_pytorch_tanh", "gelu_tanh"),
+    ("gelu_fast", "gelu_tanh"),
+    ("gelu", "gelu"),
+    ("relu", "relu"),
+    ("relu2", "squared_relu"),
+    ("linear", "linear"),
+)
+
+
+def read_fields(rules: Sequence[FieldRule], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Our fields of the architecture, from a `config.json`.
+
+    Raises:
+        ConversionError: a field is missing, unknown, or has a value that cannot be expressed.
+    """
+    entries = Entries(config)
+    entries.skip(*IRRELEVANT_EVERYWHERE)
+    for name, usual in _USUAL_EVERYWHERE.items():
+        entries.check_only(name, (usual,))
+    found: dict[str, Any] = {}
+    for rule in rules:
+        found.update(rule.read(entries, found))
+    entries.check_all_read()
+    return found
+
+
+def write_fields(rules: Sequence[FieldRule], model: ModelConfig) -> dict[str, Any]:
+    """The fields of a `config.json`, from our architecture."""
+    written: dict[str, Any] = {}
+    for rule in rules:
+        written.update(rule.write(model))
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in written.items()}
+
+
+def _is_of(value: Any, wanted: type) -> bool:
+    """Whether a JSON value is of a type; a whole number is also a float, true is not a number."""
+    if wanted is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is wanted
+
+
+_OUR_TYPES: Mapping[str, type] = {flag.field: flag.element for flag in flags_of(ModelConfig) if not flag.is_tuple}

@@ -1,0 +1,192 @@
+"""Fields of rotary positions: base, rotated share, and the scaling of frequencies, in every form that is in use.
+
+Older files have `rope_theta` and `rope_scaling`, newer ones `rope_parameters` with all of it; both forms are written.
+Where a file has both, the same key must not have two values.
+
+Source: transformers `modeling_rope_utils.py`, version 5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.convert.hugging_face.table.fields import Entries, Functions
+
+_NAMES = {
+    "default": "none",
+    "linear": "linear",
+    "dynamic": "dynamic",
+    "llama3": "llama3",
+    "yarn": "yarn",
+    "longrope": "longrope",
+    "su": "longrope",  # Phi-3 as first published
+}
+# Their key -> our field, by kind of scaling.
+_KEYS: Mapping[str, Mapping[str, str]] = {
+    "none": {},
+    "linear": {"factor": "rope_scaling_factor"},
+    "dynamic": {"factor": "rope_scaling_factor"},
+    "llama3": {
+        "factor": "rope_scaling_factor",
+        "original_max_position_embeddings": "rope_original_max_positions",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+    },
+    "yarn": {
+        "factor": "rope_scaling_factor",
+        "original_max_position_embeddings": "rope_original_max_positions",
+        "beta_fast": "rope_beta_fast",
+        "beta_slow": "rope_beta_slow",
+        "attention_factor": "rope_attention_factor",
+    },
+    "longrope": {
+        "original_max_position_embeddings": "rope_original_max_positions",
+        "short_factor": "rope_short_factors",
+        "long_factor": "rope_long_factors",
+        "attention_factor": "rope_attention_factor",
+    },
+}
+_ORIGINAL = "original_max_position_embeddings"
+_NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
+
+
+def rope_fields(
+    default_theta: float = 10000.0,
+    default_percent: float | None = None,
+    *,
+    theta_name: str = "rope_theta",
+    percent_name: str = "partial_rotary_factor",
+) -> Functions:
+    """The rule for one kind of rotation in all layers.
+
+    Args:
+        default_theta: the family's base where the file does not say it.
+        default_percent: the share of each head that is rotated where the file does not say it; None if the family
+            always rotates whole heads, whatever its files say.
+        theta_name: what the family's older files call the base.
+        percent_name: what they call the share.
+    """
+
+    def read(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
+        merged, place = merged_parameters(entries, theta_name, percent_name)
+        merged.setdefault("rope_theta", default_theta)
+        percent = merged.setdefault("partial_rotary_factor", default_percent or 1.0)
+        if default_percent is None and percent != 1.0:
+            raise entries.refused(percent_name, percent, "this family ignores; it rotates whole heads")
+        return {"position_embedding_type": "rope", **read_parameters(merged, place, found)}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        if not model.uses_rope:
+            return {}
+        parameters = write_parameters(model)
+        older = {theta_name: model.rotary_base}
+        if default_percent is not None:
+            parameters["partial_rotary_factor"] = older[percent_name] = model.rotary_percent
+        # Readers of the older form take the base from beside the object.
+        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+        scaled = parameters["rope_type"] != "default"
+        older_scaling = {"type": parameters["rope_type"], **scaling} if scaled else None
+        return {"rope_parameters": parameters, **older, "rope_scaling": older_scaling}
+
+    return Functions(read, write)
+
+
+def merged_parameters(entries: Entries, theta_name: str, percent_name: str) -> tuple[dict[str, Any], str]:
+    """The parameters of the rotation from all the places they are in, and the place that scaling was found in.
+
+    Raises:
+        ConversionError: two places contradict each other.
+    """
+    merged: dict[str, Any] = {}
+    beside = ((theta_name, "rope_theta"), (percent_name, "partial_rotary_factor"), (_ORIGINAL, _ORIGINAL))
+    for name, key in beside:
+        value = entries.take(name, None)
+        if value is not None:
+            merged[key] = value
+    place = "rope_parameters"
+    for name in ("rope_parameters", "rope_scaling"):
+        inner = entries.take(name, None)
+        if inner is None:
+            continue
+        if not isinstance(inner, Mapping):
+            raise entries.refused(name, inner, "should be an object")
+        place = name
+        for key, value in _one_form(inner).items():
+            if key != _ORIGINAL and merged.setdefault(key, value) != value:
+                raise entries.refused(name, inner, f"contradicts {key} {merged[key]!r} elsewhere in the file")
+            merged.setdefault(key, value)  # a number beside the object wins over one in it
+    return merged, place
+
+
+def read_parameters(parameters: Mapping[str, Any], place: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Our fields of a rotation, from one object of parameters.
+
+    Args:
+        place: the name of the object, for error texts.
+        found: our fields read so far; it must hold `max_position_embeddings`.
+
+    Raises:
+        ConversionError: a parameter is unknown, missing, or cannot be expressed.
+    """
+    entries = Entries(parameters, f"{place}.")
+    name = entries.take("rope_type", "default")
+    kind = _NAMES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise entries.refused("rope_type", name, f"is not among {', '.join(_NAMES)}")
+    read: dict[str, Any] = {
+        "rotary_base": float(entries.take("rope_theta")),
+        "rotary_percent": float(entries.take("partial_rotary_factor", 1.0)),
+        "rope_scaling_type": kind,
+    }
+    for theirs, ours in _KEYS[kind].items():
+        value = entries.take(theirs) if theirs in _NEEDED else entries.take(theirs, None)
+        if value is not None:
+            read[ours] = tuple(map(float, value)) if isinstance(value, list) else value
+    entries.check_only("truncate", (True,))
+    entries.skip("original_max_position_embeddings", "finetuned", "type")
+    _read_attention_factor(entries, kind, read, found["max_position_embeddings"])
+    entries.check_all_read()
+    return {name: float(value) if _is_ratio(name, value) else value for name, value in read.items()}
+
+
+def write_parameters(model: ModelConfig) -> dict[str, Any]:
+    """One object of parameters."""
+    kind = model.rope_scaling_type
+    written: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind, "rope_theta": model.rotary_base}
+    for theirs, ours in _KEYS[kind].items():
+        value = getattr(model, ours)
+        if value is None and theirs == "original_max_position_embeddings":
+            value = model.max_position_embeddings
+        if value is not None:
+            written[theirs] = list(value) if isinstance(value, tuple) else value
+    return written
+
+
+def _one_form(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with the newer name of the kind."""
+    found = {key: value for key, value in parameters.items() if value is not None}
+    kind = found.pop("type", None)
+    if kind is not None:
+        found.setdefault("rope_type", kind)
+    return found
+
+
+def _read_attention_factor(entries: Entries, kind: str, read: dict[str, Any], max_positions: int) -> None:
+    """What replaces `attention_factor`: yarn's `mscale`, and a `factor` of longrope other than the usual one."""
+    if kind == "yarn":
+        mscale, over_all = entries.take("mscale", 0), entries.take("mscale_all_dim", 0)
+        if mscale and over_all and "rope_attention_factor" not in read:
+            factor = math.log(read["rope_scaling_factor"]) if read["rope_scaling_factor"] > 1 else 0.0
+            read["rope_attention_factor"] = (0.1 * mscale * factor + 1.0) / (0.1 * over_all * factor + 1.0)
+    if kind == "longrope":
+        factor = entries.take("factor", None)
+        original = read.get("rope_original_max_positions", max_positions)
+        if factor is not None and "rope_attention_factor" not in read:
+            read["rope_attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+
+def _is_ratio(name: str, value: Any) -> bool:
+    return name != "rope_original_max_positions" and isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,230 @@
+"""How tensors of a Hugging Face model correspond to ours: rules that are permutations of elements, so both ways work.
+
+A rule names one of our tensors and the parts that make it up. A part is a block of our logical tensor (all of it, the
+query rows, the gate, one expert), with its dimensions in some order and merged to the shape that the other side stores.
+Several parts may lie in one tensor of theirs, one below the other. Names hold `{layer}`, and `{expert}` where experts
+are tensors of their own. A rule whose tensor the network does not have is skipped: a table lists biases, norms and
+heads that only some models of the family have.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.errors import ConversionError
+
+
+@dataclass(frozen=True)
+class Block:
+    """Entries `start` to `stop` of one dimension of ours; negative numbers count from its end, None is its end."""
+
+    dimension: int
+    start: int
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """One block of our tensor, as it lies in a tensor of theirs.
+
+    Args:
+        theirs: the name of their tensor.
+        blocks: the block of ours; no entry for a dimension means all of it.
+        order: our dimensions in the order in which theirs has them; ours if empty.
+        columns: how many of the last dimensions (in their order) make up the last dimension of theirs; all others are
+            merged into its first. 0 for a vector.
+    """
+
+    theirs: str
+    blocks: tuple[Block, ...] = ()
+    order: tuple[int, ...] = ()
+    columns: int = 1
+
+
+@dataclass(frozen=True)
+class TensorRule:
+    """One of our tensors and the parts it is made of; those in the same tensor of theirs follow each other there."""
+
+    ours: str
+    parts: tuple[Part, ...]
+
+
+def matrix(ours: str, theirs: str) -> TensorRule:
+    """A matrix both store as [out, in]; of our logical shape, all dimensions but the last are merged."""
+    return TensorRule(ours, (Part(theirs),))
+
+
+def vector(ours: str, theirs: str) -> TensorRule:
+    """A bias or the weight of a norm; all our dimensions are merged."""
+    return TensorRule(ours, (Part(theirs, columns=0),))
+
+
+def linear(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+    """Weight and bias of a linear layer."""
+    return matrix(f"{ours}.weight", f"{theirs}.weight"), vector(f"{ours}.bias", f"{theirs}.bias")
+
+
+def norm(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+    """Weight and bias of a norm."""
+    return vector(f"{ours}.weight", f"{theirs}.weight"), vector(f"{ours}.bias", f"{theirs}.bias")
+
+
+def linear_transposed(ours: str, theirs: str) -> tuple[TensorRule, TensorRule]:
+    """Weight and bias of a linear layer that they store as [in, out]."""
+    return (
+        TensorRule(f"{ours}.weight", (Part(f"{theirs}.weight", order=(1, 0)),)),
+        vector(f"{ours}.bias", f"{theirs}.bias"),
+    )
+
+
+_QUERIES, _KEYS, _VALUES = Block(1, 0, -2), Block(1, -2, -1), Block(1, -1)
+
+
+def separate_query_key_value(ours: str, query: str, key: str, value: str) -> tuple[TensorRule, TensorRule]:
+    """Weight and bias of a fused projection [groups, queries + 2, d, h] that they store as three.
+
+    With the same name three times: one tensor with all queries, below them all keys, then all values.
+    """
+    names = ((query, _QUERIES), (key, _KEYS), (value, _VALUES))
+    return (
+        TensorRule(f"{ours}.weight", tuple(Part(f"{name}.weight", (block,)) for name, block in names)),
+        TensorRule(f"{ours}.bias", tuple(Part(f"{name}.bias", (block,), columns=0) for name, block in names)),
+    )
+
+
+def gate_and_up(ours: str, gate: str, up: str) -> tuple[TensorRule, TensorRule]:
+    """Weight and bias of a gated layer [2, f, h] that they store as two matrices.
+
+    With the same name twice: one tensor with the gate above.
+    """
+    halves = ((gate, Block(0, 0, 1)), (up, Block(0, 1)))
+    return (
+        TensorRule(f"{ours}.weight", tuple(Part(f"{name}.weight", (block,)) for name, block in halves)),
+        TensorRule(f"{ours}.bias", tuple(Part(f"{name}.bias", (block,), columns=0) for name, block in halves)),
+    )
+
+
+def expert_gate_and_up(ours: str, gate: str, up: str) -> TensorRule:
+    """The experts' gated layers [E, 2, f, h], which they store as two matrices for each `{expert}`."""
+    return TensorRule(ours, (Part(gate, (Block(1, 0, 1),)), Part(up, (Block(1, 1),))))
+
+
+def expert_matrix(ours: str, theirs: str) -> TensorRule:
+    """The experts' matrices [E, out, in], which they store as one for each `{expert}`."""
+    return TensorRule(ours, (Part(theirs),))
+
+
+@dataclass(frozen=True)
+class BoundPart:
+    """A part with numbers for everything.
+
+    Attributes:
+        start, stop: the box in our tensor.
+        order: our dimensions in their order.
+        columns: as in `Part`.
+        first_row: where it begins in their tensor's first dimension.
+    """
+
+    theirs: str
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    order: tuple[int, ...]
+    columns: int
+    first_row: int
+
+    @property
+    def ordered_shape(self) -> tuple[int, ...]:
+        """The shape of the box with its dimensions in their order, before they are merged."""
+        return tuple(self.stop[dimension] - self.start[dimension] for dimension in self.order)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row of their tensor: () for a vector."""
+        return (math.prod(self.ordered_shape[-self.columns :]),) if self.columns else ()
+
+    @property
+    def rows(self) -> int:
+        """How many rows of their tensor it fills."""
+        ordered = self.ordered_shape
+        return math.prod(ordered[: len(ordered) - self.columns])
+
+
+@dataclass(frozen=True)
+class BoundTensor:
+    """One of our tensors, with its logical shape and the parts it is made of."""
+
+    ours: str
+    shape: tuple[int, ...]
+    parts: tuple[BoundPart, ...]
+
+
+def bind(rules: Sequence[TensorRule], shapes: Mapping[str, tuple[int, ...]]) -> list[BoundTensor]:
+    """The rules with the numbers of one network, in the order of its tensors.
+
+    Args:
+        shapes: our tensors and their logical shapes.
+
+    Raises:
+        ConversionError: the table has no rule, or two, for a tensor of the network.
+    """
+    patterns = [(_pattern(rule.ours), rule) for rule in rules]
+    bound = []
+    for name, shape in shapes.items():
+        found = [(match, rule) for pattern, rule in patterns if (match := pattern.fullmatch(name)) is not None]
+        if len(found) != 1:
+            raise ConversionError(
+                f"the network has the tensor {name} {list(shape)}, for which the family's table has "
+                f"{'no rule' if not found else f'{len(found)} rules'}. The family cannot express this network; see "
+                "docs/hugging_face.md for what each family has."
+            )
+        match, rule = found[0]
+        bound.append(BoundTensor(name, shape, tuple(_bound_parts(rule, shape, match.groupdict()))))
+    return bound
+
+
+def their_shapes(tensors: Iterable[BoundTensor]) -> dict[str, tuple[int, ...]]:
+    """Their tensors and their shapes, in the order of the table."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tensor in tensors:
+        for part in tensor.parts:
+            rows = part.first_row + part.rows
+            shapes[part.theirs] = (max(rows, shapes.get(part.theirs, (0,))[0]), *part.row_shape)
+    return shapes
+
+
+def parts_by_tensor(tensors: Iterable[BoundTensor]) -> dict[str, list[tuple[BoundTensor, BoundPart]]]:
+    """Their tensors, each with the parts it holds from top to bottom."""
+    found: dict[str, list[tuple[BoundTensor, BoundPart]]] = {}
+    for tensor in tensors:
+        for part in tensor.parts:
+            found.setdefault(part.theirs, []).append((tensor, part))
+    return {name: sorted(parts, key=lambda entry: entry[1].first_row) for name, parts in found.items()}
+
+
+def _bound_parts(rule: TensorRule, shape: tuple[int, ...], numbers: Mapping[str, str]) -> Iterator[BoundPart]:
+    experts = range(shape[0]) if any("{expert}" in part.theirs for part in rule.parts) else (None,)
+    rows: dict[str, int] = {}
+    for expert in experts:
+        for part in rule.parts:
+            start, stop = [0] * len(shape), list(shape)
+            for block in part.blocks:
+                size = shape[block.dimension]
+                first, last, _ = slice(block.start, block.stop).indices(size)
+                start[block.dimension], stop[block.dimension] = first, last
+            name = part.theirs
+            if expert is not None and "{expert}" in name:
+                start[0], stop[0] = expert, expert + 1
+                name = name.replace("{expert}", str(expert))
+            for key, number in numbers.items():
+                name = name.replace("{" + key + "}", number)
+            order = part.order or tuple(range(len(shape)))
+            bound = BoundPart(name, tuple(start), tuple(stop), order, part.columns, rows.get(name, 0))
+            rows[name] = bound.first_row + bound.rows
+            yield bound
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\{layer\}", "(?P<layer>[0-9]+)"))

@@ -1,0 +1,207 @@
+"""Mixture of experts: a feed-forward layer of many small networks, of which each token passes through a few.
+
+Dropless: every token reaches all the experts that it chose. Tokens are sorted by expert, each expert multiplies its
+rows, and the results return to the tokens' order; nothing of size tokens x experts is stored besides the router's
+scores. The inner width of every expert is split over the tensor-parallel axis. An expert without tokens has a zero
+gradient, not a missing one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from megatron.config import ModelConfig
+from megatron.kernels.activations import activation, gated
+from megatron.kernels.grouped import grouped_linear
+from megatron.model.blocks.router import Router, RouterLosses
+from megatron.model.interface.step_context import StepContext
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.shard_spec import Dimension, ShardSpec, check_divisible, place
+from megatron.parallel.tensor.collectives import copy_to, reduce_from
+
+
+class Experts(nn.Module):
+    """Routed experts, and optionally a shared one that sees every token; without biases.
+
+    Shapes: `[b, s, h]` to the same, replicated over the tensor-parallel axis.
+
+    Args:
+        layer: index of the block.
+        residual_std: standard deviation of the second matrices' initial weights.
+
+    Raises:
+        ConfigError: an expert's inner width is not divisible by the tensor-parallel size.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int, residual_std: float) -> None:
+        super().__init__()
+        self.tp = mesh.tp
+        self.router = Router(config, mesh)
+        self.losses = RouterLosses(config, layer)
+        inner, shared = config.moe_ffn_hidden_size, config.moe_shared_expert_intermediate_size
+        check_divisible(inner, mesh.tp, f"channels of an expert (--moe-ffn-hidden-size {inner})")
+        self.experts = ExpertNetworks(config, mesh, inner, residual_std, config.num_experts)
+        self.shared_experts: ExpertNetworks | None = None
+        if shared:
+            flag = f"--moe-shared-expert-intermediate-size {shared}"
+            check_divisible(shared, mesh.tp, f"channels of the shared expert ({flag})")
+            self.shared_experts = ExpertNetworks(config, mesh, shared, residual_std)
+
+    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """Applies the layer."""
+        tokens = hidden.reshape(-1, hidden.shape[-1])  # [n, h]
+        routing = self.router(tokens)
+        order = ExpertOrder.of(routing.experts, self.router.weight.shape[0])
+        # Each rank holds part of every expert and so computes part of the gradients of the tokens and of the weights.
+        tokens, weights = copy_to(tokens, self.tp), copy_to(routing.weights, self.tp)
+        routed = self.experts(_Dispatch.apply(tokens, order), order.ends)  # [n*k, h]
+        result = _Combine.apply(routed, weights, order)  # [n, h]
+        if self.shared_experts is not None:
+            result = result + self.shared_experts(tokens)
+        result = reduce_from(result, self.tp).view(hidden.shape)
+        if not self.training:
+            return result
+        return self.losses.attach(result, routing, order.counts, context.auxiliary)
+
+
+class ExpertNetworks(nn.Module):
+    """One feed-forward network, or several of the same shape for sorted tokens; this rank's part of the sum.
+
+    Shapes: x `[rows, h]` to the same; inside `[rows, f/t]`.
+
+    Args:
+        inner: inner width f.
+        count: number of networks; None for one whose parameters have no dimension for it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, mesh: ParallelMesh, inner: int, residual_std: float, count: int | None = None
+    ) -> None:
+        super().__init__()
+        self.is_gated, self.function = config.gated_linear_unit, config.activation_function
+        hidden, width = Dimension("hidden", config.hidden_size), Dimension("inner", inner, mesh.tp)
+        # split over `mesh.ep` as well once tokens are exchanged between ranks
+        networks = () if count is None else (Dimension("experts", count),)
+        halves = (Dimension("gate and up", 2),) if self.is_gated else ()
+        first = ShardSpec((*networks, *halves, width, hidden), is_matrix=True, init_std=config.init_method_std)
+        second = ShardSpec((*networks, hidden, width), is_matrix=True, init_std=residual_std)
+        self.linear_fc1 = ExpertMatrices(first, count, mesh.device)
+        self.linear_fc2 = ExpertMatrices(second, count, mesh.device)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
+        """Applies the networks.
+
+        Shapes: ends `[e]`, one past the last row of every expert; None for a single network.
+        """
+        inner = self.linear_fc1(x, ends)
+        if self.is_gated:
+            inner = gated(inner.view(x.shape[0], 2, -1), self.function)
+        else:
+            inner = activation(inner, self.function)
+        return self.linear_fc2(inner, ends)  # type: ignore[no-any-return]
+
+
+class ExpertMatrices(nn.Module):
+    """One matrix, or one per expert.
+
+    Shapes: weight `[output, input]` or `[e, output, input]`, dimensions that belong to the output merged; x
+        `[rows, input]` to `[rows, output]`.
+    """
+
+    def __init__(self, spec: ShardSpec, count: int | None, device: torch.device) -> None:
+        super().__init__()
+        networks = () if count is None else (count,)
+        shape = (*networks, -1, spec.local_shape[-1])
+        self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=device).view(shape)), spec)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+        """Multiplies every row by its matrix."""
+        return F.linear(x, self.weight) if ends is None else grouped_linear(x, self.weight, ends)
+
+
+@dataclass(frozen=True)
+class ExpertOrder:
+    """The (token, choice) pairs sorted by expert, those of one expert in the order of the tokens.
+
+    Shapes: tokens `[n*k]` int64; positions `[n, k]` int64; ends `[e]` int64.
+
+    Attributes:
+        tokens: the token of every sorted row.
+        positions: the sorted row of every pair.
+        ends: one past the last row of every expert.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, experts: torch.Tensor, count: int) -> ExpertOrder:
+        """The order for the chosen experts, without synchronizing. Shapes: experts `[n, k]`."""
+        ordered, pairs = experts.flatten().sort(stable=True)
+        positions = torch.empty_like(pairs)
+        positions[pairs] = torch.arange(pairs.numel(), device=pairs.device)
+        ends = torch.searchsorted(ordered, torch.arange(count, device=pairs.device), right=True)
+        return cls(pairs // experts.shape[1], positions.view(experts.shape), ends)
+
+    @property
+    def choices(self) -> tuple[torch.Tensor, ...]:
+        """The sorted rows of the tokens' first choices, of their second choices, and so on. Shapes: `[n]` each."""
+        return self.positions.unbind(dim=1)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """How many tokens each expert gets. Shapes: `[e]`."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1))
+
+
+class _Dispatch(torch.autograd.Function):
+    """Copies every token to the rows of its experts: `[n, h]` to `[n*k, h]`.
+
+    Backward gathers and adds in a fixed order, where that of an index would add atomically.
+    """
+
+    @staticmethod
+    def forward(ctx, tokens, order):  # type: ignore[no-untyped-def]
+        ctx.order = order
+        return tokens.index_select(0, order.tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        first, *others = ctx.order.choices
+        total = gradient.index_select(0, first).float()
+        for rows in others:
+            total += gradient.index_select(0, rows)
+        return total.to(gradient.dtype), None
+
+
+class _Combine(torch.autograd.Function):
+    """Adds up each token's rows with their weights, in float32: `[n*k, h]` and `[n, k]` to `[n, h]`."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, order):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(rows, weights)
+        ctx.order = order
+        (first, *others), (factor, *factors) = order.choices, weights.split(1, dim=1)
+        total = rows.index_select(0, first) * factor
+        for selected, factor in zip(others, factors, strict=True):
+            total.addcmul_(rows.index_select(0, selected), factor)
+        return total.to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        rows, weights = ctx.saved_tensors
+        order = ctx.order
+        of_rows = gradient.index_select(0, order.tokens)  # [n*k, h]
+        products = (of_rows * rows).sum(dim=-1, dtype=weights.dtype)
+        sorted_weights = torch.empty_like(products)
+        sorted_weights[order.positions.flatten()] = weights.flatten()
+        of_rows.mul_(sorted_weights.unsqueeze(1))
+        return of_rows, products[order.positions], None

@@ -1,0 +1,52 @@
+"""The dense feed-forward layer, plain or gated."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron.config import ModelConfig
+from megatron.kernels.activations import activation, gated
+from megatron.model.interface.step_context import StepContext
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.shard_spec import Dimension
+from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+
+
+class FeedForward(nn.Module):
+    """`fc2(activation(fc1(x)))`, or `fc2(activation(gate) * up)` with both products in `fc1`; the inner dimension is
+    split over the tensor-parallel axis.
+
+    Shapes: `[b, s, h]` to the same; inside `[b, s, f/t]`, gated `[b, s, 2, f/t]` in the order gate, up.
+
+    Args:
+        residual_std: standard deviation of the second matrix's initial weights.
+        inner_size: f; the configuration's `ffn_hidden_size` if None.
+    """
+
+    def __init__(
+        self, config: ModelConfig, mesh: ParallelMesh, residual_std: float, *, inner_size: int | None = None
+    ) -> None:
+        super().__init__()
+        self.activation, self.is_gated = config.activation_function, config.gated_linear_unit
+        width = config.ffn_hidden_size if inner_size is None else inner_size
+        inner = Dimension("outputs of a linear layer", width, mesh.tp)
+        outputs = (Dimension("gate and up", 2), inner) if self.is_gated else (inner,)
+        self.linear_fc1 = ColumnParallelLinear(
+            config.hidden_size,
+            outputs,
+            mesh.tp,
+            init_std=config.init_method_std,
+            bias=config.mlp_bias,
+            device=mesh.device,
+        )
+        self.linear_fc2 = RowParallelLinear(
+            width, config.hidden_size, mesh.tp, init_std=residual_std, bias=config.mlp_bias, device=mesh.device
+        )
+
+    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """Applies the layer."""
+        inner = self.linear_fc1(hidden)
+        if self.is_gated:
+            return self.linear_fc2(gated(inner.unflatten(-1, (2, -1)), self.activation))
+        return self.linear_fc2(activation(inner, self.activation))

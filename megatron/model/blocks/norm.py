@@ -1,0 +1,65 @@
+"""The norm that a configuration asks for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.config import ModelConfig
+from megatron.config.architecture.norms import LAYER_NORM
+from megatron.model.interface.step_context import StepContext
+from megatron.parallel.mesh import Axis, ParallelMesh
+from megatron.parallel.shard_spec import Dimension
+from megatron.parallel.tensor.norms import HeadsRMSNorm, LayerNorm, RMSNorm
+
+
+def build_norm(config: ModelConfig, mesh: ParallelMesh, size: int, *, partial: Axis | None = None) -> nn.Module:
+    """A norm over `size` channels.
+
+    Args:
+        partial: an axis whose ranks normalize different rows, see `LayerNorm`.
+    """
+    kind = LayerNorm if config.normalization == LAYER_NORM else RMSNorm
+    return kind(size, config.layernorm_epsilon, partial=partial, **_settings(config, mesh))
+
+
+def build_head_norm(config: ModelConfig, mesh: ParallelMesh, heads: Dimension) -> nn.Module:
+    """The norm of queries or keys `[b, s, heads/t, d]`, over each head or over all of them.
+
+    Args:
+        heads: the dimension that counts the heads of the queries or of the keys.
+    """
+    if config.qk_layernorm_scope == "head":
+        return build_norm(config, mesh, config.kv_channels, partial=mesh.tp)
+    return HeadsRMSNorm(
+        heads,
+        config.kv_channels,
+        config.layernorm_epsilon,
+        partial=None if heads.axis is not None else mesh.tp,
+        **_settings(config, mesh),
+    )
+
+
+def build_norm_layer(config: ModelConfig, mesh: ParallelMesh) -> nn.Module:
+    """A norm of the hidden states as a layer of the network: after the word embedding, or after the last block.
+
+    Shapes: `[b, s, h]` to the same.
+    """
+    kind = _LayerNormLayer if config.normalization == LAYER_NORM else _RMSNormLayer
+    return kind(config.hidden_size, config.layernorm_epsilon, **_settings(config, mesh))
+
+
+class _LayerNormLayer(LayerNorm):
+    def forward(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class _RMSNormLayer(RMSNorm):
+    def forward(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+def _settings(config: ModelConfig, mesh: ParallelMesh) -> dict[str, Any]:
+    return {"zero_centered": config.apply_layernorm_1p, "device": mesh.device}

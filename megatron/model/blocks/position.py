@@ -1,0 +1,146 @@
+"""Rotary positions and the linear biases of ALiBi."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron.config import ModelConfig
+from megatron.model.interface.step_context import StepContext
+
+
+def rotation(config: ModelConfig, layer: int, context: StepContext, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of the rotation angles of a micro-batch's tokens, computed once for all layers that share them.
+
+    Shapes: both `[b or 1, 1, s, r/2]` float32, r the rotated width of a head.
+
+    Args:
+        length: tokens of the micro-batch.
+    """
+    windowed = config.rotary_base_windowed is not None and config.window_of(layer) is not None
+    device = context.sample_ids.device
+
+    def compute() -> tuple[torch.Tensor, torch.Tensor]:
+        frequencies, factor = rotary_frequencies(config, context.position_offset + length, windowed=windowed)
+        positions = context.position_ids
+        if positions is None:
+            first = context.position_offset
+            positions = torch.arange(first, first + length, device=device).unsqueeze(0)
+        angles = positions.float().unsqueeze(-1) * frequencies.to(device)  # [b or 1, s, r/2]
+        return (angles.cos() * factor).unsqueeze(1), (angles.sin() * factor).unsqueeze(1)
+
+    return context.once(("rotation", windowed, length), compute)
+
+
+def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = False) -> tuple[torch.Tensor, float]:
+    """The rotation frequencies per channel pair, in radians per position, and the factor of cosine and sine.
+
+    Everything is computed in float32, in the order of transformers' implementation: at long positions another order
+    would change the angles.
+
+    Shapes: `[r/2]` float32.
+
+    Args:
+        length: length of the sequence; scalings that depend on it stretch longer sequences more.
+        windowed: whether the frequencies are those of the layers with a sliding window, which have a base of their own
+            (`rotary_base_windowed`) and no scaling.
+
+    Source: Su et al., "RoFormer", 2021, equation 15; the scalings: transformers `modeling_rope_utils.py`.
+    """
+    width = rotary_width(config)
+    base = config.rotary_base
+    if windowed and config.rotary_base_windowed is not None:
+        return _plain_frequencies(config.rotary_base_windowed, width), 1.0
+    kind, factor = config.rope_scaling_type, config.rope_scaling_factor
+    if kind == "linear":
+        return _plain_frequencies(base, width) / factor, 1.0
+    if kind == "dynamic":
+        context = config.rope_original_max_positions or config.max_position_embeddings
+        stretch = factor * max(length, context) / context - (factor - 1)
+        return _plain_frequencies(base * stretch ** (width / (width - 2)), width), 1.0
+    if kind == "llama3":
+        return _llama3_frequencies(config, width), 1.0
+    if kind == "yarn":
+        return _yarn_frequencies(config, width), config.rope_attention_factor or 0.1 * math.log(factor) + 1.0
+    if kind == "longrope":
+        return _longrope_frequencies(config, width, length), _longrope_factor(config)
+    return _plain_frequencies(base, width), 1.0
+
+
+def rotary_width(config: ModelConfig) -> int:
+    """The number of channels of a head that are rotated; even."""
+    return int(config.kv_channels * config.rotary_percent) // 2 * 2
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slope of each head's linear bias, any number of heads.
+
+    Source: Press et al., "Train short, test long", 2022, section 3; for other numbers than powers of two the rule of
+    the authors' code: the slopes of the next lower power, then every other slope of the next higher one.
+    """
+    power = 2 ** int(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
+    slopes += [2.0 ** (-8.0 * (2 * head + 1) / (2 * power)) for head in range(heads - power)]
+    return slopes
+
+
+def _plain_frequencies(base: float, width: int) -> torch.Tensor:
+    return 1.0 / _periods(base, width)
+
+
+def _periods(base: float, width: int) -> torch.Tensor:
+    """Positions per radian of every channel pair."""
+    return base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+
+
+def _original_positions(config: ModelConfig) -> int:
+    return config.rope_original_max_positions or config.max_position_embeddings
+
+
+def _llama3_frequencies(config: ModelConfig, width: int) -> torch.Tensor:
+    """Divides low frequencies, keeps high ones, and interpolates between them.
+
+    Source: Llama 3.1 reference code, as in transformers `modeling_rope_utils.py`.
+    """
+    frequencies = _plain_frequencies(config.rotary_base, width)
+    low, high, factor = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_scaling_factor
+    original = _original_positions(config)
+    wavelength = 2 * math.pi / frequencies
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * (frequencies / factor) + smooth * frequencies
+    divided = torch.where(wavelength > original / low, frequencies / factor, frequencies)
+    is_between = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(is_between, blended, divided)
+
+
+def _yarn_frequencies(config: ModelConfig, width: int) -> torch.Tensor:
+    """Source: Peng et al., "YaRN", 2023, section 3.2."""
+    base, original = config.rotary_base, _original_positions(config)
+
+    def channel(rotations: float) -> float:
+        """The channel pair that rotates so often over the original context."""
+        return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(channel(config.rope_beta_fast)), 0)
+    high = min(math.ceil(channel(config.rope_beta_slow)), width - 1)
+    span = high - low if high > low else 0.001
+    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    periods = _periods(base, width)
+    kept = 1 - ramp
+    return 1.0 / (config.rope_scaling_factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+def _longrope_frequencies(config: ModelConfig, width: int, length: int) -> torch.Tensor:
+    """Source: Ding et al., "LongRoPE", 2024; which list is used follows from the current length, as in Phi-3's code."""
+    is_long = length > _original_positions(config)
+    divisors = torch.tensor(config.rope_long_factors if is_long else config.rope_short_factors, dtype=torch.float32)
+    return 1.0 / (divisors * _periods(config.rotary_base, width))
+
+
+def _longrope_factor(config: ModelConfig) -> float:
+    if config.rope_attention_factor is not None:
+        return config.rope_attention_factor
+    original = _original_positions(config)
+    stretch = config.max_position_embeddings / original
+    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))

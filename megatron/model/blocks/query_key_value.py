@@ -1,0 +1,97 @@
+"""The projection to queries, keys and values, whose heads may share keys and values in groups."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from megatron.config import ModelConfig
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.shard_spec import Dimension, check_divisible
+from megatron.parallel.tensor.collectives import copy_to
+from megatron.parallel.tensor.layers import ColumnParallelLinear
+
+
+class QueryKeyValue(ColumnParallelLinear):
+    """Projects hidden states to this rank's query heads, and to the keys and values that they use.
+
+    The rows of the weight are ordered [groups, (queries of the group, key, value), head size], Megatron's order, so
+    that a rank holds whole groups. If the tensor-parallel size does not divide the groups (multi-query attention), the
+    weight is replicated: each rank computes its own queries and all keys and values, and the ranks' gradients are
+    summed.
+
+    Shapes: weight `[g/t, a/g + 2, d, h]` or `[g, a/g + 2, d, h]`, its first dimensions merged.
+
+    Raises:
+        ConfigError: the number of heads is not divisible by the tensor-parallel size.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        check_divisible(heads, mesh.tp, f"attention heads (--num-attention-heads {heads})")
+        is_split = groups % mesh.tp.size == 0
+        outputs = (
+            Dimension("groups of attention heads", groups, mesh.tp if is_split else None),
+            Dimension("queries, key and value of a group", heads // groups + 2),
+            Dimension("head size", config.kv_channels),
+        )
+        super().__init__(
+            config.hidden_size,
+            outputs,
+            mesh.tp,
+            init_std=config.init_method_std,
+            bias=config.add_qkv_bias,
+            device=mesh.device,
+        )
+        self.is_split = is_split
+        self.group_dimension = outputs[0]
+        self.query_dimension = Dimension("attention heads", heads, mesh.tp)
+        self.group_size, self.head_size = heads // groups, config.kv_channels
+
+    def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries of this rank's heads, and keys and values: of its groups, or of all groups if they are not split.
+
+        Shapes: `[b, s, h]` to `[b, s, a/t, d]` and twice `[b, s, g/t or g, d]`.
+        """
+        batch, length, _ = hidden.shape
+        if self.is_split:
+            qkv = super().forward(hidden).view(batch, length, -1, self.group_size + 2, self.head_size)
+            if self.group_size == 1:
+                query, key, value = qkv.unbind(3)
+                return query, key, value
+            query, key, value = qkv.split([self.group_size, 1, 1], dim=3)
+            return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
+        return self._project_replicated(hidden)
+
+    def expanded(self, states: torch.Tensor) -> torch.Tensor:
+        """Keys or values as this rank's heads use them, if the groups are not split; otherwise unchanged.
+
+        Shapes: `[b, s, g, d]` to `[b, s, n, d]`, where n divides this rank's number of heads.
+        """
+        if self.is_split:
+            return states
+        heads = self.query_dimension.local_size
+        first = self.axis.rank * heads
+        groups = [head // self.group_size for head in range(first, first + heads)]
+        if heads % self.group_size == 0 or len(set(groups)) == 1:
+            groups = sorted(set(groups))
+        return states[:, :, groups]
+
+    def _project_replicated(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden = copy_to(hidden, self.axis)
+        count, heads = self.group_dimension.size, self.query_dimension.local_size
+        rows = slice(self.axis.rank * heads, (self.axis.rank + 1) * heads)
+        parts = []
+        weight = copy_to(self.weight, self.axis).view(count, self.group_size + 2, self.head_size, -1)
+        bias = None
+        if self.bias is not None:
+            bias = copy_to(self.bias, self.axis).view(count, self.group_size + 2, self.head_size)
+        for selected in (slice(0, self.group_size), self.group_size, self.group_size + 1):
+            own, own_bias = weight[:, selected], None if bias is None else bias[:, selected]
+            if isinstance(selected, slice):
+                own = own.flatten(0, 1)[rows]
+                own_bias = None if own_bias is None else own_bias.flatten(0, 1)[rows]
+            flat_bias = None if own_bias is None else own_bias.flatten()
+            states = F.linear(hidden, own.flatten(0, 1), flat_bias)
+            parts.append(states.unflatten(-1, (-1, self.head_size)))
+        return parts[0], parts[1], parts[2]

@@ -1,0 +1,62 @@
+"""Parameters and floating-point operations of the layers, from the configuration alone."""
+
+from __future__ import annotations
+
+from megatron.config import ModelConfig
+from megatron.config.architecture.norms import LAYER_NORM, SANDWICH
+from megatron.model.interface.network import LayerCost
+
+
+def block_cost(config: ModelConfig, index: int) -> LayerCost:
+    """Parameters and operations of block `index`."""
+    hidden, size = config.hidden_size, config.kv_channels
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    projected, attended = (heads + 2 * groups) * size, heads * size
+    attention = hidden * (projected + attended)
+    vectors = config.add_qkv_bias * projected + config.attention_output_bias * hidden
+    if config.qk_layernorm:
+        widths = (attended, groups * size) if config.qk_layernorm_scope == "all" else (size, size)
+        vectors += sum(widths) * _norm_vectors(config)
+    vectors += (4 if config.norm_placement == SANDWICH else 2) * norm_size(config)
+    has_experts = config.has_experts(index)
+    feed_forward = experts_cost(config) if has_experts else feed_forward_cost(config, config.ffn_hidden_size)
+    return LayerCost(
+        attention + vectors + feed_forward.parameters,
+        flops_per_token=2 * attention + feed_forward.flops_per_token,
+        flops_per_token_pair=4 * attended,
+    )
+
+
+def feed_forward_cost(config: ModelConfig, inner_size: int) -> LayerCost:
+    """Parameters and operations of a dense feed-forward layer."""
+    products = 2 if config.gated_linear_unit else 1
+    matrices = config.hidden_size * inner_size * (products + 1)
+    biases = config.mlp_bias * (products * inner_size + config.hidden_size)
+    return LayerCost(matrices + biases, flops_per_token=2 * matrices)
+
+
+def experts_cost(config: ModelConfig) -> LayerCost:
+    """Parameters of a layer with all its experts, and the operations of a token, which passes through k of them."""
+    hidden, matrices = config.hidden_size, 3 if config.gated_linear_unit else 2
+    router = config.num_experts * hidden
+    expert = matrices * hidden * config.moe_ffn_hidden_size
+    shared = matrices * hidden * config.moe_shared_expert_intermediate_size
+    return LayerCost(
+        router + config.num_experts * expert + shared,
+        flops_per_token=2 * (router + config.moe_router_topk * expert + shared),
+    )
+
+
+def head_cost(config: ModelConfig) -> LayerCost:
+    """Parameters and operations of the output head; a shared matrix counts with the embedding."""
+    own = config.untie_embeddings_and_output_weights * config.vocab_size * config.hidden_size
+    return LayerCost(own, flops_per_token=2 * config.padded_vocab_size * config.hidden_size)
+
+
+def norm_size(config: ModelConfig) -> int:
+    """Parameters of a norm over the hidden states."""
+    return _norm_vectors(config) * config.hidden_size
+
+
+def _norm_vectors(config: ModelConfig) -> int:
+    return 2 if config.normalization == LAYER_NORM else 1

@@ -1,0 +1,23 @@
+"""Folders with tiny models, written once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.convert.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model by its name in `TINY_MODELS`; written when it is first asked for."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(name: str) -> Path:
+        if name not in folders:
+            folders[name] = write_tiny_model(name, tmp_path_factory.mktemp(name))
+        return folders[name]
+
+    return folder_of

@@ -1,0 +1,66 @@
+"""Mixture of experts the simplest way, token by token in float64; nothing here is shared with the code under test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from megatron.config import ModelConfig
+
+ACTIVATIONS = {"gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu, "relu": F.relu}
+
+
+def plain_experts(
+    weights: Mapping[str, torch.Tensor], hidden: torch.Tensor, config: ModelConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's output and the sum of its losses.
+
+    Shapes: weights as in a checkpoint, such as `[e, 2, f, h]`; hidden `[b, s, h]` to `[b, s, h]` and `[]`.
+    """
+    tokens = hidden.reshape(-1, hidden.shape[-1])
+    rows, all_logits = [], []
+    chosen = [0] * config.num_experts
+    for token in tokens:
+        logits = weights["router.weight"] @ token
+        all_logits.append(logits)
+        best = sorted(range(config.num_experts), key=lambda expert: -logits[expert].item())[: config.moe_router_topk]
+        row = torch.zeros_like(token)
+        for expert, factor in zip(best, _factors(logits, best, config), strict=True):
+            chosen[expert] += 1
+            first, second = weights["experts.linear_fc1.weight"][expert], weights["experts.linear_fc2.weight"][expert]
+            row = row + factor * _network(token, first, second, config)
+        if "shared_experts.linear_fc1.weight" in weights:
+            first, second = weights["shared_experts.linear_fc1.weight"], weights["shared_experts.linear_fc2.weight"]
+            row = row + _network(token, first, second, config)
+        rows.append(row)
+    return torch.stack(rows).view(hidden.shape), _losses(all_logits, chosen, config)
+
+
+def _network(token: torch.Tensor, first: torch.Tensor, second: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    function = ACTIVATIONS[config.activation_function]
+    if config.gated_linear_unit:
+        return second @ (function(first[0] @ token) * (first[1] @ token))
+    return second @ function(first @ token)
+
+
+def _factors(logits: torch.Tensor, best: list[int], config: ModelConfig) -> list[torch.Tensor]:
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    scores = [1 / (1 + torch.exp(-logit)) if sigmoid else torch.exp(logit) for logit in logits]
+    divisor = sum(scores) if config.moe_router_pre_softmax else sum(scores[expert] for expert in best)
+    if sigmoid and config.moe_router_pre_softmax:
+        divisor = 1.0
+    return [config.moe_router_topk_scaling_factor * scores[expert] / divisor for expert in best]
+
+
+def _losses(all_logits: list[torch.Tensor], chosen: list[int], config: ModelConfig) -> torch.Tensor:
+    count, choices = len(all_logits), sum(chosen)
+    balance = z = torch.zeros((), dtype=torch.float64)
+    for logits in all_logits:
+        z = z + torch.log(torch.exp(logits).sum()) ** 2 / count
+        sigmoid = config.moe_router_score_function == "sigmoid"
+        scores = torch.sigmoid(logits) if sigmoid else torch.exp(logits)
+        for expert, tokens in enumerate(chosen):
+            balance = balance + config.num_experts * (tokens / choices) * scores[expert] / scores.sum() / count
+    return config.moe_aux_loss_coeff * balance + config.moe_z_loss_coeff * z

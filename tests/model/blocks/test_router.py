@@ -1,0 +1,131 @@
+"""Weights in every mode, losses by their formulas, statistics by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.model.blocks.router import (
+    BALANCE_LOSS,
+    ENTROPY,
+    PASSES,
+    Z_LOSS,
+    Router,
+    RouterLosses,
+    Routing,
+    balance_loss,
+    expert_tokens,
+    router_metric_sizes,
+    router_probabilities,
+    z_loss,
+)
+from megatron.model.interface.auxiliary import AuxiliaryLosses
+from megatron.parallel.mesh import ParallelMesh
+from tests.helpers.networks import tiny_config
+
+LOGITS = torch.tensor([[2.0, -1.0, 1.0, 0.0], [-0.5, 3.0, 0.0, 2.5]])
+
+
+def route(**changes: Any) -> Routing:
+    """The routing of the tokens whose logits are LOGITS, of which the best two are 0 and 2, and 1 and 3."""
+    router = Router(tiny_config(**{"hidden_size": 4, "num_attention_heads": 2, "num_experts": 4, **changes}),
+                    ParallelMesh.single())  # fmt: skip
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4))
+    return router(LOGITS)
+
+
+def test_the_best_experts_in_order() -> None:
+    routing = route()
+    assert routing.experts.tolist() == [[0, 2], [1, 3]]
+    torch.testing.assert_close(routing.logits, LOGITS)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.5])
+def test_weights_of_every_mode(factor: float) -> None:
+    chosen = torch.tensor([[2.0, 1.0], [3.0, 2.5]])
+    expected = {
+        ("softmax", False): chosen.exp() / chosen.exp().sum(1, keepdim=True),
+        ("softmax", True): chosen.exp() / LOGITS.exp().sum(1, keepdim=True),
+        ("sigmoid", False): chosen.sigmoid() / chosen.sigmoid().sum(1, keepdim=True),
+        ("sigmoid", True): chosen.sigmoid(),
+    }
+    for (function, keeps), weights in expected.items():
+        routing = route(
+            moe_router_score_function=function, moe_router_pre_softmax=keeps, moe_router_topk_scaling_factor=factor
+        )
+        torch.testing.assert_close(routing.weights, weights * factor)
+
+
+def test_large_sigmoids_are_told_apart_by_their_logits() -> None:
+    router = Router(
+        tiny_config(hidden_size=4, num_attention_heads=2, num_experts=4, moe_router_score_function="sigmoid"),
+        ParallelMesh.single(),
+    )
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(4))
+    routing = router(torch.tensor([[40.0, 50.0, 45.0, 60.0]]))
+    assert routing.experts.tolist() == [[3, 1]]
+
+
+def test_half_precision_is_routed_in_float32() -> None:
+    router = Router(tiny_config(num_experts=8), ParallelMesh.single()).bfloat16()
+    torch.nn.init.normal_(router.weight)
+    hidden = torch.randn(5, 32).bfloat16()
+    routing = router(hidden)
+    assert routing.logits.dtype is routing.weights.dtype is torch.float32
+    assert torch.equal(routing.logits, hidden.float() @ router.weight.detach().float().t())
+
+
+def test_the_balance_loss_is_1_for_an_even_load_and_more_for_an_uneven_one() -> None:
+    even = torch.full((6, 4), 0.25)
+    assert balance_loss(even, torch.tensor([3, 3, 3, 3])).item() == pytest.approx(1.0)
+    certain = torch.tensor([[0.5, 0.5, 0.0, 0.0]] * 6)
+    assert balance_loss(certain, torch.tensor([6, 6, 0, 0])).item() == pytest.approx(2.0)  # e / k
+    probabilities = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1]])
+    shares, means = (0.5, 0.25, 0.25, 0.0), (0.55, 0.2, 0.15, 0.1)
+    expected = 4 * sum(share * mean for share, mean in zip(shares, means, strict=True))
+    assert balance_loss(probabilities, torch.tensor([2, 1, 1, 0])).item() == pytest.approx(expected)
+
+
+def test_the_z_loss_is_the_mean_square_of_the_log_sum() -> None:
+    expected = sum(torch.log(torch.exp(row).sum()).item() ** 2 for row in LOGITS) / 2
+    assert z_loss(LOGITS).item() == pytest.approx(expected)
+
+
+def test_sigmoids_are_a_distribution_for_the_losses() -> None:
+    probabilities = router_probabilities(LOGITS, True)
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(2))
+    torch.testing.assert_close(probabilities[0, 0] / probabilities[0, 1], LOGITS[0, 0].sigmoid() / LOGITS[0, 1].sigmoid())
+
+
+def test_statistics_are_recorded_under_the_names_that_the_network_lists() -> None:
+    config = tiny_config(num_layers=3, num_experts=4, moe_layer_pattern=(0, 1, 1), moe_z_loss_coeff=0.5)
+    losses = AuxiliaryLosses()
+    counts = torch.tensor([1, 1, 1, 1])
+    for layer in (1, 2):
+        RouterLosses(config, layer).attach(torch.zeros(1, 2, 4), route(), counts, losses)
+    recorded = losses.sums()
+    sizes = router_metric_sizes(config)
+    assert sizes == {BALANCE_LOSS: 1, Z_LOSS: 1, ENTROPY: 1, PASSES: 1, expert_tokens(1): 4, expert_tokens(2): 4}
+    assert {name: recorded[name].numel() for name in sizes} == sizes
+    probabilities = LOGITS.softmax(1)
+    assert recorded[PASSES].item() == 2
+    assert recorded[ENTROPY].item() == pytest.approx(2 * -(probabilities * probabilities.log()).sum(1).mean().item())
+    assert recorded[BALANCE_LOSS].item() == pytest.approx(2 * balance_loss(probabilities, counts).item())  # no coefficient
+    assert recorded[Z_LOSS].item() == pytest.approx(2 * z_loss(LOGITS).item())
+    assert torch.equal(recorded[expert_tokens(1)], counts)
+
+
+def test_a_network_without_experts_lists_nothing() -> None:
+    assert router_metric_sizes(tiny_config()) == {}
+
+
+def test_losses_without_a_coefficient_are_recorded_but_not_attached() -> None:
+    losses = AuxiliaryLosses()
+    routing, hidden = route(moe_aux_loss_coeff=0.0), torch.zeros(1, 2, 4, requires_grad=True)
+    config = tiny_config(num_experts=4, moe_aux_loss_coeff=0.0)
+    assert RouterLosses(config, 0).attach(hidden, routing, torch.tensor([1, 1, 1, 1]), losses) is hidden
+    assert not losses.sums()[BALANCE_LOSS].requires_grad and losses.sums()[BALANCE_LOSS] > 0

@@ -1,0 +1,38 @@
+"""Architectures that together use every switch of the network at least once, as flags."""
+
+from __future__ import annotations
+
+SMALL = ["--kv-channels", "8", "--num-attention-heads", "4"]
+ROPE = ["--position-embedding-type", "rope"]
+RMS = ["--normalization", "RMSNorm"]
+
+SWITCHES: dict[str, list[str]] = {
+    "llama": [*ROPE, *RMS, "--activation-function", "silu", "--gated-linear-unit", "--no-add-bias-linear",
+              "--num-query-groups", "2", "--untie-embeddings-and-output-weights"],
+    "llama3-rope": [*ROPE, "--rope-scaling-type", "llama3", "--rope-original-max-positions", "8",
+                    "--rope-scaling-factor", "4", "--rotary-interleaved", "--rope-layer-pattern", "1", "1", "0"],
+    "yarn": [*ROPE, "--rope-scaling-type", "yarn", "--rope-original-max-positions", "8", "--rotary-percent", "0.5"],
+    "neox": [*ROPE, "--rotary-percent", "0.25", "--parallel-residual", "--activation-function", "gelu"],
+    "bloom": ["--position-embedding-type", "alibi", "--embed-layernorm"],
+    "multi-query": ["--position-embedding-type", "none", "--num-query-groups", "1",
+                    "--activation-function", "squared_relu"],
+    "gemma2": [*ROPE, *RMS, "--apply-layernorm-1p", "--norm-placement", "sandwich", "--gated-linear-unit",
+               "--attention-window", "5", "--attention-window-pattern", "1", "0", "--attention-logit-softcap", "5",
+               "--output-logit-softcap", "3", "--embedding-multiplier", "5.5", "--softmax-scale", "0.2",
+               "--kv-channels", "6"],
+    "qwen3": [*ROPE, *RMS, "--qk-layernorm", "--no-add-bias-linear", "--add-qkv-bias", "--num-query-groups", "1"],
+    "olmo2": [*ROPE, *RMS, "--qk-layernorm", "--qk-layernorm-scope", "all", "--norm-placement", "post_branch",
+              "--num-query-groups", "2"],
+    "olmo2-multi-query": [*ROPE, *RMS, "--qk-layernorm", "--qk-layernorm-scope", "all", "--num-query-groups", "1"],
+    "post-residual": ["--apply-residual-connection-post-layernorm", "--activation-function", "relu",
+                      "--residual-multiplier", "0.5", "--logit-multiplier", "0.5"],
+    "bilinear, layer-norm qk": [*ROPE, "--activation-function", "linear", "--gated-linear-unit", "--qk-layernorm",
+                                "--apply-layernorm-1p", "--rope-scaling-type", "linear"],
+    "experts": ["--num-experts", "4", "--gated-linear-unit", "--activation-function", "silu", "--moe-z-loss-coeff", "0.1",
+                "--moe-ffn-hidden-size", "24", "--moe-layer-pattern", "0", "1", "1", "--moe-aux-loss-coeff", "0.2"],
+    "sigmoid and shared experts": ["--num-experts", "8", "--moe-router-topk", "3", "--moe-ffn-hidden-size", "16",
+                                   "--moe-router-score-function", "sigmoid", "--moe-aux-loss-coeff", "0.2",
+                                   "--moe-router-topk-scaling-factor", "2.5",
+                                   "--moe-shared-expert-intermediate-size", "12"],
+    "one expert a token": ["--num-experts", "4", "--moe-router-topk", "1", "--moe-router-pre-softmax"],
+}  # fmt: skip

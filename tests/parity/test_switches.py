@@ -1,0 +1,55 @@
+"""Every switch of the network trains alike on one process, split over tensor ranks, over stages, and under ZeRO-3."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from tests.helpers.ranks import run_ranks
+from tests.parity.layouts import train_layouts
+from tests.parity.reference import Recipe
+from tests.parity.switches import SWITCHES
+
+pytestmark = pytest.mark.slow
+RECIPE = dataclasses.replace(Recipe(), steps=3, learning_rate=2.0e-3)
+
+Curve = list[tuple[float, float]]
+
+
+def train_switches(rank: int, layout: tuple[int, int, int], zero_stage: int, extra: list[str]) -> dict[str, Curve]:
+    """The curve of every architecture, trained one after another in the same processes."""
+    return {
+        name: train_layouts(rank, RECIPE, layout, [zero_stage], [*flags, *extra])[zero_stage]
+        for name, flags in SWITCHES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Curve]:
+    return run_ranks(train_switches, 1, (1, 1, 1), 1, [])[0]
+
+
+def test_every_architecture_is_another_network(expected):
+    losses = sorted(curve[-1][0] for curve in expected.values())
+    assert all(above - below > 1.0e-4 for below, above in itertools.pairwise(losses))
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero_stage", "extra"),
+    [
+        ((2, 1, 1), 1, ["--checkpoint-activations"]),
+        ((1, 2, 1), 0, []),
+        ((1, 1, 2), 3, ["--recompute-activations"]),
+    ],
+    ids=["tp2-recompute", "pp2", "dp2-zero3-selective"],
+)
+def test_layout_equals_one_process(layout, zero_stage, extra, expected):
+    tp, pp, dp = layout
+    found = run_ranks(train_switches, tp * pp * dp, layout, zero_stage, extra)[0]
+    assert found.keys() == expected.keys()
+    for name, curve in expected.items():
+        for step, (one, other) in enumerate(zip(curve, found[name], strict=True)):
+            assert other[0] == pytest.approx(one[0], rel=1.0e-5), f"{name}: loss of step {step}"
+            assert other[1] == pytest.approx(one[1], rel=1.0e-4), f"{name}: gradient norm of step {step}"
