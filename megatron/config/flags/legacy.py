@@ -53,7 +53,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "weights and activations have one dtype. Use --bf16, whose range needs no wider residual.",
         ("fp32_residual_connection",),
     ),
-    ("weights are drawn from a normal distribution. Use --init-method-std.", ("init_method_xavier_uniform",)),
     (
         "only decoder-only GPT models are supported. Drop the flag.",
         (
@@ -150,11 +149,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("use_bnb_optimizer",),
     ),
     # schedule and data
-    (
-        "the sequence length is fixed, so tokens are samples x --seq-length. Divide by it and use --lr-decay-samples "
-        "or --lr-warmup-samples.",
-        ("lr_decay_tokens:int", "lr_warmup_tokens:int"),
-    ),
     (
         "weight decay is constant. Use --weight-decay.",
         ("start_weight_decay:float", "end_weight_decay:float", "weight_decay_incr_style:str=constant"),
@@ -338,7 +332,6 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("repeated_dataloader", "return_data_index"),
     ),
     # length and checkpoints
-    ("the run ends by --train-iters or --train-samples; tokens are samples x --seq-length.", ("train_tokens:int",)),
     (
         "random streams follow from the seed and the samples consumed, so none are stored.",
         ("no_save_rng", "no_load_rng"),
