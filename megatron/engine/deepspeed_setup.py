@@ -18,6 +18,7 @@ from megatron.config import OptimConfig
 from megatron.engine.grid import ModelParallelUnit
 from megatron.errors import ConfigError
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import all_reduce_max
 from megatron.parallel.shard_spec import shard_spec_of
 
 # Stands for "no clipping": with a clipping threshold of 0, DeepSpeed would not compute the gradient norm at all.
@@ -56,7 +57,7 @@ def initialize(settings: Mapping[str, Any], optim: OptimConfig, mesh: ParallelMe
     with quiet():
         engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=build_optimizer(optim, module),
+            optimizer=build_optimizer(optim, module, mesh),
             config=settings,
             mpu=None if mesh.pp.size > 1 else ModelParallelUnit(mesh),
             dist_init_required=False,
@@ -77,30 +78,66 @@ def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh
         )
 
 
-def build_optimizer(optim: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
-    """Builds the torch optimizer with two parameter groups: matrices with weight decay, biases and norms without.
+def build_optimizer(optim: OptimConfig, module: nn.Module, mesh: ParallelMesh) -> torch.optim.Optimizer:
+    """Builds the torch optimizer; collective over the pipeline stages.
+
+    Parameters with the same weight decay and learning rate form a group: matrices have weight decay, biases and norm
+    weights have none, and `lr_multiplier`, an entry of every group, is the factor of its learning rate. Adam's epsilon
+    has the same factor, since a gradient is as small as the learning rate it calls for.
 
     Raises:
-        ConfigError: the optimizer is unknown, or this stage lacks one of the parameter groups.
+        ConfigError: the optimizer is unknown, or this stage has fewer parameters than there are groups.
     """
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in parameters if shard_spec_of(parameter).is_matrix]
-    vectors = [parameter for parameter in parameters if not shard_spec_of(parameter).is_matrix]
-    if not matrices or not vectors:
-        raise ConfigError(
-            "a pipeline stage holds no matrix or no bias/norm parameter, so its optimizer parameter groups would "
-            "differ from those of the other stages. Give every stage at least one transformer layer "
-            "(--pipeline-model-parallel-size, "
-            "--pp-partition-method)."
-        )
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    decays = (optim.weight_decay, 0.0)
+    found: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            spec = shard_spec_of(parameter)
+            found.setdefault((not spec.is_matrix, spec.lr_multiplier), []).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": found[key], "weight_decay": decays[key[0]], "lr_multiplier": key[1]} for key in sorted(found)
+    ]
+    groups = _evenly_many(groups, mesh)
     rate = optim.lr or 0.0
     if optim.optimizer == "adam":
+        for group in groups:
+            group["eps"] = optim.adam_eps * group["lr_multiplier"]
         betas = (optim.adam_beta1, optim.adam_beta2)
-        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=optim.adam_eps, fused=True)
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
     if optim.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=optim.sgd_momentum)
     raise ConfigError(f"--optimizer {optim.optimizer} is not known. Use adam or sgd.")
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Sets the learning rate of every group of `build_optimizer`."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["lr_multiplier"]
+
+
+def _evenly_many(groups: list[dict[str, Any]], mesh: ParallelMesh) -> list[dict[str, Any]]:
+    """Splits groups until there are as many as on the stage with the most: DeepSpeed takes one norm per group over all
+    stages, and a middle stage, without embeddings, may have fewer kinds of parameters.
+
+    Raises:
+        ConfigError: there are too few parameters.
+    """
+    count = torch.tensor([len(groups)], device=mesh.device)
+    wanted = int(all_reduce_max(count, mesh.pp))
+    while len(groups) < wanted:
+        place = max(range(len(groups)), key=lambda index: len(groups[index]["params"]), default=None)
+        parameters = [] if place is None else groups[place]["params"]
+        if place is None or len(parameters) < 2:
+            raise ConfigError(
+                f"a pipeline stage holds only {sum(len(group['params']) for group in groups)} parameters, and another "
+                f"one has {wanted} optimizer parameter groups. Give every stage at least one transformer layer "
+                "(--pipeline-model-parallel-size, --pp-partition-method)."
+            )
+        half = len(parameters) // 2
+        groups[place : place + 1] = [
+            {**groups[place], "params": part} for part in (parameters[:half], parameters[half:])
+        ]
+    return groups
 
 
 @contextlib.contextmanager

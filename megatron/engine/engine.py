@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.config import OptimConfig, PrecisionConfig
-from megatron.engine.deepspeed_setup import initialize, join_deepspeed
+from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_learning_rate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.pipeline import StageHooks
 from megatron.engine.stage_build import build_module
@@ -132,8 +132,7 @@ class Engine:
         deepspeed_samples = count * self.optim.micro_batch_size * self.mesh.gradient.size
         if deepspeed_samples != self.deepspeed.train_batch_size():
             self.deepspeed.set_train_batch_size(deepspeed_samples)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.optimizer, learning_rate)
         batches = self._prepare(micro_batches)
         self.module.train()
         if self.is_pipelined:

@@ -17,7 +17,7 @@ from megatron.model.interface.network import LayerSpec, LayerStack, build_layer
 from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
-from megatron.parallel.rng import normal_
+from megatron.parallel.rng import draw_weights_
 from megatron.parallel.shard_spec import shard_spec_of
 
 
@@ -80,7 +80,7 @@ def _partitioned_stack(
         spec = shard_spec_of(parameter)
         if spec.is_matrix:
             part = parameter.ds_tensor.data.view(-1)  # type: ignore[attr-defined]
-            normal_(part, spec, seed, parameter.global_name, first=mesh.gradient.rank * part.numel())  # type: ignore[attr-defined]
+            draw_weights_(part, spec, seed, parameter.global_name, first=mesh.gradient.rank * part.numel())  # type: ignore[attr-defined]
     return stack
 
 

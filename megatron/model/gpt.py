@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import partial
 
@@ -13,6 +14,7 @@ from megatron.model.blocks.embedding import EmbeddingDropout, OutputHead, Positi
 from megatron.model.blocks.norm import build_norm_layer
 from megatron.model.blocks.transformer import TransformerBlock
 from megatron.model.costs import block_cost, head_cost, norm_size
+from megatron.model.initial_values import place_initial_values
 from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.tensor.collectives import gather_from
@@ -33,7 +35,7 @@ def gpt_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
     """
     residual_std = residual_init_std(config)
     tied_to = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
-    return [
+    layers = [
         *_embedding_layers(config, mesh),
         *(
             LayerSpec(
@@ -49,6 +51,8 @@ def gpt_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
         ),
         LayerSpec(OUTPUT_LAYER, LayerKind.HEAD, head_cost(config), partial(OutputHead, config, mesh), tied_to=tied_to),
     ]
+    completed = partial(place_initial_values, config)
+    return [dataclasses.replace(layer, completed=completed) for layer in layers]
 
 
 def _embedding_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ class LanguageModelObjective:
             vocabulary, as in `torch.nn.functional.cross_entropy`.
         z_loss_coeff: coefficient c of the z-loss c * (log Z)^2 per token, with the softmax denominator Z over the
             unpadded vocabulary.
+        layer_metrics: name and length of the values that layers record, such as the statistics of routers.
 
     Source: Szegedy et al., "Rethinking the Inception architecture", 2016, section 7 (label smoothing); Chowdhery et
     al., "PaLM", 2022, section 5 (z-loss).
@@ -43,12 +44,13 @@ class LanguageModelObjective:
     source_count: int = 0
     label_smoothing: float = 0.0
     z_loss_coeff: float = 0.0
+    layer_metrics: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def metric_sizes(self) -> Mapping[str, int]:
-        """Loss sum and counted tokens of each source, and the sum of the z-loss, if requested."""
+        """Loss sum and counted tokens of each source, and the sum of the z-loss, if requested; what layers record."""
         sizes = {SOURCE_LOSS: self.source_count, SOURCE_TOKENS: self.source_count} if self.source_count else {}
-        return {**sizes, Z_LOSS: 1} if self.z_loss_coeff else sizes
+        return {**sizes, **({Z_LOSS: 1} if self.z_loss_coeff else {}), **self.layer_metrics}
 
     def inputs(self, batch: Batch) -> tuple[np.ndarray, ...]:
         """The tokens. Shapes: `[b, s]` int64."""

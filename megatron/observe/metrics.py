@@ -15,6 +15,7 @@ from typing import Protocol
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
 from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
+from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
 
 
 class StepOutcome(Protocol):
@@ -123,6 +124,7 @@ class Metrics:
         gigaflops_without_embeddings: GFLOPs of the run so far, without embeddings.
         source_losses: by source name, for sources with counted tokens; None unless requested.
         z_loss: mean z-loss per token, its coefficient included, over the same steps as `lm_loss`; None without z-loss.
+        routing: what the routers did, over the same steps; None without experts.
     """
 
     iteration: int
@@ -143,6 +145,7 @@ class Metrics:
     gigaflops_without_embeddings: float
     source_losses: Mapping[str, SourceLoss] | None = None
     z_loss: float | None = None
+    routing: RoutingFigures | None = None
 
 
 def measure(
@@ -188,6 +191,7 @@ def measure(
         gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
         source_losses=source_losses(outcome.metrics, source_names) if source_names else None,
         z_loss=outcome.metrics[Z_LOSS][0] / max(outcome.token_count, 1) if Z_LOSS in outcome.metrics else None,
+        routing=routing_figures(outcome.metrics),
     )
 
 
@@ -222,6 +226,7 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
         lm_loss=sum(losses) / len(losses) if losses else math.nan,
         source_losses=_source_losses_of(kept),
         z_loss=sum(z_losses) / len(z_losses) if z_losses else None,
+        routing=mean_routing([step.routing for step in kept if step.routing is not None]),
         skipped_iterations=sum(step.skipped_iterations for step in steps),
         nan_iterations=sum(step.nan_iterations for step in steps),
         samples_per_second=rate("samples_per_second"),

@@ -102,6 +102,8 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
             found |= _on_axes(tag, value, progress, workload)
     for name, source in (metrics.source_losses or {}).items():
         found |= _on_axes(f"lm-loss-training-by-source/{name}", source.lm_loss, progress, workload)
+    for name, value in (metrics.routing.by_label if metrics.routing is not None else {}).items():
+        found |= _on_axes(f"routing/{name}", value, progress, workload)
     if control.log_timers_to_tensorboard:
         rates = {
             "samples per second": metrics.samples_per_second,

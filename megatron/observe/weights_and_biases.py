@@ -74,4 +74,6 @@ def interval_values(metrics: Metrics) -> dict[str, float]:
         "tflops-per-gpu": metrics.teraflops_per_device,
     }
     values |= {f"lm-loss-training/{name}": source.lm_loss for name, source in (metrics.source_losses or {}).items()}
+    if metrics.routing is not None:
+        values |= {f"routing/{name}": value for name, value in metrics.routing.by_label.items()}
     return {name: value for name, value in values.items() if value is not None}

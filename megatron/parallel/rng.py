@@ -9,21 +9,23 @@ on the tensor-parallel size and the micro-batch size.
 from __future__ import annotations
 
 import math
+import types
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
 from megatron.device import default_generator
 from megatron.kernels.dropout import masked_scale
-from megatron.parallel.shard_spec import ShardSpec
+from megatron.parallel.shard_spec import Distribution, ShardSpec
 
 _MASK_64 = (1 << 64) - 1
 # Constants of splitmix64: the golden-ratio increment and the two multipliers.
 _GOLDEN, _MULTIPLIER_1, _MULTIPLIER_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 # Constants of murmur3's 32-bit finalizer.
 _MULTIPLIER_3, _MULTIPLIER_4 = 0x85EBCA6B, 0xC2B2AE35
+_CUT = 3.0  # standard deviations; truncated normal values lie within
 _DRAWN_AT_ONCE = 1 << 19  # pairs; bounds the memory of a draw and keeps it in the cache
 _STREAM_WEIGHT, _STREAM_ROW, _STREAM_CHANNEL, _STREAM_ATTENTION, _STREAM_ATTENTION_ROW, _STREAM_KEY = 1, 2, 3, 4, 5, 6
 
@@ -43,13 +45,15 @@ def mix(*numbers: int) -> int:
     return state
 
 
-def normal_(target: torch.Tensor, spec: ShardSpec, seed: int, global_name: str, *, first: int = 0) -> torch.Tensor:
-    """Fills part of a local tensor in place with its shard of the global tensor's N(0, init_std^2) values.
+def draw_weights_(
+    target: torch.Tensor, spec: ShardSpec, seed: int, global_name: str, *, first: int = 0
+) -> torch.Tensor:
+    """Fills part of a local tensor in place with its shard of the global tensor's initial values.
 
     Each value is a hash of (seed, name, row, column): columns are the last dimension of the logical shape, rows all
     others in row-major order. The values are therefore independent of how the tensor is sharded, bit for bit on one
-    kind of device. Two columns share a Box-Muller pair in float32, from 31 and 32 random bits; no value exceeds 6.66
-    standard deviations. One core draws about 70 million values per second.
+    kind of device. Two columns share 64 random bits. Normal values are float32 Box-Muller pairs from 31 and 32 of them;
+    none exceeds 6.66 standard deviations. One core draws about 70 million values per second.
 
     Shapes: target `[n]`, the local elements `first` to `first + n` in row-major order; vocabulary padding becomes zero.
 
@@ -65,10 +69,11 @@ def normal_(target: torch.Tensor, spec: ShardSpec, seed: int, global_name: str, 
         skipped = spec.start[-1] - 2 * first_pair
         rows_at_once = max(1, _DRAWN_AT_ONCE // (last_pair - first_pair))
         base = mix(_STREAM_WEIGHT, seed, zlib.crc32(global_name.encode()), len(global_name))
+        values_of = _VALUES[spec.init_distribution]
         last_row = -(-last // width)
         for top in range(first // width, last_row, rows_at_once):
             rows = _global_rows(spec, top, min(last_row, top + rows_at_once), target.device)
-            values = _normal_rows(base, rows, first_pair, last_pair)[:, skipped : skipped + width]
+            values = values_of(_random_words(base, rows, first_pair, last_pair))[:, skipped : skipped + width]
             low, high = max(first, top * width), min(last, (top + rows.numel()) * width)
             drawn = values.mul_(spec.init_std).reshape(-1)[low - top * width : high - top * width]
             target[low - first : high - first].copy_(drawn)
@@ -195,18 +200,46 @@ def _global_rows(spec: ShardSpec, top: int, bottom: int, device: torch.device) -
     return number
 
 
-def _normal_rows(base: int, numbers: torch.Tensor, first_pair: int, last_pair: int) -> torch.Tensor:
-    """Standard normal values of some rows and the columns `[2 first_pair, 2 last_pair)`, float32."""
+def _random_words(base: int, numbers: torch.Tensor, first_pair: int, last_pair: int) -> torch.Tensor:
+    """32 random bits for each of some rows and the columns `[2 first_pair, 2 last_pair)`.
+
+    Shapes: numbers `[rows]` int64; result `[rows, pairs, 2]` int32.
+    """
     rows = _mix_64((numbers * _signed(_GOLDEN, 64)) ^ _signed(base, 64))  # [rows]
     bits = _mix_64(rows.unsqueeze(1) + _counters(first_pair, last_pair, numbers.device))  # [rows, pairs] int64
-    words = bits.view(torch.int32).view(*bits.shape, 2)
+    return bits.view(torch.int32).view(*bits.shape, 2)
+
+
+def _normal_values(words: torch.Tensor) -> torch.Tensor:
+    """Standard normal values. Shapes: `[rows, pairs, 2]` int32 to `[rows, columns]` float32."""
     uniform = (words[..., 0] & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31)  # 2^-32 to 1, never 0
     radius = uniform.log_().mul_(-2.0).sqrt_()
     angle = words[..., 1].to(torch.float32).mul_(math.pi * 2.0**-31)
-    values = torch.empty(*bits.shape, 2, dtype=torch.float32, device=bits.device)
+    values = torch.empty(words.shape, dtype=torch.float32, device=words.device)
     torch.mul(radius, torch.cos(angle), out=values[..., 0])
     torch.mul(radius, angle.sin_(), out=values[..., 1])
-    return values.view(bits.shape[0], -1)
+    return values.view(words.shape[0], -1)
+
+
+def _uniform_values(words: torch.Tensor) -> torch.Tensor:
+    """Uniform values with standard deviation 1, from -sqrt(3) to sqrt(3). Shapes: as `_normal_values`."""
+    return words.reshape(words.shape[0], -1).to(torch.float32).mul_(math.sqrt(3.0) * 2.0**-31)
+
+
+def _truncated_normal_values(words: torch.Tensor) -> torch.Tensor:
+    """Standard normal values between -3 and 3, by the inverse distribution function. Shapes: as `_normal_values`."""
+    share = math.erf(_CUT / math.sqrt(2.0))  # probability that a normal value lies within the cut
+    values = words.reshape(words.shape[0], -1).to(torch.float32).mul_(share * 2.0**-31)
+    return values.erfinv_().mul_(math.sqrt(2.0)).clamp_(-_CUT, _CUT)
+
+
+_VALUES: Mapping[Distribution, Callable[[torch.Tensor], torch.Tensor]] = types.MappingProxyType(
+    {
+        Distribution.NORMAL: _normal_values,
+        Distribution.UNIFORM: _uniform_values,
+        Distribution.TRUNCATED_NORMAL: _truncated_normal_values,
+    }
+)
 
 
 def _counters(first: int, last: int, device: torch.device) -> torch.Tensor:

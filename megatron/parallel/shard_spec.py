@@ -9,11 +9,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
 from megatron.errors import ConfigError
 from megatron.parallel.mesh import Axis, ParallelMesh
+
+
+class Distribution(Enum):
+    """How initial values are distributed; `ShardSpec.init_std` is the standard deviation of the whole curve."""
+
+    NORMAL = "normal"
+    TRUNCATED_NORMAL = "normal, cut at three standard deviations"
+    UNIFORM = "uniform"
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,8 @@ class ShardSpec:
         is_matrix: whether the parameter is a weight matrix. Matrices are initialized randomly and have weight decay;
             biases and norm weights keep their layer's initial values and have no weight decay.
         init_std: standard deviation of a matrix's initial values; 0 leaves it zero.
+        init_distribution: their distribution.
+        lr_multiplier: factor of the learning rate for this parameter.
         summed_over: axes over which the gradient must be summed because each rank saw different tokens.
         is_tied_copy: whether this is the copy of a weight that another pipeline stage owns and counts.
 
@@ -68,6 +79,8 @@ class ShardSpec:
     dimensions: tuple[Dimension, ...]
     is_matrix: bool = False
     init_std: float = 0.0
+    init_distribution: Distribution = Distribution.NORMAL
+    lr_multiplier: float = 1.0
     summed_over: tuple[Axis, ...] = ()
     is_tied_copy: bool = False
 

@@ -40,6 +40,7 @@ from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.errors import LaunchError, PeerLostError
+from megatron.model.blocks.router import router_metric_sizes
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind
 from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
@@ -281,6 +282,7 @@ def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int 
         source_count=source_count,
         label_smoothing=config.loss.label_smoothing,
         z_loss_coeff=config.loss.z_loss_coeff,
+        layer_metrics=router_metric_sizes(config.model),
     )
 
 

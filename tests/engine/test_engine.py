@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.deepspeed_setup import build_optimizer
+from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate
 from megatron.engine.engine import Engine
 from megatron.errors import ConfigError
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
 from megatron.train.build import build_engine, parameter_counts
+from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
@@ -36,7 +38,7 @@ def names_of(module: nn.Module, group: dict) -> set[str]:
 
 def test_only_matrices_have_weight_decay() -> None:
     module = small_module()
-    matrices, others = build_optimizer(optim_config(weight_decay=0.3), module).param_groups
+    matrices, others = build_optimizer(optim_config(weight_decay=0.3), module, ParallelMesh.single()).param_groups
     assert names_of(module, matrices) == {"0.weight", "2.weight"}
     assert names_of(module, others) == {"0.bias", "1.weight", "1.bias"}
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.3, 0.0)
@@ -45,35 +47,69 @@ def test_only_matrices_have_weight_decay() -> None:
 def test_frozen_parameters_are_not_optimized() -> None:
     module = small_module()
     module[2].weight.requires_grad_(False)
-    assert names_of(module, build_optimizer(optim_config(), module).param_groups[0]) == {"0.weight"}
+    assert names_of(module, build_optimizer(optim_config(), module, ParallelMesh.single()).param_groups[0]) == {
+        "0.weight"
+    }
 
 
 def test_adam_uses_its_flags() -> None:
     optim = optim_config(lr=2e-3, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6)
-    optimizer = build_optimizer(optim, small_module())
+    optimizer = build_optimizer(optim, small_module(), ParallelMesh.single())
     assert type(optimizer) is torch.optim.AdamW
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (2e-3, (0.8, 0.95), 1e-6)
 
 
 def test_sgd_uses_its_flags() -> None:
-    optimizer = build_optimizer(optim_config(optimizer="sgd", lr=0.5, sgd_momentum=0.7), small_module())
+    optimizer = build_optimizer(
+        optim_config(optimizer="sgd", lr=0.5, sgd_momentum=0.7), small_module(), ParallelMesh.single()
+    )
     assert type(optimizer) is torch.optim.SGD
     assert {(group["lr"], group["momentum"]) for group in optimizer.param_groups} == {(0.5, 0.7)}
 
 
-@pytest.mark.parametrize(
-    "module", [nn.LayerNorm(4), nn.Linear(3, 4, bias=False)], ids=["without a matrix", "without a bias"]
-)
-def test_a_stage_without_one_of_the_parameter_groups_is_rejected(module: nn.Module) -> None:
-    with pytest.raises(ConfigError, match="holds no matrix or no bias/norm parameter.*--pipeline-model-parallel-size"):
-        build_optimizer(optim_config(), module)
+def test_groups_differ_in_weight_decay_and_learning_rate() -> None:
+    module = small_module()
+    embedding = module[2].weight
+    embedding.shard_spec = dataclasses.replace(shard_spec_of(embedding), lr_multiplier=0.25)
+    optimizer = build_optimizer(optim_config(weight_decay=0.3, adam_eps=1e-6), module, ParallelMesh.single())
+    assert [names_of(module, group) for group in optimizer.param_groups] == [
+        {"2.weight"},
+        {"0.weight"},
+        {"0.bias", "1.weight", "1.bias"},
+    ]
+    set_learning_rate(optimizer, 0.8)
+    found = [(group["lr"], group["eps"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert found == [(0.2, 0.25e-6, 0.3), (0.8, 1e-6, 0.3), (0.8, 1e-6, 0.0)]
+
+
+def groups_of_stages(rank: int) -> tuple[list[set[str]], str]:
+    """The groups of a stage with few kinds of parameters beside one with three, and why one parameter is too few."""
+    mesh = open_mesh(Layout(1, pp=2))
+    module = small_module()
+    module[2].weight.shard_spec = dataclasses.replace(shard_spec_of(module[2].weight), lr_multiplier=0.25)
+    if rank == 0:
+        module = nn.Sequential(module[0], module[1])
+    groups = [names_of(module, group) for group in build_optimizer(optim_config(), module, mesh).param_groups]
+    single = nn.LayerNorm(4, bias=False) if rank == 0 else module
+    try:
+        build_optimizer(optim_config(), single, mesh)
+    except ConfigError as failure:
+        return groups, str(failure)
+    return groups, ""
+
+
+def test_every_stage_has_as_many_groups() -> None:
+    (first, refusal), (second, accepted) = run_ranks(groups_of_stages, 2)
+    assert first == [{"0.weight"}, {"0.bias"}, {"1.weight", "1.bias"}]
+    assert second == [{"2.weight"}, {"0.weight"}, {"0.bias", "1.weight", "1.bias"}]
+    assert "holds only 1 parameters, and another one has 3 optimizer parameter groups" in refusal and not accepted
 
 
 def test_an_unknown_optimizer_is_rejected() -> None:
     optim = SimpleNamespace(optimizer="lamb", lr=1.0, weight_decay=0.0)  # the flag itself refuses it earlier
     with pytest.raises(ConfigError, match="--optimizer lamb is not known. Use adam or sgd"):
-        build_optimizer(optim, small_module())
+        build_optimizer(optim, small_module(), ParallelMesh.single())
 
 
 def engine_of(layout: tuple[int, int, int], stage: int, *flags: str) -> Engine:

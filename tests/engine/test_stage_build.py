@@ -26,7 +26,7 @@ def build_under_stage_three(rank: int, layout: tuple[int, int, int]) -> dict[str
     config = layout_config(RECIPE, layout, 3, ["--seed", str(SEED)])
     mesh = open_mesh(config.parallel)
     drawn, whole_layers = [], []
-    normal, build = stage_build.normal_, stage_build.build_layer
+    normal, build = stage_build.draw_weights_, stage_build.build_layer
 
     def counted_normal(target: torch.Tensor, *arguments: Any, **settings: Any) -> torch.Tensor:
         drawn.append(target.numel())
@@ -38,7 +38,7 @@ def build_under_stage_three(rank: int, layout: tuple[int, int, int]) -> dict[str
         return module
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage_build, "normal_", counted_normal)
+        patch.setattr(stage_build, "draw_weights_", counted_normal)
         patch.setattr(stage_build, "build_layer", measured_build)
         engine = build_engine(config, mesh)
     parts = {p.global_name: p.ds_tensor.detach().clone() for p in engine.module.parameters()}

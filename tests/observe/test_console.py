@@ -8,6 +8,7 @@ import pytest
 
 from megatron.observe.console import argument_lines, evaluation_lines, iteration_line, perplexity, size_line
 from megatron.observe.metrics import SourceLoss
+from megatron.observe.routing import RoutingFigures
 from tests.train.samples import metrics
 
 
@@ -33,6 +34,14 @@ def test_losses_of_sources_follow_the_whole_loss() -> None:
 
 def test_the_z_loss_follows_the_losses() -> None:
     assert "| lm loss: 9.876543E+00 | z loss: 2.500000E-03 | grad norm" in iteration_line(metrics(z_loss=0.0025))
+
+
+def test_the_routing_follows_the_losses() -> None:
+    line = iteration_line(metrics(routing=RoutingFigures(1.25, 3.5, 0.75, 2.0, 1.5, 3.0)))
+    assert (
+        "| lm loss: 9.876543E+00 | load balancing loss: 1.2500 | router z loss: 3.5000 | router entropy: 0.7500 | "
+        "largest expert load: 2.0000 | mean largest expert load: 1.5000 | idle experts: 3.0000 | grad norm"
+    ) in line
 
 
 def test_an_unknown_gradient_norm_is_omitted() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron.checkpoint.record import Progress
 from megatron.observe.metrics import SourceLoss
+from megatron.observe.routing import RoutingFigures
 from megatron.observe.tensorboard import TensorBoard, evaluation_scalars, step_scalars
 from tests.train.samples import WORKLOAD, control_config, metrics
 
@@ -96,3 +97,10 @@ def test_the_events_file_reads_back(tmp_path: Path) -> None:
     assert "seed/text_summary" in events.Tags()["tensors"]
     writer.close()
     assert len(list(tmp_path.glob("events*"))) == 1
+
+
+def test_the_routing_has_curves_in_a_network_with_experts() -> None:
+    routing = RoutingFigures(1.25, 3.5, 0.75, 2.0, 1.5, 3.0)
+    found = step_scalars(metrics(routing=routing), control_config(), WORKLOAD)
+    assert found["routing/load balancing loss"] == (1.25, 7)
+    assert found["routing/idle experts vs tokens"] == (3.0, 896)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.parallel.mesh import Axis
-from megatron.parallel.rng import attention_dropout, attention_seed, hidden_dropout, mix, normal_, seeded
+from megatron.parallel.rng import attention_dropout, attention_seed, draw_weights_, hidden_dropout, mix, seeded
 from megatron.parallel.shard_spec import Dimension, ShardSpec
 
 
@@ -29,7 +29,7 @@ def _spec(
 
 def _draw(spec: ShardSpec, *, name: str = "w", first: int = 0, last: int | None = None) -> torch.Tensor:
     count = math.prod(spec.local_shape)
-    part = normal_(torch.full(((count if last is None else last) - first,), 9.0), spec, 1234, name, first=first)
+    part = draw_weights_(torch.full(((count if last is None else last) - first,), 9.0), spec, 1234, name, first=first)
     return part.view(spec.local_shape) if last is None and first == 0 else part
 
 
@@ -99,8 +99,8 @@ def test_weights_are_normal_and_independent() -> None:
 
 def test_weights_reach_half_precision() -> None:
     spec = _spec((8, 8))
-    single = normal_(torch.empty(64), spec, 1, "w")
-    assert torch.equal(normal_(torch.empty(64, dtype=torch.bfloat16), spec, 1, "w"), single.bfloat16())
+    single = draw_weights_(torch.empty(64), spec, 1, "w")
+    assert torch.equal(draw_weights_(torch.empty(64, dtype=torch.bfloat16), spec, 1, "w"), single.bfloat16())
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.01])

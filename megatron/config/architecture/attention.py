@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.config.flags.fields import MUST_MATCH, flag
 from megatron.config.flags.section import ConfigSection
@@ -20,6 +22,16 @@ def _head_width(model: AttentionFields) -> int:
             f"be a multiple of the heads; use --hidden-size {multiple} or give --kv-channels."
         )
     return model.hidden_size // heads
+
+
+def _softmax_scale(model: Any) -> float | None:
+    """The factor of the scores that is not given, under muP: sqrt(base head width) / head width.
+
+    Source: Yang et al., "Tensor programs V", 2022, definition 4.1, with NVIDIA Megatron-LM's base width and power.
+    """
+    if not model.use_mup or not isinstance(model.kv_channels, int) or model.kv_channels < 1:
+        return None
+    return float(math.sqrt(model.mup_base_head_dim or 1.0) / model.kv_channels**model.mup_attn_scale_power)
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,11 @@ class AttentionFields(ConfigSection):
         resume=MUST_MATCH,
     )
     softmax_scale: float | None = flag(
-        None, "factor of the attention scores; 1/sqrt(head width) if unset", above=0, resume=MUST_MATCH
+        help="factor of the attention scores; 1/sqrt(head width) if unset, by the --mup flags with --use-mup",
+        computed=_softmax_scale,
+        above=0,
+        follows=("use_mup", "mup_base_head_dim", "mup_attn_scale_power", "kv_channels"),
+        resume=MUST_MATCH,
     )
     attention_logit_softcap: float | None = flag(
         None, "scores are kept below this by c * tanh(score / c)", above=0, resume=MUST_MATCH

@@ -6,8 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
+from megatron.convert.hugging_face.families.bloom import BLOOM
+from megatron.convert.hugging_face.families.gemma2 import GEMMA2
+from megatron.convert.hugging_face.families.gemma3 import GEMMA3
 from megatron.convert.hugging_face.families.gpt2 import GPT2
+from megatron.convert.hugging_face.families.gpt_neox import GPT_NEOX
 from megatron.convert.hugging_face.families.llama import LLAMA
+from megatron.convert.hugging_face.families.mistral import MISTRAL
+from megatron.convert.hugging_face.families.mixtral import MIXTRAL
+from megatron.convert.hugging_face.families.olmo2 import OLMO2
+from megatron.convert.hugging_face.families.phi3 import PHI3
+from megatron.convert.hugging_face.families.qwen2 import QWEN2
+from megatron.convert.hugging_face.families.qwen3 import QWEN3
+from megatron.convert.hugging_face.families.qwen3_moe import QWEN3_MOE
 from megatron.convert.hugging_face.table.family import Family
 from megatron.errors import ConversionError
 
@@ -15,6 +26,17 @@ from megatron.errors import ConversionError
 FAMILIES: tuple[Family, ...] = (
     GPT2,
     LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    OLMO2,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
+    MIXTRAL,
+    QWEN3_MOE,
+    GPT_NEOX,
+    BLOOM,
 )
 
 

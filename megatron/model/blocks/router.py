@@ -22,6 +22,7 @@ Z_LOSS = "router_z_loss"
 ENTROPY = "router_entropy"
 PASSES = "router_passes"
 
+_EXPERT_TOKENS = "router_expert_tokens"
 _ROUTER_LOSS = "router_loss"
 _SMALLEST_SUM = 1.0e-20
 
@@ -161,7 +162,12 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
 
 def expert_tokens(layer: int) -> str:
     """The name under which a layer records how many tokens each expert got. Shapes: the value is `[e]`."""
-    return f"router_expert_tokens.{layer}"
+    return f"{_EXPERT_TOKENS}.{layer}"
+
+
+def is_expert_tokens(name: str) -> bool:
+    """Whether a statistic is the tokens of each expert of some layer."""
+    return name.startswith(f"{_EXPERT_TOKENS}.")
 
 
 def router_metric_sizes(config: ModelConfig) -> dict[str, int]:

@@ -17,8 +17,8 @@ from torch import nn
 from megatron.errors import ConfigError
 from megatron.model.interface.key_value_cache import KeyValueCache
 from megatron.model.interface.step_context import StepContext
-from megatron.parallel.rng import normal_
-from megatron.parallel.shard_spec import shard_spec_of
+from megatron.parallel.rng import draw_weights_
+from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
 
 class LayerKind(Enum):
@@ -57,6 +57,7 @@ class LayerSpec:
             micro-batch's inputs) and a `StepContext` to hidden states (the last layer: outputs).
         tied_to: the layer whose weight this one shares. If both are on the same rank, that weight is passed to `build`
             as `weight`; otherwise `build` creates a copy.
+        completed: completes the spec of a parameter, given its global name: initial values and learning rate.
     """
 
     name: str
@@ -64,6 +65,7 @@ class LayerSpec:
     cost: LayerCost
     build: Callable[..., nn.Module]
     tied_to: str | None = None
+    completed: Callable[[str, ShardSpec], ShardSpec] | None = None
 
 
 class LayerStack(nn.Module):
@@ -141,11 +143,15 @@ def build_layer(spec: LayerSpec, shared: nn.Parameter | None = None) -> nn.Modul
 
 
 def name_parameters(spec: LayerSpec, module: nn.Module) -> None:
-    """Sets the global name of every parameter (`parameter.global_name`); a tied copy gets the original's name."""
+    """Sets the global name of every parameter (`parameter.global_name`) and completes its shard spec; a tied copy gets
+    the original's name.
+    """
     for inner, parameter in module.named_parameters():
-        parameter.global_name = f"{spec.tied_to or spec.name}.{inner}"  # type: ignore[attr-defined]
-        if spec.tied_to is not None:
-            parameter.shard_spec = shard_spec_of(parameter).as_tied_copy()  # type: ignore[attr-defined]
+        name, placed = f"{spec.tied_to or spec.name}.{inner}", shard_spec_of(parameter)
+        if spec.completed is not None:
+            placed = spec.completed(name, placed)
+        parameter.global_name = name  # type: ignore[attr-defined]
+        parameter.shard_spec = placed if spec.tied_to is None else placed.as_tied_copy()  # type: ignore[attr-defined]
 
 
 def draw_initial_values(module: nn.Module, seed: int) -> None:
@@ -153,7 +159,7 @@ def draw_initial_values(module: nn.Module, seed: int) -> None:
     for parameter in module.parameters():
         spec = shard_spec_of(parameter)
         if spec.is_matrix:
-            normal_(parameter.detach().view(-1), spec, seed, parameter.global_name)  # type: ignore[attr-defined]
+            draw_weights_(parameter.detach().view(-1), spec, seed, parameter.global_name)  # type: ignore[attr-defined]
 
 
 def _shared_weight(module: nn.Module, name: str) -> nn.Parameter:

@@ -112,8 +112,12 @@ def essential_fields(model: ModelConfig) -> dict[str, Any]:
             meaningless.add(name)
     if model.rope_original_max_positions is None:
         found["rope_original_max_positions"] = model.max_position_embeddings
+    if found["rotary_base_windowed"] is None and scaling == "none":
+        found["rotary_base_windowed"] = model.rotary_base
     if model.num_experts == 1:
         meaningless |= {name for name in found if name.startswith("moe_")}
+    elif all(model.has_experts(layer) for layer in range(model.num_layers)):
+        meaningless.add("ffn_hidden_size")
     if not model.qk_layernorm:
         meaningless.add("qk_layernorm_scope")
     if found["softmax_scale"] is None:

@@ -74,6 +74,10 @@ class Entries:
             )
         return default
 
+    def is_null(self, name: str) -> bool:
+        """Whether a field is there and null, which some families tell from an absent one."""
+        return name in self._values and self._values[name] is None
+
     def has(self, name: str) -> bool:
         """Whether a field is there and not null; does not count as reading it."""
         return self._values.get(name) is not None
@@ -140,15 +144,19 @@ class Same:
 
     Args:
         default: their value where the field is absent or null: a value, or a function of our fields read so far.
+        also: other names of the same field in some files; one of the names is given.
     """
 
     ours: str
     theirs: str
     default: Any | Callable[[Mapping[str, Any]], Any] = REQUIRED
+    also: tuple[str, ...] = ()
 
     def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `FieldRule`."""
         default = self.default(found) if callable(self.default) else self.default
+        for name in self.also:
+            default = entries.take(name, default)
         value = entries.take(self.theirs, default)
         wanted = _OUR_TYPES.get(self.ours, int)
         if value is not None and not _is_of(value, wanted):
@@ -209,10 +217,11 @@ class Constant:
 
 @dataclass(frozen=True)
 class Only:
-    """Their field that must have one of these values (or be absent); the first is written."""
+    """Their field that must have one of these values (or be absent); the first is written, unless absence says it."""
 
     theirs: str
     allowed: tuple[Any, ...]
+    is_written: bool = True
 
     def read(self, entries: Entries, found: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `FieldRule`."""
@@ -221,7 +230,7 @@ class Only:
 
     def write(self, model: ModelConfig) -> Mapping[str, Any]:
         """See `FieldRule`."""
-        return {self.theirs: self.allowed[0]}
+        return {self.theirs: self.allowed[0]} if self.is_written else {}
 
 
 @dataclass(frozen=True)

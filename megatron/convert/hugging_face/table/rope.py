@@ -49,37 +49,63 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
         "attention_factor": "rope_attention_factor",
     },
 }
+_ORIGINAL = "original_max_position_embeddings"
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
 
 
-def rope_fields(default_theta: float = 10000.0, default_percent: float = 1.0) -> Functions:
+def rope_fields(
+    default_theta: float = 10000.0,
+    default_percent: float | None = None,
+    *,
+    theta_name: str = "rope_theta",
+    percent_name: str = "partial_rotary_factor",
+) -> Functions:
     """The rule for one kind of rotation in all layers.
 
     Args:
         default_theta: the family's base where the file does not say it.
-        default_percent: the share of each head that is rotated where the file does not say it.
+        default_percent: the share of each head that is rotated where the file does not say it; None if the family
+            always rotates whole heads, whatever its files say.
+        theta_name: what the family's older files call the base.
+        percent_name: what they call the share.
     """
 
     def read(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]:
-        merged, place = merged_parameters(entries)
+        merged, place = merged_parameters(entries, theta_name, percent_name)
         merged.setdefault("rope_theta", default_theta)
-        merged.setdefault("partial_rotary_factor", default_percent)
+        percent = merged.setdefault("partial_rotary_factor", default_percent or 1.0)
+        if default_percent is None and percent != 1.0:
+            raise entries.refused(percent_name, percent, "this family ignores; it rotates whole heads")
         return {"position_embedding_type": "rope", **read_parameters(merged, place, found)}
 
-    return Functions(read, write_fields_of_rope)
+    def write(model: ModelConfig) -> dict[str, Any]:
+        if not model.uses_rope:
+            return {}
+        parameters = write_parameters(model)
+        older = {theta_name: model.rotary_base}
+        if default_percent is not None:
+            parameters["partial_rotary_factor"] = older[percent_name] = model.rotary_percent
+        # Readers of the older form take the base from beside the object.
+        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+        scaled = parameters["rope_type"] != "default"
+        older_scaling = {"type": parameters["rope_type"], **scaling} if scaled else None
+        return {"rope_parameters": parameters, **older, "rope_scaling": older_scaling}
+
+    return Functions(read, write)
 
 
-def merged_parameters(entries: Entries) -> tuple[dict[str, Any], str]:
+def merged_parameters(entries: Entries, theta_name: str, percent_name: str) -> tuple[dict[str, Any], str]:
     """The parameters of the rotation from all the places they are in, and the place that scaling was found in.
 
     Raises:
         ConversionError: two places contradict each other.
     """
     merged: dict[str, Any] = {}
-    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+    beside = ((theta_name, "rope_theta"), (percent_name, "partial_rotary_factor"), (_ORIGINAL, _ORIGINAL))
+    for name, key in beside:
         value = entries.take(name, None)
         if value is not None:
-            merged[name] = value
+            merged[key] = value
     place = "rope_parameters"
     for name in ("rope_parameters", "rope_scaling"):
         inner = entries.take(name, None)
@@ -89,7 +115,7 @@ def merged_parameters(entries: Entries) -> tuple[dict[str, Any], str]:
             raise entries.refused(name, inner, "should be an object")
         place = name
         for key, value in _one_form(inner).items():
-            if key != "original_max_position_embeddings" and merged.setdefault(key, value) != value:
+            if key != _ORIGINAL and merged.setdefault(key, value) != value:
                 raise entries.refused(name, inner, f"contradicts {key} {merged[key]!r} elsewhere in the file")
             merged.setdefault(key, value)  # a number beside the object wins over one in it
     return merged, place
@@ -100,7 +126,7 @@ def read_parameters(parameters: Mapping[str, Any], place: str, found: Mapping[st
 
     Args:
         place: the name of the object, for error texts.
-        found: our fields read so far; it must hold `max_position_embeddings`.
+        found: our fields read so far, the sizes of heads among them.
 
     Raises:
         ConversionError: a parameter is unknown, missing, or cannot be expressed.
@@ -119,6 +145,10 @@ def read_parameters(parameters: Mapping[str, Any], place: str, found: Mapping[st
         value = entries.take(theirs) if theirs in _NEEDED else entries.take(theirs, None)
         if value is not None:
             read[ours] = tuple(map(float, value)) if isinstance(value, list) else value
+    width = found.get("kv_channels", found["hidden_size"] // found["num_attention_heads"])
+    if int(width * read["rotary_percent"]) % 2:
+        what = f"rotates {int(width * read['rotary_percent'])} of {width} channels, not a number of pairs"
+        raise entries.refused("partial_rotary_factor", read["rotary_percent"], what)
     entries.check_only("truncate", (True,))
     entries.skip("original_max_position_embeddings", "finetuned", "type")
     _read_attention_factor(entries, kind, read, found["max_position_embeddings"])
@@ -126,27 +156,10 @@ def read_parameters(parameters: Mapping[str, Any], place: str, found: Mapping[st
     return {name: float(value) if _is_ratio(name, value) else value for name, value in read.items()}
 
 
-def write_fields_of_rope(model: ModelConfig) -> dict[str, Any]:
-    """Both forms of the fields."""
-    if not model.uses_rope:
-        return {}
-    parameters = write_parameters(model)
-    scaled = parameters["rope_type"] != "default"
-    # Readers of the older form take the base from beside the object.
-    scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
-    return {
-        "rope_parameters": parameters,
-        "rope_theta": model.rotary_base,
-        "rope_scaling": {"type": parameters["rope_type"], **scaling} if scaled else None,
-    }
-
-
 def write_parameters(model: ModelConfig) -> dict[str, Any]:
     """One object of parameters."""
     kind = model.rope_scaling_type
     written: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind, "rope_theta": model.rotary_base}
-    if model.rotary_percent != 1.0:
-        written["partial_rotary_factor"] = model.rotary_percent
     for theirs, ours in _KEYS[kind].items():
         value = getattr(model, ours)
         if value is None and theirs == "original_max_position_embeddings":

@@ -1,0 +1,31 @@
+"""Mistral: Llama without biases, with a sliding window in all layers."""
+
+from __future__ import annotations
+
+from megatron.convert.hugging_face.families.llama import (
+    ATTENTION_TENSORS,
+    FEED_FORWARD_TENSORS,
+    IGNORED_TENSORS,
+    OUTER_TENSORS,
+    PRE_NORM_TENSORS,
+    SHARED_FIELDS,
+)
+from megatron.convert.hugging_face.table.family import Family
+from megatron.convert.hugging_face.table.fields import Constant, tied_head
+from megatron.convert.hugging_face.table.rope import rope_fields
+from megatron.convert.hugging_face.table.windows import window_of_all_layers
+
+# Source: transformers `models/mistral/configuration_mistral.py` and `modeling_mistral.py`.
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    fields=(
+        *SHARED_FIELDS,
+        Constant({"add_bias_linear": False}),
+        rope_fields(),
+        window_of_all_layers(default=4096),
+        tied_head(default=False),
+    ),
+    tensors=(*OUTER_TENSORS, *ATTENTION_TENSORS, *FEED_FORWARD_TENSORS, *PRE_NORM_TENSORS),
+    ignored_tensors=IGNORED_TENSORS,
+)

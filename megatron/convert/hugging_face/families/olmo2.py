@@ -1,0 +1,41 @@
+"""OLMo 2: no norms before the branches but after them, queries and keys normalized over the width of all heads."""
+
+from __future__ import annotations
+
+from megatron.convert.hugging_face.families.llama import (
+    ATTENTION_TENSORS,
+    FEED_FORWARD_TENSORS,
+    IGNORED_TENSORS,
+    OUR_LAYER,
+    OUTER_TENSORS,
+    SHARED_FIELDS,
+    THEIR_LAYER,
+)
+from megatron.convert.hugging_face.families.qwen3 import ATTENTION_BIASES, QUERY_KEY_NORM_TENSORS
+from megatron.convert.hugging_face.table.family import Family
+from megatron.convert.hugging_face.table.fields import Constant, Same, tied_head
+from megatron.convert.hugging_face.table.rope import rope_fields
+from megatron.convert.hugging_face.table.tensors import norm
+
+# Source: transformers `models/olmo2/configuration_olmo2.py` and `modeling_olmo2.py`.
+OLMO2 = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    fields=(
+        *SHARED_FIELDS,
+        Same("layernorm_epsilon", "rms_norm_eps", 1e-5),
+        Constant({"norm_placement": "post_branch", "qk_layernorm": True, "qk_layernorm_scope": "all"}),
+        ATTENTION_BIASES,
+        rope_fields(),
+        tied_head(default=False),
+    ),
+    tensors=(
+        *OUTER_TENSORS,
+        *ATTENTION_TENSORS,
+        *QUERY_KEY_NORM_TENSORS,
+        *FEED_FORWARD_TENSORS,
+        *norm(OUR_LAYER + "post_self_attn_layernorm", THEIR_LAYER + "post_attention_layernorm"),
+        *norm(OUR_LAYER + "post_mlp_layernorm", THEIR_LAYER + "post_feedforward_layernorm"),
+    ),
+    ignored_tensors=IGNORED_TENSORS,
+)
