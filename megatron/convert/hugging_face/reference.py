@@ -1,0 +1,164 @@
+"""What `transformers` says: logits of a model directory, ids of its tokenizer. The only file that knows the library.
+
+Nothing is taken from the network, and no code of the directory is run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.errors import ConfigError, ConversionError
+
+
+@dataclass(frozen=True)
+class ReferenceLogits:
+    """Logits of some positions.
+
+    Shapes: values `[b, positions, v]` float32, one per batch of tokens.
+
+    Args:
+        attention: the implementation that computed them: sdpa or eager.
+    """
+
+    values: tuple[torch.Tensor, ...]
+    attention: str
+
+
+def check_installed() -> str:
+    """The version of `transformers`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as failure:
+        raise ConfigError(
+            "conversion from and to Hugging Face compares logits with those of transformers, which is not installed. "
+            "Run pip install 'trident-megatron[hf]'."
+        ) from failure
+    return str(transformers.__version__)
+
+
+def reference_logits(
+    folder: Path,
+    config: Mapping[str, Any],
+    tokens: Sequence[torch.Tensor],
+    positions: Sequence[torch.Tensor],
+    attention: str,
+    *,
+    is_shortened: bool,
+) -> ReferenceLogits:
+    """Logits of a model directory in float32.
+
+    Shapes: tokens `[b, s]` int64 each, positions `[n]` int64 each.
+
+    Args:
+        config: the fields of `config.json`, possibly with fewer layers.
+        positions: where logits are taken, one tensor for each of `tokens`.
+        attention: sdpa, or eager where only that computes what the configuration says.
+        is_shortened: whether there are fewer layers than in the files, so that tensors are left over.
+
+    Raises:
+        ConversionError: transformers cannot load the directory, or fills in or drops a tensor.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _quiet():
+        try:
+            fields = {name: value for name, value in config.items() if name != "model_type"}
+            loaded = AutoConfig.for_model(config["model_type"], **fields)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                config=loaded,
+                dtype=torch.float32,
+                attn_implementation=attention,
+                output_loading_info=True,
+                local_files_only=True,
+                use_safetensors=True,
+            )
+        except Exception as failure:  # the library raises whatever its parts raise
+            raise ConversionError(
+                f"transformers cannot load {folder} ({type(failure).__name__}: {str(failure)[:400]}). Check that "
+                "AutoModelForCausalLM.from_pretrained loads the directory."
+            ) from failure
+        _check_report(folder, report, is_shortened)
+        model.eval()
+        found = []
+        with torch.no_grad():
+            for ids, places in zip(tokens, positions, strict=True):
+                found.append(model(ids, use_cache=False, logits_to_keep=places).logits.float())
+    return ReferenceLogits(tuple(found), attention)
+
+
+def tokenizer_ids(folder: Path, texts: Sequence[str]) -> list[list[int]]:
+    """The ids that `AutoTokenizer` gives texts, with what it adds around them.
+
+    Raises:
+        ConversionError: it cannot load the tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    with _quiet():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            return [list(map(int, tokenizer(text)["input_ids"])) for text in texts]
+        except Exception as failure:  # the library raises whatever its parts raise
+            raise ConversionError(
+                f"transformers cannot load the tokenizer in {folder} ({type(failure).__name__}: {str(failure)[:400]}). "
+                "Name another one with --tokenizer-name-or-path, a folder with tokenizer.json."
+            ) from failure
+
+
+def fast_tokenizer_description(folder: Path) -> dict[str, Any]:
+    """The content of a `tokenizer.json` for a tokenizer that has none, such as a `tokenizer.model` by itself.
+
+    Raises:
+        ConversionError: transformers cannot make one.
+    """
+    from transformers import AutoTokenizer
+
+    with _quiet():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            described: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+            return described
+        except Exception as failure:  # the library raises whatever its parts raise
+            raise ConversionError(
+                f"{folder} has no tokenizer.json and transformers cannot make one ({type(failure).__name__}: "
+                f"{str(failure)[:300]}). Name another tokenizer with --tokenizer-name-or-path."
+            ) from failure
+
+
+def _check_report(folder: Path, report: Mapping[str, Any], is_shortened: bool) -> None:
+    """Checks that nothing was filled in at random and nothing was dropped: transformers merely reports it."""
+    kinds = ("missing_keys", "mismatched_keys", "error_msgs", *(() if is_shortened else ("unexpected_keys",)))
+    problems = [f"{kind} {sorted(map(str, report[kind]))[:8]}" for kind in kinds if report.get(kind)]
+    if problems:
+        raise ConversionError(
+            f"transformers loads {folder} only in part: {'; '.join(problems)}. The weights do not fit config.json; "
+            "download the model again."
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the library's progress bars and advice off the terminal."""
+    from transformers.utils import logging
+
+    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bar:
+            logging.enable_progress_bar()

@@ -1,0 +1,222 @@
+"""Moves values between the two sides slice by slice, so that memory stays constant however large the model is.
+
+Into ours: pieces for the checkpoint writer, read from the files of a model directory when they are written. Out of
+ours: the bytes of their tensors, read from a checkpoint of any layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.layout import Catalogue
+from megatron.checkpoint.manifest import ITEM_BYTES, Manifest
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.snapshot import TORCH_TYPES, Snapshot
+from megatron.convert.hugging_face.network import slices
+from megatron.convert.hugging_face.table.family import Family
+from megatron.convert.hugging_face.table.tensors import BoundPart, BoundTensor, their_shapes
+from megatron.convert.hugging_face.weight_files import FLOATING, StoredTensor
+from megatron.errors import CheckpointError, ConversionError
+from megatron.parallel.pieces import PieceKey
+
+SLICE_BYTES = 64 * 2**20
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ImportedPieces:
+    """Our tensors as pieces whose values are read from their files when they are asked for; iterable many times."""
+
+    tensors: Sequence[BoundTensor]
+    stored: Mapping[str, StoredTensor]
+    slice_bytes: int = SLICE_BYTES
+
+    def snapshot(self) -> Snapshot:
+        """What the checkpoint writer needs: the list of pieces, and their values."""
+        listed = tuple((key, dtype) for tensor in self.tensors for key, dtype, _ in self._cut(tensor))
+        return Snapshot(listed, self)
+
+    def __iter__(self) -> Iterator[tuple[PieceKey, torch.Tensor]]:
+        for tensor in self.tensors:
+            for key, dtype, box in self._cut(tensor):
+                yield key, self._read(tensor, dtype, box).view(-1)
+
+    def _cut(self, tensor: BoundTensor) -> Iterator[tuple[PieceKey, str, Box]]:
+        dtype = self.stored[tensor.parts[0].theirs].dtype
+        done = 0
+        origin = (0,) * len(tensor.shape)
+        for start, stop in slices(tensor.shape, ITEM_BYTES[dtype], self.slice_bytes):
+            numel = math.prod(high - low for low, high in zip(start, stop, strict=True))
+            key = PieceKey(tensor.ours, "weight", tensor.shape, origin, tensor.shape, done, done + numel)
+            yield key, dtype, (start, stop)
+            done += numel
+
+    def _read(self, tensor: BoundTensor, dtype: str, box: Box) -> torch.Tensor:
+        start, stop = box
+        shape = [high - low for low, high in zip(start, stop, strict=True)]
+        values = torch.empty(shape, dtype=TORCH_TYPES[dtype])
+        for part in tensor.parts:
+            low = tuple(max(a, b) for a, b in zip(start, part.start, strict=True))
+            high = tuple(min(a, b) for a, b in zip(stop, part.stop, strict=True))
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            theirs = self.stored[part.theirs].read_box(part, *_ordered(part, low, high))
+            place = tuple(slice(a - first, b - first) for a, b, first in zip(low, high, start, strict=True))
+            values[place] = theirs.permute(_inverse(part.order))
+        return values
+
+
+def check_weights(family: Family, tensors: Sequence[BoundTensor], stored: Mapping[str, StoredTensor]) -> None:
+    """Checks that a model directory holds what the network needs and nothing else.
+
+    Raises:
+        ConversionError: tensors are missing or unexpected, or one has another shape or element type; all are named.
+    """
+    shapes = their_shapes(tensors)
+    missing = [name for name in shapes if name not in stored]
+    unexpected = [name for name in stored if name not in shapes and not family.is_ignored(name)]
+    wrong = [
+        f"{name} has shape {list(stored[name].shape)}, not {list(shape)}"
+        for name, shape in shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    kinds = [
+        f"{name} has element type {stored[name].dtype}, which is no floating-point type"
+        for name in shapes
+        if name in stored and stored[name].dtype not in FLOATING
+    ]
+    mixed = [
+        f"{tensor.ours} would be made of {' and '.join(sorted(types))} ({tensor.parts[0].theirs}, ...)"
+        for tensor in tensors
+        if len(types := {stored[part.theirs].dtype for part in tensor.parts if part.theirs in stored}) > 1
+    ]
+    problems = [
+        *([f"missing: {_some(missing)}"] if missing else []),
+        *([f"unexpected: {_some(unexpected)}"] if unexpected else []),
+        *([f"of another shape: {_some(wrong)}"] if wrong else []),
+        *([f"of another type: {_some([*kinds, *mixed])}"] if kinds or mixed else []),
+    ]
+    if problems:
+        raise ConversionError(
+            f"the weights are not those that config.json describes as {family.model_type}. Tensors "
+            f"{'; '.join(problems)}. Take config.json and weights from the same model."
+        )
+
+
+def with_prefix(family: Family, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The stored tensors with the names of the table, where the files leave out the family's optional prefix."""
+    prefix = family.optional_prefix
+    if not prefix or any(name.startswith(prefix) for name in stored):
+        return dict(stored)
+    return {name if name == family.head else prefix + name: tensor for name, tensor in stored.items()}
+
+
+def without_tied_head(
+    family: Family, stored: Mapping[str, StoredTensor], slice_bytes: int = SLICE_BYTES
+) -> dict[str, StoredTensor]:
+    """The stored tensors of a model with a tied head, without the copy of the embedding that some files hold.
+
+    Raises:
+        ConversionError: what is stored as the head is not the embedding.
+    """
+    head, embedding = stored.get(family.head), stored.get(family.embedding)
+    if head is None or embedding is None:
+        return dict(stored)
+    if head.shape != embedding.shape or head.dtype != embedding.dtype or _differ(head, embedding, slice_bytes):
+        raise ConversionError(
+            f"config.json says tie_word_embeddings true, but {family.head} is not {family.embedding}. Versions of "
+            'transformers disagree about such a model; set "tie_word_embeddings": false if the head is its own.'
+        )
+    return {name: tensor for name, tensor in stored.items() if name != family.head}
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """The weights of one checkpoint, of whatever layout, by the slice."""
+
+    folder: Path
+    manifest: Manifest
+
+    def dtype_of(self, name: str) -> str:
+        """The element type that a tensor is stored in.
+
+        Raises:
+            CheckpointError: the checkpoint has no weights of it.
+        """
+        catalogue = Catalogue.of(self.manifest.pieces)
+        kind = catalogue.served_kind(name, "weight")
+        if kind is None:
+            raise CheckpointError(
+                f"tensor {name} is not in {self.folder}, which holds {len(catalogue.names())} tensors. The checkpoint "
+                "does not fit its own configuration; use another one."
+            )
+        return catalogue.pieces[name, kind][0].dtype
+
+    def read(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+        """A box of a tensor, verified.
+
+        Raises:
+            DamagedError: the bytes are not those that were written.
+        """
+        start, stop = box
+        size = tuple(high - low for low, high in zip(start, stop, strict=True))
+        built: list[torch.Tensor] = []
+        key = PieceKey(name, "weight", shape, start, stop, 0, math.prod(size))
+        reader = CheckpointReader(self.folder, self.manifest, [(key, built.append)])
+        reader.verify()
+        reader.deliver()
+        return built[0].view(size)
+
+
+def exported_values(
+    source: CheckpointSource,
+    parts: Sequence[tuple[BoundTensor, BoundPart]],
+    dtype: torch.dtype,
+    slice_bytes: int = SLICE_BYTES,
+) -> Iterator[torch.Tensor]:
+    """The values of one of their tensors from its first to its last, as contiguous slices.
+
+    Args:
+        parts: the parts it holds, from top to bottom.
+    """
+    for tensor, part in parts:
+        inverse = _inverse(part.order)
+        for start, stop in slices(part.ordered_shape, 4, slice_bytes):
+            low = tuple(part.start[own] + start[inverse[own]] for own in range(len(inverse)))
+            high = tuple(part.start[own] + stop[inverse[own]] for own in range(len(inverse)))
+            values = source.read(tensor.ours, tensor.shape, (low, high))
+            yield values.permute(part.order).to(dtype).contiguous()
+
+
+def _ordered(part: BoundPart, low: tuple[int, ...], high: tuple[int, ...]) -> Box:
+    """A box of ours inside a part, as a box of the part's ordered shape."""
+    return (
+        tuple(low[dimension] - part.start[dimension] for dimension in part.order),
+        tuple(high[dimension] - part.start[dimension] for dimension in part.order),
+    )
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(dimension) for dimension in range(len(order)))
+
+
+def _differ(one: StoredTensor, other: StoredTensor, slice_bytes: int) -> bool:
+    """Whether two stored matrices of one shape differ anywhere."""
+    part = BoundPart(one.name, (0,) * len(one.shape), one.shape, tuple(range(len(one.shape))), 1, 0)
+    return any(
+        not torch.equal(
+            one.read_box(part, start, stop).view(torch.uint8), other.read_box(part, start, stop).view(torch.uint8)
+        )
+        for start, stop in slices(one.shape, ITEM_BYTES[one.dtype], slice_bytes)
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

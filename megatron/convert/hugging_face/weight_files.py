@@ -1,0 +1,212 @@
+"""Reads the weights of a Hugging Face directory: every safetensors file is checked once, then any box of any tensor.
+
+Nothing is unpickled, and nothing is mapped into memory: a box is read when it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.copies import shared_copies
+from megatron.checkpoint.layout import whole
+from megatron.checkpoint.manifest import ITEM_BYTES
+from megatron.checkpoint.snapshot import TORCH_TYPES
+from megatron.checkpoint.storage import Storage, opened, read_range
+from megatron.convert.hugging_face.table.tensors import BoundPart
+from megatron.errors import ConversionError
+from megatron.parallel.pieces import PieceKey
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# Element types that a network can be trained in.
+FLOATING = ("F64", "F32", "BF16", "F16")
+
+_LARGEST_HEADER_BYTES = 100 * 2**20
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "tf_model.h5", "flax_model.msgpack", "model.ckpt")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file of weights.
+
+    Args:
+        dtype: its element type as safetensors names it.
+        begin_bytes: where its values begin in the file.
+    """
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin_bytes: int
+
+    def read_box(self, part: BoundPart, start: tuple[int, ...], stop: tuple[int, ...]) -> torch.Tensor:
+        """The values of a box of a part, with the dimensions in their order.
+
+        Args:
+            part: the part of this tensor.
+            start, stop: the box in the ordered shape of the part.
+
+        Raises:
+            ConversionError: the file can no longer be read.
+        """
+        item_bytes = ITEM_BYTES[self.dtype]
+        first_bytes = self.begin_bytes + part.first_row * math.prod(self.shape[1:]) * item_bytes
+        box = tuple(high - low for low, high in zip(start, stop, strict=True))
+        wanted = PieceKey(self.name, "weight", part.ordered_shape, start, stop, 0, math.prod(box))
+        copies = shared_copies(whole(self.name, "weight", part.ordered_shape), wanted)
+        values = torch.empty(math.prod(box), dtype=TORCH_TYPES[self.dtype])
+        target = values.view(torch.uint8).numpy().data
+        storage = Storage()
+        try:
+            with opened(storage, self.path) as (handle, _):
+                for source, destination, length in zip(
+                    copies.source.tolist(), copies.destination.tolist(), copies.length.tolist(), strict=True
+                ):
+                    place = target[destination * item_bytes : (destination + length) * item_bytes]
+                    read_range(storage, handle, place, first_bytes + source * item_bytes)
+        except OSError as failure:
+            raise ConversionError(f"cannot read tensor {self.name} from {self.path}: {failure}.") from failure
+        return values.view(box)
+
+
+def read_weight_files(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a model directory by name.
+
+    Raises:
+        ConversionError: there are no safetensors files, one is missing or damaged, or two hold the same tensor.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    weight_map = _weight_map(folder)
+    names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]
+    for name in names:
+        for tensor in read_header(folder / name):
+            if tensor.name in tensors:
+                raise ConversionError(
+                    f"tensor {tensor.name} is in {tensors[tensor.name].path.name} and in {name} of {folder}. Download "
+                    "the model again."
+                )
+            tensors[tensor.name] = tensor
+    for tensor_name, file in (weight_map or {}).items():
+        if tensor_name not in tensors or tensors[tensor_name].path.name != file:
+            raise ConversionError(
+                f"{folder / INDEX_FILE} says that tensor {tensor_name} is in {file}, which does not hold it. Download "
+                "the model again."
+            )
+    return tensors
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """The tensors of one safetensors file, in the order of their values.
+
+    Source: safetensors README, "Format": 8 bytes little-endian header length, JSON header, the tensors without holes.
+
+    Raises:
+        ConversionError: the file is missing or is not one.
+    """
+    storage = Storage()
+    try:
+        with opened(storage, path.resolve()) as (handle, size_bytes):  # a hub cache holds links
+            begin = bytearray(8)
+            read_range(storage, handle, memoryview(begin), 0)
+            header_bytes = int.from_bytes(begin, "little")
+            if not 2 <= header_bytes <= min(_LARGEST_HEADER_BYTES, size_bytes - 8):
+                raise _damaged(path, f"its header would have {header_bytes} bytes, and the file has {size_bytes}")
+            text = bytearray(header_bytes)
+            read_range(storage, handle, memoryview(text), 8)
+    except OSError as failure:
+        raise ConversionError(
+            f"cannot read {path}: {failure.strerror or failure}. Download the model again, all of its files."
+        ) from failure
+    try:
+        header = json.loads(bytes(text))
+    except (ValueError, RecursionError) as failure:
+        raise _damaged(path, f"its header is not JSON ({failure})") from failure
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is no JSON object")
+    header.pop("__metadata__", None)
+    found = [_entry(path, name, entry, 8 + header_bytes) for name, entry in header.items()]
+    found.sort(key=lambda tensor: tensor.begin_bytes)
+    expected = 8 + header_bytes
+    for tensor in found:
+        if tensor.begin_bytes != expected:
+            raise _damaged(path, f"tensor {tensor.name} begins at byte {tensor.begin_bytes}, not at {expected}")
+        expected += math.prod(tensor.shape) * ITEM_BYTES.get(tensor.dtype, 1)
+    if expected != size_bytes:
+        raise _damaged(path, f"it has {size_bytes} bytes, and its header describes {expected}")
+    return found
+
+
+def read_json_file(path: Path, what: str) -> dict[str, Any]:
+    """A JSON object from a file of a model directory.
+
+    Raises:
+        ConversionError: the file is missing or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as failure:
+        raise ConversionError(
+            f"cannot read {path}, {what}: {failure.strerror or failure}. Give a directory that transformers can load."
+        ) from failure
+    except (ValueError, RecursionError) as failure:
+        raise ConversionError(f"{path}, {what}, is not JSON: {failure}. Download the model again.") from failure
+    if not isinstance(value, dict):
+        raise ConversionError(f"{path}, {what}, holds no JSON object. Download the model again.")
+    return value
+
+
+def _weight_map(folder: Path) -> Mapping[str, str] | None:
+    """Which file holds which tensor; None for a model of one file."""
+    if (folder / SINGLE_FILE).exists():
+        return None
+    if not (folder / INDEX_FILE).exists():
+        pickled = [name for name in _PICKLED if (folder / name).exists()]
+        pickled += sorted(path.name for path in folder.glob("pytorch_model-*.bin"))
+        if pickled:
+            raise ConversionError(
+                f"{folder} holds its weights only as {', '.join(pickled[:3])}, which is not read: loading a pickle "
+                "runs whatever code is in it. Download the safetensors files of the model, or write them from a source "
+                "you trust: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)."
+            )
+        raise ConversionError(
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}. Give the directory of a downloaded model."
+        )
+    found = read_json_file(folder / INDEX_FILE, "the index of the weights").get("weight_map")
+    if (
+        not isinstance(found, dict)
+        or not found
+        or not all(isinstance(file, str) and Path(file).name == file for file in found.values())
+    ):
+        raise ConversionError(f"{folder / INDEX_FILE} has no weight_map of file names. Download the model again.")
+    return found
+
+
+def _entry(path: Path, name: str, entry: Any, base_bytes: int) -> StoredTensor:
+    """One entry of a header, checked."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, begin, end]
+    except (TypeError, KeyError, ValueError):
+        raise _damaged(path, f"the entry of tensor {name} lacks its type, shape or place") from None
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise _damaged(path, f"the entry of tensor {name} has impossible numbers")
+    if dtype not in ITEM_BYTES and dtype != "BOOL":
+        raise ConversionError(
+            f"tensor {name} in {path} has the element type {dtype}. Quantized weights cannot be trained; take the "
+            f"model in {', '.join(FLOATING[1:])}."
+        )
+    if end - begin != math.prod(shape) * ITEM_BYTES.get(dtype, 1):
+        raise _damaged(path, f"tensor {name} of shape {shape} has {end - begin} bytes")
+    return StoredTensor(path.resolve(), name, dtype, tuple(shape), base_bytes + begin)
+
+
+def _damaged(path: Path, problem: str) -> ConversionError:
+    return ConversionError(f"{path} is damaged: {problem}. Download it again.")
