@@ -32,11 +32,14 @@ class Limits:
         new_tokens: maximum number of tokens generated for one prompt.
         positions: maximum number of tokens of a text, prompt included (--max-position-embeddings).
         eod_id: the end-of-document token; None if there is none.
+        short_context: length beyond which the keys of all tokens change (`PositionFields.short_context`); None if they
+            never do.
     """
 
     new_tokens: int
     positions: int
     eod_id: int | None
+    short_context: int | None = None
 
     def check_prompt(self, length: int, name: str) -> None:
         """Checks that a prompt leaves at least one position for a new token.
@@ -94,6 +97,11 @@ def generate(
     caches = None if recompute else model.new_caches(stop)
     fresh = text
     while text.shape[1] < stop and not bool(finished.all()):
+        if caches and limits.short_context is not None:
+            if caches[0].length <= limits.short_context < text.shape[1]:
+                for cache in caches:
+                    cache.truncate(0)
+                fresh = text
         context = StepSettings().context(sample_ids, first_sample=first_sample, caches=caches)
         scores = model(text if recompute else fresh, context)[:, -1]  # [b, v/t]
         chosen = choose(whole_logits(scores, mesh.tp, vocab_size), sampling, generators).to(mesh.device)  # [b]

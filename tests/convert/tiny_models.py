@@ -90,7 +90,9 @@ TINY_MODELS: Mapping[str, TinyModel] = {
             "layer_norm_epsilon": 1e-3,
         },
     ),
-    "neox-parallel": TinyModel("gpt_neox", {**GPT_NEOX, **_rope("default", partial_rotary_factor=0.25)}, 300),
+    "neox-parallel": TinyModel(
+        "gpt_neox", {**GPT_NEOX, "hidden_size": 64, **_rope("default", partial_rotary_factor=0.25)}, 300
+    ),
     "neox-sequential": TinyModel(
         "gpt_neox", {**GPT_NEOX, "use_parallel_residual": False, **_rope("default", partial_rotary_factor=1.0)}
     ),

@@ -50,6 +50,18 @@ def test_the_cache_does_not_change_the_output(sampling: Sampling) -> None:
     assert _generate(prompts, sampling) == _generate(prompts, sampling, recompute=True)
 
 
+def test_the_cache_is_filled_anew_where_all_rotations_change() -> None:
+    scaling = {"rope_short_factors": (1.0,) * 4, "rope_long_factors": (3.0,) * 4, "rope_original_max_positions": 8}
+    config = tiny_config(init_method_std=0.4, position_embedding_type="rope", rope_scaling_type="longrope", **scaling)
+    model, mesh, greedy = build_gpt(config, ParallelMesh.single()).eval(), ParallelMesh.single(), Sampling(greedy=True)
+    settings: dict = {"vocab_size": 101}
+    limits = Limits(10, 16, None, config.short_context)
+    whole = generate(model, mesh, [[1, 2, 3, 4]], limits, greedy, recompute=True, **settings)
+    assert config.short_context == 8
+    assert generate(model, mesh, [[1, 2, 3, 4]], limits, greedy, **settings) == whole
+    assert generate(model, mesh, [[1, 2, 3, 4]], Limits(10, 16, None), greedy, **settings) != whole
+
+
 def test_greedy_takes_the_most_probable_token_given_the_whole_text() -> None:
     model = _model()
     (found,) = _generate([[5, 6, 7]], Sampling(greedy=True))

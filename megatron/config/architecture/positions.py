@@ -98,6 +98,13 @@ class PositionFields(ConfigSection):
         """Whether queries and keys are rotated."""
         return self.position_embedding_type == ROPE
 
+    @property
+    def short_context(self) -> int | None:
+        """Length of a text beyond which all its tokens are rotated otherwise (longrope); None if there is none."""
+        if not self.uses_rope or self.rope_scaling_type != "longrope":
+            return None
+        return self.rope_original_max_positions or self.max_position_embeddings
+
     def is_rotary_layer(self, layer: int) -> bool:
         """Whether block `layer` rotates its queries and keys."""
         pattern = self.rope_layer_pattern

@@ -39,3 +39,21 @@ def test_the_vocabulary_belongs_to_the_resolved_architecture() -> None:
     with pytest.raises(TypeError, match="vocab_size"):
         ModelConfig(num_layers=2, hidden_size=12, num_attention_heads=4, max_position_embeddings=8)
     assert not hasattr(request(), "vocab_size")
+
+
+def test_a_token_cannot_go_to_more_experts_than_there_are() -> None:
+    with pytest.raises(ConfigError, match="--moe-router-topk 3 is more than --num-experts 2"):
+        request(num_experts=2, moe_router_topk=3)
+    assert request(num_experts=1, moe_router_topk=3).num_experts == 1
+
+
+def test_a_single_expert_per_token_needs_its_score_as_weight() -> None:
+    with pytest.raises(ConfigError, match="--moe-router-topk 1 with --num-experts 4 needs --moe-router-pre-softmax"):
+        request(num_experts=4, moe_router_topk=1)
+    assert request(num_experts=4, moe_router_topk=1, moe_router_pre_softmax=True).moe_router_topk == 1
+
+
+def test_the_pattern_says_which_layers_have_experts() -> None:
+    routed = request(num_experts=4, moe_layer_pattern=(0, 1))
+    assert [routed.has_experts(layer) for layer in range(4)] == [False, True, False, True]
+    assert request(num_experts=4).has_experts(0) and not request().has_experts(0)

@@ -126,7 +126,7 @@ def read_parameters(parameters: Mapping[str, Any], place: str, found: Mapping[st
 
     Args:
         place: the name of the object, for error texts.
-        found: our fields read so far; it must hold `max_position_embeddings`.
+        found: our fields read so far, the sizes of heads among them.
 
     Raises:
         ConversionError: a parameter is unknown, missing, or cannot be expressed.
@@ -145,6 +145,10 @@ def read_parameters(parameters: Mapping[str, Any], place: str, found: Mapping[st
         value = entries.take(theirs) if theirs in _NEEDED else entries.take(theirs, None)
         if value is not None:
             read[ours] = tuple(map(float, value)) if isinstance(value, list) else value
+    width = found.get("kv_channels", found["hidden_size"] // found["num_attention_heads"])
+    if int(width * read["rotary_percent"]) % 2:
+        what = f"rotates {int(width * read['rotary_percent'])} of {width} channels, not a number of pairs"
+        raise entries.refused("partial_rotary_factor", read["rotary_percent"], what)
     entries.check_only("truncate", (True,))
     entries.skip("original_max_position_embeddings", "finetuned", "type")
     _read_attention_factor(entries, kind, read, found["max_position_embeddings"])
