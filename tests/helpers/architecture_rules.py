@@ -104,7 +104,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "sentencepiece": ("megatron/tokenizers/sentencepiece.py", "megatron/corpus/vocabulary/unigram.py"),
     "huggingface_hub": ("megatron/tokenizers/hugging_face.py",),
-    "transformers": ("megatron/tokenizers/hugging_face.py",),
+    "transformers": ("megatron/tokenizers/hugging_face.py", "megatron/convert/hugging_face/reference.py"),
     "gigatoken": ("megatron/tokenizers/fast_encoder.py",),
     "sentencex": ("megatron/corpus/preprocess/sentences.py",),
     "orjson": ("megatron/corpus/inputs/lines.py", "megatron/corpus/inputs/tables.py"),
