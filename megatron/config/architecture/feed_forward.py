@@ -111,6 +111,6 @@ class ExpertFields(FeedForwardFields):
         if self.num_experts > 1 and self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
             yield (
                 f"--moe-router-topk 1 with --num-experts {self.num_experts} needs --moe-router-pre-softmax. The "
-                f"weights of the chosen experts sum to 1, so the weight of a single one is constant and the router would learn "
-                f"nothing."
+                "weights of the chosen experts sum to 1, so the weight of a single one is constant and the router "
+                "would learn nothing."
             )
