@@ -181,7 +181,9 @@ def test_split_over_tp_equals_whole() -> None:
             for name, spec in specs_of(layer).items():
                 box = tuple(slice(*edges) for edges in zip(*places[name], strict=True))
                 part = expected[name].view(spec.shape)[box]
-                torch.testing.assert_close(found[name].view(part.shape), part, msg=lambda text: f"{mode}, {name}: {text}")  # noqa: B023
+                torch.testing.assert_close(
+                    found[name].view(part.shape), part, msg=lambda text: f"{mode}, {name}: {text}"
+                )  # noqa: B023
             for name in ("output", "hidden"):
                 torch.testing.assert_close(found[name], expected[name])
         assert any(ranks[0][mode][1][name] != ranks[1][mode][1][name] for name in specs_of(layer))
