@@ -1,8 +1,8 @@
-"""Forward and backward of a layer with experts, compared with the Mixtral layer of transformers, in turns in one process.
+"""Time of a layer with experts, compared with the Mixtral layer of transformers, in turns in one process.
 
     python benchmarks/experts.py
 
-Prints one JSON line per measurement. Both have the same weights and input, on one CPU thread unless --threads says
+Prints one JSON line per measurement, of a forward and a backward pass. Both have the same weights and input, on one CPU thread unless --threads says
 otherwise; `difference` is the largest one of the outputs. Ours also computes its load-balancing loss and the statistics
 of the routing. `ratio_to_IMPLEMENTATION` is how many times faster ours is than transformers' `eager` loop over experts,
 and than its `grouped_mm`.

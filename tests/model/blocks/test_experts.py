@@ -182,8 +182,8 @@ def test_split_over_tp_equals_whole() -> None:
                 box = tuple(slice(*edges) for edges in zip(*places[name], strict=True))
                 part = expected[name].view(spec.shape)[box]
                 torch.testing.assert_close(
-                    found[name].view(part.shape), part, msg=lambda text: f"{mode}, {name}: {text}"
-                )  # noqa: B023
+                    found[name].view(part.shape), part, msg=lambda text, at=(mode, name): f"{at}: {text}"
+                )
             for name in ("output", "hidden"):
                 torch.testing.assert_close(found[name], expected[name])
         assert any(ranks[0][mode][1][name] != ranks[1][mode][1][name] for name in specs_of(layer))
