@@ -2,10 +2,10 @@
 
     python benchmarks/experts.py
 
-Prints one JSON line per measurement, of a forward and a backward pass. Both have the same weights and input, on one CPU thread unless --threads says
-otherwise; `difference` is the largest one of the outputs. Ours also computes its load-balancing loss and the statistics
-of the routing. `ratio_to_IMPLEMENTATION` is how many times faster ours is than transformers' `eager` loop over experts,
-and than its `grouped_mm`.
+Prints one JSON line per measurement, of a forward and a backward pass. Both have the same weights and input, on one CPU
+thread unless --threads says otherwise; `difference` is the largest one of the outputs. Ours also computes its
+load-balancing loss and the statistics of the routing. `ratio_to_IMPLEMENTATION` is how many times faster ours is than
+transformers' `eager` loop over experts, and than its `grouped_mm`.
 """
 
 from __future__ import annotations
