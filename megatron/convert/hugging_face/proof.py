@@ -94,7 +94,7 @@ def prove(request: ProofRequest) -> dict[str, Any]:
     largest = max(float(values.abs().max()) for values in theirs.values)
     difference = _difference(ours, theirs.values)
     allowed, floor = TOLERANCE * largest, None
-    if not difference <= allowed and first == "sdpa":
+    if not difference <= allowed and theirs.attention == "sdpa":
         floor = _difference(reference("eager").values, theirs.values)
         allowed = max(allowed, floor)
     report = {
