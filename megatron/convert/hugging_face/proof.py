@@ -81,9 +81,8 @@ def prove(request: ProofRequest) -> dict[str, Any]:
     tokens = proof_tokens(model, request.tokenizer)
     positions = [_positions(ids.shape[1]) for ids in tokens]
     shortened = model.num_layers < request.model.num_layers
-    # transformers has no sdpa that caps scores, and computes without the cap where it is asked for; nor one with ALiBi.
-    has_sdpa = model.attention_logit_softcap is None and model.position_embedding_type != "alibi"
-    first = "sdpa" if has_sdpa else "eager"
+    # transformers has no sdpa that caps scores, and computes without the cap where it is asked for.
+    first = "sdpa" if model.attention_logit_softcap is None else "eager"
 
     def reference(attention: str) -> ReferenceLogits:
         return reference_logits(request.folder, config, tokens, positions, attention, is_shortened=shortened)
