@@ -92,6 +92,7 @@ HOMES = {
 
 # Packages that may be imported inside a function: they are optional or slow, and one file owns each.
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
+    "torch.nn.attention.varlen": ("megatron/kernels/gpu_attention.py",),  # since torch 2.10; takes seconds
     "yaml": ("megatron/config/files/config_file.py",),
     "fcntl": ("megatron/corpus/workers/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
     "tokenizers": (

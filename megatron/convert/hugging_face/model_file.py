@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,8 +74,10 @@ def _flags(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenizer) ->
     """Names and values of the flags that differ from their defaults."""
     for flag in flags_of(ModelRequest):
         value = getattr(model, flag.field)
-        computed = flag.facts.computed
-        usual = flag.default if computed is None else computed(model)
+        usual = flag.default
+        if flag.facts.computed is not None:
+            with contextlib.suppress(ConfigError):  # a default that only other sections know
+                usual = flag.facts.computed(model)
         if flag.required or (value is not None and value != usual):
             yield flag.field.replace("_", "-"), value
     if tokenizer.vocab_size < model.vocab_size:
