@@ -56,6 +56,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.config": ("flags", "architecture", "sections", "files", "."),
     "megatron.parallel": (".", "tensor"),
     "megatron.model": ("interface", "blocks", "."),
+    "megatron.checkpoint": (".", "analysis"),
     "megatron.convert": ("pickles", "hugging_face", "."),
     "megatron.convert.hugging_face": ("table", "families", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
