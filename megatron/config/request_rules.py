@@ -31,15 +31,16 @@ def request_problems(
 def _length_problems(optim: OptimRequest, control: ControlConfig) -> Iterator[str]:
     if control.eval_only:
         return
-    if optim.train_iters is None and optim.train_samples is None:
-        yield "--train-iters or --train-samples is required: how long to train."
+    if optim.train_iters is None and not optim.is_counted_in_samples:
+        yield "--train-iters, --train-samples or --train-tokens is required: how long to train."
     if optim.lr is None:
         yield "--lr is required: the peak learning rate, for example 1.5e-4."
-    if optim.train_iters is not None and optim.train_samples is not None:
-        yield (
-            f"--train-iters {optim.train_iters} and --train-samples {optim.train_samples} are both given. Only "
-            "one of them can set the length of a run; drop the other."
-        )
+    for name, length in (("samples", optim.train_samples), ("tokens", optim.train_tokens)):
+        if optim.train_iters is not None and length is not None:
+            yield (
+                f"--train-iters {optim.train_iters} and --train-{name} {length} are both given. Only one of them can "
+                "set the length of a run; drop the other."
+            )
 
 
 def _data_problems(data: DataConfig, provenance: Mapping[str, str]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from megatron.config.flags.section import ConfigSection
 from megatron.config.layout import layout_problems
 from megatron.config.run import RunConfig, RunRequest, fields_of
-from megatron.config.schedule import planned_iterations
+from megatron.config.schedule import planned_iterations, schedule
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
@@ -52,7 +52,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     replicas = max(1, machine.world_size // request.parallel.model_parallel_size)
     batch, found = _global_batch(request.optim, replicas)
     problems.extend([] if misfits else found)
-    optim = resolve_optim(request.optim, batch)
+    optim = resolve_optim(request.optim, batch, request.data.seq_length)
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
@@ -76,11 +76,17 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     )
 
 
-def resolve_optim(request: OptimRequest, global_batch_size: int) -> OptimConfig:
-    """Completes the optimizer section of a run with this global batch size; a run without a length plans no step."""
+def resolve_optim(request: OptimRequest, global_batch_size: int, tokens_per_sample: int) -> OptimConfig:
+    """Completes the optimizer section of a run with these sizes; a run without a length plans no step."""
     rate = request.min_lr if request.lr is None else request.lr
-    steps = request.train_iters or 0
-    found = _resolved(OptimConfig, request, global_batch_size=global_batch_size, lr=rate, train_iters=steps)
+    found = _resolved(
+        OptimConfig,
+        request,
+        global_batch_size=global_batch_size,
+        lr=rate,
+        train_iters=request.train_iters or 0,
+        tokens_per_sample=tokens_per_sample,
+    )
     return dataclasses.replace(found, train_iters=planned_iterations(found))
 
 
@@ -153,6 +159,15 @@ def _length_problems(request: OptimRequest, optim: OptimConfig) -> Iterator[str]
         yield (
             f"--train-samples {samples} is less than the first global batch (--global-batch-size {batch}), so no step "
             f"would be taken. Train at least {batch} samples, or use a smaller batch."
+        )
+    if request.lr_warmup_tokens is None and request.lr_decay_tokens is None and request.train_tokens is None:
+        return  # the units are the same, and the section has compared them
+    course, length = schedule(optim), optim.tokens_per_sample
+    if optim.train_iters > 0 and course.warmup_samples >= course.decay_samples:
+        yield (
+            f"The warm-up of the learning rate takes {round(course.warmup_samples * length)} tokens, which is not less "
+            f"than the {round(course.decay_samples * length)} tokens of the decay that contains it (--seq-length "
+            f"{length}). Use a shorter warm-up or a longer --lr-decay-tokens."
         )
 
 

@@ -22,14 +22,24 @@ SCHEDULE_FIELDS = (
     "lr_decay_style",
     "lr_decay_iters",
     "lr_decay_samples",
+    "lr_decay_tokens",
     "lr_warmup_fraction",
     "lr_warmup_iters",
     "lr_warmup_samples",
+    "lr_warmup_tokens",
 )
 # These may change, and a user who did not intend it will want to know.
 _NOTABLE = frozenset(
     {*SCHEDULE_FIELDS, "global_batch_size", "rampup_batch_size", "weight_decay", "clip_grad", "fp16", "bf16"}
-    | {"hidden_dropout", "attention_dropout", "train_iters", "train_samples", "z_loss_coeff", "label_smoothing"}
+    | {
+        "hidden_dropout",
+        "attention_dropout",
+        "train_iters",
+        "train_samples",
+        "train_tokens",
+        "z_loss_coeff",
+        "label_smoothing",
+    }
 )
 
 
@@ -135,9 +145,9 @@ def _rule(section: str, field: dataclasses.Field[Any], current: RunConfig) -> st
 
 def _schedule_problems(saved: Mapping[str, Any], optim: OptimConfig) -> Iterator[str]:
     """Why the checkpoint's schedule would give other learning rates in the current run."""
-    by_samples = saved.get("train_samples") is not None
-    if by_samples != (optim.train_samples is not None):
-        then, now = ("samples", "iters") if by_samples else ("iters", "samples")
+    then, now = _unit(saved), _unit(vars(optim))
+    by_samples = then != "iters"
+    if by_samples != optim.is_counted_in_samples:
         yield (
             f"--use-checkpoint-lr-scheduler: the checkpoint's schedule is counted by --train-{then}, and --train-{now} "
             f"is given. Use --train-{then}, or drop --use-checkpoint-lr-scheduler."
@@ -152,10 +162,18 @@ def _schedule_problems(saved: Mapping[str, Any], optim: OptimConfig) -> Iterator
 
 def _fix_decay(saved: Mapping[str, Any], optim: OptimConfig, taken: dict[str, dict[str, Any]]) -> None:
     """Fixes the length of a decay that was as long as the saved run, so that a longer run does not stretch it."""
-    unit = "samples" if optim.train_samples is not None else "iters"
-    length = saved.get(f"lr_decay_{unit}") or saved.get(f"train_{unit}")
+    unit = _unit(saved)
+    if any(saved.get(f"lr_decay_{kind}") for kind in ("iters", "samples", "tokens")):
+        return  # it has a length of its own, which is taken over
+    length = saved.get(f"train_{unit}")
     if length is not None and length != getattr(optim, f"train_{unit}"):
         taken.setdefault("optim", {})[f"lr_decay_{unit}"] = length
+
+
+def _unit(optim: Mapping[str, Any]) -> str:
+    """What ends a run and its decay: samples, tokens or steps."""
+    given = (unit for unit in ("samples", "tokens") if optim.get(f"train_{unit}") is not None)
+    return next(given, "iters")
 
 
 def _must_match_sentence(section: str, field: dataclasses.Field[Any], then: Any, now: Any, rule: str) -> str:

@@ -25,9 +25,12 @@ StepRange = tuple[int, int]
 class Schedule:
     """The course of the learning rate, counted in samples.
 
+    A length in tokens is divided by the tokens of a sample and not rounded, so that the rate at every number of
+    consumed samples is the one that upstream computes from consumed tokens.
+
     Attributes:
         warmup_samples: samples over which the rate rises from 0 to its peak; not always whole (a fraction of the
-            decay).
+            decay, or tokens).
         decay_samples: samples after which the rate has reached its floor.
     """
 
@@ -37,14 +40,20 @@ class Schedule:
 
 def schedule(optim: OptimConfig) -> Schedule:
     """Warm-up and decay of the learning rate in samples, whatever unit they were given in."""
-    warmup: float
-    if optim.train_samples is None:
-        decay = (optim.lr_decay_iters or optim.train_iters) * optim.global_batch_size
-        warmup = optim.lr_warmup_iters * optim.global_batch_size
+    in_samples = optim.is_counted_in_samples
+    per_step = optim.global_batch_size
+    decay: float
+    if optim.lr_decay_tokens is not None:
+        decay = optim.lr_decay_tokens / optim.tokens_per_sample
+    elif not in_samples:
+        decay = (optim.lr_decay_iters or optim.train_iters) * per_step
     else:
-        decay = optim.lr_decay_samples or optim.train_samples
-        warmup = optim.lr_warmup_samples
-    if optim.lr_warmup_fraction is not None:
+        tokens = optim.train_tokens or 0
+        decay = optim.lr_decay_samples or optim.train_samples or tokens / optim.tokens_per_sample
+    warmup: float = optim.lr_warmup_samples if in_samples else optim.lr_warmup_iters * per_step
+    if optim.lr_warmup_tokens is not None:
+        warmup = optim.lr_warmup_tokens / optim.tokens_per_sample
+    elif optim.lr_warmup_fraction is not None:
         warmup = optim.lr_warmup_fraction * decay
     return Schedule(warmup, decay)
 
@@ -104,26 +113,42 @@ def samples_after(optim: OptimConfig, steps: int, consumed_samples: int = 0) -> 
 
 
 def is_done(optim: OptimConfig, step: int, consumed_samples: int) -> bool:
-    """Whether the planned steps or samples are used up; a batch that would exceed the samples is not started."""
-    if optim.train_samples is not None:
-        return consumed_samples + global_batch_size(optim, consumed_samples) > optim.train_samples
-    return step >= optim.train_iters
+    """Whether the planned steps, samples or tokens are used up.
+
+    A batch that would exceed --train-samples is not started; --train-tokens is reached by the last step, which may
+    exceed it.
+
+    Source: deepspeedai's Megatron-DeepSpeed `megatron/training.py`, `train`, for tokens.
+    """
+    if not optim.is_counted_in_samples:
+        return step >= optim.train_iters
+    if optim.train_tokens is not None and consumed_samples * optim.tokens_per_sample >= optim.train_tokens:
+        return True
+    following = consumed_samples + global_batch_size(optim, consumed_samples)
+    return optim.train_samples is not None and following > optim.train_samples
 
 
 def planned_iterations(optim: OptimConfig, step: int = 0, consumed_samples: int = 0) -> int:
-    """Steps at the end of training: those already taken plus those that the remaining samples allow.
+    """Steps at the end of training: those already taken plus those that the remaining samples or tokens allow.
 
     Source: bigscience Megatron-DeepSpeed `megatron/training.py`, `update_train_iters`; unlike there, a run that ends
     inside the ramp-up stops before the first batch that would exceed --train-samples.
     """
-    if optim.train_samples is None:
+    if not optim.is_counted_in_samples:
         return optim.train_iters
     for size in ramp_up_batches(optim, consumed_samples):
-        if consumed_samples + size > optim.train_samples:
+        if is_done(optim, step, consumed_samples):
             return step
         consumed_samples += size
         step += 1
-    return step + max(0, optim.train_samples - consumed_samples) // optim.global_batch_size
+    batch = optim.global_batch_size
+    left = []
+    if optim.train_samples is not None:
+        left.append((optim.train_samples - consumed_samples) // batch)
+    if optim.train_tokens is not None:
+        tokens = optim.train_tokens - consumed_samples * optim.tokens_per_sample
+        left.append(-(-tokens // (batch * optim.tokens_per_sample)))
+    return step + max(0, min(left))
 
 
 def planned_samples(
@@ -144,7 +169,8 @@ def planned_samples(
     if optim.train_samples is not None:
         train = optim.train_samples
     else:
-        train = samples_after(optim, max(0, optim.train_iters - step), consumed_samples)
+        steps = planned_iterations(optim, step, consumed_samples) - step
+        train = samples_after(optim, max(0, steps), consumed_samples)
     train += skipped_steps(control.skip_ranges, after=step) * batch
     return train, control.eval_iters * batch, control.eval_iters * batch
 

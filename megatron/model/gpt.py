@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import partial
 
 import torch
@@ -33,7 +32,6 @@ def gpt_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
 
     The first layer takes tokens `[b, s]`, the last returns logits `[b, s, v/t]`.
     """
-    residual_std = residual_init_std(config)
     tied_to = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     layers = [
         *_embedding_layers(config, mesh),
@@ -42,7 +40,7 @@ def gpt_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
                 f"{BLOCKS}.{index}",
                 LayerKind.BLOCK,
                 block_cost(config, index),
-                partial(TransformerBlock, config, mesh, index, residual_std),
+                partial(TransformerBlock, config, mesh, index),
             )
             for index in range(config.num_layers)
         ),
@@ -69,15 +67,6 @@ def _embedding_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec
     else:
         layers.append(LayerSpec(EMBEDDING_DROPOUT, kind, LayerCost(0), partial(EmbeddingDropout, config)))
     return layers
-
-
-def residual_init_std(config: ModelConfig) -> float:
-    """Initial standard deviation of the matrices that write to the residual stream, scaled down by their number.
-
-    Source: Radford et al., "Language models are unsupervised multitask learners", 2019, section 2.3 (residual layers
-    scaled by 1/sqrt(N)), with N = 2 * num_layers as in Megatron-LM `scaled_init_method_normal`.
-    """
-    return config.init_method_std / math.sqrt(2 * config.num_layers)
 
 
 def whole_logits(logits: torch.Tensor, axis: Axis, vocab_size: int) -> torch.Tensor:

@@ -28,6 +28,8 @@ class ReferenceLibrary(Protocol):
     def name(self) -> str: ...
     @property
     def can_cut_before_spaces(self) -> bool: ...
+    @property
+    def description(self) -> str | None: ...
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -90,6 +92,11 @@ class LibraryTokenizer:
         return self._reference.can_cut_before_spaces
 
     @property
+    def description(self) -> str | None:
+        """The reference as the text of a `tokenizer.json`; None for a library that has another form."""
+        return self._reference.description
+
+    @property
     def eod_id(self) -> int:
         """The id that ends a document.
 
@@ -144,6 +151,11 @@ class RustReference:
     def can_cut_before_spaces(self) -> bool:
         """See `long_text.can_cut_before_spaces`."""
         return can_cut_before_spaces(self._tokenizer)
+
+    @property
+    def description(self) -> str:
+        """The text of a `tokenizer.json`."""
+        return str(self._tokenizer.to_str())
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         """Ids of all texts back to back, and how many belong to each."""

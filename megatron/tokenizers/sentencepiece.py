@@ -79,6 +79,7 @@ class SentencePieceReference:
     """
 
     name = "sentencepiece"
+    description = None  # a .model is no tokenizer.json
 
     def __init__(self, processor: Any, prefix: Sequence[int] = (), added_tokens: Sequence[str] = ()) -> None:
         self._processor = processor

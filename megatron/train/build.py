@@ -251,8 +251,8 @@ def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
     if is_done(optim, progress.step, progress.consumed_samples):
         log.info(
             f"warning: the checkpoint is at iteration {progress.step} ({progress.consumed_samples} samples) and the "
-            f"run ends at iteration {optim.train_iters}: nothing is left to train. Raise --train-iters or "
-            f"--train-samples to continue."
+            f"run ends at iteration {optim.train_iters}: nothing is left to train. Raise --train-iters, "
+            f"--train-samples or --train-tokens to continue."
         )
 
 

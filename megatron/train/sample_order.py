@@ -54,14 +54,16 @@ class SampleOrder:
         Raises:
             ConfigError: the flags do not determine the number of planned samples.
         """
-        if optim.train_samples is None and optim.train_iters is None:
+        if optim.train_iters is None and not optim.is_counted_in_samples:
             raise ConfigError(
                 "The order of samples depends on how many are planned. Give --train-samples (or --train-iters and "
                 "--global-batch-size) as training had it, or a checkpoint with --load."
             )
         if optim.train_samples is None or control.skip_ranges:
-            counted = "--train-iters" if optim.train_samples is None else "--skip-train-iteration-range"
-            samples = planned_samples(with_known_batch(optim, counted), control)[0]
+            counted = "--skip-train-iteration-range"
+            if optim.train_samples is None:
+                counted = "--train-iters" if optim.train_tokens is None else "--train-tokens"
+            samples = planned_samples(with_known_batch(optim, counted, sequence_length), control)[0]
         else:
             samples = optim.train_samples
         return SampleOrder(data, sequence_length, seed, samples)
@@ -86,11 +88,12 @@ class TrainedSample:
     tokens: np.ndarray
 
 
-def with_known_batch(optim: OptimRequest, flag: str) -> OptimConfig:
+def with_known_batch(optim: OptimRequest, flag: str, sequence_length: int) -> OptimConfig:
     """The optimizer section with a known global batch size, so that steps can be converted to samples.
 
     Args:
         flag: the flag that counts in steps, for the error.
+        sequence_length: tokens of a sample; only the length of a run in tokens depends on it.
 
     Raises:
         ConfigError: the size depends on the number of processes.
@@ -100,7 +103,7 @@ def with_known_batch(optim: OptimRequest, flag: str) -> OptimConfig:
             f"{flag} counts steps, and how many samples a step had depends on the number of processes. Give "
             "--global-batch-size as training had it."
         )
-    return resolve_optim(optim, optim.global_batch_size)
+    return resolve_optim(optim, optim.global_batch_size, sequence_length)
 
 
 def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer | None) -> Iterator[TrainedSample]:
@@ -156,7 +159,7 @@ def samples_of_steps(
     Raises:
         ConfigError: the batch size is unknown, or the settings do not lead to `end`.
     """
-    known = with_known_batch(optim, "--start-step")
+    known = with_known_batch(optim, "--start-step", sequence_length=1)  # batch sizes do not depend on it
     if end is not None and end.step > 0:
         before = samples_before_step(known, skipped, end.step)
         consumed = samples_after(known, 1, before)

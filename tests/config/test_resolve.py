@@ -8,7 +8,7 @@ import pytest
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
 from megatron.config.resolve import resolve_optim
-from megatron.config.schedule import is_done, planned_iterations
+from megatron.config.schedule import Schedule, is_done, planned_iterations, schedule
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -161,5 +161,21 @@ def test_resolved_fields_are_never_none() -> None:
 
 def test_a_request_is_completed_for_a_known_batch() -> None:
     request = small("--train-samples 20 --rampup-batch-size 2 2 8", drop="--train-iters").optim
-    assert resolve_optim(request, 8).train_iters == planned_iterations(resolve_optim(request, 8)) == 4  # 2 2 4 8
-    assert resolve_optim(small("--train-iters 7").optim, 16).train_iters == 7
+    assert resolve_optim(request, 8, 32).train_iters == planned_iterations(resolve_optim(request, 8, 32)) == 4
+    assert resolve_optim(small("--train-iters 7").optim, 16, 32).train_iters == 7
+
+
+def test_tokens_are_divided_by_the_sequence_length() -> None:
+    optim = resolved("--train-tokens 640 --lr-warmup-tokens 64 --lr-decay-tokens 320", drop="--train-iters").optim
+    assert (optim.tokens_per_sample, optim.train_iters) == (32, 3)  # 20 samples, 8 a step
+    assert schedule(optim) == Schedule(2, 10)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--lr-decay-tokens 64 --lr-warmup-tokens 64", "--lr-decay-tokens 256 --lr-warmup-iters 1",
+     "--lr-warmup-tokens 2560"],
+)  # fmt: skip
+def test_a_warmup_in_tokens_must_end_before_the_decay(flags: str) -> None:
+    with pytest.raises(ConfigError, match=r"takes \d+ tokens, which is not less than the \d+ tokens of the decay"):
+        resolved(flags)

@@ -118,6 +118,30 @@ def test_the_schedule_of_the_checkpoint_keeps_its_length() -> None:
         check_resume(saved(), run("--use-checkpoint-lr-scheduler --global-batch-size 16"))
 
 
+def test_a_schedule_in_tokens_on_request() -> None:
+    drop = "--train-iters"
+    then = saved("--train-tokens 2560 --lr-warmup-tokens 512 --min-lr 1e-5", drop)
+    longer = run("--use-checkpoint-lr-scheduler --train-tokens 5120", drop)
+    going_on = check_resume(then, longer).optim
+    assert (going_on.lr_decay_tokens, going_on.lr_warmup_tokens, going_on.train_tokens) == (2560, 512, 5120)
+    in_samples = check_resume(then, run("--use-checkpoint-lr-scheduler --train-samples 160", drop)).optim
+    assert (in_samples.lr_decay_tokens, in_samples.train_samples) == (2560, 160)
+    shortened = saved("--train-tokens 2560 --lr-decay-tokens 1280", drop)
+    assert check_resume(shortened, longer).optim.lr_decay_tokens == 1280
+    with pytest.raises(ConfigError, match=r"counted by --train-tokens, and --train-iters is given"):
+        check_resume(then, run("--use-checkpoint-lr-scheduler"))
+
+
+def test_a_run_in_samples_resumes_as_one_in_tokens() -> None:
+    now = run("--train-tokens 2560", "--train-iters")
+    notices = check_resume(saved("--train-samples 80", "--train-iters"), now).notices
+    assert notices == (
+        "--train-samples is None now; the checkpoint was saved with 80.",
+        "--train-tokens is 2560 now; the checkpoint was saved with None.",
+    )
+    assert check_resume(saved("--train-tokens 2560", "--train-iters"), now) == now
+
+
 def test_a_split_is_compared_by_its_shares() -> None:
     assert check_resume(saved("--split 969,30,1"), run()).notices == ()
     assert check_resume(saved("--split 9,1"), run("--split 90,10,0")).data.split == "90,10,0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.schedule import (
+    Schedule,
     global_batch_size,
     is_done,
     learning_rate,
@@ -209,3 +211,79 @@ def test_samples_before_a_step_agree_with_step_by_step_counting(
             consumed += global_batch_size(optim, consumed)
         assert samples_before_step(optim, skipped, step) == consumed
         consumed += global_batch_size(optim, consumed)
+
+
+TOKENS = {"tokens_per_sample": 32}  # what resolve takes from --seq-length
+
+
+@given(
+    style=st.sampled_from(["constant", "linear", "cosine"]),
+    ramp=st.sampled_from([None, (2, 2, 60), (4, 4, 9)]),
+    train=st.integers(20, 60),
+    decay=st.one_of(st.none(), st.integers(15, 80)),
+    warmup=st.integers(0, 14),
+    ranges=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 3)), max_size=2),
+)
+def test_tokens_give_the_same_run_as_samples(
+    style: str,
+    ramp: tuple[int, int, int] | None,
+    train: int,
+    decay: int | None,
+    warmup: int,
+    ranges: list[tuple[int, int]],
+) -> None:
+    same = {"lr_decay_style": style, "rampup_batch_size": ramp, "min_lr": 0.1}
+    counted = optim_config(**same, train_samples=10_000, lr_decay_samples=(decay or train) * 8,
+                           lr_warmup_samples=warmup * 8)  # fmt: skip
+    texts = tuple(f"{first}-{first + more}" for first, more in ranges)
+    control = control_config(skip_train_iteration_range=texts, eval_iters=0)
+    end = samples_after(counted, train)  # a whole number of steps, whatever the batch sizes
+    counted = dataclasses.replace(counted, train_samples=end)
+    tokens = optim_config(
+        **same, **TOKENS, train_tokens=end * 32, lr_decay_tokens=counted.lr_decay_samples * 32,
+        lr_warmup_tokens=warmup * 8 * 32,
+    )  # fmt: skip
+    assert planned_iterations(tokens) == planned_iterations(counted) == train
+    assert planned_samples(tokens, control) == planned_samples(counted, control)
+    consumed = step = 0
+    while not is_done(counted, step, consumed):
+        assert not is_done(tokens, step, consumed)
+        assert learning_rate(tokens, consumed) == learning_rate(counted, consumed)
+        assert planned_iterations(tokens, step, consumed) == train
+        consumed, step = consumed + global_batch_size(tokens, consumed), step + 1
+    assert is_done(tokens, step, consumed) and step == train
+
+
+def test_the_last_step_reaches_the_tokens() -> None:
+    optim = optim_config(**TOKENS, train_tokens=3 * 8 * 32 + 1)
+    assert planned_iterations(optim) == 4 and planned_samples(optim, control_config(eval_iters=0))[0] == 32
+    assert [is_done(optim, step, step * 8) for step in range(2, 6)] == [False, False, True, True]
+    ramp = optim_config(**TOKENS, rampup_batch_size=(2, 2, 12), train_tokens=9 * 32)  # 2 2 4 6
+    assert planned_iterations(ramp) == 4 and is_done(ramp, 4, 14) and not is_done(ramp, 3, 8)
+
+
+def test_samples_and_tokens_end_a_run_at_whichever_comes_first() -> None:
+    by_tokens = optim_config(**TOKENS, train_tokens=10 * 32, train_samples=1000)
+    assert planned_iterations(by_tokens) == 2 and planned_samples(by_tokens, control_config())[0] == 1000
+    by_samples = optim_config(**TOKENS, train_tokens=1000 * 32, train_samples=20)
+    assert planned_iterations(by_samples) == 2 and is_done(by_samples, 2, 16)
+
+
+def test_a_change_of_batch_size_does_not_move_the_last_token() -> None:
+    optim = optim_config(**TOKENS, global_batch_size=16, train_tokens=105 * 32)
+    assert planned_iterations(optim, 1, 8) == 8  # 8 + 7 x 16 = 120
+    assert not is_done(optim, 7, 104) and is_done(optim, 8, 120)
+
+
+def test_tokens_that_are_no_whole_samples_are_not_rounded() -> None:
+    optim = optim_config(**TOKENS, train_samples=80, lr_decay_tokens=1000, lr_warmup_tokens=100)
+    assert schedule(optim) == Schedule(100 / 32, 1000 / 32)
+    assert learning_rate(optim, 2) == pytest.approx(2 * 32 / 100)
+    assert learning_rate(optim, 8) == pytest.approx(1 - (8 * 32 - 100) / (1000 - 100))
+    assert learning_rate(optim, 32) == 0.0
+
+
+def test_a_schedule_in_tokens_goes_with_a_length_in_steps() -> None:
+    optim = optim_config(**TOKENS, train_iters=10, lr_decay_tokens=5 * 8 * 32, lr_warmup_iters=1)
+    assert schedule(optim) == Schedule(8, 40)
+    assert schedule(optim_config(**TOKENS, train_tokens=640, lr_warmup_fraction=0.5)) == Schedule(10, 20)

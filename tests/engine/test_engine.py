@@ -85,7 +85,7 @@ def test_groups_differ_in_weight_decay_and_learning_rate() -> None:
 
 def groups_of_stages(rank: int) -> tuple[list[set[str]], str]:
     """The groups of a stage with few kinds of parameters beside one with three, and why one parameter is too few."""
-    mesh = open_mesh(Layout(1, pp=2))
+    mesh = open_mesh(Layout(1, 2))
     module = small_module()
     module[2].weight.shard_spec = dataclasses.replace(shard_spec_of(module[2].weight), lr_multiplier=0.25)
     if rank == 0:

@@ -93,6 +93,7 @@ HOMES = {
 
 # Packages that may be imported inside a function: they are optional or slow, and one file owns each.
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
+    "torch.nn.attention.varlen": ("megatron/kernels/gpu_attention.py",),  # since torch 2.10; takes seconds
     "yaml": ("megatron/config/files/config_file.py",),
     "fcntl": ("megatron/corpus/workers/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
     "tokenizers": (
@@ -104,7 +105,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "sentencepiece": ("megatron/tokenizers/sentencepiece.py", "megatron/corpus/vocabulary/unigram.py"),
     "huggingface_hub": ("megatron/tokenizers/hugging_face.py",),
-    "transformers": ("megatron/tokenizers/hugging_face.py",),
+    "transformers": ("megatron/tokenizers/hugging_face.py", "megatron/convert/hugging_face/reference.py"),
     "gigatoken": ("megatron/tokenizers/fast_encoder.py",),
     "sentencex": ("megatron/corpus/preprocess/sentences.py",),
     "orjson": ("megatron/corpus/inputs/lines.py", "megatron/corpus/inputs/tables.py"),

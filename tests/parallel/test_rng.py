@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from megatron.parallel.mesh import Axis
 from megatron.parallel.rng import attention_dropout, attention_seed, draw_weights_, hidden_dropout, mix, seeded
-from megatron.parallel.shard_spec import Dimension, ShardSpec
+from megatron.parallel.shard_spec import Dimension, Distribution, ShardSpec
 
 
 def _spec(
@@ -74,6 +75,36 @@ def test_multi_dimensional_weights_equal_the_merged_matrix() -> None:
     assert torch.equal(_draw(_spec((4, 3, 8, 10))).view(96, 10), matrix)
     middle = _draw(_spec((2, 6, 10), {1: (1, 2)}))  # both halves of a gated unit, each split
     assert torch.equal(middle, _draw(_spec((12, 10))).view(2, 6, 10)[:, 3:])
+
+
+@pytest.mark.parametrize("distribution", [Distribution.UNIFORM, Distribution.TRUNCATED_NORMAL])
+def test_other_distributions(distribution: Distribution) -> None:
+    def draw(spec: ShardSpec, **part: int) -> torch.Tensor:
+        return _draw(dataclasses.replace(spec, init_distribution=distribution), **part)
+
+    values = draw(_spec((2000, 501)))
+    for splits in ({0: (1, 2)}, {1: (1, 3)}):
+        spec = _spec((2000, 501), splits)
+        box = tuple(slice(start, stop) for start, stop in zip(spec.start, spec.stop, strict=True))
+        assert torch.equal(draw(spec), values[box])
+    assert torch.equal(draw(_spec((2000, 501)), first=1001, last=1100), values.flatten()[1001:1100])
+    values = values.double() / 0.5
+    count, edge = values.numel(), math.sqrt(3) if distribution is Distribution.UNIFORM else 3.0
+    assert 0.99 * edge < values.abs().max() < edge * 1.000001
+    assert abs(values.mean()) < 4 / count**0.5
+    for quantile in (-2.9, -1.5, -1.0, 0.0, 0.5, 1.7, 2.5):
+        point = torch.tensor(quantile).double()
+        expected = (point / math.sqrt(3) + 1) / 2
+        if distribution is Distribution.TRUNCATED_NORMAL:
+            tail = torch.special.ndtr(torch.tensor(-3.0).double())
+            expected = (torch.special.ndtr(point) - tail) / (1 - 2 * tail)
+        expected = expected.clamp(0, 1)
+        assert (
+            abs((values < quantile).double().mean() - expected)
+            < 4.5 * (expected * (1 - expected) / count) ** 0.5 + 1e-9
+        )
+    for shifted in (values.roll(1, 0), values.roll(1, 1), values.roll(2, 1)):
+        assert abs((values * shifted).mean()) < 4.5 / count**0.5
 
 
 def test_weights_are_normal_and_independent() -> None:

@@ -35,4 +35,12 @@ SWITCHES: dict[str, list[str]] = {
                                    "--moe-router-topk-scaling-factor", "2.5",
                                    "--moe-shared-expert-intermediate-size", "12"],
     "one expert a token": ["--num-experts", "4", "--moe-router-topk", "1", "--moe-router-pre-softmax"],
+    "smoothed labels and z-loss": ["--label-smoothing", "0.1", "--z-loss-coeff", "0.01"],
+    "xavier": ["--init-method-xavier-uniform", "--gated-linear-unit"],
+    "small and wang": ["--init-method", "small", "--output-layer-init-method", "wang"],
+    "truncated": ["--init-method", "truncated_normal", "--output-layer-init-method", "same",
+                  "--embedding-init-method-std", "0.1"],
+    "mup": ["--use-mup", "--mup-base-hidden-size", "8", "--mup-base-head-dim", "4"],
+    "mup, experts": ["--use-mup", "--mup-base-hidden-size", "16", "--untie-embeddings-and-output-weights",
+                     "--num-experts", "4"],
 }  # fmt: skip

@@ -65,9 +65,15 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
     return dataclasses.field(default=default, metadata={"flag": FlagFacts(help=help, **facts)}, kw_only=True)
 
 
-def derived(help: str, *, resume: str = MAY_CHANGE) -> Any:
-    """Declares a dataclass field that no flag sets: `resolve` computes it."""
-    return dataclasses.field(metadata={"derived": help, "resume": resume}, kw_only=True)
+def derived(help: str, *, default: Any = dataclasses.MISSING, resume: str = MAY_CHANGE) -> Any:
+    """Declares a dataclass field that no flag sets: `resolve` computes it.
+
+    Args:
+        help: what it is.
+        default: its value in a record of an older version, which did not have it.
+        resume: what a resume does with it.
+    """
+    return dataclasses.field(default=default, metadata={"derived": help, "resume": resume}, kw_only=True)
 
 
 @dataclass(frozen=True)

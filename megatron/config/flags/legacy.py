@@ -150,11 +150,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     # schedule and data
     (
-        "the sequence length is fixed, so tokens are samples x --seq-length. Divide by it and use --lr-decay-samples "
-        "or --lr-warmup-samples.",
-        ("lr_decay_tokens:int", "lr_warmup_tokens:int"),
-    ),
-    (
         "weight decay is constant. Use --weight-decay.",
         ("start_weight_decay:float", "end_weight_decay:float", "weight_decay_incr_style:str=constant"),
     ),
@@ -337,7 +332,6 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("repeated_dataloader", "return_data_index"),
     ),
     # length and checkpoints
-    ("the run ends by --train-iters or --train-samples; tokens are samples x --seq-length.", ("train_tokens:int",)),
     (
         "random streams follow from the seed and the samples consumed, so none are stored.",
         ("no_save_rng", "no_load_rng"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.flags.fields import RUN_MUST_MATCH, flag
+from megatron.config.flags.fields import RUN_MUST_MATCH, derived, flag
 from megatron.config.flags.section import ConfigSection
 
 
@@ -27,6 +27,9 @@ class OptimRequest(ConfigSection):
         remedy="--eval-only evaluates without training.",
     )
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1)
+    train_tokens: int | None = flag(
+        None, "tokens to train: the run ends with the step that reaches them, or at --train-samples", at_least=1
+    )
     optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
     lr: float | None = flag(None, "peak learning rate", at_least=0)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", at_least=0)
@@ -35,9 +38,11 @@ class OptimRequest(ConfigSection):
     )
     lr_decay_iters: int | None = flag(None, "length of the decay in steps; --train-iters if unset", at_least=1)
     lr_decay_samples: int | None = flag(None, "length of the decay in samples; --train-samples if unset", at_least=1)
+    lr_decay_tokens: int | None = flag(None, "length of the decay in tokens; --train-tokens if unset", at_least=1)
     lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay", at_least=0, below=1)
     lr_warmup_iters: int = flag(0, "warm-up in steps", at_least=0)
     lr_warmup_samples: int = flag(0, "warm-up in samples", at_least=0)
+    lr_warmup_tokens: int | None = flag(None, "warm-up in tokens", at_least=0)
     override_lr_scheduler: bool = flag(
         False,
         "on resume, use the schedule of the command line (the default)",
@@ -101,34 +106,51 @@ class OptimRequest(ConfigSection):
             )
 
     def _schedule_problems(self) -> Iterator[str]:
-        """Rules of a run whose length is known; the schedule is counted in the unit of the length."""
-        by_samples = self.train_samples is not None
+        """Rules of a run whose length is known; the schedule is counted in the unit of the length, or in tokens."""
+        by_samples = self.is_counted_in_samples
         unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
         length = self.train_samples if by_samples else self.train_iters
-        if length is None or length < 1:
+        if not by_samples and (length is None or length < 1):
             return
+        measure = "tokens" if by_samples and length is None else unit
         foreign_decay = self.lr_decay_iters if by_samples else self.lr_decay_samples
         foreign_warmup = self.lr_warmup_iters if by_samples else self.lr_warmup_samples
         if foreign_decay is not None:
-            yield f"--lr-decay-{other} {foreign_decay} does not go with --train-{unit}. Use --lr-decay-{unit}."
+            yield f"--lr-decay-{other} {foreign_decay} does not go with --train-{measure}. Use --lr-decay-{measure}."
         if foreign_warmup:
-            yield f"--lr-warmup-{other} {foreign_warmup} does not go with --train-{unit}. Use --lr-warmup-{unit}."
+            yield f"--lr-warmup-{other} {foreign_warmup} does not go with --train-{measure}. Use --lr-warmup-{measure}."
         if self.rampup_batch_size is not None and not by_samples:
             shown = " ".join(map(str, self.rampup_batch_size))
             yield f"--rampup-batch-size {shown} does not go with --train-iters. Use --train-samples."
         warmup = self.lr_warmup_samples if by_samples else self.lr_warmup_iters
-        if self.lr_warmup_fraction is not None and warmup:
-            yield (
-                f"--lr-warmup-fraction {self.lr_warmup_fraction} and --lr-warmup-{unit} {warmup} are both given. The "
-                "warm-up has one length; drop one of them."
-            )
         given_decay = self.lr_decay_samples if by_samples else self.lr_decay_iters
+        yield from self._repeated_problems(unit, warmup, given_decay)
+        if length is None or self.lr_decay_tokens is not None:
+            return  # in tokens: compared where the sequence length is known
         decay, source = (given_decay, f"--lr-decay-{unit}") if given_decay else (length, f"--train-{unit}")
         if warmup >= decay:
             yield (
                 f"--lr-warmup-{unit} {warmup} is not less than {source} {decay}, the length of the decay that contains "
                 f"it. Use a shorter warm-up or a longer --lr-decay-{unit}."
             )
+
+    def _repeated_problems(self, unit: str, warmup: int, decay: int | None) -> Iterator[str]:
+        """The warm-up and the decay may each have one length."""
+        warmups = {
+            "--lr-warmup-fraction": self.lr_warmup_fraction,
+            f"--lr-warmup-{unit}": warmup or None,
+            "--lr-warmup-tokens": self.lr_warmup_tokens,
+        }
+        decays = {f"--lr-decay-{unit}": decay, "--lr-decay-tokens": self.lr_decay_tokens}
+        for part, lengths in (("warm-up", warmups), ("decay", decays)):
+            given = [f"{name} {value}" for name, value in lengths.items() if value is not None]
+            if len(given) > 1:
+                yield f"{' and '.join(given[:2])} are both given. The {part} has one length; drop one of them."
+
+    @property
+    def is_counted_in_samples(self) -> bool:
+        """Whether samples, not steps, end the run; tokens are samples x sequence length."""
+        return self.train_samples is not None or self.train_tokens is not None
 
 
 @dataclass(frozen=True)
@@ -138,3 +160,4 @@ class OptimConfig(OptimRequest):
     global_batch_size: int = flag(help="samples per step over all replicas", at_least=1)
     train_iters: int = flag(help="steps to train", at_least=0)
     lr: float = flag(help="peak learning rate", at_least=0)
+    tokens_per_sample: int = derived("tokens of a sample, by which numbers of tokens are divided", default=1)

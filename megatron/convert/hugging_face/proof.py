@@ -7,8 +7,9 @@ original context, because shorter ones cannot show a mistake there. A large mode
 from __future__ import annotations
 
 import dataclasses
+import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from megatron.tokenizers.tokenizer import Tokenizer
 TOLERANCE = 1e-5  # of the largest logit
 PROOF_NAME = "proof.json"
 REAL_TEXTS = (
-    "The treaty was signed in 1648, and both sides kept it. \"Why?\" she asked; nobody knew.\n\n",
+    'The treaty was signed in 1648, and both sides kept it. "Why?" she asked; nobody knew.\n\n',
     "def area(radius: float) -> float:\n    return 3.14159 * radius**2  # square metres\n",
     "Straße, naïve, 東京都, Привет мир, ½ — 12,345.67 €\t",
 )
@@ -128,6 +129,11 @@ def prove(request: ProofRequest) -> dict[str, Any]:
         )
     log.info(f"logits are equal: the largest difference is {difference:.3g} at logits up to {largest:.3g}")
     return report
+
+
+def proof_text(report: dict[str, Any]) -> str:
+    """What `prove` returned as JSON, with one entry a line."""
+    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in report.items()) + "\n}\n"
 
 
 def proof_tokens(model: ModelConfig, tokenizer: Tokenizer) -> list[torch.Tensor]:
@@ -225,7 +231,5 @@ def _our_logits(
 
 def _difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
     """The largest difference; infinite where a value is not a number."""
-    differences = [
-        float((a - b[..., : a.shape[-1]]).abs().max()) for a, b in zip(ours, theirs, strict=True)
-    ]
+    differences = [float((a - b[..., : a.shape[-1]]).abs().max()) for a, b in zip(ours, theirs, strict=True)]
     return float("inf") if any(value != value for value in differences) else max(differences)

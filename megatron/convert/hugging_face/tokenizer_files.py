@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -34,11 +35,8 @@ _BESIDE = (
 _LONGEST_TEXT = 10**30  # what transformers writes where a tokenizer has no limit
 
 
-def copy_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> TokenizerChoice:
+def copy_tokenizer(source: Path, target: Path) -> TokenizerChoice:
     """Copies the tokenizer of a model directory into a new folder and returns the flags that choose it there.
-
-    Args:
-        config: the model's `config.json`, from which transformers takes the class where nothing else names it.
 
     Raises:
         ConversionError: the directory has no tokenizer, or it cannot be read.
@@ -52,6 +50,7 @@ def copy_tokenizer(source: Path, target: Path, config: Mapping[str, Any]) -> Tok
     _copy(source, target, (*_TOKENIZERS, *_BESIDE))
     if not (target / TOKENIZER_JSON).exists():
         write_json(target / TOKENIZER_JSON, fast_tokenizer_description(source))
+    _name_class(target)
     return TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(target))
 
 
@@ -107,10 +106,8 @@ def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
         if isinstance(number, int):
             found[f"{kind}_token_id"] = number
     if "eos_token_id" not in found:
-        try:
+        with contextlib.suppress(ConfigError):  # it may have none
             found["eos_token_id"] = tokenizer.eod_id
-        except ConfigError:
-            pass  # it has none
     return found
 
 
@@ -139,6 +136,15 @@ def check_same_ids(folder: Path, tokenizer: Tokenizer) -> None:
                 f"{ours[:8]} here, so a text would not mean the same to the model. Name another form of the tokenizer "
                 "with --tokenizer-name-or-path, a folder with tokenizer.json."
             )
+
+
+def _name_class(folder: Path) -> None:
+    """Has the folder's configuration name a class, which transformers else takes from the model's `config.json`."""
+    path = folder / TOKENIZER_CONFIG
+    named = read_json_file(path, "the tokenizer's configuration") if path.exists() else {}
+    if "tokenizer_class" not in named:
+        path.unlink(missing_ok=True)
+        write_json(path, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
 
 
 def _end_of_document(tokenizer: LibraryTokenizer) -> str | None:

@@ -80,7 +80,16 @@ def write_json(path: Path, value: object, storage: Storage | None = None) -> Non
     Raises:
         StorageError: the file system refused.
     """
-    content = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", storage)
+
+
+def write_text(path: Path, text: str, storage: Storage | None = None) -> None:
+    """Writes a new file of UTF-8 text.
+
+    Raises:
+        StorageError: the file system refused.
+    """
+    content = text.encode()
     storage = storage or Storage()
     try:
         write_file(storage, path, content)

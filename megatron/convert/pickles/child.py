@@ -1,6 +1,6 @@
-"""The child process that interprets pickles: `python -m megatron.convert.pickles.child LIMITS FILE`.
+"""The child process that interprets pickles: `python -m megatron.convert.pickles.child MEMORY SECONDS`.
 
-It gets the file as an open descriptor and the ranges to read on its standard input, gives up every right that it can
+It gets files as open descriptors and the ranges to read on its standard input, gives up every right that it can
 (new files, sockets, processes, memory, time), and only then reads the first byte. The answer is one line of JSON.
 """
 
@@ -21,25 +21,25 @@ def main(words: list[str]) -> None:
     """Answers one request.
 
     Args:
-        words: descriptor of the file, bytes of memory, seconds of processor time.
+        words: bytes of memory, seconds of processor time.
     """
-    file, memory_bytes, processor_seconds = map(int, words)
+    memory_bytes, processor_seconds = map(int, words)
     _give_up_rights(memory_bytes, processor_seconds)
-    text = json.dumps(_answers(file, memory_bytes)).encode()
+    text = json.dumps(_answers(memory_bytes)).encode()
     while text:
         text = text[os.write(1, text) :]
 
 
-def _answers(file: int, memory_bytes: int) -> list[dict[str, Any]]:
+def _answers(memory_bytes: int) -> list[dict[str, Any]]:
     """A description or a refusal for each range that is asked for."""
     request = bytearray()
     while block := os.read(0, 2**16):
         request += block
 
-    def read_at(offset_bytes: int, count: int) -> bytes:
-        return os.pread(file, count, offset_bytes)
+    def range_of(file: int, begin: int, end: int) -> FileRange:
+        return FileRange(lambda offset_bytes, count: os.pread(file, count, offset_bytes), begin, end)
 
-    return [_answer(FileRange(read_at, begin, end), memory_bytes) for begin, end in json.loads(bytes(request))]
+    return [_answer(range_of(*row), memory_bytes) for row in json.loads(bytes(request))]
 
 
 def _answer(file: FileRange, memory_bytes: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import subprocess
@@ -19,7 +20,12 @@ from megatron.convert.pickles.constructors import NAMESPACES
 from megatron.errors import CheckpointError
 
 _ROOT = Path(__file__).resolve().parents[3]
+_CHILD = "megatron.convert.pickles.child"
 _LARGEST_ANSWER_BYTES = 2**30
+_FILES_PER_CHILD = 128
+
+# A file and the part of it that is wanted; None stands for all of it.
+Wanted = tuple[Path, tuple[int, int] | None]
 
 
 @dataclass(frozen=True)
@@ -112,17 +118,34 @@ def read_pickle(path: Path, limits: Limits | None = None) -> Any:
         CheckpointError: the file asks for anything else, is damaged, or takes too much memory or time.
         StorageError: the system refused to open it.
     """
-    return read_ranges(path, None, limits)[0]
+    return read_pickles([path], limits)[0]
 
 
-def read_ranges(path: Path, ranges: Sequence[tuple[int, int]] | None, limits: Limits | None = None) -> list[Any]:
-    """The same for parts of a file, each from a first byte up to a last one; None means the whole file.
+def read_pickles(paths: Sequence[Path], limits: Limits | None = None) -> list[Any]:
+    """The contents of several files; many of them share a child process.
 
     Raises:
         as `read_pickle`.
     """
+    found: list[Any] = []
+    for first in range(0, len(paths), _FILES_PER_CHILD):
+        some = [(path, None) for path in paths[first : first + _FILES_PER_CHILD]]
+        found += _read(some, limits or Limits())
+    return found
+
+
+def read_ranges(path: Path, ranges: Sequence[tuple[int, int]], limits: Limits | None = None) -> list[Any]:
+    """The contents of parts of a file, each from a first byte up to a last one.
+
+    Raises:
+        as `read_pickle`.
+    """
+    return _read([(path, bounds) for bounds in ranges], limits or Limits())
+
+
+def _read(wanted: Sequence[Wanted], limits: Limits) -> list[Any]:
     values = []
-    for answer in outcomes(path, ranges, limits or Limits()):
+    for (path, _), answer in zip(wanted, outcomes(wanted, limits), strict=True):
         if "refused" in answer:
             raise CheckpointError(
                 f"{path} is refused: {answer['refused']}. Only tensors, numbers, texts and containers of them are read "
@@ -132,47 +155,54 @@ def read_ranges(path: Path, ranges: Sequence[tuple[int, int]] | None, limits: Li
     return values
 
 
-def outcomes(path: Path, ranges: Sequence[tuple[int, int]] | None, limits: Limits) -> list[dict[str, Any]]:
-    """What the child process says of each range of a file: its description, or {"refused": why}.
+def outcomes(wanted: Sequence[Wanted], limits: Limits) -> list[dict[str, Any]]:
+    """What the child process says of each part of a file: its description, or {"refused": why}.
 
     Raises:
-        CheckpointError: a range is not in the file, or the child reached a limit.
-        StorageError: the system refused to open the file.
+        CheckpointError: a part is not in its file, or the child reached a limit.
+        StorageError: the system refused to open a file.
     """
-    try:
-        with opened(Storage(), path) as (handle, size_bytes):
-            wanted = [(0, size_bytes)] if ranges is None else list(ranges)
-            for begin, end in wanted:
-                if not 0 <= begin < end <= size_bytes:
-                    raise CheckpointError(
-                        f"bytes {begin} to {end} of {path} are wanted, but it has {size_bytes}. It is incomplete; copy "
-                        "it again."
-                    )
-            return _ask_child(path, handle, wanted, limits)
-    except OSError as failure:
-        raise unreadable(path, failure) from failure
+    rows, handles = [], {}
+    with contextlib.ExitStack() as closing:
+        for path, bounds in wanted:
+            if path not in handles:
+                try:
+                    handles[path] = closing.enter_context(opened(Storage(), path))
+                except OSError as failure:
+                    raise unreadable(path, failure) from failure
+            handle, size_bytes = handles[path]
+            begin, end = bounds or (0, size_bytes)
+            if not 0 <= begin < end <= size_bytes:
+                raise CheckpointError(
+                    f"bytes {begin} to {end} of {path} are wanted, but it has {size_bytes}. It is incomplete; copy it "
+                    "again."
+                )
+            rows.append((handle, begin, end))
+        return _ask_child(list(handles), [handle for handle, _ in handles.values()], rows, limits)
 
 
-def _ask_child(path: Path, handle: int, ranges: Sequence[tuple[int, int]], limits: Limits) -> list[dict[str, Any]]:
-    numbers = (handle, limits.memory_bytes, limits.processor_seconds)
+def _ask_child(
+    paths: Sequence[Path], handles: Sequence[int], rows: Sequence[tuple[int, int, int]], limits: Limits
+) -> list[dict[str, Any]]:
     with subprocess.Popen(
-        [sys.executable, "-E", "-S", "-m", "megatron.convert.pickles.child", *map(str, numbers)],
+        [sys.executable, "-E", "-S", "-m", _CHILD, str(limits.memory_bytes), str(limits.processor_seconds)],
         cwd=_ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        pass_fds=(handle,),
+        pass_fds=handles,
     ) as process:
         try:
-            text, _ = process.communicate(json.dumps(ranges).encode(), timeout=4 * limits.processor_seconds + 60)
+            text, _ = process.communicate(json.dumps(rows).encode(), timeout=4 * limits.processor_seconds + 60)
         except subprocess.TimeoutExpired:
             process.kill()
             text = b""
     if process.returncode or not text or len(text) > _LARGEST_ANSWER_BYTES:
+        more = f" or one of {len(paths) - 1} others" if len(paths) > 1 else ""
         raise CheckpointError(
-            f"{path} cannot be read: it takes more than {limits.processor_seconds} seconds or {limits.memory_bytes} "
-            f"bytes of memory (the reading process ended with {process.returncode}). It is damaged or was made to do "
-            "harm."
+            f"{paths[0]}{more} cannot be read: it takes more than {limits.processor_seconds} seconds or "
+            f"{limits.memory_bytes} bytes of memory (the reading process ended with {process.returncode}). It is "
+            "damaged or was made to do harm."
         )
     return list(json.loads(text))
 

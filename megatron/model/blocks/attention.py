@@ -30,13 +30,12 @@ class SelfAttention(nn.Module):
 
     Args:
         layer: index of the block.
-        residual_std: standard deviation of the output projection's initial weights.
 
     Raises:
         ConfigError: the number of heads is not divisible by the tensor-parallel size.
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int, residual_std: float) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int) -> None:
         super().__init__()
         heads, size = config.num_attention_heads, config.kv_channels
         self.config, self.layer, self.tp_rank = config, layer, mesh.tp.rank
@@ -55,7 +54,6 @@ class SelfAttention(nn.Module):
             heads * size,
             config.hidden_size,
             mesh.tp,
-            init_std=residual_std,
             bias=config.attention_output_bias,
             device=mesh.device,
         )

@@ -32,7 +32,6 @@ class WordEmbedding(VocabParallelEmbedding):
             config.padded_vocab_size,
             config.hidden_size,
             mesh.tp,
-            init_std=config.init_method_std,
             device=mesh.device,
         )
         self.multiplier = config.embedding_multiplier
@@ -53,7 +52,7 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         shape = (config.max_position_embeddings, config.hidden_size)
         dimensions = (Dimension("positions", shape[0]), Dimension("hidden", shape[1]))
-        spec = ShardSpec(dimensions, is_matrix=True, init_std=config.init_method_std)
+        spec = ShardSpec(dimensions, is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
         self.positions, self.dropout = shape[0], config.hidden_dropout
 
@@ -111,7 +110,6 @@ class OutputHead(nn.Module):
                 config.padded_vocab_size,
                 config.hidden_size,
                 mesh.tp,
-                config.init_method_std,
                 mesh.device,
             )
 

@@ -32,25 +32,24 @@ class Experts(nn.Module):
 
     Args:
         layer: index of the block.
-        residual_std: standard deviation of the second matrices' initial weights.
 
     Raises:
         ConfigError: an expert's inner width is not divisible by the tensor-parallel size.
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int, residual_std: float) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int) -> None:
         super().__init__()
         self.tp = mesh.tp
         self.router = Router(config, mesh)
         self.losses = RouterLosses(config, layer)
         inner, shared = config.moe_ffn_hidden_size, config.moe_shared_expert_intermediate_size
         check_divisible(inner, mesh.tp, f"channels of an expert (--moe-ffn-hidden-size {inner})")
-        self.experts = ExpertNetworks(config, mesh, inner, residual_std, config.num_experts)
+        self.experts = ExpertNetworks(config, mesh, inner, config.num_experts)
         self.shared_experts: ExpertNetworks | None = None
         if shared:
             flag = f"--moe-shared-expert-intermediate-size {shared}"
             check_divisible(shared, mesh.tp, f"channels of the shared expert ({flag})")
-            self.shared_experts = ExpertNetworks(config, mesh, shared, residual_std)
+            self.shared_experts = ExpertNetworks(config, mesh, shared)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Applies the layer."""
@@ -79,17 +78,15 @@ class ExpertNetworks(nn.Module):
         count: number of networks; None for one whose parameters have no dimension for it.
     """
 
-    def __init__(
-        self, config: ModelConfig, mesh: ParallelMesh, inner: int, residual_std: float, count: int | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, inner: int, count: int | None = None) -> None:
         super().__init__()
         self.is_gated, self.function = config.gated_linear_unit, config.activation_function
         hidden, width = Dimension("hidden", config.hidden_size), Dimension("inner", inner, mesh.tp)
         # split over `mesh.ep` as well once tokens are exchanged between ranks
         networks = () if count is None else (Dimension("experts", count),)
         halves = (Dimension("gate and up", 2),) if self.is_gated else ()
-        first = ShardSpec((*networks, *halves, width, hidden), is_matrix=True, init_std=config.init_method_std)
-        second = ShardSpec((*networks, hidden, width), is_matrix=True, init_std=residual_std)
+        first = ShardSpec((*networks, *halves, width, hidden), is_matrix=True)
+        second = ShardSpec((*networks, hidden, width), is_matrix=True)
         self.linear_fc1 = ExpertMatrices(first, count, mesh.device)
         self.linear_fc2 = ExpertMatrices(second, count, mesh.device)
 

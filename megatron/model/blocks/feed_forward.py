@@ -20,13 +20,10 @@ class FeedForward(nn.Module):
     Shapes: `[b, s, h]` to the same; inside `[b, s, f/t]`, gated `[b, s, 2, f/t]` in the order gate, up.
 
     Args:
-        residual_std: standard deviation of the second matrix's initial weights.
         inner_size: f; the configuration's `ffn_hidden_size` if None.
     """
 
-    def __init__(
-        self, config: ModelConfig, mesh: ParallelMesh, residual_std: float, *, inner_size: int | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, *, inner_size: int | None = None) -> None:
         super().__init__()
         self.activation, self.is_gated = config.activation_function, config.gated_linear_unit
         width = config.ffn_hidden_size if inner_size is None else inner_size
@@ -36,12 +33,11 @@ class FeedForward(nn.Module):
             config.hidden_size,
             outputs,
             mesh.tp,
-            init_std=config.init_method_std,
             bias=config.mlp_bias,
             device=mesh.device,
         )
         self.linear_fc2 = RowParallelLinear(
-            width, config.hidden_size, mesh.tp, init_std=residual_std, bias=config.mlp_bias, device=mesh.device
+            width, config.hidden_size, mesh.tp, bias=config.mlp_bias, device=mesh.device
         )
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:

@@ -39,7 +39,6 @@ class QueryKeyValue(ColumnParallelLinear):
             config.hidden_size,
             outputs,
             mesh.tp,
-            init_std=config.init_method_std,
             bias=config.add_qkv_bias,
             device=mesh.device,
         )

@@ -59,7 +59,7 @@ class Router(nn.Module):
         self.keeps_scores = config.moe_router_pre_softmax
         self.scale = config.moe_router_topk_scaling_factor
         dimensions = (Dimension("experts", config.num_experts), Dimension("hidden", config.hidden_size))
-        spec = ShardSpec(dimensions, is_matrix=True, init_std=config.init_method_std)
+        spec = ShardSpec(dimensions, is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
 
     def forward(self, hidden: torch.Tensor) -> Routing:

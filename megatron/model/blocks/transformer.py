@@ -27,12 +27,9 @@ class TransformerBlock(nn.Module):
     recomputed separately: a `--checkpoint-num-layers` above 1 would only make the units coarser.
 
     Shapes: `[b, s, h]` to the same.
-
-    Args:
-        residual_std: standard deviation of the initial weights of the two matrices that write to the residual stream.
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, index: int, residual_std: float) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, index: int) -> None:
         super().__init__()
         size, placement = config.hidden_size, config.norm_placement
         self.dropout, self.multiplier = config.hidden_dropout, config.residual_multiplier
@@ -41,14 +38,10 @@ class TransformerBlock(nn.Module):
         self.attention_slot, self.feed_forward_slot = 1 + 2 * index, 2 + 2 * index
         has_inner, has_outer = placement != POST_BRANCH, placement != PRE
         self.input_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
-        self.self_attention = SelfAttention(config, mesh, index, residual_std)
+        self.self_attention = SelfAttention(config, mesh, index)
         self.post_self_attn_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
         self.pre_mlp_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
-        self.mlp = (
-            Experts(config, mesh, index, residual_std)
-            if config.has_experts(index)
-            else FeedForward(config, mesh, residual_std)
-        )
+        self.mlp = Experts(config, mesh, index) if config.has_experts(index) else FeedForward(config, mesh)
         self.post_mlp_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:

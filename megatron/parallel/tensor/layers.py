@@ -26,7 +26,6 @@ class ColumnParallelLinear(nn.Module):
     Args:
         outputs: the logical output dimensions, one of which is split over `axis`; a fused query-key-value layer has
             (heads, 3, head size), a gated unit (2, inner).
-        init_std: standard deviation of the initial weights.
 
     Shapes: x `[..., input]` replicated; result `[..., output/t]`; weight `[output/t, input]`, bias `[output/t]`, the
         output dimensions merged.
@@ -41,13 +40,12 @@ class ColumnParallelLinear(nn.Module):
         outputs: Sequence[Dimension],
         axis: Axis,
         *,
-        init_std: float,
         bias: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.axis = axis
-        weight = ShardSpec((*outputs, Dimension("input", input_size)), is_matrix=True, init_std=init_std)
+        weight = ShardSpec((*outputs, Dimension("input", input_size)), is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device).flatten(0, -2)), weight)
         self.bias: nn.Parameter | None = None
         if bias:
@@ -74,14 +72,13 @@ class RowParallelLinear(nn.Module):
         output_size: int,
         axis: Axis,
         *,
-        init_std: float,
         bias: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.axis = axis
         dimensions = (Dimension("output", output_size), Dimension("inputs of a linear layer", input_size, axis))
-        weight = ShardSpec(dimensions, is_matrix=True, init_std=init_std)
+        weight = ShardSpec(dimensions, is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device)), weight)
         self.bias: nn.Parameter | None = None
         if bias:
@@ -113,13 +110,12 @@ class VocabParallelEmbedding(nn.Module):
         hidden_size: int,
         axis: Axis,
         *,
-        init_std: float,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.axis = axis
         self.vocab_size = vocab_size
-        self.weight = vocabulary_table(vocab_size, padded_vocab_size, hidden_size, axis, init_std, device)
+        self.weight = vocabulary_table(vocab_size, padded_vocab_size, hidden_size, axis, device)
         self.first_row = axis.rank * self.weight.shape[0]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -165,7 +161,6 @@ def vocabulary_table(
     padded_vocab_size: int,
     hidden_size: int,
     axis: Axis,
-    init_std: float,
     device: torch.device | str | None,
 ) -> nn.Parameter:
     """A zero matrix with one row per token id, its rows split over the axis: the word embedding or an output head.
@@ -173,5 +168,5 @@ def vocabulary_table(
     Shapes: `[v/t, h]`.
     """
     rows = Dimension("rows of the padded vocabulary", vocab_size, axis, padded_vocab_size)
-    spec = ShardSpec((rows, Dimension("hidden", hidden_size)), is_matrix=True, init_std=init_std)
+    spec = ShardSpec((rows, Dimension("hidden", hidden_size)), is_matrix=True)
     return place(nn.Parameter(torch.zeros(spec.local_shape, device=device)), spec)

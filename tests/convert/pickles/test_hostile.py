@@ -33,7 +33,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             place += len(content)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        answers = outcomes(path, ranges, Limits(memory_bytes=2**28, processor_seconds=30))
+        answers = outcomes([(path, bounds) for bounds in ranges], Limits(memory_bytes=2**28, processor_seconds=30))
     assert [entry.name for entry in folder.iterdir()] == ["files.pt"]
     return {name: answer.get("refused", "it was read") for name, answer in zip(FILES, answers, strict=True)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.errors import ConfigError
 from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.router import expert_tokens
 from megatron.model.costs import experts_cost
+from megatron.model.initial_values import place_initial_values
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec, draw_initial_values, name_parameters
 from megatron.model.interface.step_context import StepContext
@@ -47,8 +49,9 @@ def experts_config(**changes: Any) -> ModelConfig:
 
 
 def build(config: ModelConfig, mesh: ParallelMesh | None = None) -> Experts:
-    layer = Experts(config, mesh or ParallelMesh.single(), LAYER, 0.4)
-    name_parameters(LayerSpec("layer", LayerKind.BLOCK, LayerCost(0), lambda: layer), layer)
+    layer = Experts(config, mesh or ParallelMesh.single(), LAYER)
+    completed = partial(place_initial_values, config)
+    name_parameters(LayerSpec("layer", LayerKind.BLOCK, LayerCost(0), lambda: layer, completed=completed), layer)
     draw_initial_values(layer, seed=5)
     return layer
 
@@ -221,4 +224,4 @@ def test_cost_counts_all_parameters_and_the_operations_of_the_chosen_experts(cha
 def test_a_width_that_cannot_be_split_is_refused(changes: dict[str, Any], text: str) -> None:
     mesh = ParallelMesh.at(standard_axes(2, tp=2), 0)
     with pytest.raises(ConfigError, match=text):
-        Experts(experts_config(**changes), mesh, LAYER, 0.4)
+        Experts(experts_config(**changes), mesh, LAYER)

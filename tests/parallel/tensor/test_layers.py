@@ -23,7 +23,7 @@ INNER, WIDTH, VOCABULARY, PADDED = 12, 6, 11, 16
 
 def _column(input_size: int, output_size: int, axis: Axis, **changes: Any) -> ColumnParallelLinear:
     outputs = (Dimension("outputs", output_size, axis),)
-    return ColumnParallelLinear(input_size, outputs, axis, **{"init_std": 0.02, **changes})
+    return ColumnParallelLinear(input_size, outputs, axis, **changes)
 
 
 def _box(spec: ShardSpec) -> tuple[slice, ...]:
@@ -42,8 +42,8 @@ def _fill(module: nn.Module, prefix: str) -> None:
 
 def _network(axis: Axis) -> dict:
     column = _column(WIDTH, INNER, axis)
-    row = RowParallelLinear(INNER, WIDTH, axis, init_std=0.02)
-    table = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, axis, init_std=0.02)
+    row = RowParallelLinear(INNER, WIDTH, axis)
+    table = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, axis)
     norm = LayerNorm(WIDTH, 1e-5)
     modules = {"column": column, "row": row, "table": table, "norm": norm}
     for name, module in modules.items():
@@ -95,7 +95,7 @@ def test_split_equals_dense() -> None:
 
 def test_specs_cover_the_table_without_its_padding() -> None:
     axes = [Axis("tp", rank, 4, (0, 1, 2, 3)) for rank in range(4)]
-    tables = [VocabParallelEmbedding(VOCABULARY, 32, WIDTH, axis, init_std=0.02) for axis in axes]
+    tables = [VocabParallelEmbedding(VOCABULARY, 32, WIDTH, axis) for axis in axes]
     specs = [shard_spec_of(table.weight) for table in tables]
     assert [(spec.start[0], spec.stop[0]) for spec in specs] == [(0, 8), (8, 11), (11, 11), (11, 11)]
     assert all(table.weight.shape == (8, WIDTH) for table in tables)
@@ -105,7 +105,7 @@ def test_specs_cover_the_table_without_its_padding() -> None:
 def test_a_fused_layer_keeps_its_named_blocks() -> None:
     """Both halves of a gated unit are split, so a rank's rows are not consecutive in the whole matrix."""
     axis = Axis("tp", 1, 2, (0, 1))
-    layer = ColumnParallelLinear(WIDTH, (Dimension("halves", 2), Dimension("inner", 6, axis)), axis, init_std=0.02)
+    layer = ColumnParallelLinear(WIDTH, (Dimension("halves", 2), Dimension("inner", 6, axis)), axis)
     spec = shard_spec_of(layer.weight)
     assert (spec.shape, spec.start, spec.stop) == ((2, 6, WIDTH), (0, 3, 0), (2, 6, WIDTH))
     assert layer.weight.shape == (6, WIDTH)
@@ -114,7 +114,7 @@ def test_a_fused_layer_keeps_its_named_blocks() -> None:
 
 
 def _bad_ids(rank: int) -> list[str]:
-    table = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, open_mesh(Layout(2)).tp, init_std=0.02)
+    table = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, open_mesh(Layout(2)).tp)
     return _refusals(table)
 
 
@@ -130,7 +130,7 @@ def _refusals(table: VocabParallelEmbedding) -> list[str]:
 
 def test_an_id_outside_the_vocabulary_is_rejected_with_and_without_splitting() -> None:
     sentence = "There is an input id in the input that is greater than the highest possible input id"
-    whole = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, Axis.single("tp"), init_std=0.02)
+    whole = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, Axis.single("tp"))
     for texts in (_refusals(whole), *run_ranks(_bad_ids, 2)):
         assert len(texts) == 3
         assert sentence in texts[0] and "11, and the vocabulary has 11" in texts[0]
@@ -147,8 +147,8 @@ def test_an_id_outside_the_vocabulary_is_rejected_with_and_without_splitting() -
     ("build", "number"),
     [
         (lambda axis: _column(4, 7, axis), "7 outputs"),
-        (lambda axis: RowParallelLinear(5, 4, axis, init_std=0.02), "5 inputs"),
-        (lambda axis: VocabParallelEmbedding(3, 9, 4, axis, init_std=0.02), "9 rows of the padded vocabulary"),
+        (lambda axis: RowParallelLinear(5, 4, axis), "5 inputs"),
+        (lambda axis: VocabParallelEmbedding(3, 9, 4, axis), "9 rows of the padded vocabulary"),
     ],
 )
 def test_unequal_shards_are_rejected(build, number: str) -> None:

@@ -1,0 +1,151 @@
+"""From a checkpoint of ours, of whatever layout, to a directory that Hugging Face's libraries load offline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import log
+from megatron.checkpoint.layout import Catalogue
+from megatron.checkpoint.manifest import ITEM_BYTES, read_manifest
+from megatron.checkpoint.snapshot import TORCH_TYPES
+from megatron.config import ModelConfig
+from megatron.convert.hugging_face.importing import unfinished_folder
+from megatron.convert.hugging_face.network import network_shapes
+from megatron.convert.hugging_face.proof import PROOF_NAME, ProofRequest, proof_text, prove
+from megatron.convert.hugging_face.reference import check_installed
+from megatron.convert.hugging_face.registry import family_for
+from megatron.convert.hugging_face.streaming import SLICE_BYTES, CheckpointSource, exported_values
+from megatron.convert.hugging_face.table.tensors import BoundPart, BoundTensor, bind, parts_by_tensor, their_shapes
+from megatron.convert.hugging_face.tokenizer_files import (
+    check_same_ids,
+    special_ids,
+    write_generation_config,
+    write_tokenizer,
+)
+from megatron.convert.hugging_face.weight_output import PlannedTensor, plan_files, write_files, write_json, write_text
+from megatron.errors import ConversionError
+from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
+
+LARGEST_FILE_BYTES = 5 * 10**9
+# Names of --dtype -> the element type as safetensors names it.
+DTYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export.
+
+    Args:
+        checkpoint: one checkpoint folder.
+        target: the model directory to make.
+        model: the architecture of the checkpoint.
+        tokenizer: the flags that choose its tokenizer.
+        recorded: the tokenizer that the checkpoint was trained with.
+        dtype: float32, bfloat16 or float16; None for the types that are stored.
+        largest_file_bytes: how large a file of weights may be.
+        model_type: the family to export as; None for the first that can express the network.
+        proof_layers: how many layers the proof compares; None for all.
+        slice_bytes: how much is in memory at a time.
+    """
+
+    checkpoint: Path
+    target: Path
+    model: ModelConfig
+    tokenizer: TokenizerChoice
+    recorded: TokenizerRecord
+    dtype: str | None = None
+    largest_file_bytes: int = LARGEST_FILE_BYTES
+    model_type: str | None = None
+    proof_layers: int | None = None
+    slice_bytes: int = SLICE_BYTES
+
+
+def export_model(request: ExportRequest) -> Path:
+    """Makes a directory with weights, configurations, tokenizer and `proof.json`; returns it.
+
+    Either all of it appears, with logits proved equal, or nothing.
+
+    Raises:
+        ConversionError: no family can express the network, or its logits differ.
+        CheckpointError: the checkpoint is damaged or does not fit its configuration.
+        StorageError: the file system refused.
+    """
+    check_installed()
+    model = request.model
+    family = family_for(model, request.model_type)
+    config = family.write_config(model)
+    manifest = read_manifest(request.checkpoint)
+    source = CheckpointSource(request.checkpoint, manifest)
+    shapes = network_shapes(model)
+    _check_names(Catalogue.of(manifest.pieces).names(), shapes, request.checkpoint)
+    tensors = bind(family.tensors, shapes)
+    parts = parts_by_tensor(tensors)
+    dtypes = {name: _dtype_of(source, parts[name], request.dtype) for name in parts}
+    planned = [PlannedTensor(name, dtypes[name], shape) for name, shape in their_shapes(tensors).items()]
+    widest = max(dtypes.values(), key=lambda dtype: (ITEM_BYTES[dtype], dtype))
+    main_dtype = str(TORCH_TYPES[widest]).removeprefix("torch.")
+    with unfinished_folder(request.target) as temporary:
+        tokenizer = build_tokenizer(request.tokenizer)
+        _check_tokenizer(request, tokenizer)
+        write_tokenizer(request.tokenizer, tokenizer, temporary, model.max_position_embeddings)
+        check_same_ids(temporary, tokenizer)
+        ids = special_ids(temporary, tokenizer)
+        write_json(temporary / "config.json", {**config, **_surroundings(ids, main_dtype)})
+        write_generation_config(temporary, ids)
+        log.info(f"exporting {request.checkpoint} as {family.model_type}: {len(planned)} tensors")
+
+        def values(tensor: PlannedTensor) -> Any:
+            return exported_values(source, parts[tensor.name], TORCH_TYPES[tensor.dtype], request.slice_bytes)
+
+        write_files(temporary, plan_files(planned, request.largest_file_bytes), values)
+        rounded: torch.dtype | None = None if request.dtype is None else TORCH_TYPES[DTYPES[request.dtype]]
+        proof = prove(
+            ProofRequest(
+                family, temporary, model, request.checkpoint, manifest, tokenizer, request.proof_layers, rounded
+            )
+        )
+        write_text(temporary / PROOF_NAME, proof_text(proof))
+    return request.target
+
+
+def _check_names(stored: list[str], shapes: Mapping[str, tuple[int, ...]], checkpoint: Path) -> None:
+    """Checks that the checkpoint holds nothing that the network does not have; what is missing is noticed later."""
+    left = sorted(set(stored) - set(shapes))
+    if left:
+        raise ConversionError(
+            f"{checkpoint} holds {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}, which the network of its "
+            "configuration does not have; they would be lost. Export with the program version that wrote it."
+        )
+
+
+def _check_tokenizer(request: ExportRequest, tokenizer: Tokenizer) -> None:
+    """Checks that the tokenizer can be the recorded one; another form of it, such as a tokenizer.json, is accepted."""
+    recorded = request.recorded
+    if tokenizer.vocab_size != recorded.vocab_size:
+        raise ConversionError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, and the checkpoint was trained with "
+            f"{recorded.name}, which has {recorded.vocab_size}. Give the same one (--tokenizer-name-or-path, or "
+            "--vocab-file and --merge-file)."
+        )
+    if not recorded.is_of(tokenizer):
+        log.warning(
+            f"the tokenizer {tokenizer.name} is not the file that the checkpoint was trained with ({recorded.name}). "
+            "It has as many tokens; make sure that it is another form of the same one."
+        )
+
+
+def _dtype_of(source: CheckpointSource, parts: list[tuple[BoundTensor, BoundPart]], asked: str | None) -> str:
+    """The element type of one of their tensors: the one asked for, else the one its values are stored in."""
+    stored = source.dtype_of(parts[0][0].ours)
+    return stored if asked is None else DTYPES[asked]
+
+
+def _surroundings(ids: Mapping[str, int], dtype: str) -> dict[str, Any]:
+    """Fields of `config.json` that are not about the network; both names of the type, for older readers."""
+    return {**ids, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}

@@ -1,0 +1,136 @@
+"""From a Hugging Face directory to a checkpoint of ours that any layout loads."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron import log
+from megatron.checkpoint import write_snapshot
+from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.storage import Storage
+from megatron.convert.hugging_face.model_file import MODEL_FILE, imported_record, model_file_text
+from megatron.convert.hugging_face.network import network_shapes
+from megatron.convert.hugging_face.proof import PROOF_NAME, ProofRequest, proof_text, prove
+from megatron.convert.hugging_face.reference import check_installed
+from megatron.convert.hugging_face.registry import family_of
+from megatron.convert.hugging_face.streaming import (
+    SLICE_BYTES,
+    ImportedPieces,
+    check_weights,
+    with_prefix,
+    without_tied_head,
+)
+from megatron.convert.hugging_face.table.tensors import bind
+from megatron.convert.hugging_face.tokenizer_files import check_same_ids, copy_tokenizer
+from megatron.convert.hugging_face.weight_files import StoredTensor, read_json_file, read_weight_files
+from megatron.convert.hugging_face.weight_output import write_text
+from megatron.errors import ConversionError, StorageError
+from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.tokenizer import build_tokenizer
+
+TOKENIZER_FOLDER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class ImportRequest:
+    """What to import.
+
+    Args:
+        source: the model directory.
+        target: the folder of checkpoints to make.
+        tokenizer: a folder with another tokenizer than the directory's.
+        proof_layers: how many layers the proof compares; None for all.
+        slice_bytes: how much is in memory at a time.
+    """
+
+    source: Path
+    target: Path
+    tokenizer: Path | None = None
+    proof_layers: int | None = None
+    slice_bytes: int = SLICE_BYTES
+
+
+def import_model(request: ImportRequest) -> Path:
+    """Makes a folder with a checkpoint of step 0, `model.yaml`, the tokenizer and `proof.json`; returns it.
+
+    Either all of it appears, with logits proved equal, or nothing.
+
+    Raises:
+        ConversionError: the model cannot be expressed, its files are damaged, or its logits differ.
+        StorageError: the file system refused.
+    """
+    check_installed()
+    source = request.source
+    config = read_json_file(source / "config.json", "the configuration of the model")
+    family = family_of(config)
+    model = family.read_config(config)
+    stored = with_prefix(family, read_weight_files(source))
+    if not model.untie_embeddings_and_output_weights:
+        stored = without_tied_head(family, stored, request.slice_bytes)
+    tensors = bind(family.tensors, network_shapes(model))
+    check_weights(family, tensors, stored)
+    with unfinished_folder(request.target) as temporary:
+        folder = temporary / TOKENIZER_FOLDER
+        folder.mkdir()
+        copied = copy_tokenizer(request.tokenizer or source, folder)
+        tokenizer = build_tokenizer(copied)
+        _check_vocabulary(tokenizer.vocab_size, model.vocab_size, request)
+        check_same_ids(folder, tokenizer)
+        final = dataclasses.replace(copied, tokenizer_name_or_path=str(request.target.resolve() / TOKENIZER_FOLDER))
+        text = model_file_text(model, final, tokenizer, f"Imported from {source.resolve()}, a {family.model_type}.")
+        write_text(temporary / MODEL_FILE, text)
+        record = imported_record(temporary / MODEL_FILE, model, tokenizer, _main_dtype(stored))
+        pieces = ImportedPieces(tensors, stored, request.slice_bytes)
+        log.info(f"importing {len(tensors)} tensors of {source}, a {family.model_type}")
+        saved = write_snapshot(temporary, 0, pieces.snapshot(), record.to_json(), ParallelMesh.single())
+        proof = prove(ProofRequest(family, source, model, saved, read_manifest(saved), tokenizer, request.proof_layers))
+        write_text(temporary / PROOF_NAME, proof_text(proof))
+    return request.target
+
+
+@contextlib.contextmanager
+def unfinished_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside the target, which becomes the target when the block ends and vanishes when it fails.
+
+    Raises:
+        ConversionError: the target exists.
+        StorageError: the file system refused.
+    """
+    storage = Storage()
+    if storage.exists(target):
+        raise ConversionError(f"{target} exists already, and nothing is overwritten. Remove it or name another folder.")
+    target = target.absolute()
+    temporary = target.with_name(f".{target.name}.unfinished-{secrets.token_hex(4)}")
+    try:
+        storage.make_directories(target.parent)
+        storage.make_directory(temporary)
+    except OSError as failure:
+        raise StorageError(f"cannot make the folder {temporary}: {failure.strerror or failure}.") from failure
+    try:
+        yield temporary
+        storage.sync_directory(temporary)
+        storage.rename(temporary, target)
+        storage.sync_directory(target.parent)
+    except OSError as failure:
+        raise StorageError(f"cannot finish {target}: {failure.strerror or failure}. Nothing was written.") from failure
+    finally:
+        storage.remove_tree(temporary)
+
+
+def _check_vocabulary(tokens: int, rows: int, request: ImportRequest) -> None:
+    if tokens > rows:
+        raise ConversionError(
+            f"the tokenizer in {request.tokenizer or request.source} has {tokens} tokens, and the model has rows for "
+            f"{rows} (vocab_size). Name the tokenizer that the model was trained with (--tokenizer-name-or-path)."
+        )
+
+
+def _main_dtype(stored: dict[str, StoredTensor]) -> str:
+    """The element type of most of the tensors."""
+    return Counter(tensor.dtype for tensor in stored.values()).most_common(1)[0][0]

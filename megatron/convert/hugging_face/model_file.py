@@ -1,0 +1,97 @@
+"""`model.yaml`: the flags of an imported model, with which a run continues its training (`--config model.yaml`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron import __version__
+from megatron.checkpoint.record import Progress, Record
+from megatron.config import Machine, ModelConfig, TokenizerFacts, parse, resolve
+from megatron.config.flags.fields import flags_of
+from megatron.config.sections.model import ModelRequest
+from megatron.data.order.plan import DataPlan
+from megatron.errors import ConfigError
+from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
+
+MODEL_FILE = "model.yaml"
+
+_USUAL_TOKENS = 1024  # of a sample, where the model has that many positions
+
+
+def model_file_text(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenizer, origin: str) -> str:
+    """The text of `model.yaml`.
+
+    Args:
+        origin: where the model came from, in words.
+    """
+    lines = [f"# {origin}", "# Flags of pretrain_gpt.py by name; the command line wins over them."]
+    lines += [f"{name}: {_yaml(value)}" for name, value in _flags(model, choice, tokenizer)]
+    return "\n".join(lines) + "\n"
+
+
+def imported_record(model_file: Path, model: ModelConfig, tokenizer: Tokenizer, dtype: str) -> Record:
+    """The record of a checkpoint without training: step 0, no optimizer state, the flags of `model.yaml`.
+
+    Args:
+        dtype: the element type of the weights as safetensors names it, in which text is generated.
+
+    Raises:
+        ConfigError: the flags do not make up a run.
+    """
+    length = min(_USUAL_TOKENS, model.max_position_embeddings)
+    flags = [
+        *("--config", str(model_file), "--seq-length", str(length), "--no-save-optim", "--data-path", "none"),
+        *("--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", "1", "--lr", "1e-5"),
+        *{"BF16": ("--bf16",), "F16": ("--fp16",)}.get(dtype, ()),
+    ]
+    machine = Machine("cpu", 1, supports_fp16=True, supports_bf16=True)
+    eod_id = TokenizerRecord.of(tokenizer).eod_id
+    facts = TokenizerFacts(tokenizer.vocab_size, eod_id or 0, tokenizer.fingerprint)
+    config = resolve(parse(flags), machine, facts)
+    if config.model.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"the model has {model.vocab_size} rows for tokens and its run would have {config.model.vocab_size}. Give "
+            "a tokenizer that has at most as many tokens (--tokenizer-name-or-path)."
+        )
+    return Record(
+        progress=Progress(),
+        optimizer_updates=0,
+        loss_scale={},
+        config=config.to_json(),
+        data_plan=DataPlan(length, config.random.seed, config.data.index_epoch_rule, train=None, valid=(), test=()),
+        data={},
+        tokenizer=TokenizerRecord.of(tokenizer),
+        program_version=__version__,
+    )
+
+
+def _flags(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenizer) -> Iterator[tuple[str, Any]]:
+    """Names and values of the flags that differ from their defaults."""
+    for flag in flags_of(ModelRequest):
+        value = getattr(model, flag.field)
+        usual = flag.default
+        if flag.facts.computed is not None:
+            with contextlib.suppress(ConfigError):  # a default that only other sections know
+                usual = flag.facts.computed(model)
+        if flag.required or (value is not None and value != usual):
+            yield flag.field.replace("_", "-"), value
+    if tokenizer.vocab_size < model.vocab_size:
+        yield "vocab-size", model.vocab_size
+    for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_name_or_path"):
+        if getattr(choice, name) is not None:
+            yield name.replace("_", "-"), getattr(choice, name)
+
+
+def _yaml(value: Any) -> str:
+    """A value as YAML, of which JSON is a part but for numbers such as 1e-05, which YAML takes for text."""
+    if isinstance(value, float):
+        text = repr(value)
+        return text if "e" not in text or "." in text else text.replace("e", ".0e")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,86 @@
+"""Attention of documents and sliding windows that computes only visible blocks, with torch's ordinary attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from megatron.kernels.attention import attention
+from megatron.kernels.bounds import Bounds, local_bias
+
+SMALLEST_BLOCK = 64  # tokens; with narrower blocks the calls cost more than what they compute
+
+
+@dataclass(frozen=True)
+class DocumentBlocks:
+    """Attention with one call per document.
+
+    Attributes:
+        lengths: the lengths of the documents of all samples, in tokens; no document spans two samples.
+        within: the window and the slopes within a document.
+    """
+
+    lengths: list[int]
+    within: WindowBlocks
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        """Applies attention.
+
+        Shapes: query `[b, a, s, d]`, key and value `[b, g, s, d]`; result as query.
+        """
+        batch, heads, length, size = query.shape
+        # Splitting the tokens of all samples at once makes backward one concatenation.
+        tokens = [part.transpose(1, 2).flatten(0, 1).split(self.lengths) for part in (query, key, value)]  # [n, a, d]
+        parts = []
+        for document in zip(*tokens, strict=True):
+            queries, keys, values = (part.transpose(0, 1).unsqueeze(0) for part in document)  # [1, a, n, d]
+            attended = self.within.attend(queries, keys, values, scale)
+            parts.append(attended.squeeze(0).transpose(0, 1))  # [n, a, d]
+        return torch.cat(parts).view(batch, length, heads, size).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class WindowBlocks:
+    """Causal attention in a sliding window: each block of queries sees its own block of keys and the one before.
+
+    Sequences shorter than two windows have one block.
+    """
+
+    window: int | None = None
+    slopes: tuple[float, ...] = ()
+    softcap: float | None = None
+
+    @classmethod
+    def plan(cls, bounds: Bounds, softcap: float | None) -> WindowBlocks:
+        """The plan of a micro-batch without documents."""
+        return cls(bounds.window, bounds.slopes, softcap)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        """Applies attention.
+
+        Shapes: query `[b, a, s, d]`, key and value `[b, g, s, d]`; result as query.
+        """
+        length = query.shape[2]
+        window = self.window if self.window is not None and self.window < length else None
+        block = length if window is None else max(window, SMALLEST_BLOCK)
+        if 2 * block > length:
+            if window is None and not self.slopes:
+                return attention(query, key, value, scale, causal=True, softcap=self.softcap)
+            return self._attend(query, key, value, scale)
+        if -length % block:
+            query, key, value = (F.pad(part, (0, 0, 0, -length % block)) for part in (query, key, value))
+        queries, keys, values = (part.split(block, dim=2) for part in (query, key, value))
+        count = len(queries) - 1
+        first = self._attend(queries[0], keys[0], values[0], scale)
+        pairs, contents = (
+            torch.cat([torch.cat(part[index : index + 2], dim=2) for index in range(count)]) for part in (keys, values)
+        )  # [(blocks - 1)*b, g, 2*block, d]
+        others = self._attend(torch.cat(queries[1:]), pairs, contents, scale)
+        return torch.cat((first, *others.chunk(count)), dim=2)[:, :, :length]
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention of queries that are the last of the positions of the keys."""
+        bias = local_bias(query, key.shape[2], self.window, self.slopes)
+        return attention(query, key, value, scale, bias=bias, softcap=self.softcap)

@@ -1,0 +1,170 @@
+"""One model through import, training step, generation, export and back, compared with `transformers` everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megatron.checkpoint import newest_record, save
+from megatron.checkpoint.record import Record
+from megatron.config import ModelConfig, RunConfig
+from megatron.convert.hugging_face.exporting import ExportRequest, export_model
+from megatron.convert.hugging_face.importing import ImportRequest, import_model
+from megatron.inference.generate import Limits, generate
+from megatron.inference.sampling import Sampling
+from megatron.inference.weights import load_weights, wanted_weights
+from megatron.model.gpt import gpt_layers
+from megatron.model.interface.network import LayerStack
+from megatron.model.interface.step_context import StepSettings
+from megatron.objective.language_model import LanguageModelObjective
+from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.tokenizer import TokenizerChoice
+from tests.convert.tiny_models import END, randomize, sample_tokens
+
+PROMPT, NEW_TOKENS = 10, 20  # tokens; together longer than every window and every original context
+MESH = ParallelMesh.single()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found for one model; differences are relative to the largest logit, or to the loss.
+
+    Attributes:
+        import_difference: our network with the imported weights against the model they came from.
+        export_difference: `transformers` with weights drawn by us against our network.
+        loss_difference: the loss of the first step of continued training.
+        generates_equally: whether greedy generation with a cache gives the same tokens.
+        loads_completely: whether `from_pretrained` found every tensor and no other.
+        returns_equal: whether what was exported comes back with the same bits.
+    """
+
+    import_difference: float
+    export_difference: float
+    loss_difference: float
+    generates_equally: bool
+    loads_completely: bool
+    returns_equal: bool
+
+
+def compare(source: Path, folder: Path) -> Comparison:
+    """Compares one model directory.
+
+    Args:
+        folder: where the checkpoints and the export go.
+    """
+    tokens = sample_tokens()
+    reference = load_reference(source)[0]
+    imported = import_model(ImportRequest(source, folder / "imported"))
+    model, network = load_network(imported)
+    with torch.no_grad():
+        expected = reference(tokens, labels=tokens)
+        ours = logits_of(network, tokens, model)
+        targets = {"labels": tokens.roll(-1, dims=1), "loss_mask": torch.ones(tokens.shape)}
+        targets["loss_mask"][:, -1] = 0
+        outcome = LanguageModelObjective(MESH.tp, model.vocab_size)(_run(network, tokens), targets)
+        loss = outcome.loss_sum / targets["loss_mask"].sum()
+    drawn = draw_checkpoint(imported, model, folder / "drawn")
+    exported = export(drawn, folder / "exported")
+    again, report = load_reference(exported)
+    _, mine = load_network(drawn)
+    with torch.no_grad():
+        export_difference = relative(logits_of(mine, tokens, model), again(tokens).logits)
+    back = import_model(ImportRequest(exported, folder / "back"))
+    return Comparison(
+        import_difference=relative(ours, expected.logits),
+        export_difference=export_difference,
+        loss_difference=abs(float(loss / expected.loss) - 1),
+        generates_equally=generated(network, model, tokens) == generated_by_transformers(reference, tokens),
+        loads_completely=not any(report.values()),
+        returns_equal=equal_weights(mine, load_network(back)[1]),
+    )
+
+
+def load_reference(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model as `transformers` loads it, and its report of missing and unexpected tensors."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True, local_files_only=True
+    )
+    return model.eval(), report
+
+
+def load_network(checkpoints: Path) -> tuple[ModelConfig, LayerStack]:
+    """Our network with the weights of a folder of checkpoints."""
+    model = run_config(checkpoints).model
+    network = LayerStack(gpt_layers(model, MESH)).eval()
+    load_weights(network, checkpoints, MESH)
+    return model, network
+
+
+def run_config(checkpoints: Path) -> RunConfig:
+    """The configuration in a folder of checkpoints."""
+    return RunConfig.from_json(_record(checkpoints)[1].config)
+
+
+def draw_checkpoint(imported: Path, model: ModelConfig, folder: Path) -> Path:
+    """A checkpoint of the same architecture with our own initial values, vectors randomized as well."""
+    network = LayerStack(gpt_layers(model, MESH), seed=1)
+    randomize(network, seed=2)
+    values = dict(network.named_parameters())
+    pieces = [(key, values[key.name].detach().view(-1)[: key.numel]) for key, _ in wanted_weights(network)]
+    save(folder, 0, pieces, _record(imported)[1].to_json(), MESH)
+    return folder
+
+
+def export(checkpoints: Path, target: Path) -> Path:
+    """Exports the newest checkpoint of a folder."""
+    path, record = _record(checkpoints)
+    config = RunConfig.from_json(record.config)
+    return export_model(ExportRequest(path, target, config.model, TokenizerChoice.of(config.data), record.tokenizer))
+
+
+def logits_of(network: LayerStack, tokens: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """Our logits without padding."""
+    return _run(network, tokens)[..., : model.vocab_size]
+
+
+def generated(network: LayerStack, model: ModelConfig, tokens: torch.Tensor) -> list[list[int]]:
+    """Greedy continuations of the first tokens, with our cache."""
+    limits = Limits(NEW_TOKENS, PROMPT + NEW_TOKENS, None, model.short_context)
+    prompts = tokens[:, :PROMPT].tolist()
+    found = generate(network, MESH, prompts, limits, Sampling(greedy=True), vocab_size=model.vocab_size)
+    return [list(continuation.tokens) for continuation in found]
+
+
+def generated_by_transformers(model: PreTrainedModel, tokens: torch.Tensor) -> list[list[int]]:
+    """Greedy continuations of the first tokens, with the cache of `transformers`."""
+    prompt = tokens[:, :PROMPT]
+    settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": END}
+    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, **settings)
+    return found[:, PROMPT:].tolist()  # type: ignore[no-any-return]
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference as a share of the largest logit."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def equal_weights(one: LayerStack, other: LayerStack) -> bool:
+    """Whether two networks have the same parameters, to the last bit."""
+    pairs = zip(_named(one), _named(other), strict=True)
+    return all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+def _named(network: LayerStack) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from network.named_parameters()
+
+
+def _run(network: LayerStack, tokens: torch.Tensor) -> torch.Tensor:
+    return network(tokens, StepSettings().context(torch.arange(len(tokens))))  # type: ignore[no-any-return]
+
+
+def _record(checkpoints: Path) -> tuple[Path, Record]:
+    found = newest_record(checkpoints, MESH)
+    if found is None:
+        raise FileNotFoundError(checkpoints)
+    return found.path, Record.from_json(found.record, found.path)

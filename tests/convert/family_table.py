@@ -1,0 +1,48 @@
+"""The table of families: `python -m tests.convert.family_table` converts a tiny model of each and prints the result.
+
+Import and export name the largest difference of logits as a share of the largest logit, in float32.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.convert.comparison import Comparison, compare
+from tests.convert.tiny_models import TINY_MODELS, write_tiny_model
+
+HEADER = ("model", "import", "export", "first loss", "generation", "round trip")
+
+
+def rows(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """A row for each model."""
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            source = write_tiny_model(name, Path(folder) / "model")
+            yield row(name, compare(source, Path(folder)))
+
+
+def row(name: str, found: Comparison) -> tuple[str, ...]:
+    """One row of the table."""
+    return (
+        name,
+        f"{found.import_difference:.1e}",
+        f"{found.export_difference:.1e}" if found.loads_completely else "tensors missing",
+        f"{found.loss_difference:.1e}",
+        "equal" if found.generates_equally else "DIFFERENT",
+        "bit-equal" if found.returns_equal else "DIFFERENT",
+    )
+
+
+def main(names: Sequence[str]) -> None:
+    """Prints the table as Markdown."""
+    print("| " + " | ".join(HEADER) + " |")
+    print("|" + "---|" * len(HEADER))
+    for line in rows(names or list(TINY_MODELS)):
+        print("| " + " | ".join(line) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
