@@ -57,7 +57,14 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.parallel": (".", "tensor"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": (".", "analysis"),
-    "megatron.convert": ("pickles", "hugging_face", "."),
+    "megatron.convert": (
+        "pickles",
+        "hugging_face",
+        "megatron_format",
+        "deepspeed_format",
+        "megatron_output",
+        ".",
+    ),
     "megatron.convert.hugging_face": ("table", "families", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
 }
