@@ -31,6 +31,7 @@ SCHEDULE_FIELDS = (
 # These may change, and a user who did not intend it will want to know.
 _NOTABLE = frozenset(
     {*SCHEDULE_FIELDS, "global_batch_size", "rampup_batch_size", "weight_decay", "clip_grad", "fp16", "bf16"}
+    | {"start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
     | {
         "hidden_dropout",
         "attention_dropout",
