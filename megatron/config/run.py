@@ -27,6 +27,7 @@ from megatron.errors import ConfigError
 
 GIVEN = "given"
 FILE = "file"
+PRESET = "preset"
 DEFAULT = "default"
 CHECKPOINT = "checkpoint"
 
@@ -37,8 +38,8 @@ Run = TypeVar("Run", bound="RunRequest")
 class RunRequest:
     """What was asked for: the flags and files of a run, before the machine and the tokenizer are known.
 
-    `provenance` maps "section.field" to given, file, default or checkpoint. `notices` are sentences the user should see
-    once, such as flags that were accepted and ignored.
+    `provenance` maps "section.field" to given, file, preset, default or checkpoint. `notices` are sentences the user
+    should see once, such as flags that were accepted and ignored.
 
     Raises:
         ConfigError: a rule between two sections is broken.
