@@ -50,8 +50,10 @@ def experts_config(**changes: Any) -> ModelConfig:
 
 def build(config: ModelConfig, mesh: ParallelMesh | None = None) -> Experts:
     layer = Experts(config, mesh or ParallelMesh.single(), LAYER)
-    completed = partial(place_initial_values, config)
-    name_parameters(LayerSpec("layer", LayerKind.BLOCK, LayerCost(0), lambda: layer, completed=completed), layer)
+    complete_spec = partial(place_initial_values, config)
+    name_parameters(
+        LayerSpec("layer", LayerKind.BLOCK, LayerCost(0), lambda: layer, complete_spec=complete_spec), layer
+    )
     draw_initial_values(layer, seed=5)
     return layer
 
