@@ -149,7 +149,7 @@ def _build_sections(
         fields = {name: values[f"{section}.{name}"] for name in names if f"{section}.{name}" in values}
         sections[section] = build_unchecked(cls, fields)
     rules = [
-        *cross_problems(sections["model"], sections["parallel"], sections["data"]),
+        *cross_problems(sections["model"], sections["parallel"], sections["data"], sections["optim"]),
         *request_problems(sections["optim"], sections["data"], sections["control"], provenance),
     ]
     given = {name.partition(".")[2] for name in values}

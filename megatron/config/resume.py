@@ -11,7 +11,7 @@ from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH
 from megatron.config.flags.section import build_unchecked
 from megatron.config.run import CHECKPOINT, RunConfig, fields_of, frozen, plain, saved_fields, sections_of
 from megatron.config.sections.blends import read_split, shown_split
-from megatron.config.sections.model import ModelRequest
+from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig
 from megatron.errors import ConfigError
 
@@ -88,6 +88,17 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
         **{f"{section}.{name}": CHECKPOINT for section in taken for name in taken[section]},
     }
     return dataclasses.replace(current, **changes, provenance=provenance, notices=(*current.notices, *notices))
+
+
+def architecture_differences(saved: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (field, value, other value) wherever two saved configurations describe different networks."""
+    one, two = _saved_values(saved), _saved_values(other)
+    for field in fields_of(ModelConfig):
+        is_context = field.name == "max_position_embeddings" and one.get("position_embedding_type") != LEARNED
+        if is_context and one.get("rope_scaling_type") == "none":
+            continue  # no weight and no frequency depends on it
+        if resume_rule(field) == MUST_MATCH and one.get(field.name) != two.get(field.name):
+            yield field.name, one.get(field.name), two.get(field.name)
 
 
 def _saved_values(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,15 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.config": ("flags", "architecture", "sections", "files", "."),
     "megatron.parallel": (".", "tensor"),
     "megatron.model": ("interface", "blocks", "."),
-    "megatron.convert": ("pickles", "hugging_face", "."),
+    "megatron.checkpoint": (".", "analysis"),
+    "megatron.convert": (
+        "pickles",
+        "hugging_face",
+        "megatron_format",
+        "deepspeed_format",
+        "megatron_output",
+        ".",
+    ),
     "megatron.convert.hugging_face": ("table", "families", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
 }

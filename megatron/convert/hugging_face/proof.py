@@ -121,6 +121,10 @@ def prove(request: ProofRequest) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+    if not largest > 0:
+        raise ConversionError(
+            f"the largest logit of {request.folder} is {largest}, which proves nothing. Convert a model with weights."
+        )
     if not report["is_equal"]:
         raise ConversionError(
             f"the logits differ from those of transformers by {difference:.3g}, and {allowed:.3g} is allowed "

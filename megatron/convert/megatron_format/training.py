@@ -58,7 +58,12 @@ def training_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def training_state(content: Mapping[str, Any], stored: Mapping[str, Any], updates: int | None = None) -> TrainingState:
+def training_state(
+    content: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    updates: int | None = None,
+    loss_scale: Mapping[str, float] | None = None,
+) -> TrainingState:
     """How far the run had come.
 
     Args:
@@ -76,6 +81,7 @@ def training_state(content: Mapping[str, Any], stored: Mapping[str, Any], update
     return TrainingState(
         progress=progress,
         updates=max(0, step - skipped) if updates is None else updates,
+        loss_scale=loss_scale or {},
         flags=training_flags(stored),
     )
 
