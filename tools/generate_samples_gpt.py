@@ -99,7 +99,7 @@ class Generator:
             tokens,
             Limits(self.new_tokens, model.max_position_embeddings, self.eod_id, model.short_context),
             Sampling(flags.greedy, flags.temperature, flags.top_k, flags.top_p, self.config.random.seed),
-            vocab_size=model.vocab_size,
+            vocab_size=min(model.vocab_size, self.tokenizer.vocab_size),
             first_sample=first_sample,
             recompute=flags.recompute,
         )

@@ -181,7 +181,7 @@ def _must_match_sentence(section: str, field: dataclasses.Field[Any], then: Any,
     if "derived" in field.metadata:
         return (
             f"{section}.{field.name} ({field.metadata['derived']}) is {_shown(now)} and the checkpoint was saved with "
-            f"{_shown(then)}. They must match; use the files the checkpoint was trained with."
+            f"{_shown(then)}. They must match; use the files the checkpoint was trained with, and its --vocab-size."
         )
     if field.name == "split":
         then, now = shown_split(then), shown_split(now)

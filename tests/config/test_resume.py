@@ -59,7 +59,7 @@ def test_fields_that_must_match(then: str, now: str, sentence: str) -> None:
 
 
 def test_another_vocabulary_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"model\.vocab_size \(tokens the tokenizer knows\) is 999 and .* with 1000"):
+    with pytest.raises(ConfigError, match=r"model\.vocab_size \(entries of .*\) is 999 and .* with 1000.*--vocab-size"):
         check_resume(saved(), run(vocabulary=999))
 
 

@@ -170,7 +170,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("train_data_exact_num_epochs:int",),
     ),
     ("data is read from local folders only. Give full prefixes in --data-path.", ("aml_data_download_path:str",)),
-    ("the vocabulary's size is the tokenizer's. Drop the flag, or use --pad-vocab-size-to.", ("vocab_size:int",)),
     (
         "no code of a tokenizer's author is run. Save the tokenizer as tokenizer.json and use "
         "--tokenizer-name-or-path.",

@@ -16,6 +16,9 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 class ControlConfig(ConfigSection):
     """Checkpoints, evaluation, exits and reports."""
 
+    model_preset: str | None = flag(
+        None, "a published architecture by name, a file in examples/configs; --config and the command line win"
+    )
     config: str | None = flag(None, "JSON or YAML file with flags by name; the command line wins")
     save: str | None = flag(None, "folder checkpoints are written to")
     save_interval: int | None = flag(None, "steps between checkpoints", at_least=1)

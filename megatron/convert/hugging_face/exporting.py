@@ -147,5 +147,10 @@ def _dtype_of(source: CheckpointSource, parts: list[tuple[BoundTensor, BoundPart
 
 
 def _surroundings(ids: Mapping[str, int], dtype: str) -> dict[str, Any]:
-    """Fields of `config.json` that are not about the network; both names of the type, for older readers."""
-    return {**ids, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}
+    """Fields of `config.json` that are not about the network; both names of the type, for older readers.
+
+    A token that the tokenizer does not have is null: where it is absent, the family's own id would be taken, which may
+    lie beyond the vocabulary.
+    """
+    none = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {**none, **ids, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}

@@ -93,7 +93,7 @@ def prove(request: ProofRequest) -> dict[str, Any]:
     largest = max(float(values.abs().max()) for values in theirs.values)
     difference = _difference(ours, theirs.values)
     allowed, floor = TOLERANCE * largest, None
-    if not difference <= allowed and first == "sdpa":
+    if not difference <= allowed and theirs.attention == "sdpa":
         floor = _difference(reference("eager").values, theirs.values)
         allowed = max(allowed, floor)
     report = {
@@ -121,6 +121,10 @@ def prove(request: ProofRequest) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+    if not largest > 0:
+        raise ConversionError(
+            f"the largest logit of {request.folder} is {largest}, which proves nothing. Convert a model with weights."
+        )
     if not report["is_equal"]:
         raise ConversionError(
             f"the logits differ from those of transformers by {difference:.3g}, and {allowed:.3g} is allowed "
