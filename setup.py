@@ -1,4 +1,4 @@
-"""Builds the optional compiled index builder; everything else about the package is in pyproject.toml.
+"""Builds the optional compiled index builder and lists the packages; everything else is in pyproject.toml.
 
 The build needs a C++17 compiler and pybind11 (a build requirement), not torch and not CUDA. Without a compiler the
 package is still installed and uses NumPy, with the same results.
@@ -10,7 +10,7 @@ import os
 import sys
 
 import pybind11
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 SKIP_VARIABLE = "MEGATRON_SKIP_EXTENSIONS"
@@ -64,6 +64,9 @@ def _compile_flags() -> list[str]:
 
 
 setup(
+    # The presets of --model-preset are the files of examples/configs; an installed package has them inside.
+    packages=[*find_packages(include=["megatron", "megatron.*"]), "megatron.presets"],
+    package_dir={"megatron.presets": "examples/configs"},
     ext_modules=[
         Extension(
             "megatron.data.order._index_builder",

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,11 @@ ROOT = Path(__file__).parents[1]
 
 def build_extension(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Builds the extension in a copy of what its build needs."""
+    return run_setup(folder, ["build_ext", "--inplace"], **variables)
+
+
+def run_setup(folder: Path, command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command of setup.py in a copy of what the extension's build needs."""
     pytest.importorskip("setuptools")
     pytest.importorskip("pybind11")
     shutil.copytree(ROOT / "csrc", folder / "csrc")
@@ -28,7 +34,7 @@ def build_extension(folder: Path, **variables: str) -> subprocess.CompletedProce
     (folder / "megatron/data/__init__.py").touch()
     (folder / "megatron/data/order/__init__.py").touch()
     return subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        [sys.executable, "setup.py", "-q", *command],
         cwd=folder,
         env={**os.environ, **variables},
         capture_output=True,
@@ -65,6 +71,15 @@ print(module.INTERFACE)
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert shown.stdout.strip() == "2", shown.stderr
+
+
+def test_an_installed_package_has_the_presets(tmp_path):
+    shutil.copytree(ROOT / "examples/configs", tmp_path / "examples/configs")
+    done = run_setup(tmp_path, ["build_py", "--build-lib", "built"])
+    assert done.returncode == 0, done.stderr
+    installed = {path.name for path in (tmp_path / "built/megatron/presets").iterdir()}
+    assert installed == {path.name for path in (ROOT / "examples/configs").iterdir()}
+    assert "recursive-include examples/configs *.yaml" in (ROOT / "MANIFEST.in").read_text()
 
 
 def test_every_dependency_has_its_reason():

@@ -13,13 +13,14 @@ from megatron.config.architecture.positions import LEARNED, PositionFields
 from megatron.config.files.config_file import FileReading, read_config_file
 from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_values
 from megatron.config.files.group_files import read_group_files
+from megatron.config.files.preset_files import preset_path
 from megatron.config.flags.command_line import read_command_line
 from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
 from megatron.config.flags.section import build_unchecked, missing_problems, relevant_problems
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.request_rules import request_problems
-from megatron.config.run import DEFAULT, FILE, GIVEN, RunRequest, cross_problems, sections_of
+from megatron.config.run import DEFAULT, FILE, GIVEN, PRESET, RunRequest, cross_problems, sections_of
 from megatron.config.sections.model import ModelRequest
 from megatron.errors import ConfigError
 
@@ -34,7 +35,15 @@ _PARTS: tuple[tuple[str, type], ...] = (
 )
 _SIZE = "model: size"
 _SIZES = frozenset(
-    {"num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "max_position_embeddings"}
+    {
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "ffn_hidden_size",
+        "kv_channels",
+        "max_position_embeddings",
+        "vocab_size",
+    }
 )
 _TITLES: Mapping[str, str] = types.MappingProxyType(
     {
@@ -83,15 +92,19 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunRequest:
     file = FileReading()
     if "control.config" in reading.values:
         file = read_config_file(reading.values["control.config"], flags, sections_of(RunRequest))
-    (from_file, given), contradictions = expand_shorthands([file.values, reading.values])
-    values = {**from_file, **given}
-    problems, broken = [*reading.problems, *file.problems, *contradictions], reading.broken | file.broken
+    preset = _read_preset({**file.values, **reading.values}.get("control.model_preset"), flags)
+    (by_preset, by_file, given), contradictions = expand_shorthands([preset.values, file.values, reading.values])
+    values = {**by_preset, **by_file, **given}
+    problems = [*reading.problems, *file.problems, *preset.problems, *contradictions]
+    broken = reading.broken | file.broken | preset.broken
     governed = DeepSpeedReading()
     if "parallel.deepspeed_config" in values:
         governed = governed_values(values["parallel.deepspeed_config"], own, values)
         values, broken = {**governed.values, **values}, broken | governed.broken
         problems += governed.problems
-    provenance = {name: GIVEN if name in given else FILE if name in values else DEFAULT for name in own}
+    sources = {**dict.fromkeys(values, FILE), **dict.fromkeys(by_preset, PRESET), **dict.fromkeys(by_file, FILE)}
+    sources.update(dict.fromkeys(given, GIVEN))
+    provenance = {name: sources.get(name, DEFAULT) for name in own}
     notices = [*_deprecated_notices(reading.spellings.values()), *governed.notices]
     for name, entry in legacy.items():
         sentence = entry.sentence(reading.spellings.get(name, entry.flag.positive_name), values.get(name, False))
@@ -136,12 +149,21 @@ def _build_sections(
         fields = {name: values[f"{section}.{name}"] for name in names if f"{section}.{name}" in values}
         sections[section] = build_unchecked(cls, fields)
     rules = [
-        *cross_problems(sections["model"], sections["parallel"], sections["data"]),
+        *cross_problems(sections["model"], sections["parallel"], sections["data"], sections["optim"]),
         *request_problems(sections["optim"], sections["data"], sections["control"], provenance),
     ]
     given = {name.partition(".")[2] for name in values}
     refused = broken | {flag.field for flag in missing}
     return sections, problems + relevant_problems(list(sections.values()), given, refused, rules)
+
+
+def _read_preset(name: str | None, flags: Mapping[str, Flag]) -> FileReading:
+    if name is None:
+        return FileReading()
+    try:
+        return read_config_file(str(preset_path(name)), flags, sections_of(RunRequest))
+    except ConfigError as failure:
+        return FileReading(problems=failure.problems)
 
 
 def _with_positions(values: Mapping[str, Any]) -> dict[str, Any]:

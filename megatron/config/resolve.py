@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron.config.flags.section import ConfigSection
 from megatron.config.layout import layout_problems
-from megatron.config.run import RunConfig, RunRequest, fields_of
+from megatron.config.run import DEFAULT, PRESET, RunConfig, RunRequest, fields_of
 from megatron.config.schedule import planned_iterations, schedule
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
@@ -47,7 +47,9 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     problems = [*_dtype_problems(request, machine)]
     misfits = list(_layout_problems(request, machine))
     problems.extend(misfits)
-    padded, found = padded_vocab_size(request.parallel, tokenizer.vocab_size)
+    vocabulary, provenance, vocabulary_notices = _vocabulary(request, tokenizer)
+    problems.extend(_vocabulary_problems(vocabulary, tokenizer))
+    padded, found = padded_vocab_size(request.parallel, vocabulary)
     problems.extend(found)
     replicas = max(1, machine.world_size // request.parallel.model_parallel_size)
     batch, found = _global_batch(request.optim, replicas)
@@ -68,10 +70,11 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     return RunConfig(
         **{
             **same,
-            "model": _resolved(ModelConfig, request.model, vocab_size=tokenizer.vocab_size, padded_vocab_size=padded),
+            "model": _resolved(ModelConfig, request.model, vocab_size=vocabulary, padded_vocab_size=padded),
             "parallel": _resolved(ParallelConfig, request.parallel, **parallel),
             "optim": optim,
-            "notices": (*request.notices, *backend_notices, *stage_notices),
+            "provenance": provenance,
+            "notices": (*request.notices, *vocabulary_notices, *backend_notices, *stage_notices),
         }
     )
 
@@ -91,7 +94,7 @@ def resolve_optim(request: OptimRequest, global_batch_size: int, tokens_per_samp
 
 
 def padded_vocab_size(parallel: ParallelRequest, vocab_size: int) -> tuple[int, list[str]]:
-    """Rows of the word embedding over all ranks, and what is wrong with them.
+    """Rows of the word embedding over all ranks, for a vocabulary of so many entries, and what is wrong with them.
 
     Source: bigscience Megatron-DeepSpeed `megatron/tokenizer/tokenizer.py`, `_vocab_size_with_padding`.
     """
@@ -102,9 +105,36 @@ def padded_vocab_size(parallel: ParallelRequest, vocab_size: int) -> tuple[int, 
     problems = []
     if size < vocab_size:
         problems.append(
-            f"--pad-vocab-size-to {size} is less than the tokenizer's {vocab_size} tokens. Use at least {vocab_size}."
+            f"--pad-vocab-size-to {size} is less than the {vocab_size} entries of the vocabulary. Use at least "
+            f"{vocab_size}."
         )
     return size, problems
+
+
+def _vocabulary(request: RunRequest, tokenizer: TokenizerFacts) -> tuple[int, Mapping[str, str], list[str]]:
+    """The entries of the network's vocabulary, the provenance of all fields, and what the user should know.
+
+    A preset gives the shape of a network and not its vocabulary: the tokenizer of a run is seldom the published one,
+    and entries that no token has would cost memory and time. A number that is given holds.
+    """
+    asked, place = request.model.vocab_size, "model.vocab_size"
+    if request.provenance.get(place) != PRESET:
+        return asked or tokenizer.vocab_size, request.provenance, []
+    notices = []
+    if asked is not None and asked != tokenizer.vocab_size:
+        notices.append(
+            f"--model-preset {request.control.model_preset} was published with a vocabulary of {asked}; this network "
+            f"has the tokenizer's {tokenizer.vocab_size} tokens. Give --vocab-size {asked} for the published network."
+        )
+    return tokenizer.vocab_size, {**request.provenance, place: DEFAULT}, notices
+
+
+def _vocabulary_problems(vocabulary: int, tokenizer: TokenizerFacts) -> Iterator[str]:
+    if vocabulary < tokenizer.vocab_size:
+        yield (
+            f"--vocab-size {vocabulary} is less than the tokenizer's {tokenizer.vocab_size} tokens. Every token needs "
+            f"a row of the word embedding; give at least {tokenizer.vocab_size}, or drop --vocab-size."
+        )
 
 
 def _resolved(cls: type[Resolved], request: ConfigSection, **values: Any) -> Resolved:

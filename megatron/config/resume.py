@@ -11,7 +11,7 @@ from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH
 from megatron.config.flags.section import build_unchecked
 from megatron.config.run import CHECKPOINT, RunConfig, fields_of, frozen, plain, saved_fields, sections_of
 from megatron.config.sections.blends import read_split, shown_split
-from megatron.config.sections.model import ModelRequest
+from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig
 from megatron.errors import ConfigError
 
@@ -31,6 +31,7 @@ SCHEDULE_FIELDS = (
 # These may change, and a user who did not intend it will want to know.
 _NOTABLE = frozenset(
     {*SCHEDULE_FIELDS, "global_batch_size", "rampup_batch_size", "weight_decay", "clip_grad", "fp16", "bf16"}
+    | {"start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
     | {
         "hidden_dropout",
         "attention_dropout",
@@ -88,6 +89,17 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
         **{f"{section}.{name}": CHECKPOINT for section in taken for name in taken[section]},
     }
     return dataclasses.replace(current, **changes, provenance=provenance, notices=(*current.notices, *notices))
+
+
+def architecture_differences(saved: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (field, value, other value) wherever two saved configurations describe different networks."""
+    one, two = _saved_values(saved), _saved_values(other)
+    for field in fields_of(ModelConfig):
+        is_context = field.name == "max_position_embeddings" and one.get("position_embedding_type") != LEARNED
+        if is_context and one.get("rope_scaling_type") == "none":
+            continue  # no weight and no frequency depends on it
+        if resume_rule(field) == MUST_MATCH and one.get(field.name) != two.get(field.name):
+            yield field.name, one.get(field.name), two.get(field.name)
 
 
 def _saved_values(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +182,7 @@ def _must_match_sentence(section: str, field: dataclasses.Field[Any], then: Any,
     if "derived" in field.metadata:
         return (
             f"{section}.{field.name} ({field.metadata['derived']}) is {_shown(now)} and the checkpoint was saved with "
-            f"{_shown(then)}. They must match; use the files the checkpoint was trained with."
+            f"{_shown(then)}. They must match; use the files the checkpoint was trained with, and its --vocab-size."
         )
     if field.name == "split":
         then, now = shown_split(then), shown_split(now)

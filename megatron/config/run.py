@@ -27,6 +27,7 @@ from megatron.errors import ConfigError
 
 GIVEN = "given"
 FILE = "file"
+PRESET = "preset"
 DEFAULT = "default"
 CHECKPOINT = "checkpoint"
 
@@ -37,8 +38,8 @@ Run = TypeVar("Run", bound="RunRequest")
 class RunRequest:
     """What was asked for: the flags and files of a run, before the machine and the tokenizer are known.
 
-    `provenance` maps "section.field" to given, file, default or checkpoint. `notices` are sentences the user should see
-    once, such as flags that were accepted and ignored.
+    `provenance` maps "section.field" to given, file, preset, default or checkpoint. `notices` are sentences the user
+    should see once, such as flags that were accepted and ignored.
 
     Raises:
         ConfigError: a rule between two sections is broken.
@@ -59,7 +60,7 @@ class RunRequest:
     notices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        found = list(cross_problems(self.model, self.parallel, self.data))
+        found = list(cross_problems(self.model, self.parallel, self.data, self.optim))
         if found:
             raise ConfigError(found)
 
@@ -152,7 +153,9 @@ def _read_section(section: type[ConfigSection], values: dict[str, Any]) -> Confi
     return section(**values)
 
 
-def cross_problems(model: ModelRequest, parallel: ParallelRequest, data: DataConfig) -> Iterator[str]:
+def cross_problems(
+    model: ModelRequest, parallel: ParallelRequest, data: DataConfig, optim: OptimRequest
+) -> Iterator[str]:
     """One sentence for every broken rule between sections."""
     rows = model.max_position_embeddings  # unset in a request that is refused for it
     if model.position_embedding_type == LEARNED and isinstance(rows, int) and rows < data.seq_length:
@@ -173,6 +176,11 @@ def cross_problems(model: ModelRequest, parallel: ParallelRequest, data: DataCon
         )
     if model.num_layers > 0:
         yield from stages_problems(model.num_layers, stages)
+    if model.use_mup and optim.optimizer != "adam":
+        yield (
+            f"--use-mup does not go with --optimizer {optim.optimizer}. Its learning rates are those for Adam; use "
+            "--optimizer adam."
+        )
 
 
 def plain(value: Any) -> Any:

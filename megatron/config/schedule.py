@@ -76,6 +76,23 @@ def learning_rate(optim: OptimConfig, consumed_samples: int) -> float:
     return floor + remaining * (peak - floor)
 
 
+def weight_decay(optim: OptimConfig, consumed_samples: int) -> float:
+    """Weight decay of the step that starts after so many consumed samples.
+
+    Source: deepspeedai's Megatron-DeepSpeed `megatron/optimizer_param_scheduler.py`, `get_wd`.
+    """
+    start, end = optim.start_weight_decay, optim.end_weight_decay
+    if optim.weight_decay_incr_style == "constant" or start is None or end is None:
+        return optim.weight_decay
+    length: float = optim.train_iters * optim.global_batch_size
+    if optim.is_counted_in_samples:
+        length = optim.train_samples or (optim.train_tokens or 0) / optim.tokens_per_sample
+    ratio = min(1.0, consumed_samples / length) if length > 0 else 1.0
+    if optim.weight_decay_incr_style == "cosine":
+        ratio = 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
+    return start + ratio * (end - start)
+
+
 def global_batch_size(optim: OptimConfig, consumed_samples: int) -> int:
     """Samples of the step that starts after so many consumed samples.
 

@@ -74,7 +74,7 @@ def generate(
 
     Args:
         model: this rank's layers, in evaluation mode.
-        vocab_size: vocabulary size of the tokenizer; padding ids are never chosen.
+        vocab_size: tokens that may be chosen: those the tokenizer knows, of which the network may have more.
         first_sample: index of the first prompt; together with the seed it determines the draws.
         recompute: process the whole text for every token instead of using a key-value cache.
 

@@ -49,8 +49,8 @@ def gpt_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
         ),
         LayerSpec(OUTPUT_LAYER, LayerKind.HEAD, head_cost(config), partial(OutputHead, config, mesh), tied_to=tied_to),
     ]
-    completed = partial(place_initial_values, config)
-    return [dataclasses.replace(layer, completed=completed) for layer in layers]
+    complete_spec = partial(place_initial_values, config)
+    return [dataclasses.replace(layer, complete_spec=complete_spec) for layer in layers]
 
 
 def _embedding_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:

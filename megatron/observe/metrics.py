@@ -14,6 +14,7 @@ from typing import Protocol
 
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
+from megatron.model.costs import block_cost, head_cost
 from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
 
@@ -264,15 +265,16 @@ class Interval:
 
 
 def flops_per_sample(model: ModelConfig, sequence_length: int, recomputes: bool = False) -> float:
-    """FLOPs of training on one sequence, by upstream's formula.
+    """FLOPs of training on one sequence: 3 times those of the blocks in a forward pass, or 4 times with recompute.
 
-    24 * f * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)) with f = 3, or 4 with recompute. (Upstream has 32 in place of
-    24 for gated MLPs, which this model does not have yet.)
+    For GPT-2's network this is upstream's 24 * 3 * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)), which counts attention
+    to all s tokens, and 3/4 of the output head's passes, which it assumes not to be recomputed; so does this. Of the
+    experts, a token counts those it goes to.
 
     Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; Narayanan et al. 2021 (arXiv 2104.04473),
     appendix.
     """
-    layers, hidden, sequence = model.num_layers, model.hidden_size, sequence_length
+    costs = [block_cost(model, layer) for layer in range(model.num_layers)]
+    per_token = sum(cost.flops_per_token + sequence_length * cost.flops_per_token_pair for cost in costs)
     passes = 4 if recomputes else 3
-    shares = 1.0 + sequence / (6.0 * hidden) + model.padded_vocab_size / (16.0 * layers * hidden)
-    return 24 * passes * sequence * layers * hidden**2 * shares
+    return passes * sequence_length * (per_token + 0.75 * head_cost(model).flops_per_token)

@@ -66,7 +66,9 @@ def test_padded_vocabulary(text: str, vocabulary: int, padded: int) -> None:
         ("", 3, r"--global-batch-size 8 is not a multiple of .* 2 x 3 data-parallel replicas = 6. Use 6 or 12"),
         ("", 8, r"--micro-batch-size 2 x 8 data-parallel replicas = 16. Use 16\."),
         ("--fp16", 1, r"--fp16 does not train on this machine \(cpu\). Use --bf16"),
-        ("--pad-vocab-size-to 896", 1, r"--pad-vocab-size-to 896 is less than the tokenizer's 1000 tokens"),
+        ("--vocab-size 999", 1, r"--vocab-size 999 is less than the tokenizer's 1000 tokens.*at least 1000, or drop"),
+        ("--vocab-size 1500 --pad-vocab-size-to 1280", 1, r"1280 is less than the 1500 entries of the vocabulary"),
+        ("--pad-vocab-size-to 896", 1, r"--pad-vocab-size-to 896 is less than the 1000 entries of the vocabulary"),
     ],
 )
 def test_limits_of_the_machine(text: str, world: int, sentence: str | None) -> None:
@@ -179,3 +181,25 @@ def test_tokens_are_divided_by_the_sequence_length() -> None:
 def test_a_warmup_in_tokens_must_end_before_the_decay(flags: str) -> None:
     with pytest.raises(ConfigError, match=r"takes \d+ tokens, which is not less than the \d+ tokens of the decay"):
         resolved(flags)
+
+
+def test_a_network_may_have_more_entries_than_the_tokenizer() -> None:
+    config = resolved("--vocab-size 1030")
+    assert (config.model.vocab_size, config.model.padded_vocab_size) == (1030, 1152)
+    assert resolved("--vocab-size 1000").model.vocab_size == resolved().model.vocab_size == 1000
+
+
+def test_a_preset_has_the_tokenizers_vocabulary_unless_another_is_given() -> None:
+    preset = "--model-preset gpt2-124m --seq-length 1024"
+    sizes = "--num-layers --hidden-size --num-attention-heads --max-position-embeddings"
+    config = resolved(preset, drop=sizes)
+    assert config.model.vocab_size == 1000 and not config.was_given("model.vocab_size")
+    (notice,) = config.notices
+    assert notice == (
+        "--model-preset gpt2-124m was published with a vocabulary of 50257; this network has the tokenizer's 1000 "
+        "tokens. Give --vocab-size 50257 for the published network."
+    )
+    published = resolved(f"{preset} --vocab-size 50257", drop=sizes)
+    assert published.model.vocab_size == 50257 and published.notices == ()
+    many = resolve(small(preset, sizes), Machine("cpu", 1, False, True), TokenizerFacts(60000, 9, "f"))
+    assert many.model.vocab_size == 60000

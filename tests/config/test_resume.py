@@ -11,6 +11,7 @@ import pytest
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, resolve
 from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, flags_of, resume_rule
+from megatron.config.resume import architecture_differences
 from megatron.config.run import fields_of, sections_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
@@ -58,7 +59,7 @@ def test_fields_that_must_match(then: str, now: str, sentence: str) -> None:
 
 
 def test_another_vocabulary_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"model\.vocab_size \(tokens the tokenizer knows\) is 999 and .* with 1000"):
+    with pytest.raises(ConfigError, match=r"model\.vocab_size \(entries of .*\) is 999 and .* with 1000.*--vocab-size"):
         check_resume(saved(), run(vocabulary=999))
 
 
@@ -269,3 +270,15 @@ def test_every_field_has_a_rule() -> None:
     for cls in sections_of(RunConfig).values():
         assert {flag.facts.resume for flag in flags_of(cls)} <= rules
         assert {resume_rule(field) for field in fields_of(cls)} <= rules
+
+
+def test_networks_differ_by_what_a_checkpoint_must_match() -> None:
+    assert not list(architecture_differences(saved(), saved("--lr 0.5 --hidden-dropout 0.3 --seed 3")))
+    shallow = saved("--num-layers 2", drop="--num-layers")
+    assert list(architecture_differences(shallow, saved())) == [("num_layers", 2, 4)]
+    rope, drop = "--position-embedding-type rope", "--max-position-embeddings"
+    longer = saved(f"{rope} --max-position-embeddings 48", drop)
+    assert not list(architecture_differences(saved(rope, drop), longer))
+    scaled = f"{rope} --rope-scaling-type yarn"
+    longer = saved(f"{scaled} --max-position-embeddings 48", drop)
+    assert list(architecture_differences(saved(scaled, drop), longer)) == [("max_position_embeddings", 32, 48)]

@@ -82,3 +82,9 @@ def test_rules_between_sections_hold_for_every_run_config() -> None:
     model = ModelRequest(num_layers=4, hidden_size=64, num_attention_heads=2, max_position_embeddings=32)
     with pytest.raises(ConfigError, match="2 attention heads cannot be split over 4 ranks"):
         dataclasses.replace(config, model=model)
+
+
+def test_the_learning_rates_of_mup_are_those_for_adam() -> None:
+    with pytest.raises(ConfigError, match="--use-mup does not go with --optimizer sgd"):
+        small("--use-mup --optimizer sgd")
+    assert small("--use-mup --mup-base-hidden-size 16").model.logit_multiplier == 0.25

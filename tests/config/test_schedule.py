@@ -22,6 +22,7 @@ from megatron.config.schedule import (
     samples_before_step,
     schedule,
     skipped_steps,
+    weight_decay,
 )
 from megatron.errors import ConfigError
 from tests.train.samples import control_config, optim_config
@@ -287,3 +288,18 @@ def test_a_schedule_in_tokens_goes_with_a_length_in_steps() -> None:
     optim = optim_config(**TOKENS, train_iters=10, lr_decay_tokens=5 * 8 * 32, lr_warmup_iters=1)
     assert schedule(optim) == Schedule(8, 40)
     assert schedule(optim_config(**TOKENS, train_tokens=640, lr_warmup_fraction=0.5)) == Schedule(10, 20)
+
+
+@pytest.mark.parametrize(
+    ("style", "decays"),
+    [("linear", [0.1, 0.15, 0.2, 0.25, 0.3, 0.3]), ("cosine", [0.1, 0.1293, 0.2, 0.2707, 0.3, 0.3])],
+)
+@pytest.mark.parametrize(
+    "length", [{"train_iters": 4}, {"train_samples": 32}, {**TOKENS, "train_tokens": 32 * 32}], ids=str
+)
+def test_weight_decay_rises_over_the_run(style: str, decays: list[float], length: dict[str, int]) -> None:
+    optim = optim_config(
+        **length, weight_decay_incr_style=style, start_weight_decay=0.1, end_weight_decay=0.3, weight_decay=7.0
+    )
+    assert [weight_decay(optim, 8 * step) for step in range(6)] == pytest.approx(decays, abs=1e-4)
+    assert weight_decay(optim_config(weight_decay=7.0), 8) == 7.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate
+from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate, set_weight_decay
 from megatron.engine.engine import Engine
 from megatron.errors import ConfigError
 from megatron.model.interface.network import LayerStack
+from megatron.objective.language_model import Z_LOSS
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
@@ -81,6 +83,8 @@ def test_groups_differ_in_weight_decay_and_learning_rate() -> None:
     set_learning_rate(optimizer, 0.8)
     found = [(group["lr"], group["eps"], group["weight_decay"]) for group in optimizer.param_groups]
     assert found == [(0.2, 0.25e-6, 0.3), (0.8, 1e-6, 0.3), (0.8, 1e-6, 0.0)]
+    set_weight_decay(optimizer, 0.5)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5, 0.0]
 
 
 def groups_of_stages(rank: int) -> tuple[list[set[str]], str]:
@@ -177,6 +181,28 @@ def test_clipping_limits_the_step_and_the_norm_is_measured_before_it(zero_stage:
     assert free["moved"] == pytest.approx(free["norm"], rel=1e-4)
     assert clipped["norm"] == pytest.approx(free["norm"], rel=1e-6)
     assert clipped["moved"] == pytest.approx(0.25, rel=1e-4)
+
+
+def losses_of_two_objectives(rank: int) -> dict[str, list[float]]:
+    """Evaluated loss, first training loss and z-loss without and with smoothed labels and z-loss."""
+    found: dict[str, list[float]] = {}
+    for name, flags in (("plain", ()), ("other", ("--label-smoothing", "0.2", "--z-loss-coeff", "0.01"))):
+        config = layout_config(RECIPE, (1, 1, 1), 1, list(flags))
+        engine = engine_of((1, 1, 1), 1, *flags)
+        batches = local_batches(RECIPE, config, engine.mesh, 0, True)
+        loss_sum, tokens = engine.evaluate(batches)
+        result = engine.train_batch(batches, 1e-3)
+        z_losses = [total / tokens for total in result.metrics.get(Z_LOSS, ())]
+        found[name] = [loss_sum / tokens, result.loss, result.gradient_norm, *z_losses]
+    return found
+
+
+def test_reported_and_evaluated_losses_are_plain_whatever_is_minimized() -> None:
+    (found,) = run_ranks(losses_of_two_objectives, 1)
+    plain, (evaluated, trained, norm, z_loss) = found["plain"], found["other"]
+    assert [evaluated, trained] == plain[:2]
+    assert norm != pytest.approx(plain[2], rel=1e-3)
+    assert z_loss == pytest.approx(0.01 * math.log(RECIPE.vocab_size) ** 2, rel=0.05)  # logits are small at first
 
 
 def test_the_result_of_a_step() -> None:

@@ -1,4 +1,4 @@
-"""Grouped products equal a product per group; empty groups get zeros, and torch's kernel is called with the same sense."""
+"""Grouped products equal a product per group; empty groups get zeros; torch's kernel gives the same."""
 
 from __future__ import annotations
 

@@ -18,6 +18,13 @@ def test_flops_computed_by_hand() -> None:
     assert flops_per_sample(model_config(), 36, recomputes=True) == 24 * 4 * 10368 * 1.75
 
 
+def test_flops_of_a_network_with_experts_are_those_of_the_chosen_ones() -> None:
+    # 4 attention matrices, a router of 8 rows, 2 gated experts of width 5, attention; 3/4 of the head
+    model = model_config(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=5, gated_linear_unit=True)
+    block = 2 * (4 * 12 * 12 + 8 * 12 + 2 * 3 * 12 * 5) + 4 * 12 * 36
+    assert flops_per_sample(model, 36) == 3 * 36 * (2 * block + 0.75 * 2 * 96 * 12)
+
+
 def test_workload_of_a_model() -> None:
     workload = Workload.of(model_config(), 36, device_count=4, replica_count=2, parameters_without_embeddings=10)
     assert workload == Workload(36, 24 * 3 * 10368 * 1.75, 4, 2, 10)

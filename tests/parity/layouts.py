@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -85,9 +87,9 @@ def local_batches(recipe: Recipe, config: RunConfig, mesh: ParallelMesh, step: i
     return batches
 
 
-def initial_weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+def initial_weights(recipe: Recipe, extra: Sequence[str] = ()) -> dict[str, torch.Tensor]:
     """The weights every layout starts from, under their global names, without vocabulary padding."""
-    config = layout_config(recipe, (1, 1, 1), 0, [])
+    config = layout_config(recipe, (1, 1, 1), 0, list(extra))
     module = build_gpt(config.model, ParallelMesh.single())
     return {
         parameter.global_name: parameter.detach()

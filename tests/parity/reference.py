@@ -31,6 +31,9 @@ class Recipe:
     clip: float = 0.3  # active: the norm starts above it
     layernorm_epsilon: float = 1.0e-5
     tanh_gelu: bool = True
+    label_smoothing: float = 0.0
+    z_loss_coeff: float = 0.0
+    width_ratio: float = 1.0  # of muP; with base heads of width 4
 
 
 def batch_tokens(recipe: Recipe, step: int) -> torch.Tensor:
@@ -72,24 +75,29 @@ def forward(weights: dict[str, torch.Tensor], tokens: torch.Tensor, recipe: Reci
         mixed = linear(norm(hidden, prefix + "input_layernorm"), prefix + "self_attention.linear_qkv")
         mixed = mixed.view(batch, length, heads, 3, size // heads)
         query, key, value = (mixed[:, :, :, part].transpose(1, 2) for part in range(3))  # [b, a, s, d]
-        scores = query @ key.transpose(-1, -2) / (size // heads) ** 0.5
+        head = size // heads
+        scores = query @ key.transpose(-1, -2) * (head**-0.5 if recipe.width_ratio == 1 else 4**0.5 / head)
         scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
         context = (scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, length, size)
         hidden = hidden + linear(context, prefix + "self_attention.linear_proj")
         inner = linear(norm(hidden, prefix + "pre_mlp_layernorm"), prefix + "mlp.linear_fc1")
         inner = F.gelu(inner, approximate="tanh" if recipe.tanh_gelu else "none")
         hidden = hidden + linear(inner, prefix + "mlp.linear_fc2")
-    return norm(hidden, "decoder.final_layernorm") @ word.T
+    return norm(hidden, "decoder.final_layernorm") @ word.T / recipe.width_ratio
 
 
 def train_reference(
     initial: dict[str, torch.Tensor], recipe: Recipe, *, uneven: bool = False, only_steps: Sequence[int] | None = None
 ) -> list[tuple[float, float]]:
-    """Trains and returns (loss, gradient norm before clipping) of every step."""
+    """Trains and returns (plain loss, gradient norm before clipping) of every step."""
     weights = {name: value.clone().requires_grad_() for name, value in initial.items()}
+    inside = [w for name, w in weights.items() if w.dim() > 1 and "embeddings" not in name]
+    tables = [w for name, w in weights.items() if w.dim() > 1 and "embeddings" in name]
+    scaled = {"lr": recipe.learning_rate / recipe.width_ratio, "eps": 1.0e-8 / recipe.width_ratio}
     optimizer = torch.optim.AdamW(
         [
-            {"params": [w for w in weights.values() if w.dim() > 1], "weight_decay": recipe.weight_decay},
+            {"params": inside, "weight_decay": recipe.weight_decay, **scaled},
+            {"params": tables, "weight_decay": recipe.weight_decay},
             {"params": [w for w in weights.values() if w.dim() <= 1], "weight_decay": 0.0},
         ],
         lr=recipe.learning_rate,
@@ -98,10 +106,14 @@ def train_reference(
     for step in only_steps or range(recipe.steps):
         tokens, mask = batch_tokens(recipe, step), batch_mask(recipe, step, uneven)
         logits = forward(weights, tokens[:, :-1], recipe)
-        losses = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
-        loss = (losses * mask).sum() / mask.sum()
+        plain, smoothed = (
+            F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none", label_smoothing=share)
+            for share in (0.0, recipe.label_smoothing)
+        )
+        z_loss = recipe.z_loss_coeff * logits.logsumexp(-1).square()
+        loss = (plain * mask).sum() / mask.sum()
         optimizer.zero_grad()
-        loss.backward()
+        (((smoothed + z_loss) * mask).sum() / mask.sum()).backward()
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), recipe.clip)
         optimizer.step()
         curve.append((loss.item(), norm.item()))

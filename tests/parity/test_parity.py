@@ -54,6 +54,35 @@ def test_uneven_masks_weight_tokens_not_micro_batches(layout):
     check_curve(curves[0][1], expected, "uneven masks")
 
 
+LOSSES = ["--label-smoothing", "0.1", "--z-loss-coeff", "0.01"]
+MUP = ["--use-mup", "--mup-base-hidden-size", "8", "--mup-base-head-dim", "4"]
+RECIPES = {
+    "smoothed labels and z-loss": (dataclasses.replace(RECIPE, label_smoothing=0.1, z_loss_coeff=0.01), LOSSES),
+    "mup": (dataclasses.replace(RECIPE, width_ratio=4.0), MUP),
+}
+
+
+def train_recipes(rank, layout, extra):
+    return {
+        name: train_layouts(rank, dataclasses.replace(recipe, steps=8), layout, [0, 3], [*flags, *extra], True, 2)
+        for name, (recipe, flags) in RECIPES.items()
+    }
+
+
+def test_other_losses_and_learning_rates_equal_reference():
+    fp32, bf16 = (run_ranks(train_recipes, 2, (2, 1, 1), extra)[0] for extra in ([], ["--bf16"]))
+    for name, (recipe, flags) in RECIPES.items():
+        recipe = dataclasses.replace(recipe, steps=8)
+        expected = train_reference(initial_weights(recipe, flags), recipe, uneven=True)
+        plain = train_reference(initial_weights(recipe, flags), dataclasses.replace(RECIPE, steps=8), uneven=True)
+        assert abs(plain[-1][0] - expected[-1][0]) > 10 * LOSS_RATIO * expected[-1][0], f"{name} changes nothing"
+        for stage, curve in fp32[name].items():
+            check_curve(curve, expected, f"{name}, ZeRO-{stage}")
+        for stage, curve in bf16[name].items():
+            found, true = ([loss for loss, _ in losses] for losses in (curve, expected))
+            assert found == pytest.approx(true, rel=BF16_LOSS_RATIO), f"{name}, bf16, ZeRO-{stage}"
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_bf16_layout_stays_near_reference(layout, reference):
     tp, pp, dp = layout

@@ -173,6 +173,24 @@ def test_bf16_crosses_layouts(saved):
         assert loss == pytest.approx(true_loss, rel=3.0e-2)
 
 
+# With muP, a middle stage has fewer kinds of parameters than the first and the last.
+SCALED_LEARNING_RATES = [
+    *("--use-mup", "--mup-base-hidden-size", "8", "--mup-base-head-dim", "4"),
+    *("--label-smoothing", "0.1", "--z-loss-coeff", "0.01"),
+]
+
+
+@pytest.mark.parametrize("flags", [[], ["--bf16"]], ids=["fp32", "bf16"])
+def test_optimizer_groups_of_a_middle_stage_load_anywhere(flags, tmp_path):
+    flags = [*SCALED_LEARNING_RATES, *flags]
+    curve = run_ranks(train_and_save, 3, (1, 3, 1), 1, flags, str(tmp_path))[0][0]
+    assert len({loss for loss, _ in curve}) == RECIPE.steps
+    assert run_ranks(load_and_train, 3, (1, 3, 1), 1, flags, str(tmp_path))[0] == curve[SAVED_AFTER:]
+    resumed = run_ranks(load_and_train, 2, (1, 1, 2), 3, flags, str(tmp_path))[0]
+    ratio = 3.0e-2 if "--bf16" in flags else CROSS_LAYOUT_RATIO
+    assert [loss for loss, _ in resumed] == pytest.approx([loss for loss, _ in curve[SAVED_AFTER:]], rel=ratio)
+
+
 def expected_shapes():
     h, f, v, s = RECIPE.hidden_size, 4 * RECIPE.hidden_size, RECIPE.vocab_size, RECIPE.sequence_length
     shapes = {

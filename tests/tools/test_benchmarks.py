@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import index, mesh
+from benchmarks import experts, index, mesh
 from benchmarks.figures import print_figure
 from benchmarks.plain_gpt import PlainGPT
 from megatron.model.interface.network import LayerStack
@@ -78,3 +78,13 @@ def test_the_mesh_benchmark_counts_the_groups_of_two_ranks(capsys: pytest.Captur
     # This rank alone, pp, dp, tp and model; the ends of a pipeline also embedding.
     assert calls == {"first": 6, "middle": 5}
     assert records[-1]["figure"] == "seconds_to_refuse_a_layout" and records[-1]["refused"] == 1
+
+
+def test_the_experts_benchmark_compares_equal_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    sizes = ["--hidden-size", "16", "--ffn-hidden-size", "24", "--num-experts", "4", "--tokens", "12", "--rounds", "2"]
+    assert experts.main(sizes) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    differences = {record["implementation"]: record["value"] for record in records if record["figure"] == "difference"}
+    assert differences.keys() == {"eager", "grouped_mm"} and max(differences.values()) < 1e-4
+    assert {record["figure"] for record in records} >= {"ours_step", "ratio_to_eager", "ratio_to_grouped_mm"}

@@ -120,8 +120,9 @@ def test_files_that_are_named_exist() -> None:
     for document in DOCUMENTS:
         text = (ROOT / document).read_text()
         named = re.findall(r"`((?:examples|tools|tests|benchmarks|megatron|docs|csrc)/[\w./]+)`", text)
-        named += re.findall(r"\]\((?!http)([^)#]+)\)", text)
+        links = re.findall(r"\]\((?!http)([^)#]+)\)", text)
         missing = [name for name in named if not (ROOT / name).exists()]
+        missing += [name for name in links if not (ROOT / document).parent.joinpath(name).exists()]
         assert not missing, f"{document} names {missing}"
 
 

@@ -59,7 +59,7 @@ class ExpertFields(FeedForwardFields):
         choices=(0, 1),
         resume=MUST_MATCH,
     )
-    moe_router_topk: int = flag(2, "experts per token", at_least=1, spelled=("--topk",), resume=MUST_MATCH)
+    moe_router_topk: int = flag(2, "experts per token", at_least=1, resume=MUST_MATCH)
     moe_ffn_hidden_size: int = flag(
         help="inner width of an expert; --ffn-hidden-size if unset",
         computed=lambda model: model.ffn_hidden_size,
@@ -110,7 +110,7 @@ class ExpertFields(FeedForwardFields):
             )
         if self.num_experts > 1 and self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
             yield (
-                f"--moe-router-topk 1 with --num-experts {self.num_experts} needs --moe-router-pre-softmax. The weights "
-                f"of the chosen experts sum to 1, so the weight of a single one is constant and the router would learn "
-                f"nothing."
+                f"--moe-router-topk 1 with --num-experts {self.num_experts} needs --moe-router-pre-softmax. The "
+                "weights of the chosen experts sum to 1, so the weight of a single one is constant and the router "
+                "would learn nothing."
             )

@@ -8,17 +8,24 @@ from megatron.config.architecture.feed_forward import ExpertFields
 from megatron.config.architecture.norms import NormFields
 from megatron.config.architecture.positions import PositionFields
 from megatron.config.architecture.scales import ScaleFields
-from megatron.config.flags.fields import MUST_MATCH, derived
+from megatron.config.flags.fields import MUST_MATCH, derived, flag
 
 
 @dataclass(frozen=True)
 class ModelRequest(ScaleFields, NormFields, PositionFields, ExpertFields):
     """The architecture that was asked for."""
 
+    vocab_size: int | None = flag(
+        None,
+        "entries of the network's vocabulary, if more than the tokenizer has; the tokenizer's tokens if unset",
+        at_least=1,
+        resume=MUST_MATCH,
+    )
+
 
 @dataclass(frozen=True)
 class ModelConfig(ModelRequest):
     """The architecture with the size of its vocabulary, as every layer sees it."""
 
-    vocab_size: int = derived("tokens the tokenizer knows", resume=MUST_MATCH)
+    vocab_size: int = derived("entries of the network's vocabulary", resume=MUST_MATCH)
     padded_vocab_size: int = derived("rows of the word embedding over all tensor-parallel ranks")

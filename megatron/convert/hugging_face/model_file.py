@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from megatron import __version__
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import Machine, ModelConfig, TokenizerFacts, parse, resolve
-from megatron.config.flags.fields import flags_of
+from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.sections.model import ModelRequest
 from megatron.data.order.plan import DataPlan
 from megatron.errors import ConfigError
@@ -20,6 +19,7 @@ from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
 
 MODEL_FILE = "model.yaml"
 
+_ALWAYS = ("max_position_embeddings",)  # its default comes from another section, the length of a sample
 _USUAL_TOKENS = 1024  # of a sample, where the model has that many positions
 
 
@@ -73,18 +73,25 @@ def imported_record(model_file: Path, model: ModelConfig, tokenizer: Tokenizer, 
 def _flags(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenizer) -> Iterator[tuple[str, Any]]:
     """Names and values of the flags that differ from their defaults."""
     for flag in flags_of(ModelRequest):
+        if flag.field == "vocab_size":
+            continue
         value = getattr(model, flag.field)
-        usual = flag.default
-        if flag.facts.computed is not None:
-            with contextlib.suppress(ConfigError):  # a default that only other sections know
-                usual = flag.facts.computed(model)
-        if flag.required or (value is not None and value != usual):
+        is_usual = value is None or (not flag.required and value == _usual_value(flag, model))
+        if flag.field in _ALWAYS or not is_usual:
             yield flag.field.replace("_", "-"), value
     if tokenizer.vocab_size < model.vocab_size:
         yield "vocab-size", model.vocab_size
     for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_name_or_path"):
         if getattr(choice, name) is not None:
             yield name.replace("_", "-"), getattr(choice, name)
+
+
+def _usual_value(flag: Flag, model: ModelConfig) -> Any:
+    """The value of a flag that is left out; None where only another section can say."""
+    computed = flag.facts.computed
+    if computed is None:
+        return flag.default
+    return None if flag.field in _ALWAYS else computed(model)
 
 
 def _yaml(value: Any) -> str:

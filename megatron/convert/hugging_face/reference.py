@@ -63,39 +63,48 @@ def reference_logits(
     Args:
         config: the fields of `config.json`, possibly with fewer layers.
         positions: where logits are taken, one tensor for each of `tokens`.
-        attention: sdpa, or eager where only that computes what the configuration says.
+        attention: sdpa (or what the family has in its place), or eager.
         is_shortened: whether there are fewer layers than in the files, so that tensors are left over.
 
     Raises:
         ConversionError: transformers cannot load the directory, or fills in or drops a tensor.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     with _quiet():
         try:
-            fields = {name: value for name, value in config.items() if name != "model_type"}
-            loaded = AutoConfig.for_model(config["model_type"], **fields)
-            model, report = AutoModelForCausalLM.from_pretrained(
-                str(folder),
-                config=loaded,
-                dtype=torch.float32,
-                attn_implementation=attention,
-                output_loading_info=True,
-                local_files_only=True,
-                use_safetensors=True,
-            )
+            model, report, used = _load(folder, config, attention)
         except Exception as failure:  # the library raises whatever its parts raise
             raise ConversionError(
                 f"transformers cannot load {folder} ({type(failure).__name__}: {str(failure)[:400]}). Check that "
                 "AutoModelForCausalLM.from_pretrained loads the directory."
             ) from failure
         _check_report(folder, report, is_shortened)
-        model.eval()
         found = []
         with torch.no_grad():
             for ids, places in zip(tokens, positions, strict=True):
                 found.append(model(ids, use_cache=False, logits_to_keep=places).logits.float())
-    return ReferenceLogits(tuple(found), attention)
+    return ReferenceLogits(tuple(found), used)
+
+
+def _load(folder: Path, config: Mapping[str, Any], attention: str) -> tuple[Any, Mapping[str, Any], str]:
+    """The model, the report about its tensors, and the attention it computes: eager where it has no sdpa."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {name: value for name, value in config.items() if name != "model_type"}
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=AutoConfig.for_model(config["model_type"], **fields),
+            dtype=torch.float32,
+            attn_implementation=attention,
+            output_loading_info=True,
+            local_files_only=True,
+            use_safetensors=True,
+        )
+    except ValueError as failure:
+        if attention == "sdpa" and "scaled_dot_product_attention" in str(failure):
+            return _load(folder, config, "eager")
+        raise
+    return model.eval(), report, attention
 
 
 def tokenizer_ids(folder: Path, texts: Sequence[str]) -> list[list[int]]:

@@ -66,7 +66,7 @@ class StoredTensor:
         target = values.view(torch.uint8).numpy().data
         storage = Storage()
         try:
-            with opened(storage, self.path) as (handle, _):
+            with opened(storage, self.path.resolve()) as (handle, _):
                 for source, destination, length in zip(
                     copies.source.tolist(), copies.destination.tolist(), copies.length.tolist(), strict=True
                 ):
@@ -205,7 +205,7 @@ def _entry(path: Path, name: str, entry: Any, base_bytes: int) -> StoredTensor:
         )
     if end - begin != math.prod(shape) * ITEM_BYTES.get(dtype, 1):
         raise _damaged(path, f"tensor {name} of shape {shape} has {end - begin} bytes")
-    return StoredTensor(path.resolve(), name, dtype, tuple(shape), base_bytes + begin)
+    return StoredTensor(path, name, dtype, tuple(shape), base_bytes + begin)
 
 
 def _damaged(path: Path, problem: str) -> ConversionError:

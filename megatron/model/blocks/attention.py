@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import ModelConfig
 from megatron.config.architecture.positions import ALIBI
 from megatron.kernels.attention import attention, explicit_attention
+from megatron.kernels.bounded_attention import AttentionPlan
 from megatron.kernels.rotary import rotate
 from megatron.model.blocks.norm import build_head_norm
 from megatron.model.blocks.position import alibi_slopes, rotation
 from megatron.model.blocks.query_key_value import QueryKeyValue
-from megatron.model.blocks.score_bias import score_bias
+from megatron.model.blocks.score_bias import bounded_plan, score_bias
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import attention_dropout, attention_seed, seeded
@@ -77,13 +78,16 @@ class SelfAttention(nn.Module):
             )
         if context.caches is not None:
             key, value = context.caches[self.layer].append(key, value)  # [b, g/t, k, d]
-        bias = score_bias(context, query, self.window, self.slopes)
+        plan = None
+        if not (self.training and self.dropout):
+            plan = bounded_plan(context, query, self.window, self.slopes, self.softcap)
+        bias = score_bias(context, query, self.window, self.slopes) if plan is None else None
         if context.recompute is Recompute.ATTENTION and self.training and torch.is_grad_enabled():
             attended = checkpoint(
-                self._attend, query, key, value, bias, context, use_reentrant=False, preserve_rng_state=False
+                self._attend, query, key, value, plan, bias, context, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            attended = self._attend(query, key, value, bias, context)
+            attended = self._attend(query, key, value, plan, bias, context)
         return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
 
     def _attend(
@@ -91,6 +95,7 @@ class SelfAttention(nn.Module):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        plan: AttentionPlan | None,
         bias: torch.Tensor | None,
         context: StepContext,
     ) -> torch.Tensor:
@@ -98,6 +103,8 @@ class SelfAttention(nn.Module):
 
         Shapes: query `[b, a/t, s, d]`, key and value `[b, g/t, k, d]`.
         """
+        if plan is not None:
+            return plan.attend(query, key, value, self.scale)
         causal = bias is None and query.shape[2] > 1
         fused = partial(attention, query, key, value, self.scale, bias=bias, causal=causal, softcap=self.softcap)
         if not self.training or self.dropout == 0:

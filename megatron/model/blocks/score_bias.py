@@ -1,4 +1,4 @@
-"""What is added to attention scores: causal mask, document boundaries, sliding windows, linear biases."""
+"""How attention is bounded: causal mask, document boundaries, sliding windows, linear biases."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from megatron.errors import ConfigError
+from megatron.kernels.bounded_attention import AttentionPlan, plan_attention
+from megatron.kernels.bounds import Bounds, local_bias
 from megatron.model.interface.step_context import MaskKind, StepContext
 
 
@@ -43,21 +45,32 @@ def score_bias(
     )
 
 
+def bounded_plan(
+    context: StepContext,
+    query: torch.Tensor,
+    window: int | None,
+    slopes: Sequence[float] = (),
+    softcap: float | None = None,
+) -> AttentionPlan | None:
+    """Attention of a micro-batch without s x s biases and without dropout; None if `score_bias` is to be used.
+
+    Shapes: query `[b, a/t, s, d]`.
+    """
+    if context.caches is not None:
+        return None
+    segments = context.segment_ids if context.mask is MaskKind.DOCUMENTS else None
+    return context.once(
+        ("attention plan", window, tuple(slopes), softcap, query.shape[2], query.dtype),
+        lambda: plan_attention(query, Bounds(segments, window, tuple(slopes)), softcap),
+    )
+
+
 def _build(
     context: StepContext, before: int, length: int, window: int | None, slopes: Sequence[float], query: torch.Tensor
 ) -> torch.Tensor:
-    keys = torch.arange(before + length, device=query.device)
-    distance = keys[before:].unsqueeze(1) - keys  # [s, k], how far a key lies back
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
-    visible = visible[None, None]  # [1, 1, s, k]
+    bias = local_bias(query, before + length, window, tuple(slopes))  # [1, 1 or a/t, s, k]
     if context.mask is MaskKind.DOCUMENTS and context.segment_ids is not None:
         segments = context.segment_ids
-        visible = visible & (segments.unsqueeze(2) == segments.unsqueeze(1)).unsqueeze(1)  # [b, 1, s, s]
-    dtype = torch.float32 if slopes else query.dtype
-    bias = torch.zeros(visible.shape, dtype=dtype, device=query.device)
-    bias.masked_fill_(visible.logical_not(), float("-inf"))
-    if slopes:
-        bias = bias - torch.tensor(slopes, device=query.device)[:, None, None] * distance
+        foreign = segments.unsqueeze(2) != segments.unsqueeze(1)  # [b, s, s]
+        bias = bias.masked_fill(foreign.unsqueeze(1), float("-inf"))
     return bias

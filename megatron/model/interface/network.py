@@ -57,7 +57,7 @@ class LayerSpec:
             micro-batch's inputs) and a `StepContext` to hidden states (the last layer: outputs).
         tied_to: the layer whose weight this one shares. If both are on the same rank, that weight is passed to `build`
             as `weight`; otherwise `build` creates a copy.
-        completed: completes the spec of a parameter, given its global name: initial values and learning rate.
+        complete_spec: completes the spec of a parameter, given its global name: initial values and learning rate.
     """
 
     name: str
@@ -65,7 +65,7 @@ class LayerSpec:
     cost: LayerCost
     build: Callable[..., nn.Module]
     tied_to: str | None = None
-    completed: Callable[[str, ShardSpec], ShardSpec] | None = None
+    complete_spec: Callable[[str, ShardSpec], ShardSpec] | None = None
 
 
 class LayerStack(nn.Module):
@@ -148,8 +148,8 @@ def name_parameters(spec: LayerSpec, module: nn.Module) -> None:
     """
     for inner, parameter in module.named_parameters():
         name, placed = f"{spec.tied_to or spec.name}.{inner}", shard_spec_of(parameter)
-        if spec.completed is not None:
-            placed = spec.completed(name, placed)
+        if spec.complete_spec is not None:
+            placed = spec.complete_spec(name, placed)
         parameter.global_name = name  # type: ignore[attr-defined]
         parameter.shard_spec = placed if spec.tied_to is None else placed.as_tied_copy()  # type: ignore[attr-defined]
 

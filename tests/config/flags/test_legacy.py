@@ -103,7 +103,7 @@ def test_a_changed_field_without_effect_gives_a_notice() -> None:
 DONE_IN_CONFIG = {
     "make_vocab_size_divisible_by", "pad_vocab_size_to", "recompute_activations", "pp_partition_method",
     "override_lr_scheduler", "use_checkpoint_lr_scheduler", "data_impl", "config", "deepspeed", "recompute_granularity",
-    "skip_train_iteration_range",
+    "skip_train_iteration_range", "model_preset", "ckpt_step", "load_tag",
     *(f"{split}_{kind}" for split in ("train", "valid", "test")
       for kind in ("weighted_split_paths", "weighted_split_paths_path", "data_path")),
 }  # fmt: skip
@@ -113,7 +113,8 @@ def test_a_supported_flag_is_read_somewhere() -> None:
     root = HERE.parents[1]
     files = [*root.glob("megatron/**/*.py"), *root.glob("pretrain_*.py")]
     config = root / "megatron" / "config"
-    files = [file for file in files if config not in file.parents] + [config / "schedule.py"]
+    files = [file for file in files if config not in file.parents]
+    files += [config / "schedule.py", *(config / "architecture").glob("*.py")]
     texts = [file.read_text(encoding="utf-8") for file in files]
     read = {name for text in texts for name in re.findall(r"[.\"](\w+)", text)}
     supported = {one.field for one in field_flags().values() if not one.facts.ignored}

@@ -50,8 +50,10 @@ def experts_config(**changes: Any) -> ModelConfig:
 
 def build(config: ModelConfig, mesh: ParallelMesh | None = None) -> Experts:
     layer = Experts(config, mesh or ParallelMesh.single(), LAYER)
-    completed = partial(place_initial_values, config)
-    name_parameters(LayerSpec("layer", LayerKind.BLOCK, LayerCost(0), lambda: layer, completed=completed), layer)
+    complete_spec = partial(place_initial_values, config)
+    name_parameters(
+        LayerSpec("layer", LayerKind.BLOCK, LayerCost(0), lambda: layer, complete_spec=complete_spec), layer
+    )
     draw_initial_values(layer, seed=5)
     return layer
 
@@ -184,7 +186,9 @@ def test_split_over_tp_equals_whole() -> None:
             for name, spec in specs_of(layer).items():
                 box = tuple(slice(*edges) for edges in zip(*places[name], strict=True))
                 part = expected[name].view(spec.shape)[box]
-                torch.testing.assert_close(found[name].view(part.shape), part, msg=lambda text: f"{mode}, {name}: {text}")  # noqa: B023
+                torch.testing.assert_close(
+                    found[name].view(part.shape), part, msg=lambda text, at=(mode, name): f"{at}: {text}"
+                )
             for name in ("output", "hidden"):
                 torch.testing.assert_close(found[name], expected[name])
         assert any(ranks[0][mode][1][name] != ranks[1][mode][1][name] for name in specs_of(layer))

@@ -1,0 +1,132 @@
+"""The mean of several checkpoints' weights, as a checkpoint of weights only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.analysis.slices import SLICE_BYTES, OpenCheckpoint, batches_of, slices_of
+from megatron.checkpoint.record import Record
+from megatron.checkpoint.recovery import find
+from megatron.checkpoint.saving import write_snapshot
+from megatron.checkpoint.snapshot import Snapshot
+from megatron.config.resume import architecture_differences
+from megatron.errors import CheckpointError
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pieces import PieceKey
+
+
+@dataclass(frozen=True)
+class Share:
+    """A checkpoint and how much it counts; only the ratios of coefficients matter."""
+
+    checkpoint: OpenCheckpoint
+    coefficient: float = 1.0
+
+
+def average(shares: Sequence[Share], directory: Path, *, slice_bytes: int = SLICE_BYTES) -> Path:
+    """Writes the mean of the weights as a checkpoint in a directory and returns its folder.
+
+    fp32 masters are averaged where they are stored, sums are made in float64, and the mean is stored in float32. The
+    record is that of the newest checkpoint, without optimizer state. Memory is constant.
+
+    Raises:
+        CheckpointError: the checkpoints hold different networks, names the fields; or the directory holds checkpoints.
+        DamagedError: the bytes of a checkpoint are not those that were written.
+        StorageError: the file system refused.
+    """
+    for share in shares[1:]:
+        _check_fits(shares[0].checkpoint, share.checkpoint)
+    present = find(directory)
+    if present:
+        raise CheckpointError(
+            f"{directory} holds checkpoints already ({present[0].path.name}), and nothing is overwritten. Give --save "
+            "another folder."
+        )
+    newest = max((share.checkpoint for share in shares), key=lambda checkpoint: checkpoint.manifest.step)
+    pieces = AveragedPieces(tuple(shares), slice_bytes)
+    record = {**_weights_only(newest.record).to_json(), "averaged": _origin(shares)}
+    return write_snapshot(directory, newest.manifest.step, pieces.snapshot(), record, ParallelMesh.single())
+
+
+@dataclass(frozen=True)
+class AveragedPieces:
+    """The mean as pieces for the checkpoint writer, computed slice by slice when they are asked for."""
+
+    shares: tuple[Share, ...]
+    slice_bytes: int = SLICE_BYTES
+
+    def snapshot(self) -> Snapshot:
+        """What the checkpoint writer needs: the list of pieces, and their values."""
+        return Snapshot(tuple((key, "F32") for key in self._keys()), self)
+
+    def __iter__(self) -> Iterator[tuple[PieceKey, torch.Tensor]]:
+        total = sum(share.coefficient for share in self.shares)
+        for batch in batches_of(self._keys(), self.slice_bytes):
+            sums = [torch.zeros(key.numel, dtype=torch.float64) for key in batch]
+            for share in self.shares:
+                for mean, values in zip(sums, share.checkpoint.read(batch), strict=True):
+                    mean.add_(values.double(), alpha=share.coefficient / total)
+            for key, mean in zip(batch, sums, strict=True):
+                yield key, mean.float()
+
+    def _keys(self) -> Iterator[PieceKey]:
+        for name, tensor in self.shares[0].checkpoint.tensors().items():
+            yield from slices_of(name, "weight", tensor.shape, self.slice_bytes)
+
+
+def _check_fits(first: OpenCheckpoint, other: OpenCheckpoint) -> None:
+    """Checks that two checkpoints hold the same network and were trained with the same tokenizer."""
+    changed = [
+        f"{field} is {one} and {two}"
+        for field, one, two in architecture_differences(first.record.config, other.record.config)
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{first.folder} and {other.folder} hold different networks: {'; '.join(changed)}. Only checkpoints of one "
+            "network have a mean."
+        )
+    one, two = first.record.tokenizer, other.record.tokenizer
+    if not one.is_of(two):
+        raise CheckpointError(
+            f"{first.folder} and {other.folder} were trained with different tokenizers: {one.name} with "
+            f"{one.vocab_size} tokens, fingerprint {str(one.fingerprint)[:12]}, and {two.name} with {two.vocab_size}, "
+            f"{str(two.fingerprint)[:12]}. The rows of their embeddings mean different words."
+        )
+    ours, theirs = first.tensors(), other.tensors()
+    left = sorted(set(ours) ^ set(theirs))
+    if left:
+        raise CheckpointError(
+            f"{first.folder} and {other.folder} hold different tensors: {', '.join(left[:5])} only in one of them. "
+            "Only checkpoints of one network have a mean."
+        )
+
+
+def _weights_only(record: Record) -> Record:
+    """The record of a checkpoint with the same progress and no optimizer state."""
+    sections = [name for name, entries in record.config.items() if _knows_saving(entries)] or ["control"]
+    changed = {name: {**record.config.get(name, {}), "no_save_optim": True} for name in sections}
+    config: dict[str, Any] = {**record.config, **changed}
+    return dataclasses.replace(record, config=config, optimizer_updates=0, loss_scale={})
+
+
+def _knows_saving(entries: Any) -> bool:
+    """Whether a section of a stored configuration is the one that says what is saved."""
+    return isinstance(entries, Mapping) and "no_save_optim" in entries
+
+
+def _origin(shares: Sequence[Share]) -> list[dict[str, Any]]:
+    total = sum(share.coefficient for share in shares)
+    return [
+        {
+            "path": str(share.checkpoint.folder),
+            "step": share.checkpoint.manifest.step,
+            "coefficient": share.coefficient / total,
+        }
+        for share in shares
+    ]

@@ -1,0 +1,185 @@
+"""How two checkpoints differ: in tensors, in the values of those that both hold, in configuration and progress."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.analysis.slices import SLICE_BYTES, OpenCheckpoint, StoredTensor, batches_of, slices_of
+from megatron.checkpoint.analysis.summary import chosen_tensors
+from megatron.checkpoint.copies import is_regrouped
+from megatron.parallel.pieces import Kind
+
+
+@dataclass
+class TensorDifference:
+    """How the values of one kind of one tensor differ, collected slice by slice in float64.
+
+    Two NaN are equal; a value that is finite in one checkpoint only differs by infinity.
+
+    Args:
+        largest_relative: the largest |a - b| / max(|a|, |b|) of an element.
+    """
+
+    name: str
+    kind: Kind
+    elements: int = 0
+    different: int = 0
+    largest_absolute: float = 0.0
+    largest_relative: float = 0.0
+    squares: float = 0.0
+    squares_first: float = 0.0
+
+    def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Takes the values of one more slice in."""
+        first, second = first.double(), second.double()
+        apart = (first != second) & ~(first.isnan() & second.isnan())
+        self.elements += first.numel()
+        self.squares_first += float(first.nan_to_num(0.0, 0.0, 0.0).square().sum())
+        count = int(apart.sum())
+        if count == 0:
+            return
+        self.different += count
+        a, b = first[apart], second[apart]
+        absolute = (a - b).abs().nan_to_num(math.inf, math.inf)
+        relative = (absolute / torch.maximum(a.abs(), b.abs())).nan_to_num(math.inf, math.inf)
+        self.largest_absolute = max(self.largest_absolute, float(absolute.max()))
+        self.largest_relative = max(self.largest_relative, float(relative.max()))
+        self.squares += float(absolute.square().sum())
+
+    @property
+    def relative_norm(self) -> float:
+        """The norm of the difference over the norm of the first tensor."""
+        if self.squares == 0:
+            return 0.0
+        return math.sqrt(self.squares / self.squares_first) if self.squares_first else math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures; infinity as null, because JSON has none."""
+        figures = {
+            "largest_absolute": self.largest_absolute,
+            "largest_relative": self.largest_relative,
+            "relative_norm": self.relative_norm,
+        }
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "elements": self.elements,
+            "different": self.different,
+            **{name: value if math.isfinite(value) else None for name, value in figures.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Change:
+    """A field that has different values; None where a checkpoint does not have it."""
+
+    field: str
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two checkpoints differ; `differences` has an entry for every tensor that was compared."""
+
+    first: OpenCheckpoint
+    second: OpenCheckpoint
+    only_first: Sequence[str]
+    only_second: Sequence[str]
+    other_shape: Sequence[Change]
+    differences: Sequence[TensorDifference]
+    config: Sequence[Change]
+    progress: Sequence[Change]
+
+    @property
+    def holds_same_tensors(self) -> bool:
+        """Whether both hold the same tensors with the same values, bit for bit but for signs of zero."""
+        same_names = not (self.only_first or self.only_second or self.other_shape)
+        return same_names and not any(entry.different for entry in self.differences)
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole comparison."""
+        return {
+            "first": str(self.first.folder),
+            "second": str(self.second.folder),
+            "is_equal": self.holds_same_tensors,
+            "only_first": list(self.only_first),
+            "only_second": list(self.only_second),
+            "other_shape": [vars(change) for change in self.other_shape],
+            "differences": [entry.to_json() for entry in self.differences],
+            "config": [vars(change) for change in self.config],
+            "progress": [vars(change) for change in self.progress],
+        }
+
+
+def compare(
+    first: OpenCheckpoint,
+    second: OpenCheckpoint,
+    patterns: Sequence[str] = (),
+    *,
+    with_moments: bool = False,
+    slice_bytes: int = SLICE_BYTES,
+) -> Comparison:
+    """Compares two checkpoints, of whatever layouts, in constant memory.
+
+    Args:
+        patterns: shell patterns of tensor names; all tensors without one.
+        with_moments: compare the moments that both hold, too.
+
+    Raises:
+        CheckpointError: a pattern matches no tensor of the first.
+        DamagedError: the bytes are not those that were written.
+    """
+    ours, theirs = chosen_tensors(first, patterns), second.tensors()
+    if patterns:
+        theirs = {name: tensor for name, tensor in theirs.items() if name in ours}
+    both = [name for name in ours if name in theirs]
+    fitting = [name for name in both if is_regrouped(ours[name].shape, theirs[name].shape)]
+    found: dict[tuple[str, Kind], TensorDifference] = {}
+    keys = (
+        key
+        for name in fitting
+        for kind in _kinds(ours[name], theirs[name], with_moments)
+        for key in slices_of(name, kind, ours[name].shape, slice_bytes)
+    )
+    for batch in batches_of(keys, slice_bytes):
+        for key, one, other in zip(batch, first.read(batch), second.read(batch), strict=True):
+            found.setdefault((key.name, key.kind), TensorDifference(key.name, key.kind)).add(one, other)
+    return Comparison(
+        first,
+        second,
+        sorted(set(ours) - set(theirs)),
+        sorted(set(theirs) - set(ours)),
+        [Change(name, list(ours[name].shape), list(theirs[name].shape)) for name in sorted(set(both) - set(fitting))],
+        [found[key] for key in sorted(found)],
+        list(_changes(flat_config(first.record.config), flat_config(second.record.config))),
+        list(_changes(first.record.progress.to_json(), second.record.progress.to_json())),
+    )
+
+
+def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a stored configuration by "section.field"; where they came from is left out."""
+    return {
+        f"{section}.{name}": value
+        for section, entries in config.items()
+        if section != "provenance" and isinstance(entries, Mapping)
+        for name, value in entries.items()
+    }
+
+
+def _kinds(one: StoredTensor, other: StoredTensor, with_moments: bool) -> Iterator[Kind]:
+    yield "weight"  # read from the fp32 master where only that is stored
+    if with_moments:
+        moments: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
+        yield from (kind for kind in moments if kind in one.kinds and kind in other.kinds)
+
+
+def _changes(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Change]:
+    for name in sorted({*one, *other}):
+        if one.get(name) != other.get(name):
+            yield Change(name, one.get(name), other.get(name))

@@ -1,0 +1,119 @@
+"""Reads the tensors of a checkpoint in slices of bounded size, whatever layout wrote it and however large they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.layout import Catalogue, whole
+from megatron.checkpoint.manifest import ITEM_BYTES, Manifest
+from megatron.checkpoint.reader import Accept, CheckpointReader
+from megatron.checkpoint.record import Record
+from megatron.checkpoint.recovery import newest_record
+from megatron.errors import CheckpointError
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pieces import Kind, PieceKey
+
+SLICE_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a checkpoint.
+
+    Args:
+        kinds: what is stored of it, with the element types as safetensors names them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kinds: Mapping[Kind, str]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def weight_kind(self) -> Kind:
+        """The kind that holds its weights; the first of all if it has none."""
+        return next((kind for kind in self.kinds if kind in ("weight", "master")), next(iter(self.kinds)))
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """One checkpoint folder whose manifest and file sizes are good; its tensors are verified when they are read."""
+
+    folder: Path
+    manifest: Manifest
+    record: Record
+
+    @classmethod
+    def newest(cls, path: Path) -> OpenCheckpoint:
+        """The newest checkpoint in a folder, or the one that the folder is.
+
+        Raises:
+            CheckpointError: there is none, or all are damaged.
+        """
+        found = newest_record(path, ParallelMesh.single())
+        if found is None or found.manifest is None:
+            raise CheckpointError(f"there is no checkpoint in {path}. Give a folder to which a run saved checkpoints.")
+        return cls(found.path, found.manifest, Record.from_json(found.record, found.path))
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All tensors by name, in the order in which they lie in the files."""
+        catalogue = Catalogue.of(self.manifest.pieces)
+        kinds: dict[str, dict[Kind, str]] = {}
+        for (name, kind), pieces in catalogue.pieces.items():
+            kinds.setdefault(name, {})[kind] = pieces[0].dtype
+        return {name: StoredTensor(name, catalogue.shape(name) or (), stored) for name, stored in kinds.items()}
+
+    def read(self, keys: Sequence[PieceKey]) -> list[torch.Tensor]:
+        """The values of pieces, verified; all of them are in memory at once.
+
+        Shapes: flat, `[numel]` each, in the stored element type.
+
+        Raises:
+            CheckpointError: something is not stored, or has another shape.
+            DamagedError: the bytes are not those that were written.
+        """
+        found: dict[int, torch.Tensor] = {}
+        wanted = [(key, _into(found, number)) for number, key in enumerate(keys)]
+        reader = CheckpointReader(self.folder, self.manifest, wanted)
+        reader.verify()
+        reader.deliver()
+        return [found[number] for number in range(len(keys))]
+
+
+def slices_of(name: str, kind: Kind, shape: tuple[int, ...], slice_bytes: int = SLICE_BYTES) -> Iterator[PieceKey]:
+    """Flat ranges of at most so many bytes in float32 that make up a tensor, in order."""
+    tensor = whole(name, kind, shape)
+    most = max(1, slice_bytes // ITEM_BYTES["F32"])
+    for first in range(0, tensor.numel, most):
+        yield tensor.narrowed(first, min(first + most, tensor.numel))
+
+
+def batches_of(keys: Iterable[PieceKey], batch_bytes: int = SLICE_BYTES) -> Iterator[list[PieceKey]]:
+    """Consecutive pieces of at most so many bytes in float32 together, so that small tensors are read at once."""
+    batch: list[PieceKey] = []
+    filled = 0
+    for key in keys:
+        size = key.numel * ITEM_BYTES["F32"]
+        if batch and filled + size > batch_bytes:
+            yield batch
+            batch, filled = [], 0
+        batch.append(key)
+        filled += size
+    if batch:
+        yield batch
+
+
+def _into(found: dict[int, torch.Tensor], number: int) -> Accept:
+    def accept(values: torch.Tensor) -> None:
+        found[number] = values
+
+    return accept

@@ -1,0 +1,171 @@
+"""What is in a checkpoint: its tensors with figures of their values, its record and its sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.analysis.slices import SLICE_BYTES, OpenCheckpoint, StoredTensor, batches_of, slices_of
+from megatron.checkpoint.manifest import ITEM_BYTES
+from megatron.errors import CheckpointError
+from megatron.parallel.pieces import Kind
+
+
+@dataclass
+class ValueFigures:
+    """Figures of a tensor's values, collected slice by slice in float64; those not finite are only counted."""
+
+    finite: int = 0
+    not_finite: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    smallest: float = math.inf
+    largest: float = -math.inf
+
+    def add(self, values: torch.Tensor) -> None:
+        """Takes more values in."""
+        values = values.double()
+        good = values[values.isfinite()]
+        self.not_finite += values.numel() - good.numel()
+        if good.numel():
+            self.finite += good.numel()
+            self.total += float(good.sum())
+            self.squares += float(good.square().sum())
+            self.smallest = min(self.smallest, float(good.min()))
+            self.largest = max(self.largest, float(good.max()))
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm."""
+        return math.sqrt(self.squares)
+
+    def to_json(self) -> dict[str, Any]:
+        """Norm, mean, smallest and largest value (null without a finite value) and the number of those not finite."""
+        known = self.finite > 0
+        return {
+            "norm": self.norm if known else None,
+            "mean": self.total / self.finite if known else None,
+            "smallest": self.smallest if known else None,
+            "largest": self.largest if known else None,
+            "not_finite": self.not_finite,
+        }
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """One tensor, with the figures of the kinds whose values were read."""
+
+    tensor: StoredTensor
+    figures: Mapping[Kind, ValueFigures] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Name, shape, elements, and of each kind type and figures."""
+        return {
+            "name": self.tensor.name,
+            "shape": list(self.tensor.shape),
+            "elements": self.tensor.numel,
+            "kinds": {
+                kind: {"type": dtype, **(self.figures[kind].to_json() if kind in self.figures else {})}
+                for kind, dtype in self.tensor.kinds.items()
+            },
+        }
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """A checkpoint as the tool shows it; `tensors` are those that were asked for, sorted by name."""
+
+    checkpoint: OpenCheckpoint
+    tensors: Sequence[TensorSummary]
+
+    @property
+    def elements(self) -> int:
+        """Number of weights in the tensors shown."""
+        return sum(summary.tensor.numel for summary in self.tensors)
+
+    @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes that the tensors shown take, by kind."""
+        sizes: dict[str, int] = {}
+        for summary in self.tensors:
+            for kind, dtype in summary.tensor.kinds.items():
+                sizes[kind] = sizes.get(kind, 0) + summary.tensor.numel * ITEM_BYTES[dtype]
+        return sizes
+
+    @property
+    def norm(self) -> float | None:
+        """The norm of all weights shown; None if no values were read."""
+        read = [found for summary in self.tensors if (found := summary.figures.get(summary.tensor.weight_kind))]
+        return math.sqrt(math.fsum(figures.squares for figures in read)) if read else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole summary, with the record as it is stored."""
+        files = self.checkpoint.manifest.files
+        return {
+            "path": str(self.checkpoint.folder),
+            "step": self.checkpoint.manifest.step,
+            "elements": self.elements,
+            "norm": self.norm,
+            "bytes_by_kind": self.bytes_by_kind,
+            "files": len(files),
+            "size_bytes": sum(file.size_bytes for file in files),
+            "tensors": [summary.to_json() for summary in self.tensors],
+            "record": self.checkpoint.manifest.record,
+        }
+
+
+def chosen_tensors(checkpoint: OpenCheckpoint, patterns: Sequence[str] = ()) -> dict[str, StoredTensor]:
+    """The tensors whose names match one of the shell patterns, all without patterns, in the order of the files.
+
+    Raises:
+        CheckpointError: a pattern matches no tensor.
+    """
+    tensors = checkpoint.tensors()
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in tensors):
+            raise CheckpointError(
+                f"no tensor of {checkpoint.folder} matches {pattern}. It holds {', '.join(sorted(tensors)[:8])}, ..."
+            )
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def summarize(
+    checkpoint: OpenCheckpoint,
+    patterns: Sequence[str] = (),
+    *,
+    with_values: bool = True,
+    with_moments: bool = False,
+    slice_bytes: int = SLICE_BYTES,
+) -> CheckpointSummary:
+    """Describes a checkpoint.
+
+    Args:
+        patterns: shell patterns of tensor names; all tensors without one.
+        with_values: read the weights, which also verifies their bytes, instead of the manifest only.
+        with_moments: read the other stored kinds, too.
+
+    Raises:
+        CheckpointError: a pattern matches no tensor.
+        DamagedError: the bytes are not those that were written.
+    """
+    chosen = chosen_tensors(checkpoint, patterns)
+    figures: dict[str, dict[Kind, ValueFigures]] = {name: {} for name in chosen}
+    keys = (
+        key
+        for tensor in chosen.values()
+        for kind in (tensor.kinds if with_moments else (tensor.weight_kind,))
+        for key in slices_of(tensor.name, kind, tensor.shape, slice_bytes)
+    )
+    for batch in batches_of(keys if with_values else (), slice_bytes):
+        for key, values in zip(batch, checkpoint.read(batch), strict=True):
+            figures[key.name].setdefault(key.kind, ValueFigures()).add(values)
+    return CheckpointSummary(checkpoint, [TensorSummary(chosen[name], figures[name]) for name in sorted(chosen)])

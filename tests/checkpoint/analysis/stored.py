@@ -1,0 +1,30 @@
+"""Small checkpoints of one process with a complete record."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import save
+from megatron.checkpoint.analysis.slices import OpenCheckpoint
+from megatron.config import ModelConfig
+from megatron.parallel.mesh import ParallelMesh
+from tests.checkpoint.fake_pieces import State, cut_for_ranks
+from tests.checkpoint.records import make_record
+from tests.helpers.networks import tiny_config
+
+
+def save_checkpoint(
+    folder: Path, state: State, step: int = 4, model: ModelConfig | None = None, seed: int = 0, **record: Any
+) -> OpenCheckpoint:
+    """Saves a state, cut at random, as the checkpoint of a run of a network, and opens it."""
+    config = {
+        "model": dataclasses.asdict(model or tiny_config()),
+        "control": {"no_save_optim": False, "save": str(folder)},
+        "provenance": {"model.num_layers": "given", "control.save": "default"},
+    }
+    made = make_record(step, **{"config": config, **record})
+    pieces = cut_for_ranks(state, 1, seed)[0]
+    path = save(folder, step, pieces, made.to_json(), ParallelMesh.single(), chunk_bytes=256)
+    return OpenCheckpoint.newest(path)

@@ -1,0 +1,53 @@
+"""Tensors of a checkpoint are read in slices that make them up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.analysis.slices import OpenCheckpoint, batches_of, slices_of
+from megatron.errors import CheckpointError, DamagedError
+from tests.checkpoint.analysis.stored import save_checkpoint
+from tests.checkpoint.fake_pieces import make_state
+
+
+def test_slices_make_up_every_tensor(tmp_path: Path) -> None:
+    state = make_state()
+    checkpoint = save_checkpoint(tmp_path, state)
+    tensors = checkpoint.tensors()
+    assert {(name, kind) for name, tensor in tensors.items() for kind in tensor.kinds} == set(state)
+    for (name, kind), expected in state.items():
+        assert tensors[name].shape == tuple(expected.shape)
+        assert tensors[name].weight_kind == "master"
+        slices = list(slices_of(name, kind, tensors[name].shape, slice_bytes=28))
+        assert all(key.numel <= 7 for key in slices)
+        assert torch.equal(torch.cat(checkpoint.read(slices)), expected.flatten())
+
+
+def test_small_slices_share_a_batch() -> None:
+    keys = [key for name in "ab" for key in slices_of(name, "weight", (5,), slice_bytes=12)]
+    assert [key.numel for key in keys] == [3, 2, 3, 2]
+    assert [[key.numel for key in batch] for batch in batches_of(keys, 20)] == [[3, 2], [3, 2]]
+    assert [len(batch) for batch in batches_of(keys, 4)] == [1, 1, 1, 1]
+
+
+def test_the_newest_checkpoint_is_opened(tmp_path: Path) -> None:
+    for step in (4, 12):
+        save_checkpoint(tmp_path, make_state(), step)
+    assert OpenCheckpoint.newest(tmp_path).manifest.step == 12
+    assert OpenCheckpoint.newest(tmp_path / "iter_0000004").record.progress.step == 4
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*nowhere"):
+        OpenCheckpoint.newest(tmp_path / "nowhere")
+
+
+def test_damaged_bytes_are_an_error(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path, make_state())
+    file = next(checkpoint.folder.glob("pieces_*"))
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedError, match=r"pieces_00000.safetensors is damaged between bytes"):
+        for tensor in checkpoint.tensors().values():
+            checkpoint.read([key for kind in tensor.kinds for key in slices_of(tensor.name, kind, tensor.shape)])

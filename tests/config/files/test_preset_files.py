@@ -1,0 +1,54 @@
+"""Published architectures by name: which file, what wins, and what is said of an unknown name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config.files import preset_files
+from megatron.config.files.preset_files import preset_names, preset_path
+from megatron.errors import ConfigError
+from tests.config.command_lines import small
+
+SIZES = "--num-layers --hidden-size --num-attention-heads --max-position-embeddings"
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_says_only_what_the_network_is(name: str) -> None:
+    config = small(f"--model-preset {name}", drop=SIZES)
+    sources = {field: source for field, source in config.provenance.items() if source == "preset"}
+    assert len(sources) >= 5 and all(field.startswith("model.") for field in sources)
+    assert config.model.vocab_size and config.notices == ()
+    text = preset_path(name).read_text(encoding="utf-8")
+    assert text.startswith("# ") and "Source: " in text
+
+
+def test_a_file_wins_over_a_preset_and_the_command_line_over_both(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model_preset: llama-3.2-1b\nnum_layers: 3\nrotary_base: 7\n")
+    config = small(f"--config {path} --rotary-base 9", drop=SIZES)
+    assert (config.model.num_layers, config.model.rotary_base, config.model.hidden_size) == (3, 9.0, 2048)
+    assert [config.provenance[f"model.{name}"] for name in ("num_layers", "rotary_base", "hidden_size")] == [
+        "file", "given", "preset",
+    ]  # fmt: skip
+    assert config.was_given("model.hidden_size")
+    assert small(f"--config {path} --model-preset gpt2-124m", drop=SIZES).model.num_query_groups == 12
+
+
+def test_an_unknown_name_is_rejected_with_its_neighbours() -> None:
+    with pytest.raises(ConfigError, match=r"--model-preset Llama-3\.2-1B is not known\. Similar: llama-3\.2-1b, "):
+        small("--model-preset Llama-3.2-1B", drop=SIZES)
+    with pytest.raises(ConfigError, match=r"--model-preset \.\./x is not known\. Similar: bloom-\.\.\., .*qwen3-"):
+        preset_path("../x")
+
+
+def test_an_installed_package_has_its_own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    place = tmp_path / "megatron" / "config" / "files" / "preset_files.py"
+    monkeypatch.setattr(preset_files, "__file__", str(place))
+    (tmp_path / "examples" / "configs").mkdir(parents=True)
+    (tmp_path / "examples" / "configs" / "beside.yaml").touch()
+    assert preset_names() == ["beside"]
+    (tmp_path / "megatron" / "presets").mkdir(parents=True)
+    (tmp_path / "megatron" / "presets" / "inside.yaml").touch()
+    assert preset_names() == ["inside"]

@@ -1,0 +1,39 @@
+"""Every family: imported, continued, exported and taken back, with the numbers of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.convert.hugging_face.registry import FAMILIES
+from tests.convert.comparison import compare
+from tests.convert.family_table import HEADER, main
+from tests.convert.tiny_models import TINY_MODELS
+
+TOLERANCE = 1e-5
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_a_model_is_the_same_on_both_sides(
+    name: str, tiny_model: Callable[[str], Path], imported_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    found = compare(tiny_model(name), imported_model(name), tmp_path)
+    assert found.import_difference <= TOLERANCE
+    assert found.export_difference <= TOLERANCE
+    assert found.loss_difference <= TOLERANCE
+    assert found.generates_equally
+    assert found.loads_completely
+    assert found.returns_equal
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    assert {tiny.model_type for tiny in TINY_MODELS.values()} == {family.model_type for family in FAMILIES}
+
+
+def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["gpt2"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert lines[0] == "| " + " | ".join(HEADER) + " |"
+    assert lines[-1].startswith("| gpt2 |") and lines[-1].endswith("| equal | bit-equal |")

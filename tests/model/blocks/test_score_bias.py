@@ -1,0 +1,54 @@
+"""A network computes the same with bounded attention and with dense biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.model.blocks import attention, score_bias
+from megatron.model.interface.step_context import MaskKind, StepContext
+from megatron.parallel.mesh import ParallelMesh
+from tests.helpers.networks import build_gpt, tiny_config
+
+CASES: dict[str, dict[str, Any]] = {
+    "documents": {},
+    "window": {"attention_window": 5},
+    "every bound": {
+        "attention_window": 3,
+        "position_embedding_type": "alibi",
+        "attention_logit_softcap": 0.5,
+        "num_query_groups": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bounded_and_dense_attention_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.3, **CASES[name])
+    network = build_gpt(config, ParallelMesh.single())
+    tokens = torch.randint(0, 101, (2, 16), generator=torch.Generator().manual_seed(1))
+    segments = None if name == "window" else torch.tensor([[0] * 7 + [1] * 9, [2] + [4] * 3 + [5] * 12])
+    plans, results = [], []
+    for dense in (False, True):
+        if dense:
+            monkeypatch.setattr(attention, "bounded_plan", lambda *_: None)
+        context = StepContext(
+            torch.arange(2), segment_ids=segments, mask=MaskKind.CAUSAL if segments is None else MaskKind.DOCUMENTS
+        )
+        logits = network(tokens, context)
+        gradients = torch.autograd.grad(logits.square().mean(), list(network.parameters()))
+        results.append([logits.detach(), *gradients])
+        plans.append([key[0] for key in context.shared])
+    assert "attention plan" in plans[0] and "score bias" not in plans[0]
+    assert "score bias" in plans[1] and "attention plan" not in plans[1]
+    for bounded, reference in zip(*results, strict=True):
+        torch.testing.assert_close(bounded, reference, rtol=1e-4, atol=1e-5)
+
+
+def test_no_plan_while_generating_and_for_plain_attention() -> None:
+    query = torch.zeros(1, 2, 16, 4)
+    assert score_bias.bounded_plan(StepContext(torch.arange(1)), query, None) is None
+    assert score_bias.bounded_plan(StepContext(torch.arange(1), caches=[]), query, 3) is None
+    assert score_bias.bounded_plan(StepContext(torch.arange(1)), query, 3) is not None
