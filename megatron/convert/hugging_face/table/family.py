@@ -89,10 +89,11 @@ class Family:
         ]
 
     def is_ignored(self, tensor: str) -> bool:
-        """Whether a stored tensor is a buffer that nobody needs."""
+        """Whether a stored tensor is a buffer that nobody needs; its name may lack the optional prefix."""
         return any(
-            re.fullmatch(re.escape(name).replace(r"\{layer\}", "[0-9]+"), tensor) is not None
-            for name in self.ignored_tensors
+            re.fullmatch(re.escape(ignored).replace(r"\{layer\}", "[0-9]+"), name) is not None
+            for ignored in self.ignored_tensors
+            for name in (tensor, self.optional_prefix + tensor)
         )
 
 
@@ -104,6 +105,7 @@ def essential_fields(model: ModelConfig) -> dict[str, Any]:
         if resume_rule(field) == MUST_MATCH
     }
     meaningless = {"add_bias_linear"}  # each kind of matrix has a flag of its own, which follows it
+    meaningless |= {name for name in found if "mup" in name.split("_")}  # they decide learning rates and other fields
     scaling = model.rope_scaling_type if model.uses_rope else "none"
     if not model.uses_rope:
         meaningless |= {name for name in found if name.startswith(("rotary_", "rope_"))}
