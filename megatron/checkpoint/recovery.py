@@ -89,6 +89,23 @@ def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
     return []
 
 
+def folder_of_step(directory: Path, step: int, *, storage: Storage | None = None) -> Path:
+    """The folder of the checkpoint of one step.
+
+    Raises:
+        CheckpointError: the directory holds none of this step.
+        StorageError: the directory cannot be listed.
+    """
+    candidates = find(directory, storage=storage)
+    for candidate in candidates:
+        if candidate.step == step:
+            return candidate.path
+    steps = ", ".join(str(candidate.step) for candidate in candidates) or "none"
+    raise CheckpointError(
+        f"{directory} holds no checkpoint of step {step} (--ckpt-step {step}). It holds these steps: {steps}."
+    )
+
+
 def load_newest(
     directory: Path,
     wanted: Callable[[], Wanted],

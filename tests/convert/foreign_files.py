@@ -209,7 +209,8 @@ def _adam(foreign: Foreign, weights: Mapping[str, Tensor], stage: int, rank: int
     moments = {kind: _stage(foreign, kind, stage, rank) for kind in ("exp_avg", "exp_avg_sq")}
     matrices = [name for name, value in weights.items() if value.dim() > 1]
     vectors = [name for name, value in weights.items() if value.dim() == 1]
-    state, groups = {}, []
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
     for names, decay in ((matrices, 0.01), (vectors, 0.0)):
         groups.append({"params": list(range(len(state), len(state) + len(names))), "weight_decay": decay, "step": 3})
         for name in names:
@@ -231,10 +232,16 @@ def write_pipeline(folder: Path, foreign: Foreign, *, bigscience: bool = True) -
         layers[norm] = {
             last: foreign.local("weight", f"decoder.final_layernorm.{last}", rank) for last in ("weight", "bias")
         }
-        for number, content in layers.items():
-            save(OrderedDict(content), target / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+        for number, tensors in layers.items():
+            save(OrderedDict(tensors), target / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
     for rank in range(foreign.ranks * foreign.stages):
-        content = {"module": None, "args": foreign.stored, "iteration": 3, "global_steps": 3, "param_shapes": []}
+        content: dict[str, Any] = {
+            "module": None,
+            "args": foreign.stored,
+            "iteration": 3,
+            "global_steps": 3,
+            "param_shapes": [],
+        }
         save(content, target / f"mp_rank_{rank:02d}_model_states.pt")
     (folder / "latest").write_text("global_step3")
     return folder

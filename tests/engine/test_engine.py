@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate
+from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate, set_weight_decay
 from megatron.engine.engine import Engine
 from megatron.errors import ConfigError
 from megatron.model.interface.network import LayerStack
@@ -83,6 +83,8 @@ def test_groups_differ_in_weight_decay_and_learning_rate() -> None:
     set_learning_rate(optimizer, 0.8)
     found = [(group["lr"], group["eps"], group["weight_decay"]) for group in optimizer.param_groups]
     assert found == [(0.2, 0.25e-6, 0.3), (0.8, 1e-6, 0.3), (0.8, 1e-6, 0.0)]
+    set_weight_decay(optimizer, 0.5)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5, 0.0]
 
 
 def groups_of_stages(rank: int) -> tuple[list[set[str]], str]:

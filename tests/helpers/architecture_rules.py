@@ -72,7 +72,8 @@ NEVER_BY_TRAINING = "corpus"  # imported by tools only
 
 # What is foreign, and the files that may touch it. A name covers its attributes.
 HOMES = {
-    "argparse": ("megatron/config/flags/command_line.py",),
+    # The second writes what Megatron-LM stores its arguments in.
+    "argparse": ("megatron/config/flags/command_line.py", "megatron/convert/megatron_output/torch_writer.py"),
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels/"),
     "torch.distributed": ("megatron/parallel/",),
@@ -89,7 +90,7 @@ HOMES = {
     "shelve": (),
     "marshal": (),
     "torch.load": (),
-    "torch.save": (),
+    "torch.save": ("megatron/convert/megatron_output/torch_writer.py",),  # other programs' formats are pickles
     "torch.serialization": (),
     "os.system": (),
     "os.popen": (),

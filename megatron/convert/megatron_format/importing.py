@@ -119,7 +119,7 @@ def _request(source: ForeignModel, model_file: Path) -> RunRequest:
         ConversionError: the stored flags do not make up a run.
     """
     flags = source.state.flags if source.has_moments else {}
-    words = ["--config", str(model_file), *([] if source.has_moments else ["--no-save-optim"])]
+    words = ["--config", str(model_file), "--data-path", "none", *([] if source.has_moments else ["--no-save-optim"])]
     for name, value in _REQUIRED.items():
         is_given = name in flags or (name == "train_iters" and "train_samples" in flags)
         if name == "seq_length":

@@ -25,7 +25,13 @@ _FOREIGN_PREFIXES = ("megatron.", "deepspeed.", "torch.distributed.checkpoint.",
 NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _FOREIGN_NAMES = frozenset({*NAMESPACES, "signal.Signals", "_io.BytesIO"})
 # Names that appear as values only, such as the factory of a defaultdict.
-_VALUE_NAMES = frozenset(f"builtins.{name}" for name in ("dict", "list", "int", "float", "str", "tuple", "bool", "set"))
+_VALUE_NAMES = frozenset(
+    {
+        *(f"builtins.{name}" for name in ("dict", "list", "int", "float", "str", "tuple", "bool", "set")),
+        "torch.Tensor",
+        "torch.nn.parameter.Parameter",
+    }
+)
 _NUMPY_MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "numpy.core.numeric")
 _LARGEST_ARRAY_BYTES = 2**20
 _MOST_DIMENSIONS = 16
@@ -187,6 +193,14 @@ def _view(storage: Storage, dtype: str, offset: Any, shape: Any, strides: Any) -
     return TensorPlace(storage, dtype, first, sizes, steps)
 
 
+def _subclass(function: Any, kind: Any, arguments: Any, *_: Any) -> TensorPlace:
+    """A tensor with attributes of its own, which are left out."""
+    if not isinstance(function, Name) or function.text not in _TENSOR_CALLS or not isinstance(kind, Name):
+        raise RefusedError(f"a tensor is rebuilt by {shown(function)}")
+    made = construct(function, arguments)
+    return _parameter(made)
+
+
 def _parameter(data: Any, *_: Any) -> TensorPlace:
     if not isinstance(data, TensorPlace):
         raise RefusedError(f"a parameter is made of {shown(data)}, not of a tensor")
@@ -285,7 +299,13 @@ def _unpacked(kind: NumberType, content: bytes, count: int) -> tuple[float, ...]
     return struct.unpack(f"{'<' if kind.little_endian else '>'}{count}{_STRUCT_CODES[kind.code]}", content)
 
 
+_TENSOR_CALLS = (
+    "torch._utils._rebuild_tensor_v2",
+    "torch._utils._rebuild_tensor_v3",
+    "torch._utils._rebuild_parameter",
+)
 _CONSTRUCTORS: Mapping[str, Callable[..., Any]] = {
+    "torch._tensor._rebuild_from_type_v2": _subclass,
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _typed_tensor,

@@ -230,6 +230,19 @@ MISUSES: dict[str, tuple[bytes, str]] = {
     "strides_of_another_length": (whole(tensor(0, (4,), (1, 1))), "1 dimensions and 2 strides"),
     "tensor_of_a_text": (whole(tensor(0, (4,), (1,), text("storage"))), "made of storage"),
     "tensor_without_arguments": (whole(call("torch._utils", "_rebuild_tensor_v2")), "with 0 arguments"),
+    "subclass_by_another_call": (
+        whole(
+            call(
+                "torch._tensor",
+                "_rebuild_from_type_v2",
+                name("pathlib", "Path"),
+                name("torch", "Tensor"),
+                value(("a",)),
+                value({}),
+            )
+        ),
+        "rebuilt by pathlib.Path",
+    ),
     "parameter_of_a_number": (whole(call("torch._utils", "_rebuild_parameter", value(1), value(True))), "made of 1"),
     "storage_outside_of_the_archive": (whole(storage("../../etc/passwd")), "passwd, which the zip file does not hold"),
     "storage_of_another_length": (whole(storage("0", 400)), "16 bytes, but the pickle says 400 elements"),

@@ -121,6 +121,7 @@ def essential_fields(model: ModelConfig) -> dict[str, Any]:
         if resume_rule(field) == MUST_MATCH
     }
     meaningless = {"add_bias_linear"}  # each kind of matrix has a flag of its own, which follows it
+    meaningless |= {name for name in found if "mup" in name.split("_")}  # they decide learning rates and other fields
     scaling = model.rope_scaling_type if model.uses_rope else "none"
     if not model.uses_rope:
         meaningless |= {name for name in found if name.startswith(("rotary_", "rope_"))}

@@ -1,0 +1,69 @@
+"""Checkpoints of ours with random tensors and moments, of networks that other programs know."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.analysis.slices import OpenCheckpoint
+from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
+from megatron.config.resolve import padded_vocab_size
+from megatron.convert.megatron_format.tensors import tensor_rules
+from megatron.convert.megatron_output.request import OutputRequest
+from megatron.parallel.pieces import Kind
+from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.tokenizer import build_tokenizer
+from tests.checkpoint.analysis.stored import save_checkpoint
+from tests.helpers.vocabulary import write_vocabulary
+
+GPT2 = "--num-layers 4 --hidden-size 32 --num-attention-heads 4"
+LLAMA = (
+    f"{GPT2} --num-query-groups 2 --swiglu --ffn-hidden-size 48 --normalization RMSNorm --no-add-bias-linear "
+    "--position-embedding-type rope --rotary-base 500000 --untie-embeddings-and-output-weights --qk-layernorm"
+)
+BLOOM = f"{GPT2} --position-embedding-type alibi --embed-layernorm"
+VOCABULARY = 600
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A checkpoint of ours, its configuration, and the flags of its tokenizer."""
+
+    checkpoint: OpenCheckpoint
+    config: RunConfig
+    tokenizer: list[str]
+
+    def request(self, target: Path, naming: str, ranks: int = 1, stages: int = 1) -> OutputRequest:
+        """A request to write it."""
+        layout = dataclasses.replace(self.config.parallel, tensor_model_parallel_size=ranks)
+        rows, _ = padded_vocab_size(layout, VOCABULARY)
+        model = dataclasses.replace(self.config.model, padded_vocab_size=rows)
+        return OutputRequest(self.checkpoint, target, model, self.config.flat(), naming, ranks, stages)
+
+
+def write_network(folder: Path, flags: str, *, moments: bool = True, step: int = 4) -> Written:
+    """Saves the checkpoint of a run that trained so many steps of 8 samples of 10 tokens."""
+    choice = write_vocabulary(folder, VOCABULARY)
+    tokenizer = build_tokenizer(choice)
+    files = ["--vocab-file", str(choice.vocab_file), "--merge-file", str(choice.merge_file)]
+    words = [
+        *flags.split(),
+        *("--seq-length", "16", "--max-position-embeddings", "16", "--micro-batch-size", "2", "--data-path", "none"),
+        *("--global-batch-size", "8", "--train-iters", "20", "--lr", "0.001", "--adam-beta2", "0.95", *files),
+        *(() if moments else ("--no-save-optim",)),
+    ]
+    facts = TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint)
+    config = resolve(parse(words), Machine("cpu", 1, False, True), facts)
+    generator = torch.Generator().manual_seed(1)
+    weight: Kind = "master" if config.precision.bf16 else "weight"
+    kinds: tuple[Kind, ...] = (weight, "exp_avg", "exp_avg_sq") if moments else (weight,)
+    state = {
+        (name, kind): torch.randn(rule.shape, generator=generator)
+        for name, rule in tensor_rules(config.model).items()
+        for kind in kinds
+    }
+    record = {"config": config.to_json(), "loss_scale": {}, "tokenizer": TokenizerRecord.of(tokenizer)}
+    checkpoint = save_checkpoint(folder / "checkpoints", state, step, **record)
+    return Written(checkpoint, config, ["--tokenizer-type", "GPT2BPETokenizer", *files])
