@@ -144,7 +144,6 @@ REFUSALS = [
     ("", "--lr", "--lr is required"),
     ("", "--train-iters", "--train-iters, --train-samples or --train-tokens is required"),
     ("--train-samples 100", "", r"--train-iters 10 and --train-samples 100 are both given"),
-    ("--train-tokens 100", "", r"--train-iters 10 and --train-tokens 100 are both given"),
     (
         "--train-tokens 99 --lr-decay-iters 5",
         "--train-iters",

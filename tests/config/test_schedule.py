@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.resolve import resolve_optim
 from megatron.config.schedule import (
     Schedule,
     global_batch_size,
@@ -24,6 +25,7 @@ from megatron.config.schedule import (
     skipped_steps,
     weight_decay,
 )
+from megatron.config.sections.optim import OptimRequest
 from megatron.errors import ConfigError
 from tests.train.samples import control_config, optim_config
 
@@ -268,6 +270,18 @@ def test_samples_and_tokens_end_a_run_at_whichever_comes_first() -> None:
     assert planned_iterations(by_tokens) == 2 and planned_samples(by_tokens, control_config())[0] == 1000
     by_samples = optim_config(**TOKENS, train_tokens=1000 * 32, train_samples=20)
     assert planned_iterations(by_samples) == 2 and is_done(by_samples, 2, 16)
+
+
+def test_steps_and_tokens_end_a_run_at_whichever_comes_first() -> None:
+    request = OptimRequest(micro_batch_size=2, global_batch_size=8, train_iters=10, train_tokens=640, lr=1.0)
+    optim = resolve_optim(request, 8, 32)  # 20 samples, 8 a step
+    assert (optim.train_iters, optim.most_iters) == (3, 10)
+    assert [is_done(optim, step, step * 8) for step in range(5)] == [False, False, False, True, True]
+    assert planned_samples(optim, control_config(eval_iters=0))[0] == 80  # as upstream plans its data
+    assert schedule(optim) == Schedule(0, 80)
+    short = resolve_optim(dataclasses.replace(request, train_iters=2), 8, 32)
+    assert (short.train_iters, planned_iterations(short, 1, 8)) == (2, 2) and is_done(short, 2, 16)
+    assert resolve_optim(optim, 8, 32) == optim
 
 
 def test_a_change_of_batch_size_does_not_move_the_last_token() -> None:

@@ -89,6 +89,10 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("it is an older router. Use --num-experts with --moe-router-topk 1.", ("num_experts_switch:int",)),
     ("distillation is not supported. Train without a teacher: drop the flag.", ("kd", "mos", "load_teacher:str")),
+    (
+        "all weights have one learning rate. Use --lr, or --use-mup for learning rates by kind of parameter.",
+        ("decoupled_lr:float", "decoupled_min_lr:float"),
+    ),
     ("fp8 is not supported. Use --bf16.", ("fp8_e4m3", "fp8_hybrid", "fp8_format:str")),
     # layout
     (
@@ -111,6 +115,10 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("use_bnb_optimizer",),
     ),
     # data
+    (
+        "random tokens are not trained on. Give --data-path; tools/build_demo_corpus.py writes a small corpus.",
+        ("mock_data",),
+    ),
     (
         "every epoch is shuffled already, and there is only one loader. Drop the flag.",
         ("dataloader_type:str=single",),
@@ -172,7 +180,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("the loss is always computed in float32, which is more exact.", ("fp16_lm_cross_entropy",)),
     (
         "bfloat16 accumulates gradients in float32 at ZeRO stages 0 and 1 in any case; other dtypes in their own.",
-        ("accumulate_allreduce_grads_in_fp32",),
+        ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16"),
     ),
     (
         "no fused kernel is required; each operation falls back to plain PyTorch.",
@@ -186,6 +194,8 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "no_gradient_accumulation_fusion",
             "no_bias_swiglu_fusion",
             "no_rope_fusion",
+            "cross_entropy_loss_fusion",
+            "cross_entropy_fusion_impl:str=native",
         ),
     ),
     # parallelism
@@ -211,6 +221,9 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "use_ring_exchange_p2p",
             "overlap_grad_reduce",
             "overlap_param_gather",
+            "tp_comm_overlap",
+            "manual_gc",
+            "manual_gc_interval:int",
             "empty_unused_memory_level:int=0",
         ),
     ),
@@ -257,7 +270,12 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "every rank of a copy of the model has all experts, or a part of each of them; results are the same.",
-        ("moe_expert_parallel_size:int=1", "enable_expert_tensor_parallelism"),
+        (
+            "moe_expert_parallel_size:int=1",
+            "expert_model_parallel_size:int=1",
+            "expert_tensor_parallel_size:int=1",
+            "enable_expert_tensor_parallelism",
+        ),
     ),
     ("experts are chosen by their scores alone, without sampling.", ("disable_moe_top2_2nd_expert_sampling",)),
     (
@@ -272,7 +290,13 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     # data
-    ("token files are memory-mapped and read on demand.", ("mmap_warmup",)),
+    ("token files are memory-mapped and read on demand.", ("mmap_warmup", "no_mmap_bin_files")),
+    (
+        "a causal mask needs no memory; others are made where they are used.",
+        ("no_create_attention_mask_in_dataloader",),
+    ),
+    ("the loss is always the sum over tokens divided by their number.", ("calculate_per_token_loss",)),
+    ("tokens per second are always in the log line.", ("log_throughput",)),
     ("validation reads with --num-workers too.", ("valid_num_workers:int=2",)),
     (
         "the data order has no such option; samples are never repeated within an epoch.",
@@ -308,6 +332,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "embedding_weights_in_fp32",
             "no_fp8_wgrad",
             "fp8_margin:int=0",
+            "fp8_param_gather",
             "fp8_interval:int=1",
             "fp8_amax_history_len:int=1",
             "fp8_amax_compute_algo:str=most_recent",
@@ -370,7 +395,13 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("every block is recomputed alike; which are kept changes memory, not results.", ("recompute_method:str=uniform",)),
     (
         "no profile is written; run the command under a profiler.",
-        ("profile:str", "profile_steps:str=2,3", "profile_ranks:int*"),
+        (
+            "profile:str*",
+            "profile_steps:str=2,3",
+            "profile_ranks:int*",
+            "profile_step_start:int",
+            "profile_step_end:int",
+        ),
     ),
     ("every operation used can be exported, and there is no exporter to ONNX.", ("onnx_safe",)),
     ("no code of a tokenizer's author is run; a tokenizer.json needs none.", ("trust_remote_code",)),

@@ -28,7 +28,7 @@ class OptimRequest(ConfigSection):
     )
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1)
     train_tokens: int | None = flag(
-        None, "tokens to train: the run ends with the step that reaches them, or at --train-samples", at_least=1
+        None, "tokens to train: the run ends with the step that reaches them, or earlier by another length", at_least=1
     )
     optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
     lr: float | None = flag(None, "peak learning rate", at_least=0)
@@ -168,9 +168,14 @@ class OptimRequest(ConfigSection):
                 yield f"{' and '.join(given[:2])} are both given. The {part} has one length; drop one of them."
 
     @property
+    def given_iters(self) -> int | None:
+        """The steps of --train-iters."""
+        return self.train_iters
+
+    @property
     def is_counted_in_samples(self) -> bool:
-        """Whether samples, not steps, end the run; tokens are samples x sequence length."""
-        return self.train_samples is not None or self.train_tokens is not None
+        """Whether samples, not steps, measure the run; tokens are samples x sequence length."""
+        return self.train_samples is not None or (self.train_tokens is not None and self.given_iters is None)
 
 
 @dataclass(frozen=True)
@@ -181,3 +186,9 @@ class OptimConfig(OptimRequest):
     train_iters: int = flag(help="steps to train", at_least=0)
     lr: float = flag(help="peak learning rate", at_least=0)
     tokens_per_sample: int = derived("tokens of a sample, by which numbers of tokens are divided", default=1)
+    most_iters: int | None = derived("steps of --train-iters if --train-tokens may end the run before", default=None)
+
+    @property
+    def given_iters(self) -> int | None:
+        """The steps of --train-iters; `train_iters` are those that are planned."""
+        return self.most_iters if self.train_tokens is not None else self.train_iters

@@ -111,6 +111,7 @@ def expected_logits(side: Side, attention: str | None = None) -> Expected:
         positions,
         attention or usual,
         is_shortened=model.num_layers < side.model.num_layers,
+        is_ignored=side.family.is_ignored,
     )
     expected = Expected(side, tokens, positions, logits)
     if not 0 < expected.largest < float("inf"):

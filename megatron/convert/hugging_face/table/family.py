@@ -89,10 +89,11 @@ class Family:
         ]
 
     def is_ignored(self, tensor: str) -> bool:
-        """Whether a stored tensor is a buffer that nobody needs."""
+        """Whether a stored tensor is a buffer that nobody needs; its name may lack the optional prefix."""
         return any(
-            re.fullmatch(re.escape(name).replace(r"\{layer\}", "[0-9]+"), tensor) is not None
-            for name in self.ignored_tensors
+            re.fullmatch(re.escape(ignored).replace(r"\{layer\}", "[0-9]+"), name) is not None
+            for ignored in self.ignored_tensors
+            for name in (tensor, self.optional_prefix + tensor)
         )
 
 
