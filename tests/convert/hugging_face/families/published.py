@@ -97,6 +97,17 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
         "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, **_BF16, "vocab_size": 262144,
     },
+    "Gemma 3 4B": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model"},
+    },
     "Phi-3 mini": {
         "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
         "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "bos_token_id": 1, "embd_pdrop": 0.0,
@@ -138,6 +149,7 @@ PARAMETERS: Mapping[str, int] = {
     "OLMo 2 7B": 7_298_617_344,
     "Gemma 2 2B": 2_614_341_888,
     "Gemma 3 1B": 999_885_952,
+    "Gemma 3 4B": 3_880_263_168,  # without its vision tower
     "Phi-3 mini": 3_821_079_552,
     "Mixtral 8x7B": 46_702_792_704,
     "Qwen 3 30B-A3B": 30_532_122_624,

@@ -20,13 +20,14 @@ from megatron.parallel.shard_spec import shard_spec_of
 from tests.convert.hugging_face.families.published import PARAMETERS, PUBLISHED
 
 EACH = pytest.mark.parametrize("name", PUBLISHED)
+TEXT_ONLY = pytest.mark.parametrize("name", [name for name in PUBLISHED if "text_config" not in PUBLISHED[name]])
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
     return family_of(config).read_config(config)
 
 
-@EACH
+@TEXT_ONLY
 def test_a_published_configuration_is_read_and_written(name: str) -> None:
     config = PUBLISHED[name]
     family, model = family_of(config), read(config)
@@ -46,6 +47,16 @@ def test_the_network_has_the_published_number_of_parameters(name: str) -> None:
     shapes = {name: shard_spec_of(parameter).shape for name, parameter in stack.named_parameters()}
     theirs = their_shapes(bind(family_of(config).tensors, shapes))
     assert sum(map(math.prod, theirs.values())) == PARAMETERS[name]
+
+
+def test_the_text_part_of_a_model_with_images_is_that_of_one_without() -> None:
+    model = read(PUBLISHED["Gemma 3 4B"])
+    assert (model.attention_window, model.rope_scaling_factor, model.num_attention_heads) == (1024, 8.0, 8)
+    assert family_for(model).model_type == "gemma3_text"
+    with pytest.raises(ConversionError, match="type gemma3 has parts for other inputs than text"):
+        family_for(model, "gemma3").write_config(model)
+    with pytest.raises(ConversionError, match='"text_config": 3, which should be an object'):
+        read({"model_type": "gemma3", "text_config": 3})
 
 
 def test_every_family_has_a_published_model() -> None:
