@@ -53,7 +53,7 @@ def check(command: list[str]) -> None:
     for position, word in enumerate(command):
         rest = command[position + 1 :]
         if word.endswith("pretrain_gpt.py"):
-            parse(rest)
+            parse(rest if "--config" not in rest else with_a_model_file(rest))
             return
         if re.fullmatch(r"(tools|benchmarks|examples)/\w+\.py", word):
             check_tool(word, rest)
@@ -62,6 +62,16 @@ def check(command: list[str]) -> None:
             assert word in SHELL_FILES, f"{word} is not among the shell files that are checked"
             return
     assert command[:3] == ["pip", "install", "-e"], f"nobody checks this command: {command}"
+
+
+def with_a_model_file(words: list[str]) -> list[str]:
+    """The command line with the flags that an import would have written to `--config .../model.yaml`."""
+    place = words.index("--config")
+    assert words[place + 1].endswith("/model.yaml"), words[place + 1]
+    network = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"]
+    network += ["--max-position-embeddings", "2048"]
+    tokenizer = ["--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", "tokenizer"]
+    return [*words[:place], *network, *tokenizer, *words[place + 2 :]]
 
 
 def check_tool(path: str, words: list[str]) -> None:
