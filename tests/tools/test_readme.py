@@ -13,6 +13,7 @@ import pytest
 
 from megatron.config import ConfigSection, RunRequest, parse, parse_flags
 from megatron.config.overlay import parse_over
+from megatron.config.parse import field_flags
 from tests.helpers.programs import forking_python
 from tests.helpers.recording_shell import recorded
 from tests.reliability.fuzz import FuzzFlags
@@ -139,6 +140,7 @@ def test_files_that_are_named_exist() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_flags_that_are_named_exist(document: str) -> None:
     known = set(re.findall(r"^(--[\w-]+)", (ROOT / "tests" / "config" / "flags.txt").read_text(), flags=re.M))
+    known.update(spelling for flag in field_flags().values() for spelling in flag.spellings)
     text = (ROOT / document).read_text()
     elsewhere = "\n".join(
         path.read_text()
