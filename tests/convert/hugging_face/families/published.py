@@ -154,3 +154,20 @@ PARAMETERS: Mapping[str, int] = {
     "Mixtral 8x7B": 46_702_792_704,
     "Qwen 3 30B-A3B": 30_532_122_624,
 }
+
+# The presets of the same models.
+PRESETS: Mapping[str, str] = {
+    "GPT-2": "gpt2-124m",
+    "Pythia 70M": "pythia-70m",
+    "BLOOM 176B": "bloom-176b",
+    "Llama 3.2 1B": "llama-3.2-1b",
+    "Mistral 7B v0.1": "mistral-7b-v0.1",
+    "Qwen 2.5 0.5B": "qwen2.5-0.5b",
+    "Qwen 3 0.6B": "qwen3-0.6b",
+    "OLMo 2 7B": "olmo-2-7b",
+    "Gemma 2 2B": "gemma-2-2b",
+    "Gemma 3 1B": "gemma-3-1b",
+    "Gemma 3 4B": "gemma-3-4b",
+    "Mixtral 8x7B": "mixtral-8x7b",
+    "Qwen 3 30B-A3B": "qwen3-30b-a3b",
+}
