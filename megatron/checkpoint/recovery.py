@@ -80,7 +80,8 @@ def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
     if foreign:
         raise CheckpointError(
             f"{directory} holds no checkpoint of this program, but something like one: {', '.join(foreign[:5])}. "
-            "Convert it first, or give --load a directory that is empty to start from scratch."
+            "Convert it first (tools/import_megatron.py, tools/import_hf.py), or give --load a directory that is empty "
+            "to start from scratch."
         )
     if any(name.startswith(TEMPORARY_PREFIX) for name in names):
         log.warning(

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
+from megatron.convert.megatron_format.architecture import model_config
+from megatron.convert.megatron_format.model import ForeignModel, ForeignPieces
 from megatron.convert.megatron_format.tensors import tensor_rules
 
 VOCABULARY = 600
@@ -128,6 +130,16 @@ def gpt2_arguments(**changes: Any) -> argparse.Namespace:
         "deepspeed": True, "params_dtype": torch.float32, **changes,
     }  # fmt: skip
     return argparse.Namespace(**values)
+
+
+def foreign(arguments: argparse.Namespace, **how: Any) -> Foreign:
+    """A network with random tensors, as its arguments describe it."""
+    arguments.tensor_model_parallel_size = how.get("ranks", 1)
+    stored = dict(vars(arguments))
+    kind = stored.get("position_embedding_type")
+    if isinstance(kind, PositionEmbeddingType):
+        stored["position_embedding_type"] = kind.name
+    return Foreign(model_config(stored, VOCABULARY), arguments, **how)
 
 
 def save(value: Any, path: Path) -> None:
@@ -293,3 +305,13 @@ def _universal_names(foreign: Foreign) -> dict[str, str]:
             inner = name.removeprefix("embedding.").replace("word_embeddings_layernorm", "word_embeddings.norm")
             found[name] = f"tied_modules.embed.{inner}"
     return found
+
+
+def check_equal(opened: ForeignModel, written: Foreign, *, moments: bool) -> None:
+    """Compares every tensor."""
+    opened.check()
+    assert opened.has_moments is moments
+    pieces = ForeignPieces(opened)
+    for kind in ("weight", "exp_avg", "exp_avg_sq") if moments else ("weight",):
+        for name, rule in tensor_rules(written.config).items():
+            assert torch.equal(pieces.tensor(rule, kind), written.tensors[kind][name]), (name, kind)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import pytest
 
 from megatron.config import ConfigSection, RunRequest, parse, parse_flags
 from megatron.config.overlay import parse_over
+from megatron.config.parse import field_flags
 from tests.helpers.programs import forking_python
 from tests.helpers.recording_shell import recorded
 from tests.reliability.fuzz import FuzzFlags
@@ -141,6 +142,7 @@ def test_files_that_are_named_exist() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_flags_that_are_named_exist(document: str) -> None:
     known = set(re.findall(r"^(--[\w-]+)", (ROOT / "tests" / "config" / "flags.txt").read_text(), flags=re.M))
+    known |= {spelling for entry in field_flags().values() for spelling in entry.spellings}
     text = (ROOT / document).read_text()
     elsewhere = "\n".join(
         path.read_text()
@@ -209,12 +211,12 @@ def test_the_walk_through_of_readme_works(tmp_path: Path) -> None:
         re.search(pattern, text, flags=re.S).group(0)
         for pattern in (
             r"mkdir -p data.*?--workers 2\n",
-            r"MODEL=.*?--attention-dropout 0\n",
+            r"TOKENS=\"--data-path.*?--run-dir runs/demo\n",
             r"torchrun --nproc-per-node 4.*?--train-iters 300\n",
             r"python tools/generate_samples_gpt.py.*?--out-seq-length 40\n",
         )
     )
-    small = "--hidden-size 32 --num-layers 2 --eval-iters 1 --log-interval 1 --save-interval 2"
+    small = "--hidden-size 32 --num-layers 2 --ffn-hidden-size 64 --eval-iters 1 --log-interval 1 --save-interval 2"
     program = "\n".join(
         [
             "set -euo pipefail",

@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron.convert.deepspeed_format.zero import read_shards, shapes_of
+from megatron.convert.foreign import open_foreign
+from megatron.convert.megatron_format.torch_files import Choices
 from megatron.errors import ConversionError
-from tests.convert.foreign_files import save
+from tests.convert.foreign_files import (
+    VOCABULARY,
+    Foreign,
+    check_equal,
+    foreign,
+    gpt2_arguments,
+    save,
+    write_pipeline,
+)
 
 SHAPES: dict[int, Any] = {0: [{"a": (3, 2), "b": (2,)}]}
 
@@ -64,3 +75,56 @@ def test_what_older_versions_leave_out_is_explained(tmp_path: Path) -> None:
     older = {"single_partition_of_fp32_groups": [torch.arange(8.0)], "base_optimizer_state": {}}
     assert "older DeepSpeed" in str(read_shards(write(tmp_path, older), SHAPES).problem)
     assert shapes_of({"param_shapes": {"a": (2,)}}) == [{"a": (2,)}] and shapes_of({}) == []
+
+
+def write_rank(folder: Path, made: Foreign, rank: int, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
+    """The files of one model-parallel rank with two data-parallel ranks: one flat tensor, cut in two."""
+    names = list(tensors["weight"])
+    flats = {kind: torch.cat([found[name].flatten() for name in names]) for kind, found in tensors.items()}
+    half = -(-flats["weight"].numel() // 2)
+    for shard in range(2):
+        mapping, place = {}, 0
+        for name in names:
+            numel = tensors["weight"][name].numel()
+            first, last = max(place, shard * half), min(place + numel, (shard + 1) * half)
+            if first < last:
+                mapping[name] = fragment_address(last - first, first - shard * half)
+            place += numel
+        cut = {kind: flat[shard * half : (shard + 1) * half].clone() for kind, flat in flats.items()}
+        state = {
+            "base_optimizer_state": {
+                "state": {0: {"exp_avg": cut["exp_avg"], "exp_avg_sq": cut["exp_avg_sq"]}},
+                "param_groups": [{"step": 3}],
+            },
+            "single_partition_of_fp32_groups": [cut["weight"]],
+            "param_slice_mappings": [mapping],
+            "partition_count": [2],
+        }
+        save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{shard}_mp_rank_{rank:02d}_optim_states.pt")
+    shapes = [{name: tensor.shape for name, tensor in tensors["weight"].items()}]
+    content = {"module": None, "args": made.stored, "iteration": 3, "param_shapes": shapes}
+    save(content, folder / f"mp_rank_{rank:02d}_model_states.pt")
+
+
+def test_two_tensor_parallel_ranks_two_stages_and_two_shards(tmp_path: Path) -> None:
+    made = foreign(gpt2_arguments(num_layers=2), ranks=2, stages=2)
+    folder = write_pipeline(tmp_path, made) / "global_step3"
+    for stage in range(2):
+        for rank in range(2):
+            tensors: dict[str, dict[str, torch.Tensor]] = {}
+            for kind in ("weight", "exp_avg", "exp_avg_sq"):
+                embedding = "embedding.word_embeddings.weight"
+                found = {"tied_modules.embed.word_embeddings.weight": made.local(kind, embedding, rank)}
+                if stage == 0:
+                    positions = made.local(kind, "embedding.position_embeddings.weight", rank)
+                    found["tied_modules.embed.position_embeddings.weight"] = positions
+                found |= {f"{3 + stage}.{name}": value for name, value in made.block(kind, stage, rank).items()}
+                for last in ("weight", "bias") if stage else ():
+                    found[f"6.{last}"] = made.local(kind, f"decoder.final_layernorm.{last}", rank)
+                tensors[kind] = found
+            write_rank(folder, made, 2 * stage + rank, tensors)
+    opened = open_foreign(folder, Choices(VOCABULARY))
+    check_equal(opened, made, moments=True)
+    assert (
+        opened.state.updates == 3 and opened.parts["decoder.final_layernorm.bias", "weight"][0].dtype == torch.float32
+    )

@@ -9,8 +9,7 @@ import torch
 
 from megatron.checkpoint.inspection import read_record, read_tensors
 from megatron.errors import CheckpointError, ConversionError
-from tests.convert.foreign_files import Foreign, gpt2_arguments, write_torch_layout
-from tests.convert.test_foreign import foreign
+from tests.convert.foreign_files import Foreign, foreign, gpt2_arguments, write_torch_layout
 from tests.helpers.tiny_run import TinyCorpus, losses, train, write_tiny_corpus
 from tests.helpers.vocabulary import write_vocabulary
 from tools.import_megatron import main

@@ -14,8 +14,15 @@ from megatron.convert.megatron_format.tensors import tensor_rules
 from megatron.convert.megatron_format.torch_files import Choices
 from megatron.convert.megatron_format.torch_optimizer import StoredMoments, moments_of
 from megatron.convert.pickles.reader import ForeignTensor
-from tests.convert.foreign_files import VOCABULARY, Foreign, gpt2_arguments, save, write_torch_layout
-from tests.convert.test_foreign import check_equal, foreign
+from tests.convert.foreign_files import (
+    VOCABULARY,
+    Foreign,
+    check_equal,
+    foreign,
+    gpt2_arguments,
+    save,
+    write_torch_layout,
+)
 
 
 def tensor(*shape: int) -> ForeignTensor:
