@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from megatron.convert.hugging_face.importing import ImportRequest, import_model
 from megatron.errors import ConversionError
-from tests.convert.comparison import equal_weights, load_network
+from tests.convert.comparison import equal_weights, export, load_network, load_reference, logits_of, relative
+from tests.convert.tiny_models import END, TINY_MODELS, TOKENS, randomize, sample_tokens, write_tokenizer
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -71,3 +73,22 @@ def test_a_bias_that_the_family_does_not_have_is_refused(tiny_model: Callable[[s
     source = rewritten(tiny_model("llama"), tmp_path / "other", lambda tensors: dict(tensors) | {name: torch.ones(48)})
     with pytest.raises(ConversionError, match=name.replace(".", r"\.")):
         import_model(ImportRequest(source, tmp_path / "imported"))
+
+
+def test_of_a_model_with_images_the_text_part_is_read(tmp_path: Path) -> None:
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+    text = {**TINY_MODELS["gemma3"].fields, "model_type": "gemma3_text", "vocab_size": TOKENS, "pad_token_id": None}
+    ids = {"bos_token_id": END, "eos_token_id": END, "boi_token_index": 1, "eoi_token_index": 2, "image_token_index": 3}
+    model = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, pad_token_id=None, **ids)
+    ).eval()
+    randomize(model, seed=4)
+    model.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    config, network = load_network(import_model(ImportRequest(tmp_path / "model", tmp_path / "imported", None, 3)))
+    with torch.no_grad():
+        expected = model(sample_tokens()).logits
+        assert relative(logits_of(network, sample_tokens(), config), expected) < 1e-5
+    exported = export(tmp_path / "imported", tmp_path / "exported")
+    assert type(load_reference(exported)[0]).__name__ == "Gemma3ForCausalLM"

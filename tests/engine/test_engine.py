@@ -151,6 +151,30 @@ def test_every_parameter_is_counted_once_and_deepspeed_uses_our_groups() -> None
     assert all(rank["module"] and all(rank["groups"]) for rank in ranks)
 
 
+def decayed(rank: int) -> dict[int, set[tuple[bool, float]]]:
+    """What a step with a weight decay of its own does to matrices (True) and vectors, by ZeRO stage.
+
+    The learning rate is so small that only the decay, which it multiplies, moves the weights.
+    """
+    found = {}
+    for stage, flags in ((0, ["--optimizer", "adam"]), (1, ["--optimizer", "adam", "--bf16"])):
+        config = layout_config(RECIPE, (1, 1, 1), stage, flags)
+        engine = engine_of((1, 1, 1), stage, *flags)
+        before = {p.global_name: p.detach().float().clone() for p in engine.module.parameters()}
+        engine.train_batch(local_batches(RECIPE, config, engine.mesh, 0, False), 1e-9, 0.5e9)
+        found[stage] = {
+            (shard_spec_of(p).is_matrix, round(float(p.detach().float().norm() / before[p.global_name].norm()), 2))
+            for p in engine.module.parameters()
+            if float(before[p.global_name].norm()) > 0
+        }
+    return found
+
+
+def test_a_step_may_have_a_weight_decay_of_its_own() -> None:
+    (found,) = run_ranks(decayed, 1)
+    assert found == {0: {(True, 0.5), (False, 1.0)}, 1: {(True, 0.5), (False, 1.0)}}
+
+
 def train_with_clipping(rank: int, clip: float, zero_stage: int) -> dict[str, object]:
     """Trains one global batch and says how far the weights moved."""
     config = layout_config(RECIPE, (1, 1, 1), zero_stage, ["--clip-grad", str(clip), "--optimizer", "sgd"])

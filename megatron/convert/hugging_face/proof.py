@@ -219,11 +219,13 @@ def _shortened_config(side: Side) -> dict[str, Any]:
     if kept == layers:
         return config
     name = next(rule.theirs for rule in side.family.fields if isinstance(rule, Same) and rule.ours == "num_layers")
+    described = config[side.family.text_field] if side.family.text_field else config
     cut = {
         key: value[:kept] if isinstance(value, list) and len(value) == layers else value
-        for key, value in config.items()
+        for key, value in described.items()
     }
-    return {**cut, name: kept}
+    shortened = {**cut, name: kept}
+    return {**config, side.family.text_field: shortened} if side.family.text_field else shortened
 
 
 def _our_logits(

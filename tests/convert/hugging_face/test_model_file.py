@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,21 +28,14 @@ def choice(tmp_path: Path) -> TokenizerChoice:
     return TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(tmp_path))
 
 
-def of_tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name not in ("vocab_size", "padded_vocab_size")}
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_flags_give_the_network_back(name: str, choice: TokenizerChoice, tmp_path: Path) -> None:
     model = family_of(PUBLISHED[name]).read_config(PUBLISHED[name])
     path = tmp_path / "model.yaml"
     path.write_text(model_file_text(model, choice, build_tokenizer(choice), "Imported from here."))
     request = parse(["--config", str(path), *RUN])
-    again = ModelConfig(
-        **{field: getattr(request.model, field) for field in type(request.model).__dataclass_fields__},
-        vocab_size=model.vocab_size,
-        padded_vocab_size=model.vocab_size,
-    )
+    fields = {field: getattr(request.model, field) for field in type(request.model).__dataclass_fields__}
+    again = ModelConfig(**fields, padded_vocab_size=model.vocab_size)
     assert essential_fields(again) == essential_fields(model)
     assert (again.hidden_dropout, again.init_method_std) == (model.hidden_dropout, model.init_method_std)
     assert TokenizerChoice.of(request.data) == choice
