@@ -99,7 +99,7 @@ def build_layers(flags: ExpertsFlags) -> dict[str, Callable[[torch.Tensor], torc
         padded_vocab_size=1,
     )
     dtype = torch.bfloat16 if flags.bf16 else torch.float32
-    ours = Experts(config, ParallelMesh.single(), 0, 0.1).to(dtype)
+    ours = Experts(config, ParallelMesh.single(), 0).to(dtype)
     generator = torch.Generator().manual_seed(2)
     for parameter in ours.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / flags.hidden_size**0.5)

@@ -21,8 +21,10 @@ WALKS = {
     "From `.bin/.idx` to a batch": 9,
     "From a batch to the loss": 8,
     "### One parameter, into a checkpoint and into another layout": 10,
+    "### A tensor of a Hugging Face model, in and out": 9,
 }
 SHARD_TYPES = ("ShardSpec", "PieceKey", "StoredPiece")
+TABLES = "megatron/convert/hugging_face"
 
 
 def section(start: str) -> str:
@@ -41,9 +43,13 @@ def stops(start: str) -> list[tuple[str, str]]:
 
 @cache
 def definitions(path: str) -> frozenset[str]:
-    """Functions, classes and `Class.method` of a file."""
+    """Functions, classes, `Class.method` and constants of a file."""
     found = set()
     for node in ast.parse((ROOT / path).read_text()).body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        found.update(target.id for target in targets if isinstance(target, ast.Name))
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         for inner in node.body if isinstance(node, ast.ClassDef) else ():
@@ -120,3 +126,13 @@ def test_the_limits_are_those_of_the_architecture_rules() -> None:
         architecture_rules.MAXIMUM_FUNCTION_LINES,
         architecture_rules.MAXIMUM_FOLDER_FILES,
     ]
+
+
+def test_a_family_is_one_file_and_one_line() -> None:
+    """What CONTRIBUTING says of adding a family: each is named in its own file, and in the registry."""
+    registry = (ROOT / TABLES / "registry.py").read_text()
+    for path in (ROOT / TABLES / "families").glob("[!_]*.py"):
+        module = f"{TABLES.replace('/', '.')}.families.{path.stem}"
+        (name,) = re.findall(rf"^from {re.escape(module)} import (\w+)$", registry, flags=re.M)
+        assert re.search(rf"^{name} = Family\($", path.read_text(), flags=re.M), f"{path.name} has no {name}"
+        assert re.search(rf"^    {name},$", registry, flags=re.M), f"{name} is not among FAMILIES"

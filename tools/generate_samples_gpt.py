@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, ParallelRequest, PrecisionConfig, RunConfig, flag
+from megatron.config import ConfigSection, ControlConfig, ParallelRequest, PrecisionConfig, RunConfig, flag
 from megatron.config.overlay import laid_over, parse_over
 from megatron.config.resolve import padded_vocab_size
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
@@ -180,7 +180,7 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) ->
         CheckpointError: there is no usable checkpoint, or it was trained with another tokenizer.
         ConfigError: a flag contradicts the checkpoint, or there are more processes than tensor-parallel ranks.
     """
-    from megatron.checkpoint import newest_record
+    from megatron.checkpoint import folder_of_step, newest_record
     from megatron.checkpoint.record import Record
     from megatron.inference.weights import load_weights
     from megatron.model.gpt import gpt_layers
@@ -195,7 +195,11 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) ->
             f"--tensor-model-parallel-size "
             f"{mesh.world.size}."
         )
-    found = newest_record(Path(flags.load), mesh)
+    step = ControlConfig(
+        load=flags.load, ckpt_step=given.get("control.ckpt_step"), load_tag=given.get("control.load_tag")
+    ).load_step
+    source = Path(flags.load) if step is None else folder_of_step(Path(flags.load), step)
+    found = newest_record(source, mesh)
     if found is None:
         raise CheckpointError(
             f"there is no checkpoint in {flags.load} (--load {flags.load}). Give the folder to which a run saved its "
@@ -210,7 +214,7 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) ->
     padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)
     config = replace(config, model=replace(config.model, padded_vocab_size=padded))
     model = LayerStack(gpt_layers(config.model, mesh))
-    load_weights(model, Path(flags.load), mesh, known=found)
+    load_weights(model, source, mesh, known=found)
     new_tokens = _new_tokens(flags.out_seq_length, config.model.max_position_embeddings, mesh)
     return Generator(flags, new_tokens, config, mesh, tokenizer, model.eval().to(_dtype(config.precision, mesh)))
 

@@ -6,7 +6,7 @@ Knows pieces of tensors and files; nothing of DeepSpeed and nothing of the train
 from megatron.checkpoint.inspection import read_record, read_tensors, verify
 from megatron.checkpoint.loading import load
 from megatron.checkpoint.lock import CheckpointLock
-from megatron.checkpoint.recovery import Candidate, Found, find, load_newest, newest_record
+from megatron.checkpoint.recovery import Candidate, Found, find, folder_of_step, load_newest, newest_record
 from megatron.checkpoint.saving import save, write_snapshot
 from megatron.checkpoint.snapshot import Snapshot, take_snapshot
 from megatron.errors import DamagedError
@@ -18,6 +18,7 @@ __all__ = [
     "Found",
     "Snapshot",
     "find",
+    "folder_of_step",
     "load",
     "load_newest",
     "newest_record",

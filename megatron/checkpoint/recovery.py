@@ -80,13 +80,31 @@ def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
     if foreign:
         raise CheckpointError(
             f"{directory} holds no checkpoint of this program, but something like one: {', '.join(foreign[:5])}. "
-            "Convert it first, or give --load a directory that is empty to start from scratch."
+            "Convert it first (tools/import_megatron.py, tools/import_hf.py), or give --load a directory that is empty "
+            "to start from scratch."
         )
     if any(name.startswith(TEMPORARY_PREFIX) for name in names):
         log.warning(
             f"{directory} holds an unfinished first save and nothing else: there is no checkpoint to continue from"
         )
     return []
+
+
+def folder_of_step(directory: Path, step: int, *, storage: Storage | None = None) -> Path:
+    """The folder of the checkpoint of one step.
+
+    Raises:
+        CheckpointError: the directory holds none of this step.
+        StorageError: the directory cannot be listed.
+    """
+    candidates = find(directory, storage=storage)
+    for candidate in candidates:
+        if candidate.step == step:
+            return candidate.path
+    steps = ", ".join(str(candidate.step) for candidate in candidates) or "none"
+    raise CheckpointError(
+        f"{directory} holds no checkpoint of step {step} (--ckpt-step {step}). It holds these steps: {steps}."
+    )
 
 
 def load_newest(

@@ -35,12 +35,11 @@ def _length_problems(optim: OptimRequest, control: ControlConfig) -> Iterator[st
         yield "--train-iters, --train-samples or --train-tokens is required: how long to train."
     if optim.lr is None:
         yield "--lr is required: the peak learning rate, for example 1.5e-4."
-    for name, length in (("samples", optim.train_samples), ("tokens", optim.train_tokens)):
-        if optim.train_iters is not None and length is not None:
-            yield (
-                f"--train-iters {optim.train_iters} and --train-{name} {length} are both given. Only one of them can "
-                "set the length of a run; drop the other."
-            )
+    if optim.train_iters is not None and optim.train_samples is not None:
+        yield (
+            f"--train-iters {optim.train_iters} and --train-samples {optim.train_samples} are both given. Only "
+            "one of them can set the length of a run; drop the other."
+        )
 
 
 def _data_problems(data: DataConfig, provenance: Mapping[str, str]) -> Iterator[str]:

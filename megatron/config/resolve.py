@@ -89,6 +89,7 @@ def resolve_optim(request: OptimRequest, global_batch_size: int, tokens_per_samp
         lr=rate,
         train_iters=request.train_iters or 0,
         tokens_per_sample=tokens_per_sample,
+        most_iters=request.given_iters if request.train_tokens is not None else None,
     )
     return dataclasses.replace(found, train_iters=planned_iterations(found))
 

@@ -31,6 +31,7 @@ SCHEDULE_FIELDS = (
 # These may change, and a user who did not intend it will want to know.
 _NOTABLE = frozenset(
     {*SCHEDULE_FIELDS, "global_batch_size", "rampup_batch_size", "weight_decay", "clip_grad", "fp16", "bf16"}
+    | {"start_weight_decay", "end_weight_decay", "weight_decay_incr_style"}
     | {
         "hidden_dropout",
         "attention_dropout",
@@ -165,13 +166,15 @@ def _fix_decay(saved: Mapping[str, Any], optim: OptimConfig, taken: dict[str, di
     unit = _unit(saved)
     if any(saved.get(f"lr_decay_{kind}") for kind in ("iters", "samples", "tokens")):
         return  # it has a length of its own, which is taken over
-    length = saved.get(f"train_{unit}")
-    if length is not None and length != getattr(optim, f"train_{unit}"):
+    length = saved.get("most_iters") or saved.get(f"train_{unit}")
+    if length is not None and length != (optim.most_iters or getattr(optim, f"train_{unit}")):
         taken.setdefault("optim", {})[f"lr_decay_{unit}"] = length
 
 
 def _unit(optim: Mapping[str, Any]) -> str:
-    """What ends a run and its decay: samples, tokens or steps."""
+    """What measures a run and its decay: samples, tokens or steps."""
+    if optim.get("most_iters") is not None:
+        return "iters"
     given = (unit for unit in ("samples", "tokens") if optim.get(f"train_{unit}") is not None)
     return next(given, "iters")
 

@@ -46,7 +46,7 @@ def schedule(optim: OptimConfig) -> Schedule:
     if optim.lr_decay_tokens is not None:
         decay = optim.lr_decay_tokens / optim.tokens_per_sample
     elif not in_samples:
-        decay = (optim.lr_decay_iters or optim.train_iters) * per_step
+        decay = (optim.lr_decay_iters or optim.given_iters or 0) * per_step
     else:
         tokens = optim.train_tokens or 0
         decay = optim.lr_decay_samples or optim.train_samples or tokens / optim.tokens_per_sample
@@ -74,6 +74,23 @@ def learning_rate(optim: OptimConfig, consumed_samples: int) -> float:
     ratio = (consumed_samples - course.warmup_samples) / (course.decay_samples - course.warmup_samples)
     remaining = 1.0 - ratio if optim.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
     return floor + remaining * (peak - floor)
+
+
+def weight_decay(optim: OptimConfig, consumed_samples: int) -> float:
+    """Weight decay of the step that starts after so many consumed samples.
+
+    Source: deepspeedai's Megatron-DeepSpeed `megatron/optimizer_param_scheduler.py`, `get_wd`.
+    """
+    start, end = optim.start_weight_decay, optim.end_weight_decay
+    if optim.weight_decay_incr_style == "constant" or start is None or end is None:
+        return optim.weight_decay
+    length: float = (optim.given_iters or 0) * optim.global_batch_size
+    if optim.is_counted_in_samples:
+        length = optim.train_samples or (optim.train_tokens or 0) / optim.tokens_per_sample
+    ratio = min(1.0, consumed_samples / length) if length > 0 else 1.0
+    if optim.weight_decay_incr_style == "cosine":
+        ratio = 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
+    return start + ratio * (end - start)
 
 
 def global_batch_size(optim: OptimConfig, consumed_samples: int) -> int:
@@ -120,10 +137,10 @@ def is_done(optim: OptimConfig, step: int, consumed_samples: int) -> bool:
 
     Source: deepspeedai's Megatron-DeepSpeed `megatron/training.py`, `train`, for tokens.
     """
-    if not optim.is_counted_in_samples:
-        return step >= optim.train_iters
     if optim.train_tokens is not None and consumed_samples * optim.tokens_per_sample >= optim.train_tokens:
         return True
+    if not optim.is_counted_in_samples:
+        return step >= (optim.given_iters or 0)
     following = consumed_samples + global_batch_size(optim, consumed_samples)
     return optim.train_samples is not None and following > optim.train_samples
 
@@ -134,7 +151,7 @@ def planned_iterations(optim: OptimConfig, step: int = 0, consumed_samples: int 
     Source: bigscience Megatron-DeepSpeed `megatron/training.py`, `update_train_iters`; unlike there, a run that ends
     inside the ramp-up stops before the first batch that would exceed --train-samples.
     """
-    if not optim.is_counted_in_samples:
+    if optim.train_tokens is None and optim.train_samples is None:
         return optim.train_iters
     for size in ramp_up_batches(optim, consumed_samples):
         if is_done(optim, step, consumed_samples):
@@ -142,7 +159,7 @@ def planned_iterations(optim: OptimConfig, step: int = 0, consumed_samples: int 
         consumed_samples += size
         step += 1
     batch = optim.global_batch_size
-    left = []
+    left = [] if optim.most_iters is None else [optim.most_iters - step]
     if optim.train_samples is not None:
         left.append((optim.train_samples - consumed_samples) // batch)
     if optim.train_tokens is not None:
@@ -169,7 +186,8 @@ def planned_samples(
     if optim.train_samples is not None:
         train = optim.train_samples
     else:
-        steps = planned_iterations(optim, step, consumed_samples) - step
+        last = optim.given_iters or planned_iterations(optim, step, consumed_samples)
+        steps = last - step
         train = samples_after(optim, max(0, steps), consumed_samples)
     train += skipped_steps(control.skip_ranges, after=step) * batch
     return train, control.eval_iters * batch, control.eval_iters * batch

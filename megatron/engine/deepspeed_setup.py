@@ -95,7 +95,8 @@ def build_optimizer(optim: OptimConfig, module: nn.Module, mesh: ParallelMesh) -
             spec = shard_spec_of(parameter)
             found.setdefault((not spec.is_matrix, spec.lr_multiplier), []).append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": found[key], "weight_decay": decays[key[0]], "lr_multiplier": key[1]} for key in sorted(found)
+        {"params": found[key], "weight_decay": decays[key[0]], "is_decayed": not key[0], "lr_multiplier": key[1]}
+        for key in sorted(found)
     ]
     groups = _evenly_many(groups, mesh)
     rate = optim.lr or 0.0
@@ -113,6 +114,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
     """Sets the learning rate of every group of `build_optimizer`."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_multiplier"]
+
+
+def set_weight_decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
+    """Sets the weight decay of the groups that have one."""
+    for group in optimizer.param_groups:
+        group["weight_decay"] = weight_decay if group["is_decayed"] else 0.0
 
 
 def _evenly_many(groups: list[dict[str, Any]], mesh: ParallelMesh) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.config import OptimConfig, PrecisionConfig
-from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_learning_rate
+from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_learning_rate, set_weight_decay
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.pipeline import StageHooks
 from megatron.engine.stage_build import build_module
@@ -120,19 +120,24 @@ class Engine:
             for name, value in state.items():
                 setattr(scaler, name, value)
 
-    def train_batch(self, micro_batches: Sequence[MicroBatch | None], learning_rate: float) -> StepResult:
+    def train_batch(
+        self, micro_batches: Sequence[MicroBatch | None], learning_rate: float, weight_decay: float | None = None
+    ) -> StepResult:
         """Trains one global batch.
 
         Args:
             micro_batches: this rank's micro-batches of the global batch, the same number on every rank; None on a
                 pipeline stage that is neither the first nor the last.
             learning_rate: the learning rate of this step.
+            weight_decay: the weight decay of this step; that of the last one if left out.
         """
         count = len(micro_batches)
         deepspeed_samples = count * self.optim.micro_batch_size * self.mesh.gradient.size
         if deepspeed_samples != self.deepspeed.train_batch_size():
             self.deepspeed.set_train_batch_size(deepspeed_samples)
         set_learning_rate(self.optimizer, learning_rate)
+        if weight_decay is not None:
+            set_weight_decay(self.optimizer, weight_decay)
         batches = self._prepare(micro_batches)
         self.module.train()
         if self.is_pipelined:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron import log
 from megatron.checkpoint.record import Progress
-from megatron.config.schedule import learning_rate
+from megatron.config.schedule import learning_rate, weight_decay
 from megatron.errors import ExitCode, NumericsError
 from megatron.observe.metrics import StepOutcome
 from megatron.train.build import Run
@@ -48,8 +48,9 @@ def train(run: Run) -> ExitCode:
     while not run.is_done:
         run.skip_data_ranges()
         started_at = time.monotonic()
-        rate = learning_rate(run.config.optim, run.progress.consumed_samples)
-        step = run.engine.train_batch(run.train_batches(), rate)
+        optim, consumed = run.config.optim, run.progress.consumed_samples
+        rate = learning_rate(optim, consumed)
+        step = run.engine.train_batch(run.train_batches(), rate, weight_decay(optim, consumed))
         run.progress = run.progress.after(
             step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron import log
-from megatron.checkpoint import Found, find, load_newest, newest_record
+from megatron.checkpoint import Found, find, folder_of_step, load_newest, newest_record
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import ControlConfig
 from megatron.engine.engine import Engine
@@ -39,7 +39,7 @@ def find_saved_run(control: ControlConfig, mesh: ParallelMesh) -> SavedRun | Non
         if control.save is not None:
             run_on_first(mesh, lambda: _reject_foreign_save(str(control.save)))
         return None
-    found = newest_record(Path(control.load), mesh)
+    found = newest_record(_source(control, mesh), mesh)
     if found is not None:
         return SavedRun(Record.from_json(found.record, found.path), found)
     for flag, is_set in (("--eval-only", control.eval_only), ("--finetune", control.finetune)):
@@ -86,7 +86,7 @@ def load_tensors(control: ControlConfig, engine: Engine, saved: SavedRun | None)
             "with --no-load-optim (the moments start from zero) or with --finetune."
         )
     loaded = load_newest(
-        Path(str(control.load)),
+        _source(control, engine.mesh),
         lambda: wanted_pieces(engine, with_optimizer=with_optimizer),
         engine.mesh,
         known=saved.found,
@@ -106,6 +106,30 @@ def load_tensors(control: ControlConfig, engine: Engine, saved: SavedRun | None)
         f"{progress.consumed_tokens} tokens consumed"
     )
     return record, progress
+
+
+def _source(control: ControlConfig, mesh: ParallelMesh) -> Path:
+    """The folder to look for checkpoints in: that of --load, or of one step in it; collective over the mesh.
+
+    Raises:
+        CheckpointError: there is no checkpoint of the step, or --save holds later ones, from which the next run would
+            continue.
+    """
+    directory, step = Path(str(control.load)), control.load_step
+    if step is None:
+        return directory
+
+    def chosen() -> str:
+        folder = folder_of_step(directory, step)
+        later = [candidate.step for candidate in find(Path(control.save))] if control.save else []
+        if later and later[0] > step:
+            raise CheckpointError(
+                f"--ckpt-step {step} is older than the checkpoint of step {later[0]} in --save {control.save}, which "
+                "the next run would continue from. Save to another folder."
+            )
+        return str(folder)
+
+    return Path(run_on_first(mesh, chosen))
 
 
 def _reject_foreign_save(directory: str) -> None:

@@ -144,7 +144,6 @@ REFUSALS = [
     ("", "--lr", "--lr is required"),
     ("", "--train-iters", "--train-iters, --train-samples or --train-tokens is required"),
     ("--train-samples 100", "", r"--train-iters 10 and --train-samples 100 are both given"),
-    ("--train-tokens 100", "", r"--train-iters 10 and --train-tokens 100 are both given"),
     (
         "--train-tokens 99 --lr-decay-iters 5",
         "--train-iters",
@@ -154,6 +153,18 @@ REFUSALS = [
     ("--lr-decay-tokens 99 --lr-decay-iters 5", "", r"--lr-decay-iters 5 and --lr-decay-tokens 99 are both given"),
     ("--lr-warmup-tokens 9 --lr-warmup-iters 5", "", r"--lr-warmup-iters 5 and --lr-warmup-tokens 9 are both given"),
     ("--lr-warmup-tokens 9 --lr-warmup-fraction .1", "", r"-fraction 0.1 and --lr-warmup-tokens 9 are both given"),
+    ("--start-weight-decay 0.1", "", r"--start-weight-decay 0.1 does not go with --weight-decay-incr-style constant"),
+    ("--end-weight-decay 0.1", "", r"--end-weight-decay 0.1 does not go with --weight-decay-incr-style constant"),
+    (
+        "--weight-decay-incr-style linear --end-weight-decay 1",
+        "",
+        r"--weight-decay-incr-style linear needs --start-weight-decay",
+    ),
+    (
+        "--weight-decay-incr-style cosine --start-weight-decay 1",
+        "",
+        r"--weight-decay-incr-style cosine needs --end-weight-decay",
+    ),
     ("--min-lr 1", "", r"--min-lr 1.0 is more than --lr 0.001"),
     ("--global-batch-size 7", "", r"--global-batch-size 7 is not a multiple of --micro-batch-size 2. Use 6 or 8"),
     ("--global-batch-size 1", "", r"--global-batch-size 1 is not a multiple of --micro-batch-size 2. Use 2"),
@@ -247,6 +258,9 @@ REFUSALS = [
     ("--from-scratch --eval-only --load x", "", r"--from-scratch and --eval-only contradict"),
     ("--finetune", "", r"--finetune needs --load"),
     ("--eval-only", "", r"--eval-only needs --load"),
+    ("--ckpt-step 5", "", r"--ckpt-step 5 needs --load"),
+    ("--load-tag newest --load x", "", r"--load-tag newest names no step.*use --ckpt-step 500"),
+    ("--load-tag global_step7 --ckpt-step 8 --load x", "", r"global_step7 and --ckpt-step 8 name two steps"),
     ("--exit-on-missing-checkpoint", "", r"--exit-on-missing-checkpoint needs --load"),
 ]
 

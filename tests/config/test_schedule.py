@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.resolve import resolve_optim
 from megatron.config.schedule import (
     Schedule,
     global_batch_size,
@@ -22,7 +23,9 @@ from megatron.config.schedule import (
     samples_before_step,
     schedule,
     skipped_steps,
+    weight_decay,
 )
+from megatron.config.sections.optim import OptimRequest
 from megatron.errors import ConfigError
 from tests.train.samples import control_config, optim_config
 
@@ -269,6 +272,18 @@ def test_samples_and_tokens_end_a_run_at_whichever_comes_first() -> None:
     assert planned_iterations(by_samples) == 2 and is_done(by_samples, 2, 16)
 
 
+def test_steps_and_tokens_end_a_run_at_whichever_comes_first() -> None:
+    request = OptimRequest(micro_batch_size=2, global_batch_size=8, train_iters=10, train_tokens=640, lr=1.0)
+    optim = resolve_optim(request, 8, 32)  # 20 samples, 8 a step
+    assert (optim.train_iters, optim.most_iters) == (3, 10)
+    assert [is_done(optim, step, step * 8) for step in range(5)] == [False, False, False, True, True]
+    assert planned_samples(optim, control_config(eval_iters=0))[0] == 80  # as upstream plans its data
+    assert schedule(optim) == Schedule(0, 80)
+    short = resolve_optim(dataclasses.replace(request, train_iters=2), 8, 32)
+    assert (short.train_iters, planned_iterations(short, 1, 8)) == (2, 2) and is_done(short, 2, 16)
+    assert resolve_optim(optim, 8, 32) == optim
+
+
 def test_a_change_of_batch_size_does_not_move_the_last_token() -> None:
     optim = optim_config(**TOKENS, global_batch_size=16, train_tokens=105 * 32)
     assert planned_iterations(optim, 1, 8) == 8  # 8 + 7 x 16 = 120
@@ -287,3 +302,18 @@ def test_a_schedule_in_tokens_goes_with_a_length_in_steps() -> None:
     optim = optim_config(**TOKENS, train_iters=10, lr_decay_tokens=5 * 8 * 32, lr_warmup_iters=1)
     assert schedule(optim) == Schedule(8, 40)
     assert schedule(optim_config(**TOKENS, train_tokens=640, lr_warmup_fraction=0.5)) == Schedule(10, 20)
+
+
+@pytest.mark.parametrize(
+    ("style", "decays"),
+    [("linear", [0.1, 0.15, 0.2, 0.25, 0.3, 0.3]), ("cosine", [0.1, 0.1293, 0.2, 0.2707, 0.3, 0.3])],
+)
+@pytest.mark.parametrize(
+    "length", [{"train_iters": 4}, {"train_samples": 32}, {**TOKENS, "train_tokens": 32 * 32}], ids=str
+)
+def test_weight_decay_rises_over_the_run(style: str, decays: list[float], length: dict[str, int]) -> None:
+    optim = optim_config(
+        **length, weight_decay_incr_style=style, start_weight_decay=0.1, end_weight_decay=0.3, weight_decay=7.0
+    )
+    assert [weight_decay(optim, 8 * step) for step in range(6)] == pytest.approx(decays, abs=1e-4)
+    assert weight_decay(optim_config(weight_decay=7.0), 8) == 7.0

@@ -51,15 +51,15 @@ class Comparison:
     returns_equal: bool
 
 
-def compare(source: Path, folder: Path) -> Comparison:
+def compare(source: Path, imported: Path, folder: Path) -> Comparison:
     """Compares one model directory.
 
     Args:
-        folder: where the checkpoints and the export go.
+        imported: the checkpoint that was made from it.
+        folder: where further checkpoints and the export go.
     """
     tokens = sample_tokens()
     reference = load_reference(source)[0]
-    imported = import_model(ImportRequest(source, folder / "imported"))
     model, network = load_network(imported)
     with torch.no_grad():
         expected = reference(tokens, labels=tokens)

@@ -1,4 +1,4 @@
-"""Folders with tiny models, written once a session."""
+"""Folders with tiny models and with their imported checkpoints, written once a session."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.convert.hugging_face.importing import ImportRequest, import_model
 from tests.convert.tiny_models import write_tiny_model
 
 
@@ -18,6 +19,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     def folder_of(name: str) -> Path:
         if name not in folders:
             folders[name] = write_tiny_model(name, tmp_path_factory.mktemp(name))
+        return folders[name]
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def imported_model(
+    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """The folder of a tiny model's checkpoint by its name; imported when it is first asked for."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(name: str) -> Path:
+        if name not in folders:
+            target = tmp_path_factory.mktemp(f"imported-{name}") / "checkpoints"
+            folders[name] = import_model(ImportRequest(tiny_model(name), target))
         return folders[name]
 
     return folder_of

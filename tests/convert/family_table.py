@@ -5,11 +5,17 @@ Import and export name the largest difference of logits as a share of the larges
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from transformers.utils import logging
+
+from megatron import log
+from megatron.convert.hugging_face.importing import ImportRequest, import_model
 from tests.convert.comparison import Comparison, compare
 from tests.convert.tiny_models import TINY_MODELS, write_tiny_model
 
@@ -20,8 +26,11 @@ def rows(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """A row for each model."""
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            source = write_tiny_model(name, Path(folder) / "model")
-            yield row(name, compare(source, Path(folder)))
+            with contextlib.redirect_stdout(io.StringIO()):  # what was loaded and saved
+                source = write_tiny_model(name, Path(folder) / "model")
+                imported = import_model(ImportRequest(source, Path(folder) / "imported"))
+                found = compare(source, imported, Path(folder))
+            yield row(name, found)
 
 
 def row(name: str, found: Comparison) -> tuple[str, ...]:
@@ -45,4 +54,7 @@ def main(names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    log.set_level("warning")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     main(sys.argv[1:])

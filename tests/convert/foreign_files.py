@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
+from megatron.convert.megatron_format.architecture import model_config
+from megatron.convert.megatron_format.model import ForeignModel, ForeignPieces
 from megatron.convert.megatron_format.tensors import tensor_rules
 
 VOCABULARY = 600
@@ -130,6 +132,16 @@ def gpt2_arguments(**changes: Any) -> argparse.Namespace:
     return argparse.Namespace(**values)
 
 
+def foreign(arguments: argparse.Namespace, **how: Any) -> Foreign:
+    """A network with random tensors, as its arguments describe it."""
+    arguments.tensor_model_parallel_size = how.get("ranks", 1)
+    stored = dict(vars(arguments))
+    kind = stored.get("position_embedding_type")
+    if isinstance(kind, PositionEmbeddingType):
+        stored["position_embedding_type"] = kind.name
+    return Foreign(model_config(stored, VOCABULARY), arguments, **how)
+
+
 def save(value: Any, path: Path) -> None:
     """torch.save into a folder that is made; the classes of other programs are there while it pickles."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +221,8 @@ def _adam(foreign: Foreign, weights: Mapping[str, Tensor], stage: int, rank: int
     moments = {kind: _stage(foreign, kind, stage, rank) for kind in ("exp_avg", "exp_avg_sq")}
     matrices = [name for name, value in weights.items() if value.dim() > 1]
     vectors = [name for name, value in weights.items() if value.dim() == 1]
-    state, groups = {}, []
+    state: dict[int, Any] = {}
+    groups: list[dict[str, Any]] = []
     for names, decay in ((matrices, 0.01), (vectors, 0.0)):
         groups.append({"params": list(range(len(state), len(state) + len(names))), "weight_decay": decay, "step": 3})
         for name in names:
@@ -231,10 +244,16 @@ def write_pipeline(folder: Path, foreign: Foreign, *, bigscience: bool = True) -
         layers[norm] = {
             last: foreign.local("weight", f"decoder.final_layernorm.{last}", rank) for last in ("weight", "bias")
         }
-        for number, content in layers.items():
-            save(OrderedDict(content), target / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+        for number, tensors in layers.items():
+            save(OrderedDict(tensors), target / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
     for rank in range(foreign.ranks * foreign.stages):
-        content = {"module": None, "args": foreign.stored, "iteration": 3, "global_steps": 3, "param_shapes": []}
+        content: dict[str, Any] = {
+            "module": None,
+            "args": foreign.stored,
+            "iteration": 3,
+            "global_steps": 3,
+            "param_shapes": [],
+        }
         save(content, target / f"mp_rank_{rank:02d}_model_states.pt")
     (folder / "latest").write_text("global_step3")
     return folder
@@ -286,3 +305,13 @@ def _universal_names(foreign: Foreign) -> dict[str, str]:
             inner = name.removeprefix("embedding.").replace("word_embeddings_layernorm", "word_embeddings.norm")
             found[name] = f"tied_modules.embed.{inner}"
     return found
+
+
+def check_equal(opened: ForeignModel, written: Foreign, *, moments: bool) -> None:
+    """Compares every tensor."""
+    opened.check()
+    assert opened.has_moments is moments
+    pieces = ForeignPieces(opened)
+    for kind in ("weight", "exp_avg", "exp_avg_sq") if moments else ("weight",):
+        for name, rule in tensor_rules(written.config).items():
+            assert torch.equal(pieces.tensor(rule, kind), written.tensors[kind][name]), (name, kind)  # type: ignore[arg-type]

@@ -37,7 +37,8 @@ def write_sparse_model(folder: Path, *, layers: int, hidden: int, inner: int, ro
         _write_file(folder / name, members)
     if len(files) > 1:
         weight_map = {tensor.name: name for name, members in files.items() for tensor in members}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+        index = {"metadata": {"total_size": 0}, "weight_map": weight_map}  # transformers wants the first to be there
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     write_tokenizer(folder)
     return sum(tensor.size_bytes for tensor in planned)
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from megatron.convert.foreign import newest_folder, open_foreign
-from megatron.convert.megatron_format.architecture import model_config
-from megatron.convert.megatron_format.model import ForeignModel, ForeignPieces
+from megatron.convert.megatron_format.model import ForeignPieces
 from megatron.convert.megatron_format.tensors import tensor_rules
 from megatron.convert.megatron_format.torch_files import Choices
 from megatron.errors import ConversionError
 from tests.convert.foreign_files import (
     VOCABULARY,
-    Foreign,
     PositionEmbeddingType,
+    check_equal,
+    foreign,
     gpt2_arguments,
     save,
     write_pipeline,
@@ -35,16 +35,6 @@ NVIDIA = {
 }  # fmt: skip
 
 
-def foreign(arguments: argparse.Namespace, **how: Any) -> Foreign:
-    """A network with random tensors, as its arguments describe it."""
-    arguments.tensor_model_parallel_size = how.get("ranks", 1)
-    stored = dict(vars(arguments))
-    kind = stored.get("position_embedding_type")
-    if isinstance(kind, PositionEmbeddingType):
-        stored["position_embedding_type"] = kind.name
-    return Foreign(model_config(stored, VOCABULARY), arguments, **how)
-
-
 def nvidia_arguments(**changes: Any) -> argparse.Namespace:
     """The arguments of a small run of NVIDIA's program."""
     arguments = gpt2_arguments(**{**NVIDIA, **changes})
@@ -56,16 +46,6 @@ def nvidia_arguments(**changes: Any) -> argparse.Namespace:
 def bloom_arguments(**changes: Any) -> argparse.Namespace:
     """The arguments of a small BLOOM."""
     return gpt2_arguments(position_embedding_type=PositionEmbeddingType.alibi, embed_layernorm=True, **changes)
-
-
-def check_equal(opened: ForeignModel, written: Foreign, *, moments: bool) -> None:
-    """Compares every tensor."""
-    opened.check()
-    assert opened.has_moments is moments
-    pieces = ForeignPieces(opened)
-    for kind in ("weight", "exp_avg", "exp_avg_sq") if moments else ("weight",):
-        for name, rule in tensor_rules(written.config).items():
-            assert torch.equal(pieces.tensor(rule, kind), written.tensors[kind][name]), (name, kind)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +123,19 @@ def test_missing_and_unknown_tensors_are_named(tmp_path: Path) -> None:
     written.stored.kv_channels = 16
     opened = open_foreign(write_torch_layout(tmp_path / "shape", written, with_optimizer=False), CHOICES)
     with pytest.raises(ConversionError, match=r"has shape \[32\], not \[64\]"):
+        opened.check()
+
+
+def test_groups_that_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
+    written = foreign(nvidia_arguments(num_layers=1), ranks=2, core_names=True)
+    folder = write_torch_layout(tmp_path, written, with_optimizer=False)
+    for rank in range(2):
+        path = folder / "iter_0000003" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        content = torch.load(path, weights_only=False)
+        content["args"].num_query_groups = 1
+        save(content, path)
+    opened = open_foreign(folder, CHOICES)
+    with pytest.raises(ConversionError, match="linear_qkv.weight has 1 blocks, which 2 tensor-parallel ranks"):
         opened.check()
 
 

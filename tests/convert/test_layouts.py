@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
-from megatron.convert.hugging_face.importing import ImportRequest, import_model
 from megatron.data.loader import Batch
 from megatron.inference.weights import load_weights
 from megatron.model.gpt import gpt_layers, whole_logits
@@ -59,12 +58,14 @@ def batches() -> list[Batch]:
     ]
 
 
-def continue_training(rank: int, layout: tuple[int, int], folder: Path) -> dict[str, tuple[float, float, float]]:
+def continue_training(
+    rank: int, layout: tuple[int, int], folders: dict[str, Path]
+) -> dict[str, tuple[float, float, float]]:
     """Loss of an evaluation, then loss and gradient norm of the first step, of every model."""
     found = {}
     mesh: ParallelMesh | None = None
     for name in MODELS:
-        config = load_config(folder / name, *layout)
+        config = load_config(folders[name], *layout)
         mesh = mesh or open_mesh(config.parallel)
         engine = build_engine(config, mesh)
         load_tensors(config.control, engine, find_saved_run(config.control, mesh))
@@ -74,15 +75,15 @@ def continue_training(rank: int, layout: tuple[int, int], folder: Path) -> dict[
     return found
 
 
-def split_logits(rank: int, folder: Path) -> dict[str, torch.Tensor]:
+def split_logits(rank: int, folders: dict[str, Path]) -> dict[str, torch.Tensor]:
     """The logits of every model over two tensor ranks."""
     found = {}
     mesh: ParallelMesh | None = None
     for name in MODELS:
-        config = load_config(folder / name, 2, 1)
+        config = load_config(folders[name], 2, 1)
         mesh = mesh or open_mesh(config.parallel)
         network = LayerStack(gpt_layers(config.model, mesh)).eval()
-        load_weights(network, folder / name, mesh)
+        load_weights(network, folders[name], mesh)
         with torch.no_grad():
             logits = network(sample_tokens(), StepSettings().context(torch.arange(2)))
             found[name] = whole_logits(logits, mesh.tp, config.model.vocab_size)
@@ -90,30 +91,27 @@ def split_logits(rank: int, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def evaluate_and_split(
-    rank: int, layout: tuple[int, int], folder: Path
+    rank: int, layout: tuple[int, int], folders: dict[str, Path]
 ) -> tuple[dict[str, tuple[float, float, float]], dict[str, torch.Tensor]]:
     """Both, where the layout has tensor ranks."""
-    logits = split_logits(rank, folder) if layout[0] > 1 else {}
-    return continue_training(rank, layout, folder), logits
+    logits = split_logits(rank, folders) if layout[0] > 1 else {}
+    return continue_training(rank, layout, folders), logits
 
 
 @pytest.fixture(scope="module")
-def imported(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("imported")
-    for name in MODELS:
-        import_model(ImportRequest(tiny_model(name), folder / name))
-    return folder
+def imported(imported_model: Callable[[str], Path]) -> dict[str, Path]:
+    return {name: imported_model(name) for name in MODELS}
 
 
 @pytest.fixture(scope="module")
-def expected(imported: Path) -> dict[str, tuple[float, float, float]]:
+def expected(imported: dict[str, Path]) -> dict[str, tuple[float, float, float]]:
     return run_ranks(continue_training, 1, (1, 1), imported)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_an_imported_model_is_the_same_in_every_layout(
     layout: tuple[int, int],
-    imported: Path,
+    imported: dict[str, Path],
     expected: dict[str, tuple[float, float, float]],
     tiny_model: Callable[[str], Path],
 ) -> None:

@@ -120,7 +120,9 @@ TINY_MODELS: Mapping[str, TinyModel] = {
         "llama", {**LLAMA, "num_key_value_heads": 1, "tie_word_embeddings": True, **_rope("linear", factor=4.0)}
     ),
     "llama-dynamic": TinyModel("llama", {**LLAMA, "max_position_embeddings": CONTEXT, **_rope("dynamic", factor=4.0)}),
-    "llama-yarn": TinyModel("llama", {**LLAMA, **_rope("yarn", factor=4.0, original_max_position_embeddings=CONTEXT)}),
+    "llama-yarn": TinyModel(
+        "llama", {**LLAMA, **_rope("yarn", rope_theta=20.0, factor=4.0, original_max_position_embeddings=CONTEXT)}
+    ),
     "llama-biases": TinyModel(
         "llama",
         {

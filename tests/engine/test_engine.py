@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate
+from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate, set_weight_decay
 from megatron.engine.engine import Engine
 from megatron.errors import ConfigError
 from megatron.model.interface.network import LayerStack
@@ -83,6 +83,8 @@ def test_groups_differ_in_weight_decay_and_learning_rate() -> None:
     set_learning_rate(optimizer, 0.8)
     found = [(group["lr"], group["eps"], group["weight_decay"]) for group in optimizer.param_groups]
     assert found == [(0.2, 0.25e-6, 0.3), (0.8, 1e-6, 0.3), (0.8, 1e-6, 0.0)]
+    set_weight_decay(optimizer, 0.5)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5, 0.0]
 
 
 def groups_of_stages(rank: int) -> tuple[list[set[str]], str]:
@@ -147,6 +149,30 @@ def test_every_parameter_is_counted_once_and_deepspeed_uses_our_groups() -> None
         assert second["counted"] == second["split"] - second["copies"]
         assert first["copies"] == second["copies"] == ({"embedding.word_embeddings.weight"} if stage else set())
     assert all(rank["module"] and all(rank["groups"]) for rank in ranks)
+
+
+def decayed(rank: int) -> dict[int, set[tuple[bool, float]]]:
+    """What a step with a weight decay of its own does to matrices (True) and vectors, by ZeRO stage.
+
+    The learning rate is so small that only the decay, which it multiplies, moves the weights.
+    """
+    found = {}
+    for stage, flags in ((0, ["--optimizer", "adam"]), (1, ["--optimizer", "adam", "--bf16"])):
+        config = layout_config(RECIPE, (1, 1, 1), stage, flags)
+        engine = engine_of((1, 1, 1), stage, *flags)
+        before = {p.global_name: p.detach().float().clone() for p in engine.module.parameters()}
+        engine.train_batch(local_batches(RECIPE, config, engine.mesh, 0, False), 1e-9, 0.5e9)
+        found[stage] = {
+            (shard_spec_of(p).is_matrix, round(float(p.detach().float().norm() / before[p.global_name].norm()), 2))
+            for p in engine.module.parameters()
+            if float(before[p.global_name].norm()) > 0
+        }
+    return found
+
+
+def test_a_step_may_have_a_weight_decay_of_its_own() -> None:
+    (found,) = run_ranks(decayed, 1)
+    assert found == {0: {(True, 0.5), (False, 1.0)}, 1: {(True, 0.5), (False, 1.0)}}
 
 
 def train_with_clipping(rank: int, clip: float, zero_stage: int) -> dict[str, object]:

@@ -219,6 +219,18 @@ def test_unconditional_samples_depend_only_on_seed_and_index(checkpoints: Path, 
     assert run("--num-samples", "5", "--seed", "99") != five
 
 
+def test_only_tokens_of_the_tokenizer_are_generated(tmp_path: Path) -> None:
+    """Most entries of this network stand for no token, and an untrained network would choose among all of them."""
+    wide = make_checkpoint(tmp_path, "--vocab-size", "20000")
+    out = tmp_path / "samples.jsonl"
+    flags = ["--load", str(wide), "--num-samples", "2", "--out-seq-length", "12", "--genfile", str(out)]
+    assert generate_samples_gpt.main([*flags, "--load-tag", "global_step3"]) == 0
+    tokens = [token for line in out.read_text().splitlines() for token in json.loads(line)["tokens"]]
+    assert len(tokens) >= 12 and max(tokens) < 2000
+    with pytest.raises(CheckpointError, match="holds no checkpoint of step 2"):
+        generate_samples_gpt.main([*flags, "--ckpt-step", "2"])
+
+
 def test_two_ranks_generate_the_same_text_as_one(checkpoints: Path, prompt_file: Path) -> None:
     common = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "20", "--greedy"]
     one, two = prompt_file.with_name("one"), prompt_file.with_name("two")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from megatron.config import ModelConfig
+from megatron.config import Machine, ModelConfig, TokenizerFacts, parse, resolve
 from megatron.config.files.preset_files import preset_names, preset_path
 from megatron.config.run import frozen
 from megatron.model.gpt import gpt_layers
@@ -84,6 +84,8 @@ NOMINAL = {
     "dsgpt2-112m-half": (None, 81_175_296),
     "dsgpt2-345m": (None, 353_840_128),
 }
+# Presets that also say how to train; only data and tokenizer are missing.
+RECIPES = ("laptop",)
 
 
 def parameters(name: str) -> tuple[int, int]:
@@ -96,7 +98,7 @@ def parameters(name: str) -> tuple[int, int]:
 
 
 def test_every_preset_is_checked() -> None:
-    assert sorted({*PUBLISHED, *NOMINAL}) == preset_names()
+    assert sorted({*PUBLISHED, *NOMINAL, *RECIPES}) == preset_names()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -109,3 +111,14 @@ def test_the_number_of_parameters_in_the_name(name: str) -> None:
     nominal, exact = NOMINAL[name]
     assert parameters(name) == (exact, exact)
     assert nominal is None or exact == pytest.approx(nominal, rel=0.03)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_needs_only_data_and_a_tokenizer(name: str) -> None:
+    words = ["--model-preset", name, "--data-path", "text", "--vocab-file", "v.json", "--merge-file", "m.txt"]
+    request = parse([*words, "--save", "folder", "--load", "folder"])
+    machine = Machine("cpu", 2, supports_fp16=False, supports_bf16=True)
+    config = resolve(request, machine, TokenizerFacts(8000, 0, "fingerprint"))
+    layers = gpt_layers(config.model, ParallelMesh.single("meta"))
+    assert sum(layer.cost.parameters for layer in layers) == 4_802_816
+    assert config.optim.train_iters == 200

@@ -13,6 +13,7 @@ import pytest
 
 from megatron.config import ConfigSection, RunRequest, parse, parse_flags
 from megatron.config.overlay import parse_over
+from megatron.config.parse import field_flags
 from tests.helpers.programs import forking_python
 from tests.helpers.recording_shell import recorded
 from tests.reliability.fuzz import FuzzFlags
@@ -53,7 +54,7 @@ def check(command: list[str]) -> None:
     for position, word in enumerate(command):
         rest = command[position + 1 :]
         if word.endswith("pretrain_gpt.py"):
-            parse(rest)
+            parse(rest if "--config" not in rest else with_a_model_file(rest))
             return
         if re.fullmatch(r"(tools|benchmarks|examples)/\w+\.py", word):
             check_tool(word, rest)
@@ -62,6 +63,16 @@ def check(command: list[str]) -> None:
             assert word in SHELL_FILES, f"{word} is not among the shell files that are checked"
             return
     assert command[:3] == ["pip", "install", "-e"], f"nobody checks this command: {command}"
+
+
+def with_a_model_file(words: list[str]) -> list[str]:
+    """The command line with the flags that an import would have written to `--config .../model.yaml`."""
+    place = words.index("--config")
+    assert words[place + 1].endswith("/model.yaml"), words[place + 1]
+    network = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"]
+    network += ["--max-position-embeddings", "2048"]
+    tokenizer = ["--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", "tokenizer"]
+    return [*words[:place], *network, *tokenizer, *words[place + 2 :]]
 
 
 def check_tool(path: str, words: list[str]) -> None:
@@ -129,6 +140,7 @@ def test_files_that_are_named_exist() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_flags_that_are_named_exist(document: str) -> None:
     known = set(re.findall(r"^(--[\w-]+)", (ROOT / "tests" / "config" / "flags.txt").read_text(), flags=re.M))
+    known |= {spelling for entry in field_flags().values() for spelling in entry.spellings}
     text = (ROOT / document).read_text()
     elsewhere = "\n".join(
         path.read_text()
@@ -197,12 +209,12 @@ def test_the_walk_through_of_readme_works(tmp_path: Path) -> None:
         re.search(pattern, text, flags=re.S).group(0)
         for pattern in (
             r"mkdir -p data.*?--workers 2\n",
-            r"MODEL=.*?--attention-dropout 0\n",
+            r"TOKENS=\"--data-path.*?--run-dir runs/demo\n",
             r"torchrun --nproc-per-node 4.*?--train-iters 300\n",
             r"python tools/generate_samples_gpt.py.*?--out-seq-length 40\n",
         )
     )
-    small = "--hidden-size 32 --num-layers 2 --eval-iters 1 --log-interval 1 --save-interval 2"
+    small = "--hidden-size 32 --num-layers 2 --ffn-hidden-size 64 --eval-iters 1 --log-interval 1 --save-interval 2"
     program = "\n".join(
         [
             "set -euo pipefail",

@@ -39,7 +39,8 @@ class FakeRun:
         )
         self.rules = SimpleNamespace(message=lambda verdict, step: f"stopped by {verdict.name} at {step}")
 
-    def _train(self, batches: Any, rate: float) -> Outcome:
+    def _train(self, batches: Any, rate: float, weight_decay: float) -> Outcome:
+        assert weight_decay == self.config.optim.weight_decay
         self.events.append(("train", batches, rate))
         return self.outcome
 

@@ -52,6 +52,28 @@ def test_the_newest_record_is_found(tmp_path: Path) -> None:
     assert found.record == make_record(6)
 
 
+def test_the_checkpoint_of_one_step_is_found(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", 4)
+    saved(folder, 6)
+    found = find_saved_run(control_config(load=str(folder), ckpt_step=4), MESH)
+    assert found is not None and found.record == make_record(4)
+    found = find_saved_run(control_config(load=str(folder), load_tag="global_step6"), MESH)
+    assert found is not None and found.record == make_record(6)
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint of step 5 .*It holds these steps: 6, 4\."):
+        find_saved_run(control_config(load=str(folder), ckpt_step=5), MESH)
+
+
+def test_a_run_from_an_older_step_saves_elsewhere(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", 4)
+    saved(folder, 6)
+    both = {"load": str(folder), "save": str(folder), "save_interval": 1}
+    with pytest.raises(CheckpointError, match=r"--ckpt-step 4 is older than the checkpoint of step 6 in --save"):
+        find_saved_run(control_config(**both, ckpt_step=4), MESH)
+    assert find_saved_run(control_config(**both, ckpt_step=6), MESH) is not None
+    elsewhere = {**both, "save": str(tmp_path / "other")}
+    assert find_saved_run(control_config(**elsewhere, ckpt_step=4), MESH) is not None
+
+
 def test_a_missing_checkpoint_starts_a_new_run_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

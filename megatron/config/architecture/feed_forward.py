@@ -59,7 +59,7 @@ class ExpertFields(FeedForwardFields):
         choices=(0, 1),
         resume=MUST_MATCH,
     )
-    moe_router_topk: int = flag(2, "experts per token", at_least=1, spelled=("--topk",), resume=MUST_MATCH)
+    moe_router_topk: int = flag(2, "experts per token", at_least=1, resume=MUST_MATCH)
     moe_ffn_hidden_size: int = flag(
         help="inner width of an expert; --ffn-hidden-size if unset",
         computed=lambda model: model.ffn_hidden_size,

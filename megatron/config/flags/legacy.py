@@ -48,52 +48,35 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("it was renamed. Use --micro-batch-size (samples per forward pass) and --global-batch-size.", ("batch_size:int",)),
     ("it was renamed. Use --lr-warmup-fraction, --lr-warmup-iters or --lr-warmup-samples.", ("warmup:int",)),
     ("it was renamed. Use --tensor-model-parallel-size.", ("model_parallel_size:int",)),
-    # the network
+    # other kinds of model
     (
-        "weights and activations have one dtype. Use --bf16, whose range needs no wider residual.",
-        ("fp32_residual_connection",),
+        "models with an encoder and a decoder are not supported. Use --num-layers and --seq-length for a GPT.",
+        ("encoder_num_layers:int", "decoder_num_layers:int", "decoder_seq_length:int"),
     ),
     (
-        "only decoder-only GPT models are supported. Drop the flag.",
+        "the vocabulary has no room for sentinel tokens. Add them to the tokenizer's files.",
+        ("vocab_extra_ids:int=0",),
+    ),
+    (
+        "retrieval models are not supported. Drop the flag to train a GPT.",
         (
-            "bert_no_binary_head",
-            "bert_load:str",
-            "mask_prob:float=0.15",
-            "short_seq_prob:float=0.1",
-            "decoder_seq_length:int",
-            "retriever_seq_length:int=256",
-            "vocab_extra_ids:int=0",
-            "encoder_num_layers:int",
-            "decoder_num_layers:int",
-            "pipeline_model_parallel_split_rank:int",
-            "sample_rate:float=1.0",
-            "noise_density:float",
-            "mean_noise_span_length:int",
             "ict_head_size:int",
-            "biencoder_projection_dim:int=0",
-            "biencoder_shared_query_context_model",
             "ict_load:str",
+            "bert_load:str",
+            "biencoder_shared_query_context_model",
             "titles_data_path:str",
-            "query_in_block_prob:float=0.1",
-            "use_one_sent_docs",
             "evidence_data_path:str",
-            "retriever_report_topk_accuracies:int*",
-            "retriever_score_scaling",
-            "block_data_path:str",
             "embedding_path:str",
-            "indexer_batch_size:int=128",
-            "indexer_log_interval:int=1000",
-            "num_classes:int=1000",
-            "img_dim:int=224",
-            "img_h:int=224",
-            "img_w:int=224",
-            "num_channels:int=3",
-            "patch_dim:int=16",
-            "vision_pretraining",
             "output_bert_embeddings",
             "retro_workdir:str",
             "retro_add_retriever",
         ),
+    ),
+    ("vision models are not supported. Drop the flag to train a GPT.", ("vision_pretraining",)),
+    # the network and its training
+    (
+        "weights and activations have one dtype. Use --bf16, whose range needs no wider residual.",
+        ("fp32_residual_connection",),
     ),
     (
         "every token of a document is trained on. Use --eod-mask-loss for end-of-document tokens, or drop the flag.",
@@ -105,34 +88,17 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("mlp_type:str=standard",),
     ),
     ("it is an older router. Use --num-experts with --moe-router-topk 1.", ("num_experts_switch:int",)),
+    ("distillation is not supported. Train without a teacher: drop the flag.", ("kd", "mos", "load_teacher:str")),
     (
-        "distillation is not supported. Train without a teacher: drop the flag.",
-        (
-            "kd",
-            "mos",
-            "load_teacher:str",
-            "num_layers_teacher:int",
-            "hidden_size_teacher:int",
-            "num_attention_heads_teacher:int",
-        ),
+        "all weights have one learning rate. Use --lr, or --use-mup for learning rates by kind of parameter.",
+        ("decoupled_lr:float", "decoupled_min_lr:float"),
     ),
-    ("fp8 is not supported. Use --bf16.", ("fp8_e4m3", "fp8_hybrid", "fp8_format:str", "transformer_impl:str=local")),
+    ("fp8 is not supported. Use --bf16.", ("fp8_e4m3", "fp8_hybrid", "fp8_format:str")),
     # layout
     (
-        "pipelines alternate one forward and one backward pass, without virtual stages. Drop the flag; more "
-        "micro-batches shrink the bubble.",
+        "sequences are not split over ranks, and ranks that hold parts of one would train on samples of their own. Use "
+        "--checkpoint-activations or --tensor-model-parallel-size to save memory.",
         (
-            "num_layers_per_virtual_pipeline_stage:int",
-            "enable_zbh1_pipeline",
-            "enable_zbh1_exact_semantics",
-            "standalone_embedding_stage",
-        ),
-    ),
-    (
-        "sequences are not split over ranks. Use --checkpoint-activations or --tensor-model-parallel-size to save "
-        "memory.",
-        (
-            "sequence_parallel",
             "ds_sequence_parallel_size:int=1",
             "force_ds_sequence_parallel",
             "ds_sequence_parallel_fpdt",
@@ -148,42 +114,41 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "8-bit optimizer state is not supported. Use --optimizer adam with --zero-stage 1 or more.",
         ("use_bnb_optimizer",),
     ),
-    # schedule and data
+    # data
     (
-        "weight decay is constant. Use --weight-decay.",
-        ("start_weight_decay:float", "end_weight_decay:float", "weight_decay_incr_style:str=constant"),
+        "random tokens are not trained on. Give --data-path; tools/build_demo_corpus.py writes a small corpus.",
+        ("mock_data",),
     ),
     (
         "every epoch is shuffled already, and there is only one loader. Drop the flag.",
         ("dataloader_type:str=single",),
     ),
     (
-        "curricula, dropped tokens and compression are not supported. Drop the flag.",
-        ("random_ltd", "data_efficiency_curriculum_learning", "train_desc_path:str"),
+        "curricula and dropped tokens are not supported. Drop the flag.",
+        ("random_ltd", "data_efficiency_curriculum_learning"),
     ),
     (
-        "index files are found by their content. Use --data-cache-path.",
-        ("train_idx_path:str", "train_doc_idx_path:str", "train_sample_idx_path:str", "train_shuffle_idx_path:str"),
+        "the order of samples follows from the data and the seed, and index files are found by their content. Use "
+        "--data-cache-path.",
+        (
+            "train_desc_path:str",
+            "train_idx_path:str",
+            "train_doc_idx_path:str",
+            "train_sample_idx_path:str",
+            "train_shuffle_idx_path:str",
+        ),
     ),
     (
-        "the run's length is a number of steps. Use --train-iters or --train-samples.",
+        "the run's length is a number of steps, samples or tokens. Use --train-iters, --train-samples or "
+        "--train-tokens.",
         ("train_data_exact_num_epochs:int",),
     ),
     ("data is read from local folders only. Give full prefixes in --data-path.", ("aml_data_download_path:str",)),
-    (
-        "no code of a tokenizer's author is run. Save the tokenizer as tokenizer.json and use "
-        "--tokenizer-name-or-path.",
-        ("trust_remote_code",),
-    ),
     # checkpoints and modes
     (
         "flags are not read from a checkpoint. Repeat the command, or give --config RUN_DIR/config.json of the run "
         "that saved it.",
         ("use_checkpoint_args", "use_mp_args_from_checkpoint_args"),
-    ),
-    (
-        "the newest intact checkpoint is loaded. Give --load a folder that contains only the checkpoint you want.",
-        ("load_tag:str", "ckpt_step:int"),
     ),
     (
         "the step count cannot restart without the data. Use --finetune, which takes the weights and starts at step 0.",
@@ -192,15 +157,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "the trainer does not generate text. Use tools/generate_samples_gpt.py to generate text.",
         ("inference", "ds_inference"),
-    ),
-    ("there is no exporter to ONNX. Drop the flag.", ("onnx_safe",)),
-    (
-        "every block is recomputed alike. Drop the flag; --checkpoint-activations recomputes every block.",
-        ("recompute_method:str=uniform",),
-    ),
-    (
-        "no flag starts the profiler. Run the command under a profiler, or drop the flag.",
-        ("profile:str", "profile_steps:str=2,3", "profile_ranks:int*"),
     ),
 )
 
@@ -224,7 +180,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("the loss is always computed in float32, which is more exact.", ("fp16_lm_cross_entropy",)),
     (
         "bfloat16 accumulates gradients in float32 at ZeRO stages 0 and 1 in any case; other dtypes in their own.",
-        ("accumulate_allreduce_grads_in_fp32",),
+        ("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16"),
     ),
     (
         "no fused kernel is required; each operation falls back to plain PyTorch.",
@@ -238,6 +194,8 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "no_gradient_accumulation_fusion",
             "no_bias_swiglu_fusion",
             "no_rope_fusion",
+            "cross_entropy_loss_fusion",
+            "cross_entropy_fusion_impl:str=native",
         ),
     ),
     # parallelism
@@ -263,6 +221,9 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "use_ring_exchange_p2p",
             "overlap_grad_reduce",
             "overlap_param_gather",
+            "tp_comm_overlap",
+            "manual_gc",
+            "manual_gc_interval:int",
             "empty_unused_memory_level:int=0",
         ),
     ),
@@ -309,7 +270,12 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "every rank of a copy of the model has all experts, or a part of each of them; results are the same.",
-        ("moe_expert_parallel_size:int=1", "enable_expert_tensor_parallelism"),
+        (
+            "moe_expert_parallel_size:int=1",
+            "expert_model_parallel_size:int=1",
+            "expert_tensor_parallel_size:int=1",
+            "enable_expert_tensor_parallelism",
+        ),
     ),
     ("experts are chosen by their scores alone, without sampling.", ("disable_moe_top2_2nd_expert_sampling",)),
     (
@@ -324,7 +290,13 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     # data
-    ("token files are memory-mapped and read on demand.", ("mmap_warmup",)),
+    ("token files are memory-mapped and read on demand.", ("mmap_warmup", "no_mmap_bin_files")),
+    (
+        "a causal mask needs no memory; others are made where they are used.",
+        ("no_create_attention_mask_in_dataloader",),
+    ),
+    ("the loss is always the sum over tokens divided by their number.", ("calculate_per_token_loss",)),
+    ("tokens per second are always in the log line.", ("log_throughput",)),
     ("validation reads with --num-workers too.", ("valid_num_workers:int=2",)),
     (
         "the data order has no such option; samples are never repeated within an epoch.",
@@ -360,6 +332,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "embedding_weights_in_fp32",
             "no_fp8_wgrad",
             "fp8_margin:int=0",
+            "fp8_param_gather",
             "fp8_interval:int=1",
             "fp8_amax_history_len:int=1",
             "fp8_amax_compute_algo:str=most_recent",
@@ -372,6 +345,9 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "kd_beta_ce:float=1",
             "kd_temp:float=1.0",
             "num_experts_teacher:int*=1",
+            "num_layers_teacher:int",
+            "hidden_size_teacher:int",
+            "num_attention_heads_teacher:int",
             "use_dataset_only",
             "classes_fraction:float=1.0",
             "data_per_class_fraction:float=1.0",
@@ -401,7 +377,61 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "retro_return_doc_ids",
         ),
     ),
-    ("there is one implementation of the model.", ("use_mcore_models", "use_legacy_models")),
+    (
+        "there is one implementation of the model.",
+        ("use_mcore_models", "use_legacy_models", "transformer_impl:str=local"),
+    ),
+    (
+        "pipelines alternate one forward and one backward pass: the schedule changes the time of a step, not its "
+        "result.",
+        (
+            "num_layers_per_virtual_pipeline_stage:int",
+            "enable_zbh1_pipeline",
+            "enable_zbh1_exact_semantics",
+            "standalone_embedding_stage",
+        ),
+    ),
+    ("it saves memory and changes no result; --checkpoint-activations saves more.", ("sequence_parallel",)),
+    ("every block is recomputed alike; which are kept changes memory, not results.", ("recompute_method:str=uniform",)),
+    (
+        "no profile is written; run the command under a profiler.",
+        (
+            "profile:str*",
+            "profile_steps:str=2,3",
+            "profile_ranks:int*",
+            "profile_step_start:int",
+            "profile_step_end:int",
+        ),
+    ),
+    ("every operation used can be exported, and there is no exporter to ONNX.", ("onnx_safe",)),
+    ("no code of a tokenizer's author is run; a tokenizer.json needs none.", ("trust_remote_code",)),
+    (
+        "only other kinds of model read it.",
+        (
+            "bert_no_binary_head",
+            "mask_prob:float=0.15",
+            "short_seq_prob:float=0.1",
+            "retriever_seq_length:int=256",
+            "pipeline_model_parallel_split_rank:int",
+            "sample_rate:float=1.0",
+            "noise_density:float",
+            "mean_noise_span_length:int",
+            "biencoder_projection_dim:int=0",
+            "query_in_block_prob:float=0.1",
+            "use_one_sent_docs",
+            "retriever_report_topk_accuracies:int*",
+            "retriever_score_scaling",
+            "block_data_path:str",
+            "indexer_batch_size:int=128",
+            "indexer_log_interval:int=1000",
+            "num_classes:int=1000",
+            "img_dim:int=224",
+            "img_h:int=224",
+            "img_w:int=224",
+            "num_channels:int=3",
+            "patch_dim:int=16",
+        ),
+    ),
 )
 
 # Further spellings of the flags above.

@@ -190,6 +190,12 @@ def _load_balancing(value: str, known: Values) -> Meaning:
     return Meaning({"moe_aux_loss_coeff": 0.0} if value == "none" else {})
 
 
+def _topk(value: int, known: Values) -> Meaning:
+    """In the fork that has this flag, a single expert's weight is its score among all experts."""
+    alone = value == 1 and known.get("num_experts", 1) > 1
+    return Meaning({"moe_router_topk": value}, {"moe_router_pre_softmax": True} if alone else {})
+
+
 def _interpolation(value: float, known: Values) -> Meaning:
     return Meaning({"rope_scaling_type": "linear", "rope_scaling_factor": value})
 
@@ -269,6 +275,7 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
         _flag("expert_interval", int, "the last of every N layers has experts"),
         _every("--expert-interval", "moe_layer_pattern", 1),
     ),
+    Shorthand(_flag("topk", int, "--moe-router-topk; 1 with --moe-router-pre-softmax"), _topk),
     Shorthand(
         _flag("moe_router_load_balancing_type", str, "aux_loss, or none for --moe-aux-loss-coeff 0"), _load_balancing
     ),

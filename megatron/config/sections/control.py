@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from megatron.config.flags.fields import flag
 from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
+_TAG = re.compile(r"(?:global_step|iter_)0*(\d+)")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -24,6 +26,8 @@ class ControlConfig(ConfigSection):
     save_interval: int | None = flag(None, "steps between checkpoints", at_least=1)
     no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
     load: str | None = flag(None, "folder to resume from")
+    ckpt_step: int | None = flag(None, "step of the checkpoint in --load; the newest if unset", at_least=0)
+    load_tag: str | None = flag(None, "the same as a name, such as iter_0000500 or global_step500")
     no_load_optim: bool = flag(False, "take the weights of a checkpoint but not its optimizer state")
     finetune: bool = flag(False, "take only the weights of a checkpoint and start at step 0")
     from_scratch: bool = flag(False, "start at step 0 although --load or --save holds checkpoints")
@@ -85,7 +89,23 @@ class ControlConfig(ConfigSection):
                 merged.append((first, last))
         return tuple(merged)
 
+    @property
+    def load_step(self) -> int | None:
+        """The step of the checkpoint that is asked for; None for the newest."""
+        named = None if self.load_tag is None else _TAG.fullmatch(self.load_tag)
+        return self.ckpt_step if named is None else int(named.group(1))
+
+    def _step_problems(self) -> Iterator[str]:
+        """Rules for the choice of a checkpoint."""
+        if self.load_tag is not None and _TAG.fullmatch(self.load_tag) is None:
+            yield f"--load-tag {self.load_tag} names no step. Write it like iter_0000500, or use --ckpt-step 500."
+        elif self.load_tag is not None and self.ckpt_step not in (None, self.load_step):
+            yield f"--load-tag {self.load_tag} and --ckpt-step {self.ckpt_step} name two steps. Drop one of them."
+        if self.load_step is not None and self.load is None:
+            yield f"--ckpt-step {self.load_step} needs --load, the folder that holds that checkpoint."
+
     def problems(self) -> Iterator[str]:
+        yield from self._step_problems()
         if self.save is not None and self.save_interval is None:
             yield (
                 f"--save {self.save} needs --save-interval, the steps between checkpoints, for example --save-interval "

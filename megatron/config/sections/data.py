@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import FROM_CHECKPOINT, RUN_MUST_MATCH, flag
@@ -19,6 +20,7 @@ TOKENIZERS = (
     *SENTENCEPIECE_TOKENIZERS,
     *WORDPIECE_TOKENIZERS,
 )
+_NVIDIA_NAMES: Mapping[str, str] = types.MappingProxyType({"HuggingFaceTokenizer": "HFTokenizer"})
 _INDEX_RULES = ("bigscience", "nvidia")
 
 
@@ -49,7 +51,7 @@ class DataConfig(ConfigSection):
     train_data_path: tuple[str, ...] = flag((), "prefixes (or weight prefix ...) used for training only", nargs="+")
     valid_data_path: tuple[str, ...] = flag((), "prefixes (or weight prefix ...) used for validation only", nargs="+")
     test_data_path: tuple[str, ...] = flag((), "prefixes (or weight prefix ...) used for testing only", nargs="+")
-    tokenizer_type: str = flag("GPT2BPETokenizer", "tokenizer family", choices=TOKENIZERS)
+    tokenizer_type: str = flag("GPT2BPETokenizer", "tokenizer family", choices=TOKENIZERS, synonyms=_NVIDIA_NAMES)
     vocab_file: str | None = flag(None, "vocabulary file of the tokenizer", spelled=("--vocab",))
     merge_file: str | None = flag(None, "byte-pair merges of the tokenizer", spelled=("--merge",))
     tokenizer_name_or_path: str | None = flag(

@@ -28,7 +28,7 @@ class OptimRequest(ConfigSection):
     )
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1)
     train_tokens: int | None = flag(
-        None, "tokens to train: the run ends with the step that reaches them, or at --train-samples", at_least=1
+        None, "tokens to train: the run ends with the step that reaches them, or earlier by another length", at_least=1
     )
     optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
     lr: float | None = flag(None, "peak learning rate", at_least=0)
@@ -54,6 +54,13 @@ class OptimRequest(ConfigSection):
         spelled=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
     )
     weight_decay: float = flag(0.01, "decoupled weight decay of matrices; biases and norms have none", at_least=0)
+    start_weight_decay: float | None = flag(None, "weight decay of the first step", at_least=0)
+    end_weight_decay: float | None = flag(None, "weight decay of the last step", at_least=0)
+    weight_decay_incr_style: str = flag(
+        "constant",
+        "how the weight decay goes from --start-weight-decay to --end-weight-decay over the run",
+        choices=("constant", "linear", "cosine"),
+    )
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", at_least=0, below=1)
     adam_beta2: float = flag(0.999, "decay of Adam's second moment", at_least=0, below=1)
     adam_eps: float = flag(1e-8, "Adam's epsilon", above=0)
@@ -78,8 +85,21 @@ class OptimRequest(ConfigSection):
                 f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro}. "
                 f"Use {f'{lower} or ' if lower else ''}{lower + micro}."
             )
+        yield from self._weight_decay_problems()
         yield from self._rampup_problems()
         yield from self._schedule_problems()
+
+    def _weight_decay_problems(self) -> Iterator[str]:
+        ends = {"--start-weight-decay": self.start_weight_decay, "--end-weight-decay": self.end_weight_decay}
+        style = f"--weight-decay-incr-style {self.weight_decay_incr_style}"
+        for name, value in ends.items():
+            if self.weight_decay_incr_style != "constant" and value is None:
+                yield f"{style} needs {name}, the weight decay at one end of the run."
+            if self.weight_decay_incr_style == "constant" and value is not None:
+                yield (
+                    f"{name} {value} does not go with {style}. Use --weight-decay, or --weight-decay-incr-style linear "
+                    "or cosine."
+                )
 
     def _rampup_problems(self) -> Iterator[str]:
         if self.rampup_batch_size is None:
@@ -148,9 +168,14 @@ class OptimRequest(ConfigSection):
                 yield f"{' and '.join(given[:2])} are both given. The {part} has one length; drop one of them."
 
     @property
+    def given_iters(self) -> int | None:
+        """The steps of --train-iters."""
+        return self.train_iters
+
+    @property
     def is_counted_in_samples(self) -> bool:
-        """Whether samples, not steps, end the run; tokens are samples x sequence length."""
-        return self.train_samples is not None or self.train_tokens is not None
+        """Whether samples, not steps, measure the run; tokens are samples x sequence length."""
+        return self.train_samples is not None or (self.train_tokens is not None and self.given_iters is None)
 
 
 @dataclass(frozen=True)
@@ -161,3 +186,9 @@ class OptimConfig(OptimRequest):
     train_iters: int = flag(help="steps to train", at_least=0)
     lr: float = flag(help="peak learning rate", at_least=0)
     tokens_per_sample: int = derived("tokens of a sample, by which numbers of tokens are divided", default=1)
+    most_iters: int | None = derived("steps of --train-iters if --train-tokens may end the run before", default=None)
+
+    @property
+    def given_iters(self) -> int | None:
+        """The steps of --train-iters; `train_iters` are those that are planned."""
+        return self.most_iters if self.train_tokens is not None else self.train_iters

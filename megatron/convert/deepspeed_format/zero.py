@@ -87,7 +87,8 @@ def read_shards(folder: Path, shapes: Mapping[int, Shapes]) -> OptimizerShards:
         else:
             return OptimizerShards(problem="the optimizer states do not say which parameter is where (older DeepSpeed)")
         found.tensors += [(rank, name, kind, part) for name, kind, part in _parts(pieces, groups, folder)]
-        found.updates = max(found.updates or 0, _updates(states[0]))
+        counted = _updates(states[0])
+        found.updates = counted if found.updates is None else max(found.updates, counted or 0)
         found.loss_scale = _loss_scale(states[0])
     return found
 
@@ -180,19 +181,19 @@ def _part(shape: tuple[int, ...], fragments: Sequence[_Fragment]) -> Part:
     return Part(shape, fragments[0].flat.dtype, read)
 
 
-def _updates(state: Mapping[str, Any]) -> int:
-    """Adam's counter, in the state of a tensor or in the parameter group."""
+def _updates(state: Mapping[str, Any]) -> int | None:
+    """Adam's counter, in the state of a tensor or in the parameter group; None where there is none."""
     inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
     places = [*_adam(state).values(), *groups]
-    counts = [_number(place.get("step")) for place in places if isinstance(place, dict)]
-    return max(counts, default=0)
+    counts = [_number(place["step"]) for place in places if isinstance(place, dict) and "step" in place]
+    return max((count for count in counts if count is not None), default=None)
 
 
-def _number(value: Any) -> int:
+def _number(value: Any) -> int | None:
     if isinstance(value, ForeignTensor) and value.numel == 1:
         value = value.read().item()
-    return int(value) if isinstance(value, int | float) else 0
+    return int(value) if isinstance(value, int | float) else None
 
 
 def _loss_scale(state: Mapping[str, Any]) -> dict[str, float]:

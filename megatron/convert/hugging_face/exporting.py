@@ -16,7 +16,7 @@ from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.importing import unfinished_folder
 from megatron.convert.hugging_face.network import network_shapes
-from megatron.convert.hugging_face.proof import PROOF_NAME, ProofRequest, proof_text, prove
+from megatron.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
 from megatron.convert.hugging_face.reference import check_installed
 from megatron.convert.hugging_face.registry import family_for
 from megatron.convert.hugging_face.streaming import SLICE_BYTES, CheckpointSource, exported_values
@@ -105,11 +105,8 @@ def export_model(request: ExportRequest) -> Path:
 
         write_files(temporary, plan_files(planned, request.largest_file_bytes), values)
         rounded: torch.dtype | None = None if request.dtype is None else TORCH_TYPES[DTYPES[request.dtype]]
-        proof = prove(
-            ProofRequest(
-                family, temporary, model, request.checkpoint, manifest, tokenizer, request.proof_layers, rounded
-            )
-        )
+        expected = expected_logits(Side(family, temporary, model, tokenizer, request.proof_layers))
+        proof = prove(expected, request.checkpoint, manifest, rounded)
         write_text(temporary / PROOF_NAME, proof_text(proof))
     return request.target
 

@@ -16,7 +16,7 @@ from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.storage import Storage
 from megatron.convert.hugging_face.model_file import MODEL_FILE, imported_record, model_file_text
 from megatron.convert.hugging_face.network import network_shapes
-from megatron.convert.hugging_face.proof import PROOF_NAME, ProofRequest, proof_text, prove
+from megatron.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, proof_text, prove
 from megatron.convert.hugging_face.reference import check_installed
 from megatron.convert.hugging_face.registry import family_of
 from megatron.convert.hugging_face.streaming import (
@@ -86,10 +86,11 @@ def import_model(request: ImportRequest) -> Path:
         text = model_file_text(model, final, tokenizer, f"Imported from {source.resolve()}, a {family.model_type}.")
         write_text(temporary / MODEL_FILE, text)
         record = imported_record(temporary / MODEL_FILE, model, tokenizer, _main_dtype(stored))
+        expected = expected_logits(Side(family, source, model, tokenizer, request.proof_layers))
         pieces = ImportedPieces(tensors, stored, request.slice_bytes)
         log.info(f"importing {len(tensors)} tensors of {source}, a {family.model_type}")
         saved = write_snapshot(temporary, 0, pieces.snapshot(), record.to_json(), ParallelMesh.single())
-        proof = prove(ProofRequest(family, source, model, saved, read_manifest(saved), tokenizer, request.proof_layers))
+        proof = prove(expected, saved, read_manifest(saved))
         write_text(temporary / PROOF_NAME, proof_text(proof))
     return request.target
 

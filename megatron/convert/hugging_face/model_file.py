@@ -73,6 +73,8 @@ def imported_record(model_file: Path, model: ModelConfig, tokenizer: Tokenizer, 
 def _flags(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenizer) -> Iterator[tuple[str, Any]]:
     """Names and values of the flags that differ from their defaults."""
     for flag in flags_of(ModelRequest):
+        if flag.field == "vocab_size":
+            continue
         value = getattr(model, flag.field)
         is_usual = value is None or (not flag.required and value == _usual_value(flag, model))
         if flag.field in _ALWAYS or not is_usual:

@@ -44,95 +44,125 @@ REAL_TEXTS = (
 _SHORT_TOKENS = 64
 _BEYOND_TOKENS = 16
 _MOST_POSITIONS = 64
+_LARGEST_FLOOR = 1e-4  # of the largest logit; beyond it transformers' implementations would compute different things
 _SEED = 20260101
 # Frequencies that change with the length or were stretched from an original context.
 _CONTEXT_SCALINGS = ("dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
-class ProofRequest:
-    """What a proof compares.
+class Side:
+    """A model directory and what of it is compared.
 
     Args:
-        folder: the model directory.
-        checkpoint: a checkpoint folder of ours.
         layers: how many layers are compared, the first ones; None for all.
-        rounded_to: the element type that our weights are rounded to first; None where both hold the same values.
     """
 
     family: Family
     folder: Path
     model: ModelConfig
-    checkpoint: Path
-    manifest: Manifest
     tokenizer: Tokenizer
     layers: int | None = None
-    rounded_to: torch.dtype | None = None
+
+    @property
+    def shortened(self) -> ModelConfig:
+        """Our architecture with the layers that are compared, and without padding."""
+        layers = min(self.layers or self.model.num_layers, self.model.num_layers)
+        return dataclasses.replace(self.model, num_layers=layers, padded_vocab_size=self.model.vocab_size)
 
 
-def prove(request: ProofRequest) -> dict[str, Any]:
-    """Compares logits and returns what `proof.json` says.
+@dataclass(frozen=True)
+class Expected:
+    """What `transformers` says of a model directory.
+
+    Shapes: tokens `[2, s]` each, a random and a real sequence; positions `[n]` each, where logits are taken.
+    """
+
+    side: Side
+    tokens: tuple[torch.Tensor, ...]
+    positions: tuple[torch.Tensor, ...]
+    logits: ReferenceLogits
+
+    @property
+    def largest(self) -> float:
+        """The largest logit; not a number if one is not."""
+        return float(torch.stack([values.abs().max() for values in self.logits.values]).max())
+
+
+def expected_logits(side: Side, attention: str | None = None) -> Expected:
+    """Has `transformers` compute logits of a model directory.
+
+    Args:
+        attention: its implementation; by default sdpa, where that computes what the configuration says.
 
     Raises:
-        ConversionError: the logits differ, or transformers cannot load the model directory.
+        ConversionError: it cannot load the directory, or the logits are all 0 or no numbers.
     """
-    model = _shortened_model(request)
-    config = _shortened_config(request)
-    tokens = proof_tokens(model, request.tokenizer)
-    positions = [_positions(ids.shape[1]) for ids in tokens]
-    shortened = model.num_layers < request.model.num_layers
+    model = side.shortened
+    tokens = tuple(proof_tokens(model, side.tokenizer))
+    positions = tuple(_positions(ids.shape[1]) for ids in tokens)
     # transformers has no sdpa that caps scores, and computes without the cap where it is asked for.
-    first = "sdpa" if model.attention_logit_softcap is None else "eager"
-
-    def reference(attention: str) -> ReferenceLogits:
-        return reference_logits(request.folder, config, tokens, positions, attention, is_shortened=shortened)
-
-    log.info(f"comparing logits of {model.num_layers} layers over {tokens[-1].shape[1]} tokens with transformers")
-    theirs = reference(first)
-    ours = _our_logits(request, model, tokens, positions)
-    largest = max(float(values.abs().max()) for values in theirs.values)
-    difference = _difference(ours, theirs.values)
-    allowed, floor = TOLERANCE * largest, None
-    if not difference <= allowed and theirs.attention == "sdpa":
-        floor = _difference(reference("eager").values, theirs.values)
-        allowed = max(allowed, floor)
-    report = {
-        "is_equal": difference <= allowed,
-        "largest_difference": difference,
-        "largest_logit": largest,
-        "allowed_difference": allowed,
-        "tolerance": TOLERANCE,
-        "eager_to_sdpa_difference": floor,
-        "attention": theirs.attention,
-        "dtype": "float32",
-        "weights_rounded_to": None if request.rounded_to is None else str(request.rounded_to).removeprefix("torch."),
-        "model_type": request.family.model_type,
-        "layers": model.num_layers,
-        "layers_of_model": request.model.num_layers,
-        "sequences": [
-            {"kind": kind, "positions": places.tolist(), "tokens": row.tolist()}
-            for ids, places in zip(tokens, positions, strict=True)
-            for kind, row in zip(("random", "real"), ids, strict=True)
-        ],
-        "versions": {
-            "trident-megatron": __version__,
-            "transformers": check_installed(),
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
-    }
-    if not largest > 0:
+    usual = "sdpa" if model.attention_logit_softcap is None else "eager"
+    log.info(f"transformers computes logits of {model.num_layers} layers over {tokens[-1].shape[1]} tokens")
+    logits = reference_logits(
+        side.folder,
+        _shortened_config(side),
+        tokens,
+        positions,
+        attention or usual,
+        is_shortened=model.num_layers < side.model.num_layers,
+        is_ignored=side.family.is_ignored,
+    )
+    expected = Expected(side, tokens, positions, logits)
+    if not 0 < expected.largest < float("inf"):
         raise ConversionError(
-            f"the largest logit of {request.folder} is {largest}, which proves nothing. Convert a model with weights."
+            f"the largest logit of {side.folder} is {expected.largest}, which proves nothing. Convert a model that "
+            "computes something."
         )
-    if not report["is_equal"]:
+    return expected
+
+
+def prove(
+    expected: Expected, checkpoint: Path, manifest: Manifest, rounded_to: torch.dtype | None = None
+) -> dict[str, Any]:
+    """Compares the logits of a checkpoint folder of ours and returns what `proof.json` says.
+
+    Args:
+        rounded_to: the element type that our weights are rounded to first; None where both hold the same values.
+
+    Raises:
+        ConversionError: the logits differ.
+    """
+    side, model = expected.side, expected.side.shortened
+    ours = _our_logits(expected, checkpoint, manifest, rounded_to)
+    difference, largest = _difference(ours, expected.logits.values), expected.largest
+    allowed, floor = TOLERANCE * largest, None
+    if not difference <= allowed and expected.logits.attention == "sdpa":
+        floor = _difference(expected_logits(side, "eager").logits.values, expected.logits.values)
+        allowed = max(allowed, min(floor, _LARGEST_FLOOR * largest))
+    if not difference <= allowed:
         raise ConversionError(
             f"the logits differ from those of transformers by {difference:.3g}, and {allowed:.3g} is allowed "
             f"({TOLERANCE:g} x the largest logit {largest:.3g}, or transformers' own difference between its attention "
             "implementations). The conversion is wrong, so nothing was written; please report the config.json."
         )
     log.info(f"logits are equal: the largest difference is {difference:.3g} at logits up to {largest:.3g}")
-    return report
+    return {
+        "is_equal": True,
+        "largest_difference": difference,
+        "largest_logit": largest,
+        "allowed_difference": allowed,
+        "tolerance": TOLERANCE,
+        "eager_to_sdpa_difference": floor,
+        "attention": expected.logits.attention,
+        "dtype": "float32",
+        "weights_rounded_to": None if rounded_to is None else str(rounded_to).removeprefix("torch."),
+        "model_type": side.family.model_type,
+        "layers": model.num_layers,
+        "layers_of_model": side.model.num_layers,
+        "versions": _versions(),
+        "sequences": _sequences(expected),
+    }
 
 
 def proof_text(report: dict[str, Any]) -> str:
@@ -153,15 +183,15 @@ def proof_tokens(model: ModelConfig, tokenizer: Tokenizer) -> list[torch.Tensor]
 
 
 def proof_lengths(model: ModelConfig) -> list[int]:
-    """The lengths that are compared, in tokens."""
-    needed = [_SHORT_TOKENS]
-    if model.attention_window is not None:
-        needed.append(model.attention_window + _BEYOND_TOKENS)
-    if model.uses_rope and model.rope_scaling_type in _CONTEXT_SCALINGS:
-        needed.append((model.rope_original_max_positions or model.max_position_embeddings) + _BEYOND_TOKENS)
+    """The lengths that are compared, in tokens: one within the original context, and one beyond it and the window."""
+    context = model.max_position_embeddings
+    is_scaled = model.uses_rope and model.rope_scaling_type in _CONTEXT_SCALINGS
+    if is_scaled:
+        context = model.rope_original_max_positions or context
+    short = min(_SHORT_TOKENS, context)
+    long = max(_SHORT_TOKENS, (model.attention_window or 0) + _BEYOND_TOKENS, is_scaled * (context + _BEYOND_TOKENS))
     if model.position_embedding_type == "learned_absolute":
-        needed = [min(length, model.max_position_embeddings) for length in needed]
-    short, long = min(needed), max(needed)
+        long = min(long, model.max_position_embeddings)
     return [short] if long == short else [short, long]
 
 
@@ -182,47 +212,44 @@ def _positions(length: int) -> torch.Tensor:
     return torch.linspace(0, length - 1, _MOST_POSITIONS).round().long()
 
 
-def _shortened_model(request: ProofRequest) -> ModelConfig:
-    """Our architecture with the layers that are compared, and without padding."""
-    layers = min(request.layers or request.model.num_layers, request.model.num_layers)
-    return dataclasses.replace(request.model, num_layers=layers, padded_vocab_size=request.model.vocab_size)
-
-
-def _shortened_config(request: ProofRequest) -> dict[str, Any]:
+def _shortened_config(side: Side) -> dict[str, Any]:
     """The `config.json` with the layers that are compared; lists with an entry for each layer are cut."""
-    config = read_json_file(request.folder / "config.json", "the configuration of the model")
-    layers = request.model.num_layers
-    if request.layers is None or request.layers >= layers:
+    config = read_json_file(side.folder / "config.json", "the configuration of the model")
+    layers, kept = side.model.num_layers, side.shortened.num_layers
+    if kept == layers:
         return config
-    name = next(rule.theirs for rule in request.family.fields if isinstance(rule, Same) and rule.ours == "num_layers")
+    name = next(rule.theirs for rule in side.family.fields if isinstance(rule, Same) and rule.ours == "num_layers")
+    described = config[side.family.text_field] if side.family.text_field else config
     cut = {
-        key: value[: request.layers] if isinstance(value, list) and len(value) == layers else value
-        for key, value in config.items()
+        key: value[:kept] if isinstance(value, list) and len(value) == layers else value
+        for key, value in described.items()
     }
-    return {**cut, name: request.layers}
+    shortened = {**cut, name: kept}
+    return {**config, side.family.text_field: shortened} if side.family.text_field else shortened
 
 
 def _our_logits(
-    request: ProofRequest, model: ModelConfig, tokens: Sequence[torch.Tensor], positions: Sequence[torch.Tensor]
+    expected: Expected, checkpoint: Path, manifest: Manifest, rounded_to: torch.dtype | None
 ) -> list[torch.Tensor]:
     """Logits of the checkpoint in float32.
 
-    Shapes: `[b, positions, v]` each.
+    Shapes: `[2, positions, v]` each.
     """
+    model = expected.side.shortened
     stack = LayerStack(gpt_layers(model, ParallelMesh.single())).eval()
     targets = (
         (PieceKey.of(shard_spec_of(parameter), name, "weight"), parameter.detach().view(-1))
         for name, parameter in stack.named_parameters()
     )
-    reader = CheckpointReader(request.checkpoint, request.manifest, filling(targets))
+    reader = CheckpointReader(checkpoint, manifest, filling(targets))
     reader.verify()
     reader.deliver()
-    if request.rounded_to is not None:
+    if rounded_to is not None:
         for parameter in stack.parameters():
-            parameter.data = parameter.data.to(request.rounded_to).float()
+            parameter.data = parameter.data.to(rounded_to).float()
     found = []
     with torch.no_grad():
-        for ids, places in zip(tokens, positions, strict=True):
+        for ids, places in zip(expected.tokens, expected.positions, strict=True):
             context = StepSettings().context(torch.arange(ids.shape[0]))
             hidden: torch.Tensor = ids
             for spec, layer in stack.named_layers():
@@ -237,3 +264,21 @@ def _difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) ->
     """The largest difference; infinite where a value is not a number."""
     differences = [float((a - b[..., : a.shape[-1]]).abs().max()) for a, b in zip(ours, theirs, strict=True)]
     return float("inf") if any(value != value for value in differences) else max(differences)
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "trident-megatron": __version__,
+        "transformers": check_installed(),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+def _sequences(expected: Expected) -> list[dict[str, Any]]:
+    """The tokens that were compared, and where in them."""
+    return [
+        {"kind": kind, "positions": places.tolist(), "tokens": row.tolist()}
+        for ids, places in zip(expected.tokens, expected.positions, strict=True)
+        for kind, row in zip(("random", "real"), ids, strict=True)
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.families.bloom import BLOOM
 from megatron.convert.hugging_face.families.gemma2 import GEMMA2
-from megatron.convert.hugging_face.families.gemma3 import GEMMA3
+from megatron.convert.hugging_face.families.gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from megatron.convert.hugging_face.families.gpt2 import GPT2
 from megatron.convert.hugging_face.families.gpt_neox import GPT_NEOX
 from megatron.convert.hugging_face.families.llama import LLAMA
@@ -32,6 +32,7 @@ FAMILIES: tuple[Family, ...] = (
     OLMO2,
     GEMMA2,
     GEMMA3,
+    GEMMA3_WITH_IMAGES,
     PHI3,
     MIXTRAL,
     QWEN3_MOE,
@@ -66,6 +67,8 @@ def family_for(model: ModelConfig, model_type: str | None = None) -> Family:
         raise ConversionError(f"--model-type {model_type} is not known. {known_types()}")
     problems = []
     for family in FAMILIES:
+        if family.text_field:  # only read
+            continue
         try:
             family.write_config(model)
             return family

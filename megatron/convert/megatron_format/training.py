@@ -81,7 +81,7 @@ def training_state(
     return TrainingState(
         progress=progress,
         updates=max(0, step - skipped) if updates is None else updates,
-        loss_scale=loss_scale or {},
+        loss_scale=loss_scale or {} if stored.get("fp16") else {},
         flags=training_flags(stored),
     )
 

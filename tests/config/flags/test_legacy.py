@@ -103,8 +103,7 @@ def test_a_changed_field_without_effect_gives_a_notice() -> None:
 DONE_IN_CONFIG = {
     "make_vocab_size_divisible_by", "pad_vocab_size_to", "recompute_activations", "pp_partition_method",
     "override_lr_scheduler", "use_checkpoint_lr_scheduler", "data_impl", "config", "deepspeed", "recompute_granularity",
-    "skip_train_iteration_range", "model_preset", "init_method_xavier_uniform", "mup_base_hidden_size",
-    "mup_base_head_dim", "mup_attn_scale_power", "mup_output_mult",
+    "skip_train_iteration_range", "model_preset", "ckpt_step", "load_tag",
     *(f"{split}_{kind}" for split in ("train", "valid", "test")
       for kind in ("weighted_split_paths", "weighted_split_paths_path", "data_path")),
 }  # fmt: skip

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from megatron.config import ControlConfig
 from megatron.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("flags", "step"),
+    [
+        ({}, None),
+        ({"ckpt_step": 0}, 0),
+        ({"load_tag": "global_step500"}, 500),
+        ({"load_tag": "iter_0000020"}, 20),
+        ({"load_tag": "iter_0000000", "ckpt_step": 0}, 0),
+    ],
+)
+def test_the_step_to_load(flags: dict[str, Any], step: int | None) -> None:
+    assert ControlConfig(load="x", **flags).load_step == step
 
 
 @pytest.mark.parametrize(

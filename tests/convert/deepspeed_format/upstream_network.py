@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.nn.functional as F
+from deepspeed.checkpoint.ds_to_universal import main as to_universal
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from megatron.config import parse
 from megatron.data.datasets.build import build_split_datasets
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.convert.foreign_files import gpt2_arguments, save
+from tests.convert.foreign_files import gpt2_arguments
 
 WIDTH, HEADS, LAYERS, POSITIONS, ROWS = 32, 4, 2, 32, 640
 STEPS_BEFORE, STEPS_AFTER, BATCH, MICRO_BATCH = 3, 3, 4, 2
@@ -104,14 +106,21 @@ class Decoder(nn.Module):
         self.final_layernorm = nn.LayerNorm(WIDTH)
 
 
+class LanguageModel(nn.Module):
+    """Upstream's `language_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = Embedding()
+        self.encoder = Decoder()
+
+
 class Whole(nn.Module):
     """The network without a pipeline, with the names of upstream's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.language_model = nn.Module()
-        self.language_model.embedding = Embedding()
-        self.language_model.encoder = Decoder()
+        self.language_model = LanguageModel()
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         decoder, embedding = self.language_model.encoder, self.language_model.embedding
@@ -209,13 +218,28 @@ def train_with_deepspeed(
         stored = gpt2_arguments(
             num_layers=LAYERS, consumed_train_samples=STEPS_BEFORE * BATCH, bf16=dtype == "bf16", lr=RATE
         )
-        state = {"args": copy.copy(vars(stored)), "iteration": STEPS_BEFORE, "checkpoint_version": 3.0}
+        state: dict[str, Any] = {"args": copy.copy(vars(stored)), "iteration": STEPS_BEFORE, "checkpoint_version": 3.0}
         state["args"]["position_embedding_type"] = "absolute"
+        state["universal_checkpoint_info"] = {
+            "universal_checkpoint_version": 0.2,
+            "tp_replicated_parameter_patterns": [".*"],
+            "pipeline_replicated_parameter_patterns": [r"tied_modules\.embed.*"],
+            "original_vocab_size": 600,
+        }
         engine.save_checkpoint(target, tag=f"global_step{STEPS_BEFORE}", client_state=state)
         resumed = start(kind, stage, dtype, seed=99)
         resumed.load_checkpoint(target)
         found.append(run_steps(resumed, kind, samples, STEPS_BEFORE, STEPS_AFTER, rank))
+        if rank == 0 and (kind, dtype) == ("pipeline", "fp32"):
+            make_universal(Path(target))
     return found
 
 
-__all__ = ["save", "train_with_deepspeed"]
+def make_universal(folder: Path) -> None:
+    """Runs DeepSpeed's own converter."""
+    choices = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    source = folder / f"global_step{STEPS_BEFORE}"
+    target = folder / "universal" / source.name
+    to_universal(
+        argparse.Namespace(input_folder=str(source), output_folder=str(target), inject_missing_state=False, **choices)
+    )

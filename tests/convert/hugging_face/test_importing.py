@@ -55,7 +55,7 @@ def test_the_proof_says_what_was_compared(imported: Path) -> None:
     assert (proof["model_type"], proof["layers"], proof["dtype"]) == ("llama", 3, "float32")
     assert proof["versions"].keys() == {"trident-megatron", "transformers", "torch", "python"}
     kinds = [(sequence["kind"], len(sequence["tokens"])) for sequence in proof["sequences"]]
-    assert kinds == [("random", 32), ("real", 32), ("random", 64), ("real", 64)], "within the context, and beyond it"
+    assert kinds == [("random", 16), ("real", 16), ("random", 64), ("real", 64)], "within the context, and beyond it"
 
 
 def test_the_weights_are_those_of_the_files(imported: Path, tiny_model: TinyModel) -> None:

@@ -63,10 +63,10 @@ Kind.__module__ = "megatron.enums"
 @pytest.fixture(scope="module", params=["zip", "older", "protocol 4"])
 def read(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("read") / "file.pt"
-    others = {
+    others: dict[str, Any] = {
         "namespace": argparse.Namespace(lr=0.5, dtype=torch.float16, numpy=np.float32(3), flag=np.bool_(True)),
         "ordered": collections.OrderedDict(a=BASE),
-        "default": collections.defaultdict(dict, {"a": 1}),
+        "default": collections.defaultdict(int, {"a": 1}),
         "array": np.arange(6, dtype=np.uint32).reshape(2, 3),
         "size": BASE.shape,
         "set": {5},

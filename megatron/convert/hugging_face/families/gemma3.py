@@ -1,10 +1,12 @@
-"""Gemma 3, text only: Gemma 2 without soft caps, with normalized queries and keys, and two rotations.
+"""Gemma 3: Gemma 2 without soft caps, with normalized queries and keys, and two rotations.
 
-Layers with a sliding window rotate with a base of their own and without scaling.
+Layers with a sliding window rotate with a base of their own and without scaling. Of models that also take images, the
+text model is read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +22,7 @@ from megatron.convert.hugging_face.families.qwen3 import QUERY_KEY_NORM_TENSORS
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.fields import Constant, Entries, Functions, Irrelevant, Same
 from megatron.convert.hugging_face.table.rope import read_parameters, write_parameters
+from megatron.convert.hugging_face.table.tensors import below
 from megatron.convert.hugging_face.table.windows import FULL, WINDOWED
 
 _THETA, _WINDOWED_THETA = 1_000_000.0, 10_000.0
@@ -81,4 +84,16 @@ GEMMA3 = Family(
         *SANDWICH_NORM_TENSORS,
     ),
     ignored_tensors=IGNORED_TENSORS,
+)
+
+# Source: the same files, `Gemma3ForConditionalGeneration`.
+GEMMA3_WITH_IMAGES = dataclasses.replace(
+    GEMMA3,
+    model_type="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    tensors=below("language_model.", GEMMA3.tensors),
+    ignored_tensors=("vision_tower.", "multi_modal_projector."),
+    head="language_model.lm_head.weight",
+    embedding="language_model.model.embed_tokens.weight",
+    text_field="text_config",
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.flags.fields import MUST_MATCH, resume_rule
-from megatron.convert.hugging_face.table.fields import FieldRule, read_fields, write_fields
+from megatron.convert.hugging_face.table.fields import Entries, FieldRule, read_fields, write_fields
 from megatron.convert.hugging_face.table.tensors import TensorRule
 from megatron.errors import ConfigError, ConversionError
 
@@ -24,11 +24,14 @@ class Family:
         architecture: the class that `architectures` names.
         fields: how fields correspond; applied in this order.
         tensors: how tensors correspond; at most one rule for each tensor of ours.
-        ignored_tensors: names of stored buffers that follow from the configuration; `{layer}` stands for a number.
+        ignored_tensors: names of stored buffers that follow from the configuration; `{layer}` stands for a number, and
+            a name that ends with a dot for all that begin with it.
         optional_prefix: what the names in `tensors` begin with and some published files leave out.
         head: the name of the output matrix; files of models whose head is tied may hold a copy of the embedding there.
         embedding: the name of the embedding.
         other_model_types: further values of `model_type` that mean the same.
+        text_field: in models that also take other inputs than text, the field whose object describes the network;
+            such a family is only read.
     """
 
     model_type: str
@@ -40,6 +43,7 @@ class Family:
     head: str = "lm_head.weight"
     embedding: str = "model.embed_tokens.weight"
     other_model_types: tuple[str, ...] = ()
+    text_field: str = ""
 
     def read_config(self, config: Mapping[str, Any]) -> ModelConfig:
         """The architecture that a `config.json` describes.
@@ -47,6 +51,8 @@ class Family:
         Raises:
             ConversionError: a field is missing, unknown, or has a value that cannot be expressed.
         """
+        if self.text_field:
+            config = Entries(config).object(self.text_field)
         found = read_fields(self.fields, config)
         try:
             return ModelConfig(**found, padded_vocab_size=found["vocab_size"])
@@ -62,6 +68,11 @@ class Family:
         Raises:
             ConversionError: the family cannot express it; names the flags and their values.
         """
+        if self.text_field:
+            raise ConversionError(
+                f"a model of type {self.model_type} has parts for other inputs than text, which a checkpoint of ours "
+                "does not have. Choose another family with --model-type."
+            )
         written = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -89,11 +100,17 @@ class Family:
         ]
 
     def is_ignored(self, tensor: str) -> bool:
-        """Whether a stored tensor is a buffer that nobody needs."""
+        """Whether a stored tensor is a buffer that nobody needs; its name may lack the optional prefix."""
         return any(
-            re.fullmatch(re.escape(name).replace(r"\{layer\}", "[0-9]+"), tensor) is not None
-            for name in self.ignored_tensors
+            re.fullmatch(_pattern(ignored), name) is not None
+            for ignored in self.ignored_tensors
+            for name in (tensor, self.optional_prefix + tensor)
         )
+
+
+def _pattern(name: str) -> str:
+    """The regular expression of an ignored tensor's name."""
+    return re.escape(name).replace(r"\{layer\}", "[0-9]+") + (".*" if name.endswith(".") else "")
 
 
 def essential_fields(model: ModelConfig) -> dict[str, Any]:
@@ -104,6 +121,7 @@ def essential_fields(model: ModelConfig) -> dict[str, Any]:
         if resume_rule(field) == MUST_MATCH
     }
     meaningless = {"add_bias_linear"}  # each kind of matrix has a flag of its own, which follows it
+    meaningless |= {name for name in found if "mup" in name.split("_")}  # they decide learning rates and other fields
     scaling = model.rope_scaling_type if model.uses_rope else "none"
     if not model.uses_rope:
         meaningless |= {name for name in found if name.startswith(("rotary_", "rope_"))}

@@ -88,10 +88,19 @@ class Entries:
         Raises:
             ConversionError: it is something else.
         """
-        value = self.take(name, None)
-        if value is not None and not isinstance(value, Mapping):
+        self._read.add(name)
+        return Entries(self.object(name), f"{self._place}{name}.") if self.has(name) else None
+
+    def object(self, name: str) -> Mapping[str, Any]:
+        """The value of a field that must be an object.
+
+        Raises:
+            ConversionError: it is absent, or something else.
+        """
+        value = self.take(name)
+        if not isinstance(value, Mapping):
             raise self.refused(name, value, "should be an object")
-        return None if value is None else Entries(value, f"{self._place}{name}.")
+        return value
 
     def skip(self, *names: str) -> None:
         """Counts fields as read that do not matter."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.errors import ConversionError
 
@@ -115,6 +115,13 @@ def expert_gate_and_up(ours: str, gate: str, up: str) -> TensorRule:
 def expert_matrix(ours: str, theirs: str) -> TensorRule:
     """The experts' matrices [E, out, in], which they store as one for each `{expert}`."""
     return TensorRule(ours, (Part(theirs),))
+
+
+def below(prefix: str, rules: Iterable[TensorRule]) -> tuple[TensorRule, ...]:
+    """The same rules for a model that is a part of another, whose names have a prefix."""
+    return tuple(
+        replace(rule, parts=tuple(replace(part, theirs=prefix + part.theirs) for part in rule.parts)) for rule in rules
+    )
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,17 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
         "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, **_BF16, "vocab_size": 262144,
     },
+    "Gemma 3 4B": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model"},
+    },
     "Phi-3 mini": {
         "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
         "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "bos_token_id": 1, "embd_pdrop": 0.0,
@@ -138,7 +149,25 @@ PARAMETERS: Mapping[str, int] = {
     "OLMo 2 7B": 7_298_617_344,
     "Gemma 2 2B": 2_614_341_888,
     "Gemma 3 1B": 999_885_952,
+    "Gemma 3 4B": 3_880_263_168,  # without its vision tower
     "Phi-3 mini": 3_821_079_552,
     "Mixtral 8x7B": 46_702_792_704,
     "Qwen 3 30B-A3B": 30_532_122_624,
+}
+
+# The presets of the same models.
+PRESETS: Mapping[str, str] = {
+    "GPT-2": "gpt2-124m",
+    "Pythia 70M": "pythia-70m",
+    "BLOOM 176B": "bloom-176b",
+    "Llama 3.2 1B": "llama-3.2-1b",
+    "Mistral 7B v0.1": "mistral-7b-v0.1",
+    "Qwen 2.5 0.5B": "qwen2.5-0.5b",
+    "Qwen 3 0.6B": "qwen3-0.6b",
+    "OLMo 2 7B": "olmo-2-7b",
+    "Gemma 2 2B": "gemma-2-2b",
+    "Gemma 3 1B": "gemma-3-1b",
+    "Gemma 3 4B": "gemma-3-4b",
+    "Mixtral 8x7B": "mixtral-8x7b",
+    "Qwen 3 30B-A3B": "qwen3-30b-a3b",
 }

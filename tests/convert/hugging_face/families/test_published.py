@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron.config import ModelConfig
+from megatron.config.files.preset_files import preset_names, preset_path
+from megatron.config.run import frozen
 from megatron.convert.hugging_face.registry import FAMILIES, family_for, family_of
 from megatron.convert.hugging_face.table.family import essential_fields
 from megatron.convert.hugging_face.table.tensors import bind, their_shapes
@@ -17,16 +20,22 @@ from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
-from tests.convert.hugging_face.families.published import PARAMETERS, PUBLISHED
+from tests.convert.hugging_face.families.published import PARAMETERS, PRESETS, PUBLISHED
 
 EACH = pytest.mark.parametrize("name", PUBLISHED)
+TEXT_ONLY = pytest.mark.parametrize("name", [name for name in PUBLISHED if "text_config" not in PUBLISHED[name]])
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
     return family_of(config).read_config(config)
 
 
-@EACH
+def preset(name: str) -> ModelConfig:
+    fields = {key: frozen(value) for key, value in yaml.safe_load(preset_path(name).read_text()).items()}
+    return ModelConfig(**fields, padded_vocab_size=fields["vocab_size"])
+
+
+@TEXT_ONLY
 def test_a_published_configuration_is_read_and_written(name: str) -> None:
     config = PUBLISHED[name]
     family, model = family_of(config), read(config)
@@ -46,6 +55,26 @@ def test_the_network_has_the_published_number_of_parameters(name: str) -> None:
     shapes = {name: shard_spec_of(parameter).shape for name, parameter in stack.named_parameters()}
     theirs = their_shapes(bind(family_of(config).tensors, shapes))
     assert sum(map(math.prod, theirs.values())) == PARAMETERS[name]
+
+
+def test_the_text_part_of_a_model_with_images_is_that_of_one_without() -> None:
+    model = read(PUBLISHED["Gemma 3 4B"])
+    assert (model.attention_window, model.rope_scaling_factor, model.num_attention_heads) == (1024, 8.0, 8)
+    assert family_for(model).model_type == "gemma3_text"
+    with pytest.raises(ConversionError, match="type gemma3 has parts for other inputs than text"):
+        family_for(model, "gemma3").write_config(model)
+    with pytest.raises(ConversionError, match='"text_config": 3, which should be an object'):
+        read({"model_type": "gemma3", "text_config": 3})
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_published_network(name: str) -> None:
+    assert essential_fields(preset(PRESETS[name])) == essential_fields(read(PUBLISHED[name]))
+
+
+def test_every_preset_can_be_exported() -> None:
+    families = {family.model_type for family in FAMILIES}
+    assert {family_for(preset(name)).model_type for name in preset_names() if name != "laptop"} <= families
 
 
 def test_every_family_has_a_published_model() -> None:

@@ -1,0 +1,165 @@
+"""A checkpoint becomes a directory that Hugging Face's libraries load offline, with equal logits, or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from megatron.checkpoint import newest_record
+from megatron.checkpoint.record import Record
+from megatron.config import RunConfig
+from megatron.convert.hugging_face.exporting import ExportRequest, export_model
+from megatron.convert.hugging_face.importing import ImportRequest, import_model
+from megatron.errors import CheckpointError, ConversionError
+from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from tests.convert.tiny_models import END
+from tests.helpers.vocabulary import write_vocabulary
+from tests.inference.checkpoints import make_checkpoint
+
+TinyModel = Callable[[str], Path]
+NAME = "llama-multi-query-linear"
+
+
+@pytest.fixture(scope="module")
+def imported(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return import_model(ImportRequest(tiny_model(NAME), tmp_path_factory.mktemp("export") / "llama"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a GPT-2 with the tokenizer of vocab.json and merges.txt."""
+    return make_checkpoint(tmp_path_factory.mktemp("trained"))
+
+
+def request(checkpoints: Path, target: Path, **changes: Any) -> ExportRequest:
+    found = newest_record(checkpoints, ParallelMesh.single())
+    assert found is not None
+    record = Record.from_json(found.record, found.path)
+    config = RunConfig.from_json(record.config)
+    made = ExportRequest(found.path, target, config.model, TokenizerChoice.of(config.data), record.tokenizer)
+    return dataclasses.replace(made, **changes)
+
+
+def loaded(folder: Path) -> Any:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+    assert not any(report.values()), report
+    return model
+
+
+def test_a_trained_gpt2_loads_offline(trained: Path, tmp_path: Path) -> None:
+    folder = export_model(request(trained, tmp_path / "gpt2"))
+    model = loaded(folder)
+    assert type(model).__name__ == "GPT2LMHeadModel" and model.dtype == torch.float32
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "config.json", "generation_config.json", "model.safetensors", "proof.json", "tokenizer.json",
+        "tokenizer_config.json",
+    }  # fmt: skip
+    assert load_file(folder / "model.safetensors")["transformer.wte.weight"].shape == (600, 32), "no padding"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ours = build_tokenizer(request(trained, tmp_path).tokenizer)
+    text = "import os\n\n# naïve 漢字 <|endofte"
+    assert tokenizer(text)["input_ids"] == ours.encode(text) and tokenizer.decode(ours.encode(text)) == text
+    assert tokenizer.eos_token_id == ours.eod_id == model.config.eos_token_id
+    assert model.generation_config.eos_token_id == ours.eod_id
+    assert tokenizer.model_max_length == 48
+    assert json.loads((folder / "proof.json").read_text())["is_equal"]
+
+
+def test_a_chosen_type_is_rounded_to_and_proved(imported: Path, tmp_path: Path) -> None:
+    folder = export_model(request(imported, tmp_path / "half", dtype="bfloat16"))
+    assert loaded(folder).dtype == torch.bfloat16
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+    assert {values.dtype for values in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((folder / "proof.json").read_text())["weights_rounded_to"] == "bfloat16"
+
+
+def test_files_of_a_chosen_size_load(imported: Path, tmp_path: Path) -> None:
+    folder = export_model(request(imported, tmp_path / "parts", largest_file_bytes=60_000))
+    files = sorted(path for path in folder.glob("*.safetensors"))
+    assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert max(path.stat().st_size for path in files) < 65_000
+    assert not (folder / "model.safetensors").exists()
+    loaded(folder)
+
+
+def test_both_forms_of_the_rotation_are_written(imported: Path, tmp_path: Path) -> None:
+    folder = export_model(request(imported, tmp_path / "llama"))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_parameters"] == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    assert config["rope_theta"] == 10000.0
+    assert config["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 4.0}
+    assert AutoConfig.from_pretrained(folder).rope_parameters["factor"] == 4.0
+    assert config["eos_token_id"] == END and "lm_head.weight" not in load_file(folder / "model.safetensors")
+
+
+def test_small_slices_write_the_same_file(imported: Path, tmp_path: Path) -> None:
+    whole, cut = (
+        export_model(request(imported, tmp_path / name, slice_bytes=size)) for name, size in (("1", 10**9), ("2", 700))
+    )
+    assert (whole / "model.safetensors").read_bytes() == (cut / "model.safetensors").read_bytes()
+
+
+def test_a_family_can_be_chosen(imported: Path, tmp_path: Path) -> None:
+    folder = export_model(request(imported, tmp_path / "mistral", model_type="mistral"))
+    assert type(loaded(folder)).__name__ == "MistralForCausalLM"
+    with pytest.raises(ConversionError, match=r"--model-type mamba is not known. Known are gpt2, llama"):
+        export_model(request(imported, tmp_path / "mamba", model_type="mamba"))
+    with pytest.raises(ConversionError, match=r"of type gpt2 cannot express .*--position-embedding-type rope"):
+        export_model(request(imported, tmp_path / "gpt2", model_type="gpt2"))
+
+
+def test_a_network_that_no_family_has_is_refused(trained: Path, tmp_path: Path) -> None:
+    wanted = request(trained, tmp_path / "odd")
+    odd = dataclasses.replace(wanted.model, output_logit_softcap=30.0)
+    with pytest.raises(ConversionError, match=r"no family can express .*--output-logit-softcap 30.0"):
+        export_model(dataclasses.replace(wanted, model=odd))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_refused(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConversionError, match=f"{tmp_path} exists already"):
+        export_model(request(trained, tmp_path))
+
+
+def test_tensors_that_would_be_lost_are_named(trained: Path, tmp_path: Path) -> None:
+    wanted = request(trained, tmp_path / "less")
+    smaller = dataclasses.replace(wanted.model, num_layers=1)
+    with pytest.raises(ConversionError, match=r"iter_0000003 holds decoder.layers.1.input_layernorm.bias, .*be lost"):
+        export_model(dataclasses.replace(wanted, model=smaller))
+
+
+def test_a_damaged_checkpoint_leaves_nothing(trained: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    (file,) = copy.glob("iter_*/pieces_*")
+    with file.open("r+b") as pieces:
+        pieces.seek(-5, 2)
+        pieces.write(b"\xff\xff")
+    with pytest.raises(CheckpointError, match="is damaged between bytes"):
+        export_model(request(copy, tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_another_tokenizer_is_refused_or_warned_of(
+    trained: Path, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    smaller = write_vocabulary(tmp_path, 500)
+    with pytest.raises(ConversionError, match="GPT2BPETokenizer has 500 tokens, and the checkpoint .* has 600"):
+        export_model(request(trained, tmp_path / "other", tokenizer=smaller))
+    first = export_model(request(trained, tmp_path / "first"))
+    another_form = TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(first))
+    capsys.readouterr()
+    export_model(request(trained, tmp_path / "second", tokenizer=another_form))
+    assert "is not the file that the checkpoint was trained with (GPT2BPETokenizer)" in capsys.readouterr().err
+    assert (first / "tokenizer.json").read_bytes() == (tmp_path / "second" / "tokenizer.json").read_bytes()

@@ -1,0 +1,62 @@
+"""`model.yaml` describes the network completely, as a run reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config import ModelConfig, parse
+from megatron.convert.hugging_face.model_file import imported_record, model_file_text
+from megatron.convert.hugging_face.registry import family_of
+from megatron.convert.hugging_face.table.family import essential_fields
+from megatron.errors import ConfigError
+from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from tests.convert.hugging_face.families.published import PUBLISHED
+from tests.convert.tiny_models import TOKENS, write_tokenizer
+
+RUN = (
+    *("--data-path", "none", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--seq-length", "64"),
+    *("--global-batch-size", "1"),
+)
+
+
+@pytest.fixture
+def choice(tmp_path: Path) -> TokenizerChoice:
+    write_tokenizer(tmp_path)
+    return TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_flags_give_the_network_back(name: str, choice: TokenizerChoice, tmp_path: Path) -> None:
+    model = family_of(PUBLISHED[name]).read_config(PUBLISHED[name])
+    path = tmp_path / "model.yaml"
+    path.write_text(model_file_text(model, choice, build_tokenizer(choice), "Imported from here."))
+    request = parse(["--config", str(path), *RUN])
+    fields = {field: getattr(request.model, field) for field in type(request.model).__dataclass_fields__}
+    again = ModelConfig(**fields, padded_vocab_size=model.vocab_size)
+    assert essential_fields(again) == essential_fields(model)
+    assert (again.hidden_dropout, again.init_method_std) == (model.hidden_dropout, model.init_method_std)
+    assert TokenizerChoice.of(request.data) == choice
+
+
+def test_a_record_without_training(choice: TokenizerChoice, tmp_path: Path) -> None:
+    config = {**PUBLISHED["Llama 3.2 1B"], "vocab_size": TOKENS}
+    model, tokenizer = family_of(config).read_config(config), build_tokenizer(choice)
+    path = tmp_path / "model.yaml"
+    path.write_text(model_file_text(model, choice, tokenizer, "Imported from here."))
+    assert path.read_text().startswith("# Imported from here.\n# Flags of pretrain_gpt.py")
+    record = imported_record(path, model, tokenizer, "BF16")
+    assert (record.progress.step, record.optimizer_updates, record.has_optimizer_state) == (0, 0, False)
+    assert record.config["precision"]["bf16"] and record.config["data"]["seq_length"] == 1024
+    assert record.tokenizer == TokenizerRecord.of(tokenizer)
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused(choice: TokenizerChoice, tmp_path: Path) -> None:
+    config = {**PUBLISHED["Llama 3.2 1B"], "vocab_size": TOKENS - 1}
+    model, tokenizer = family_of(config).read_config(config), build_tokenizer(choice)
+    path = tmp_path / "model.yaml"
+    path.write_text(model_file_text(model, choice, tokenizer, "Imported from here."))
+    with pytest.raises(ConfigError, match="the model has 279 rows for tokens and its run would have 280"):
+        imported_record(path, model, tokenizer, "F32")

@@ -1,0 +1,105 @@
+"""What a proof compares: tokens, lengths, and how far apart logits may be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.manifest import Manifest, read_manifest
+from megatron.convert.hugging_face import proof
+from megatron.convert.hugging_face.importing import ImportRequest, import_model
+from megatron.convert.hugging_face.proof import Expected, Side, expected_logits, proof_lengths, proof_text, prove
+from megatron.convert.hugging_face.reference import ReferenceLogits
+from megatron.convert.hugging_face.registry import family_of
+from megatron.convert.hugging_face.weight_files import read_json_file
+from megatron.errors import ConversionError
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from tests.helpers.networks import tiny_config
+
+ROPE = {"position_embedding_type": "rope", "max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("changes", "lengths"),
+    [
+        ({"max_position_embeddings": 48}, [48]),
+        ({"max_position_embeddings": 1024}, [64]),
+        (ROPE, [64]),
+        ({**ROPE, "attention_window": 7}, [64]),
+        ({**ROPE, "attention_window": 500}, [64, 516]),
+        ({**ROPE, "rope_scaling_type": "yarn", "rope_original_max_positions": 1024}, [64, 1040]),
+        ({**ROPE, "rope_scaling_type": "llama3", "rope_original_max_positions": 24}, [24, 64]),
+        ({**ROPE, "rope_scaling_type": "dynamic"}, [64, 4112]),
+        ({**ROPE, "rope_scaling_type": "linear"}, [64]),
+        ({"max_position_embeddings": 100, "attention_window": 500}, [64, 100]),
+    ],
+)
+def test_sequences_are_longer_than_window_and_context(changes: dict[str, Any], lengths: list[int]) -> None:
+    assert proof_lengths(tiny_config(**changes)) == lengths
+
+
+def test_a_proof_has_one_entry_a_line() -> None:
+    text = proof_text({"is_equal": True, "sequences": [{"tokens": [1, 2]}]})
+    assert json.loads(text) == {"is_equal": True, "sequences": [{"tokens": [1, 2]}]}
+    assert text.count("\n") == 4
+
+
+@pytest.fixture(scope="module")
+def compared(
+    tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Expected, Path, Manifest]:
+    """A model, what transformers says of it, and its import."""
+    source = tiny_model("mistral")
+    checkpoint = import_model(ImportRequest(source, tmp_path_factory.mktemp("proof") / "made")) / "iter_0000000"
+    config = read_json_file(source / "config.json", "")
+    family = family_of(config)
+    tokenizer = build_tokenizer(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(source)))
+    expected = expected_logits(Side(family, source, family.read_config(config), tokenizer))
+    return expected, checkpoint, read_manifest(checkpoint)
+
+
+def shifted(expected: Expected, share: float) -> Expected:
+    """The same with one logit off by a share of the largest."""
+    values = [logits.clone() for logits in expected.logits.values]
+    values[0][0, -1, 0] += share * expected.largest
+    return Expected(expected.side, expected.tokens, expected.positions, ReferenceLogits(tuple(values), "sdpa"))
+
+
+def test_positions_and_tokens_of_both_kinds(compared: tuple[Expected, Path, Manifest]) -> None:
+    expected, *_ = compared
+    (tokens,), (logits,) = expected.tokens, expected.logits.values
+    assert tokens.shape == (2, 64) and logits.shape == (2, 64, 280) and logits.dtype == torch.float32
+    decoded = expected.side.tokenizer.decode(tokens[1].tolist())
+    assert decoded.startswith("The treaty was signed in 1648")
+    assert expected.logits.attention == "sdpa"
+
+
+def test_a_difference_beyond_the_tolerance_is_allowed_only_as_large_as_the_reference_itself_has(
+    compared: tuple[Expected, Path, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, checkpoint, manifest = compared
+    off = shifted(expected, 3e-5)
+
+    def eager(share: float) -> None:
+        monkeypatch.setattr(proof, "expected_logits", lambda side, attention: shifted(expected, share))
+
+    eager(3e-5)  # the same as sdpa
+    with pytest.raises(ConversionError, match=r"differ from those of transformers by \S+, and \S+ is allowed"):
+        prove(off, checkpoint, manifest)
+    eager(-1e-5)
+    report = prove(off, checkpoint, manifest)
+    assert report["eager_to_sdpa_difference"] == pytest.approx(4e-5 * expected.largest, rel=0.1)
+    eager(5.0)  # no implementation is that inexact
+    with pytest.raises(ConversionError, match="the logits differ"):
+        prove(shifted(expected, 2e-4), checkpoint, manifest)
+
+
+def test_what_is_no_number_is_not_equal(compared: tuple[Expected, Path, Manifest]) -> None:
+    expected, checkpoint, manifest = compared
+    with pytest.raises(ConversionError, match="differ from those of transformers by inf"):
+        prove(shifted(expected, float("nan")), checkpoint, manifest)

@@ -1,0 +1,131 @@
+"""The tokenizer goes along, in a form that gives the same ids on both sides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatron.convert.hugging_face.tokenizer_files import (
+    check_same_ids,
+    copy_tokenizer,
+    special_ids,
+    write_generation_config,
+    write_tokenizer,
+)
+from megatron.errors import ConversionError, StorageError
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from tests.convert.tiny_models import END
+from tests.convert.tiny_models import write_tokenizer as write_tiny_tokenizer
+from tests.helpers import sentencepiece_models
+from tests.helpers.vocabulary import write_vocabulary
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder with a tokenizer, and an empty one."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "target").mkdir()
+    write_tiny_tokenizer(tmp_path / "source")
+    return tmp_path / "source", tmp_path / "target"
+
+
+def test_all_files_of_a_tokenizer_are_copied(folders: tuple[Path, Path]) -> None:
+    source, target = folders
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "generation_config.json").write_text('{"temperature": 0.6}')
+    (source / "README.md").write_text("not this one")
+    choice = copy_tokenizer(source, target)
+    assert choice == TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(target))
+    assert {path.name for path in target.iterdir()} == {path.name for path in source.iterdir()} - {"README.md"}
+    check_same_ids(target, build_tokenizer(choice))
+    write_generation_config(target, {"eos_token_id": 5})
+    assert json.loads((target / "generation_config.json").read_text()) == {"temperature": 0.6}, "the model's own stays"
+
+
+def test_a_class_is_named_where_only_the_model_named_it(folders: tuple[Path, Path]) -> None:
+    source, target = folders
+    (source / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    copy_tokenizer(source, target)
+    named = json.loads((target / "tokenizer_config.json").read_text())
+    assert named == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+
+
+def test_a_tokenizer_without_tokenizer_json_gets_one(tmp_path: Path) -> None:
+    choice = write_vocabulary(tmp_path)
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    (source / "vocab.json").write_bytes(Path(str(choice.vocab_file)).read_bytes())
+    (source / "merges.txt").write_bytes(Path(str(choice.merge_file)).read_bytes())
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    made = build_tokenizer(copy_tokenizer(source, target))
+    assert (target / "tokenizer.json").exists()
+    assert made.encode("import random") == build_tokenizer(choice).encode("import random")
+
+
+def test_a_broken_tokenizer_is_named(folders: tuple[Path, Path]) -> None:
+    source, target = folders
+    (source / "tokenizer.json").unlink()
+    (source / "vocab.json").write_text("{")
+    with pytest.raises(ConversionError, match=f"{source} has no tokenizer.json and transformers cannot make one"):
+        copy_tokenizer(source, target)
+    (target / "tokenizer.json").write_text("{")
+    (target / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ConversionError, match=f"transformers cannot load the tokenizer in {target}"):
+        check_same_ids(target, build_tokenizer(write_vocabulary(target)))
+
+
+def test_other_ids_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    source, _ = folders
+    with pytest.raises(
+        ConversionError, match=f"the tokenizer in {source} gives 'The treaty was signed in 1648,'... the"
+    ):
+        check_same_ids(source, build_tokenizer(write_vocabulary(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ({"eos_token": "<|endoftext|>"}, {"eos_token_id": END}),
+        ({"eos_token": {"content": "<|endoftext|>"}, "bos_token": "a", "pad_token": "nowhere"},
+         {"eos_token_id": END, "bos_token_id": 66}),
+        ({}, {"eos_token_id": END}),
+    ],
+)  # fmt: skip
+def test_ids_of_special_tokens(folders: tuple[Path, Path], named: dict[str, Any], expected: dict[str, int]) -> None:
+    source, target = folders
+    tokenizer = build_tokenizer(copy_tokenizer(source, target))
+    (target / "tokenizer_config.json").write_text(json.dumps(named))
+    found = special_ids(target, tokenizer)
+    vocabulary = json.loads((source / "tokenizer.json").read_text())["model"]["vocab"]
+    assert found == {**expected, **({"bos_token_id": vocabulary["a"]} if "bos_token" in named else {})}
+
+
+def test_gpt2_files_become_a_tokenizer_json(tmp_path: Path) -> None:
+    choice = write_vocabulary(tmp_path)
+    tokenizer = build_tokenizer(choice)
+    target = tmp_path / "target"
+    target.mkdir()
+    write_tokenizer(choice, tokenizer, target, 1024)
+    check_same_ids(target, tokenizer)
+    theirs = AutoTokenizer.from_pretrained(target)
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.eod_id and len(theirs) == tokenizer.vocab_size
+    assert theirs("a<|endoftext|>")["input_ids"][-1] == tokenizer.eod_id
+
+
+def test_a_sentencepiece_model_needs_another_form(tmp_path: Path) -> None:
+    path = sentencepiece_models.write_model(tmp_path)
+    choice = TokenizerChoice("GPTSentencePieceTokenizer", tokenizer_name_or_path=str(path))
+    with pytest.raises(ConversionError, match=r"\(GPTSentencePieceTokenizer\) is defined by a library .*FOLDER"):
+        write_tokenizer(choice, build_tokenizer(choice), tmp_path, 1024)
+
+
+def test_a_copy_that_fails_is_named(folders: tuple[Path, Path]) -> None:
+    source, target = folders
+    (target / "tokenizer.json").mkdir()
+    with pytest.raises(StorageError, match="cannot write .*target/tokenizer.json"):
+        copy_tokenizer(source, target)
