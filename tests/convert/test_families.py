@@ -13,6 +13,7 @@ from tests.convert.family_table import HEADER, main
 from tests.convert.tiny_models import TINY_MODELS
 
 TOLERANCE = 1e-5
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", TINY_MODELS)
@@ -38,3 +39,12 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert lines[0] == "| " + " | ".join(HEADER) + " |"
     assert lines[-1].startswith("| gpt2 |") and lines[-1].endswith("| equal | bit-equal |")
+
+
+def test_the_documented_table_has_every_model() -> None:
+    text = (ROOT / "docs" / "hugging_face.md").read_text()
+    table = text.partition("| " + " | ".join(HEADER) + " |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert [row[0] for row in cells] == list(TINY_MODELS)
+    for row in cells:
+        assert max(map(float, row[1:4])) <= TOLERANCE and row[4:] == ["equal", "bit-equal"], row[0]
