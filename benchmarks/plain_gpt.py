@@ -1,8 +1,7 @@
-"""The quickstart's model in plain PyTorch, optimized for speed: the baseline of `train_cpu.py`."""
+"""The quickstart's model in plain PyTorch, optimized for speed: a baseline of `train_cpu.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 if TYPE_CHECKING:
-    from megatron.config import ModelConfig, OptimConfig
-    from megatron.data.loader import Batch
+    from megatron.config import ModelConfig
 
 
 class Block(nn.Module):
@@ -54,36 +52,3 @@ class PlainGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.words.weight)
-
-
-class PlainTraining:
-    """A plain training loop: AdamW with two parameter groups, gradient accumulation, clipping."""
-
-    def __init__(self, config: ModelConfig, optim: OptimConfig) -> None:
-        self.model = PlainGPT(config)
-        self.clip = optim.clip_grad
-        weights = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": optim.weight_decay},
-                {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0},
-            ],
-            betas=(optim.adam_beta1, optim.adam_beta2),
-            eps=optim.adam_eps,
-            fused=True,
-        )
-
-    def step(self, batches: Sequence[Batch], learning_rate: float) -> float:
-        """One optimizer step on the micro-batches; returns the loss."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        total = 0.0
-        for batch in batches:
-            tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
-            loss = F.cross_entropy(self.model(tokens).flatten(0, 1), labels.flatten()) / len(batches)
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total

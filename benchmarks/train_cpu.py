@@ -1,16 +1,20 @@
-"""Tokens per second of one process, compared with the same model in plain PyTorch, alternating within one run.
+"""Tokens per second of one process, beside the same network in plain PyTorch and in transformers, in turns.
 
     python benchmarks/train_cpu.py
 
-Prints one JSON line per measurement. Both train the model of examples/quickstart.sh (dropout 0, fp32, AdamW, clipping)
-with the same number of threads. Ours is the whole step: reading the batch, DeepSpeed, the loss of the step. The plain
-loop is optimized: fused attention, fused AdamW, one matrix product for query, key and value.
+Prints one JSON line per measurement, for GPT-2 and for Llama, in fp32 and in bf16. All train a network of the size of
+examples/quickstart.sh (dropout 0, AdamW, clipping; bf16 with float32 copies of the weights) with the same number of
+threads, one after another in the same process. Ours is the whole step: reading the batch, DeepSpeed, the loss of the
+step. The plain loop is optimized: fused attention, fused AdamW, one matrix product for query, key and value.
+transformers runs in the same loop, with its default attention and with its explicit one (`eager`). The ratios are to
+the fastest of the others in the same round.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,12 +26,18 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
+from examples.kill_and_resume import Demo, DemoFlags
 from megatron import log
 from megatron.config import ConfigSection, RunRequest, flag, parse, parse_flags
 
 if TYPE_CHECKING:
-    from benchmarks.plain_gpt import PlainTraining
     from megatron.train.build import Run
+
+LLAMA = [
+    *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--num-query-groups", "2"),
+    *("--activation-function", "silu", "--gated-linear-unit", "--ffn-hidden-size", "704", "--no-add-bias-linear"),
+    "--untie-embeddings-and-output-weights",
+]
 
 
 @dataclass(frozen=True)
@@ -38,55 +48,94 @@ class TrainFlags(ConfigSection):
     steps: int = flag(3, "steps per round", at_least=1)
     micro_batch_size: int = flag(8, "samples per forward pass, of a global batch of 8", at_least=1, at_most=8)
     threads: int = flag(1, "threads of each process", at_least=1)
+    architecture: str = flag("all", "the network", choices=("all", "gpt2", "llama"))
+    dtype: str = flag("all", "precision", choices=("all", "fp32", "bf16"))
+    work_dir: str | None = flag(None, "folder with the data of an earlier run of this program, or for it")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains both alternately and prints the measurements."""
-    words = sys.argv[1:] if argv is None else argv
+    """Trains all of them alternately and prints the measurements."""
+    words = list(sys.argv[1:] if argv is None else argv)
     flags = parse_flags(TrainFlags, words, prog="train_cpu.py", description=__doc__ or "")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(flags.work_dir or name)
+        if not (folder / "data").is_dir():
+            quickstart_data(folder)
+        demo = Demo(DemoFlags(), folder / "data", Path(name) / "runs")
+        if "all" not in (flags.architecture, flags.dtype):
+            return measure(demo, flags)
+        for architecture in ("gpt2", "llama") if flags.architecture == "all" else (flags.architecture,):
+            for dtype in ("fp32", "bf16") if flags.dtype == "all" else (flags.dtype,):
+                choice = ["--architecture", architecture, "--dtype", dtype, "--work-dir", str(folder)]
+                subprocess.run([sys.executable, __file__, *words, *choice], check=True)
+    return 0
+
+
+def measure(demo: Demo, flags: TrainFlags) -> int:
+    """The measurements of one architecture in one precision."""
     os.environ.update(OMP_NUM_THREADS=str(flags.threads), DS_ACCELERATOR="cpu")
 
     import torch
 
-    from benchmarks.plain_gpt import PlainTraining
     from megatron.train.build import open_run
 
     torch.set_num_threads(flags.threads)
-    with tempfile.TemporaryDirectory() as name:
-        config = training_config(Path(name), flags)
-        with open_run(config) as run:
-            if run is None:
-                return 1
-            plain = PlainTraining(run.config.model, run.config.optim)
-            rates = in_turns(flags, run, plain)
+    with open_run(training_config(demo, flags)) as run:
+        if run is None:
+            return 1
+        rates = in_turns(flags, run)
     tokens = run.config.optim.global_batch_size * run.config.data.seq_length
-    settings = {"tokens_per_step": tokens, "micro_batch_size": flags.micro_batch_size, "threads": flags.threads}
+    settings: dict[str, Any] = {
+        "architecture": flags.architecture,
+        "dtype": flags.dtype,
+        "tokens_per_step": tokens,
+        "micro_batch_size": flags.micro_batch_size,
+        "threads": flags.threads,
+    }
     for name, found in rates.items():
         spread = (min(found), max(found))
         print_figure(
             "train_cpu", f"{name}_tokens_per_second", statistics.median(found), "tokens/s", spread=spread, **settings
         )
-    ratios = [ours / theirs for ours, theirs in zip(rates["ours"], rates["plain"], strict=True)]
-    print_figure(
-        "train_cpu", "ratio_to_plain", statistics.median(ratios), "ratio", spread=(min(ratios), max(ratios)), **settings
-    )
+    others = {name: found for name, found in rates.items() if name != "ours"}
+    fastest = [max(turn) for turn in zip(*others.values(), strict=True)]
+    for name, theirs in {**others, "the_fastest": fastest}.items():
+        ratios = [ours / other for ours, other in zip(rates["ours"], theirs, strict=True)]
+        spread = (min(ratios), max(ratios))
+        print_figure("train_cpu", f"ratio_to_{name}", statistics.median(ratios), "ratio", spread=spread, **settings)
     return 0
 
 
-def training_config(folder: Path, flags: TrainFlags) -> RunRequest:
+def training_config(demo: Demo, flags: TrainFlags) -> RunRequest:
     """The model and data of quickstart, without dropout and without saving."""
-    demo = quickstart_data(folder)
     words = [str(word) for word in demo.training_flags("run")]
     for option in ("--save", "--load", "--save-interval"):
         position = words.index(option)
         del words[position : position + 2]
-    return parse(
-        [*words, "--hidden-dropout", "0", "--micro-batch-size", str(flags.micro_batch_size), "--train-iters", "100000"]
-    )
+    words += ["--hidden-dropout", "0", "--micro-batch-size", str(flags.micro_batch_size), "--train-iters", "100000"]
+    words += LLAMA if flags.architecture == "llama" else []
+    return parse([*words, "--bf16"] if flags.dtype == "bf16" else words)
 
 
-def in_turns(flags: TrainFlags, run: Run, plain: PlainTraining) -> dict[str, list[float]]:
+def in_turns(flags: TrainFlags, run: Run) -> dict[str, list[float]]:
     """Tokens per second of every round; the first round of each is a warm-up and is not counted."""
+    steps = training_steps(flags, run)
+    rates: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(flags.rounds + 1):
+        for name, step in list(steps.items())[:: 1 if turn % 2 else -1]:
+            rate = timed(step, flags.steps, run)
+            if turn:
+                rates[name].append(rate)
+    return rates
+
+
+def training_steps(flags: TrainFlags, run: Run) -> dict[str, Callable[[], Any]]:
+    """A step of each of those compared."""
+    import torch
+
+    from benchmarks.plain_gpt import PlainGPT
+    from benchmarks.plain_llama import PlainLlama
+    from benchmarks.training_loop import TrainingLoop, TransformersNetwork
     from megatron.config.schedule import learning_rate
 
     def ours() -> None:
@@ -96,26 +145,23 @@ def in_turns(flags: TrainFlags, run: Run, plain: PlainTraining) -> dict[str, lis
             step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
         )
 
-    batches = [list(run.train_batches())]
-
-    def theirs() -> None:
-        plain.step(batches[0], 1e-3)
-
-    rates: dict[str, list[float]] = {"ours": [], "plain": []}
-    for turn in range(flags.rounds + 1):
-        for name, step in (("ours", ours), ("plain", theirs)) if turn % 2 else (("plain", theirs), ("ours", ours)):
-            rate = timed(step, flags.steps, run)
-            if turn:
-                rates[name].append(rate)
-    return rates
+    model, dtype = run.config.model, torch.float32 if flags.dtype == "fp32" else torch.bfloat16
+    networks = {
+        "plain": PlainGPT(model) if flags.architecture == "gpt2" else PlainLlama(model),
+        "transformers": TransformersNetwork(model, "sdpa"),
+        "transformers_eager": TransformersNetwork(model, "eager"),
+    }
+    loops = {name: TrainingLoop(network, run.config.optim, dtype) for name, network in networks.items()}
+    batches = list(run.train_batches())
+    return {"ours": ours, **{name: (lambda loop=loop: loop.step(batches, 1e-3)) for name, loop in loops.items()}}
 
 
 def timed(step: Callable[[], Any], steps: int, run: Run) -> float:
-    """Tokens per second over `steps` steps."""
-    started_at = time.perf_counter()
+    """Tokens per second of processor time over `steps` steps."""
+    started_at = time.process_time()
     for _ in range(steps):
         step()
-    seconds = time.perf_counter() - started_at
+    seconds = time.process_time() - started_at
     return steps * run.config.optim.global_batch_size * run.config.data.seq_length / seconds
 
 

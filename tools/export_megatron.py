@@ -42,10 +42,16 @@ class ExportFlags(ConfigSection):
     )
     tensor_model_parallel_size: int = flag(1, "tensor-parallel ranks that will read it", at_least=1)
     pipeline_model_parallel_size: int = flag(1, "pipeline stages that will read it", at_least=1)
+    keep_padding: bool = flag(
+        False,
+        "universal: write the padding rows of the vocabulary, which DeepSpeed's ZeRO-3 loader does not add itself",
+    )
     weights_only: bool = flag(False, "leave out the optimizer state")
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
+        if self.keep_padding and self.format == "torch":
+            yield "--keep-padding is for --format universal; the torch layout always has the padding. Drop it."
         allowed = _NAMINGS.get(self.format, ())
         if self.naming is not None and allowed and self.naming not in allowed:
             yield f"--naming {self.naming} does not go with --format {self.format}. Use {' or '.join(allowed)}."
@@ -74,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags.tensor_model_parallel_size,
         flags.pipeline_model_parallel_size,
         not flags.weights_only,
+        flags.keep_padding,
     )
     made = write_universal(request) if flags.format == "universal" else write_torch_layout(request)
     log.line(f"exported {checkpoint.folder} to {made}")

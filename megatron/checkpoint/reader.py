@@ -67,16 +67,24 @@ class CheckpointReader:
     Args:
         wanted: pieces and what to do with their values; `accept` gets a flat CPU tensor in the stored element type, in
             fp32 for masters and moments, and may cast it into its own. The order of the calls is that of the files.
+        catalogue: of the manifest's pieces, where the caller has it.
 
     Raises:
         CheckpointError: something wanted is not stored.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, wanted: Wanted, storage: Storage | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        wanted: Wanted,
+        storage: Storage | None = None,
+        catalogue: Catalogue | None = None,
+    ) -> None:
         self._folder = folder
         self._manifest = manifest
         self._storage = storage or Storage()
-        catalogue = Catalogue.of(manifest.pieces)
+        catalogue = catalogue or Catalogue.of(manifest.pieces)
         self._wanted = [self._plan(key, accept, catalogue) for key, accept in wanted]
         self._wanted.sort(key=lambda piece: piece.place)
 

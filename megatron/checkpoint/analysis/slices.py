@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -51,6 +51,7 @@ class OpenCheckpoint:
     folder: Path
     manifest: Manifest
     record: Record
+    catalogue: Catalogue = field(repr=False)
 
     @classmethod
     def newest(cls, path: Path) -> OpenCheckpoint:
@@ -62,11 +63,12 @@ class OpenCheckpoint:
         found = newest_record(path, ParallelMesh.single())
         if found is None or found.manifest is None:
             raise CheckpointError(f"there is no checkpoint in {path}. Give a folder to which a run saved checkpoints.")
-        return cls(found.path, found.manifest, Record.from_json(found.record, found.path))
+        catalogue = Catalogue.of(found.manifest.pieces)
+        return cls(found.path, found.manifest, Record.from_json(found.record, found.path), catalogue)
 
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors by name, in the order in which they lie in the files."""
-        catalogue = Catalogue.of(self.manifest.pieces)
+        catalogue = self.catalogue
         kinds: dict[str, dict[Kind, str]] = {}
         for (name, kind), pieces in catalogue.pieces.items():
             kinds.setdefault(name, {})[kind] = pieces[0].dtype
@@ -83,7 +85,7 @@ class OpenCheckpoint:
         """
         found: dict[int, torch.Tensor] = {}
         wanted = [(key, _into(found, number)) for number, key in enumerate(keys)]
-        reader = CheckpointReader(self.folder, self.manifest, wanted)
+        reader = CheckpointReader(self.folder, self.manifest, wanted, catalogue=self.catalogue)
         reader.verify()
         reader.deliver()
         return [found[number] for number in range(len(keys))]

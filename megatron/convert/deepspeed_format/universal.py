@@ -107,10 +107,10 @@ def _updates(folder: Path) -> int | None:
     if steps is not None:
         (content,) = read_pickles([steps])
         return _as_number(content.get("param") if isinstance(content, dict) else content)
-    common = folder / "zero" / "optimizer_state.pt"
-    if not common.is_file():
+    groups_file = folder / "zero" / "optimizer_state.pt"
+    if not groups_file.is_file():
         return None
-    (content,) = read_pickles([common])
+    (content,) = read_pickles([groups_file])
     return max((count for count in map(_as_number, _steps(content)) if count is not None), default=None)
 
 

@@ -95,8 +95,8 @@ def open_distributed(folder: Path, choices: Choices) -> ForeignModel:
     shapes, places = _metadata(folder)
     wanted = {name for name in shapes if not _NOT_WEIGHTS.fullmatch(name)}
     loaded = _load(folder, {key: place for key, place in places.items() if key[0] in wanted or key[0] == _ARGUMENTS})
-    common = folder / "common.pt"
-    content = read_pickle(common) if common.is_file() else {_ARGUMENTS: loaded.get((_ARGUMENTS, None))}
+    beside = folder / "common.pt"
+    content = read_pickle(beside) if beside.is_file() else {_ARGUMENTS: loaded.get((_ARGUMENTS, None))}
     stored = arguments_of(content if isinstance(content, dict) else {}, folder)
     model = model_config(stored, true_vocabulary(content, stored, choices), rotary_is_sound=choices.rotary_is_sound)
     tensors = [_stored(name, shapes[name], loaded) for name in sorted(wanted)]

@@ -13,7 +13,7 @@ from megatron import __version__, log
 from megatron.checkpoint import write_snapshot
 from megatron.checkpoint.record import Record
 from megatron.checkpoint.storage import Storage, cannot_write, write_file
-from megatron.config import Machine, RunRequest, TokenizerFacts, parse, resolve
+from megatron.config import Machine, TokenizerFacts, parse, resolve
 from megatron.convert.hugging_face.importing import unfinished_folder
 from megatron.convert.hugging_face.model_file import MODEL_FILE, model_file_text
 from megatron.convert.megatron_format.model import ForeignModel, ForeignPieces
@@ -88,7 +88,18 @@ def _run_flags(source: ForeignModel) -> Iterator[tuple[str, str]]:
 
 
 def _record(source: ForeignModel, model_file: Path, tokenizer: Tokenizer) -> Record:
-    request = _request(source, model_file)
+    """The record of the checkpoint.
+
+    Raises:
+        ConversionError: the stored flags do not make up a run, or the vocabulary is another one.
+    """
+    try:
+        request = parse(_words(source, model_file))
+    except ConfigError as failure:
+        raise ConversionError(
+            f"the arguments stored in {source.path} do not make up a run: {failure} Import the weights alone with "
+            "--weights-only."
+        ) from failure
     machine = Machine("cpu", 1, supports_fp16=True, supports_bf16=True)
     made_with = TokenizerRecord.of(tokenizer)
     config = resolve(
@@ -112,12 +123,8 @@ def _record(source: ForeignModel, model_file: Path, tokenizer: Tokenizer) -> Rec
     )
 
 
-def _request(source: ForeignModel, model_file: Path) -> RunRequest:
-    """The run that the checkpoint stands for, completed where nothing is stored.
-
-    Raises:
-        ConversionError: the stored flags do not make up a run.
-    """
+def _words(source: ForeignModel, model_file: Path) -> list[str]:
+    """The command line of the run that the checkpoint stands for, completed where nothing is stored."""
     flags = source.state.flags if source.has_moments else {}
     words = ["--config", str(model_file), "--data-path", "none", *([] if source.has_moments else ["--no-save-optim"])]
     for name, value in _REQUIRED.items():
@@ -128,13 +135,7 @@ def _request(source: ForeignModel, model_file: Path) -> RunRequest:
             value = flags.get("micro_batch_size", 1)
         if not is_given:
             words += [f"--{name.replace('_', '-')}", str(value)]
-    try:
-        return parse(words)
-    except ConfigError as failure:
-        raise ConversionError(
-            f"the arguments stored in {source.path} do not make up a run: {failure} Import the weights alone with "
-            "--weights-only."
-        ) from failure
+    return words
 
 
 def _absolute(choice: TokenizerChoice) -> TokenizerChoice:

@@ -109,13 +109,13 @@ def scheduler_state(run: Mapping[str, Any], progress: Progress, naming: str) -> 
         warmup = (run.get("lr_warmup_iters") or 0) * batch
     if run.get("lr_warmup_fraction"):
         warmup = run["lr_warmup_fraction"] * decay
-    common = {"max_lr": run["lr"], "min_lr": run["min_lr"], "num_steps": progress.consumed_samples}
+    counted = {"max_lr": run["lr"], "min_lr": run["min_lr"], "num_steps": progress.consumed_samples}
     style, decay_rate = run["lr_decay_style"], run["weight_decay"]
     if naming == BIGSCIENCE:
         tokens = {"warmup_tokens": None, "num_tokens": progress.consumed_tokens}
-        return {**common, **tokens, "warmup_steps": warmup, "decay_style": style, "decay_steps": decay}
+        return {**counted, **tokens, "warmup_steps": warmup, "decay_style": style, "decay_steps": decay}
     return {
-        **common,
+        **counted,
         "lr_warmup_steps": warmup,
         "lr_decay_style": style,
         "lr_decay_steps": decay,

@@ -1,7 +1,7 @@
 """What the tensors of a GPT are called in each of the forms that are written.
 
-Source: bigscience and deepspeedai Megatron-DeepSpeed, `megatron/model/gpt_model.py` (`GPTModelPipe`); NVIDIA Megatron-LM,
-`megatron/legacy/model/` and `megatron/core/models/gpt/gpt_model.py`.
+Source: bigscience and deepspeedai Megatron-DeepSpeed, `megatron/model/gpt_model.py` (`GPTModelPipe`); NVIDIA
+Megatron-LM, `megatron/legacy/model/` and `megatron/core/models/gpt/gpt_model.py`.
 """
 
 from __future__ import annotations

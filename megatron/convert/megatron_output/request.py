@@ -33,6 +33,7 @@ class OutputRequest:
         run: our configuration by field.
         naming: one of `naming`'s.
         with_moments: write the optimizer state, where the checkpoint and the format have it.
+        keep_padding: write the padding rows of the vocabulary where the format leaves them out.
     """
 
     checkpoint: OpenCheckpoint
@@ -43,6 +44,7 @@ class OutputRequest:
     tensor_ranks: int = 1
     stages: int = 1
     with_moments: bool = True
+    keep_padding: bool = False
 
     @property
     def order(self) -> RowOrder:

@@ -1,6 +1,7 @@
 """Writes DeepSpeed's universal checkpoints: whole fp32 weights and moments, one folder a parameter.
 
-Any tensor, pipeline and data parallel sizes load it (`"checkpoint": {"load_universal": true}`).
+Any tensor, pipeline and data parallel sizes load it (`"checkpoint": {"load_universal": true}`). The word embedding has
+no padding rows, and the loader of ZeRO 1 and 2 adds those that it needs; that of ZeRO 3 does not (`keep_padding`).
 
 Source: DeepSpeed 0.19.8, `deepspeed/checkpoint/universal_checkpoint.py` (`load_hp_checkpoint_state`),
 `deepspeed/runtime/base_optimizer.py`, `deepspeed/runtime/zero/stage3.py`, `deepspeed/checkpoint/ds_to_universal.py`.
@@ -51,7 +52,7 @@ def write_universal(request: OutputRequest) -> Path:
         for ours, rule in tensors.rules.items():
             parameter = zero / parameter_name(ours, request.naming, request.model)
             for file, values in _values(tensors, ours, request):
-                write_object(parameter / file, {"param": values, **_how_to_split(rule)})
+                write_object(parameter / file, {"param": values, **_how_to_split(rule, request.keep_padding)})
             write_object(parameter / "step.pt", torch.tensor(float(updates)))
         write_object(zero / "optimizer_state.pt", _optimizer_state(updates))
         for rank in range(request.tensor_ranks * request.stages):
@@ -62,14 +63,15 @@ def write_universal(request: OutputRequest) -> Path:
 
 
 def _values(tensors: OurTensors, ours: str, request: OutputRequest) -> Iterator[tuple[str, torch.Tensor]]:
-    weight = tensors.part(ours, "weight", request.order).float()
+    rows = request.model.padded_vocab_size if request.keep_padding else None
+    weight = tensors.part(ours, "weight", request.order, rows=rows).float()
     yield "fp32.pt", weight
     for kind in MOMENTS:
         has = tensors.has_moments
-        yield f"{kind}.pt", tensors.part(ours, kind, request.order) if has else torch.zeros_like(weight)
+        yield f"{kind}.pt", tensors.part(ours, kind, request.order, rows=rows) if has else torch.zeros_like(weight)
 
 
-def _how_to_split(rule: TensorRule) -> dict[str, Any]:
+def _how_to_split(rule: TensorRule, keep_padding: bool) -> dict[str, Any]:
     """What the loader must know to divide a tensor over ranks; nothing where each has all of it."""
     if rule.split is None:
         return {}
@@ -77,7 +79,7 @@ def _how_to_split(rule: TensorRule) -> dict[str, Any]:
     found: dict[str, Any] = {"cat_dim": 1 if is_row_parallel else 0}
     if rule.rows == "gated":
         found["param_n_sub_params"] = 2
-    if rule.rows == "vocabulary":
+    if rule.rows == "vocabulary" and not keep_padding:
         found["vocab_tensor"] = True
     return found
 
@@ -85,10 +87,12 @@ def _how_to_split(rule: TensorRule) -> dict[str, Any]:
 def _optimizer_state(updates: int) -> dict[str, Any]:
     """The parameter groups, of matrices and of the rest, for ZeRO 1 and 2 and, one level deeper, for ZeRO 3.
 
-    They hold no learning rate or decay, so that those of the program that loads them stay.
+    They hold no learning rate or decay, so that those of the program that loads them stay. The loader of ZeRO 3 gives
+    all its groups the one counter in `state`, so it is a number as in DeepSpeed's own Adam, not a tensor that the
+    groups would count up together.
     """
     groups = [{"params": [], "step": updates} for _ in range(2)]
-    state = {0: {"step": torch.tensor(float(updates))}}
+    state = {0: {"step": updates}}
     return {
         "param_groups": groups,
         "ds_version": DEEPSPEED_VERSION,

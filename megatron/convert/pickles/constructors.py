@@ -27,7 +27,7 @@ _FOREIGN_NAMES = frozenset({*NAMESPACES, "signal.Signals", "_io.BytesIO"})
 # Names that appear as values only, such as the factory of a defaultdict.
 _VALUE_NAMES = frozenset(
     {
-        *(f"builtins.{name}" for name in ("dict", "list", "int", "float", "str", "tuple", "bool", "set")),
+        *(f"builtins.{name}" for name in ("dict", "list", "int", "float", "str", "tuple", "bool", "set", "long")),
         "torch.Tensor",
         "torch.nn.parameter.Parameter",
     }

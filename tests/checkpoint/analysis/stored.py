@@ -16,7 +16,13 @@ from tests.helpers.networks import tiny_config
 
 
 def save_checkpoint(
-    folder: Path, state: State, step: int = 4, model: ModelConfig | None = None, seed: int = 0, **record: Any
+    folder: Path,
+    state: State,
+    step: int = 4,
+    model: ModelConfig | None = None,
+    seed: int = 0,
+    chunk_bytes: int = 256,
+    **record: Any,
 ) -> OpenCheckpoint:
     """Saves a state, cut at random, as the checkpoint of a run of a network, and opens it."""
     config = {
@@ -26,5 +32,5 @@ def save_checkpoint(
     }
     made = make_record(step, **{"config": config, **record})
     pieces = cut_for_ranks(state, 1, seed)[0]
-    path = save(folder, step, pieces, made.to_json(), ParallelMesh.single(), chunk_bytes=256)
+    path = save(folder, step, pieces, made.to_json(), ParallelMesh.single(), chunk_bytes=chunk_bytes)
     return OpenCheckpoint.newest(path)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
+from megatron.config import parse
 from megatron.config.files import preset_files
 from megatron.config.files.preset_files import preset_names, preset_path
 from megatron.errors import ConfigError
@@ -14,7 +16,10 @@ from tests.config.command_lines import small
 SIZES = "--num-layers --hidden-size --num-attention-heads --max-position-embeddings"
 
 
-@pytest.mark.parametrize("name", preset_names())
+RECIPE = "laptop"  # says how to train as well
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name != RECIPE])
 def test_a_preset_says_only_what_the_network_is(name: str) -> None:
     config = small(f"--model-preset {name}", drop=SIZES)
     sources = {field: source for field, source in config.provenance.items() if source == "preset"}
@@ -22,6 +27,12 @@ def test_a_preset_says_only_what_the_network_is(name: str) -> None:
     assert config.model.vocab_size and config.notices == ()
     text = preset_path(name).read_text(encoding="utf-8")
     assert text.startswith("# ") and "Source: " in text
+
+
+def test_the_recipe_is_a_whole_run_without_data() -> None:
+    config = parse(shlex.split(f"--model-preset {RECIPE} --data-path corpus --vocab-file v.json --merge-file m.txt"))
+    assert config.notices == () and config.provenance["optim.lr"] == "preset"
+    assert not any(source == "preset" for name, source in config.provenance.items() if name.endswith("_path"))
 
 
 def test_a_file_wins_over_a_preset_and_the_command_line_over_both(tmp_path: Path) -> None:

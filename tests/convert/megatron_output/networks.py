@@ -7,10 +7,14 @@ from pathlib import Path
 
 import torch
 
+from megatron.checkpoint import read_tensors
 from megatron.checkpoint.analysis.slices import OpenCheckpoint
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.config.resolve import padded_vocab_size
+from megatron.convert.foreign import open_foreign
+from megatron.convert.megatron_format.model import ForeignPieces
 from megatron.convert.megatron_format.tensors import tensor_rules
+from megatron.convert.megatron_format.torch_files import Choices
 from megatron.convert.megatron_output.request import OutputRequest
 from megatron.parallel.pieces import Kind
 from megatron.tokenizers.record import TokenizerRecord
@@ -18,12 +22,13 @@ from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.checkpoint.analysis.stored import save_checkpoint
 from tests.helpers.vocabulary import write_vocabulary
 
-GPT2 = "--num-layers 4 --hidden-size 32 --num-attention-heads 4"
+GPT2 = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
 LLAMA = (
     f"{GPT2} --num-query-groups 2 --swiglu --ffn-hidden-size 48 --normalization RMSNorm --no-add-bias-linear "
     "--position-embedding-type rope --rotary-base 500000 --untie-embeddings-and-output-weights --qk-layernorm"
 )
 BLOOM = f"{GPT2} --position-embedding-type alibi --embed-layernorm"
+ROTARY = f"{GPT2} --num-query-groups 2 --normalization RMSNorm --position-embedding-type rope --rotary-percent 0.5"
 VOCABULARY = 600
 
 
@@ -41,6 +46,23 @@ class Written:
         rows, _ = padded_vocab_size(layout, VOCABULARY)
         model = dataclasses.replace(self.config.model, padded_vocab_size=rows)
         return OutputRequest(self.checkpoint, target, model, self.config.flat(), naming, ranks, stages)
+
+
+def check_comes_back(written: Written, folder: Path, *, moments: bool) -> None:
+    """Opens what was written and compares the network, every tensor, and with moments the progress."""
+    opened = open_foreign(folder, Choices(VOCABULARY, rotary_is_sound=True))
+    opened.check()
+    assert opened.has_moments is moments
+    expected = dataclasses.replace(written.config.model, padded_vocab_size=opened.model.padded_vocab_size)
+    assert {name for name in vars(expected) if getattr(expected, name) != getattr(opened.model, name)} == set()
+    pieces = ForeignPieces(opened)
+    kinds: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq") if moments else ("weight",)
+    for kind in kinds:
+        for name, tensor in read_tensors(written.checkpoint.folder, kind=kind):
+            rule = tensor_rules(expected)[name]
+            assert torch.equal(pieces.tensor(rule, kind), tensor), (name, kind)
+    if moments:
+        assert (opened.state.progress, opened.state.updates) == (written.checkpoint.record.progress, 4)
 
 
 def write_network(folder: Path, flags: str, *, moments: bool = True, step: int = 4) -> Written:
@@ -65,5 +87,5 @@ def write_network(folder: Path, flags: str, *, moments: bool = True, step: int =
         for kind in kinds
     }
     record = {"config": config.to_json(), "loss_scale": {}, "tokenizer": TokenizerRecord.of(tokenizer)}
-    checkpoint = save_checkpoint(folder / "checkpoints", state, step, **record)
+    checkpoint = save_checkpoint(folder / "checkpoints", state, step, chunk_bytes=2**20, **record)
     return Written(checkpoint, config, ["--tokenizer-type", "GPT2BPETokenizer", *files])

@@ -50,6 +50,7 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
     },
 }
 _ORIGINAL = "original_max_position_embeddings"
+_LISTS = ("short_factor", "long_factor")
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
 
 
@@ -137,14 +138,15 @@ def read_parameters(parameters: Mapping[str, Any], place: str, found: Mapping[st
     if kind is None:
         raise entries.refused("rope_type", name, f"is not among {', '.join(_NAMES)}")
     read: dict[str, Any] = {
-        "rotary_base": float(entries.take("rope_theta")),
-        "rotary_percent": float(entries.take("partial_rotary_factor", 1.0)),
+        "rotary_base": _numbers(entries, "rope_theta", entries.take("rope_theta")),
+        "rotary_percent": _numbers(entries, "partial_rotary_factor", entries.take("partial_rotary_factor", 1.0)),
         "rope_scaling_type": kind,
     }
     for theirs, ours in _KEYS[kind].items():
         value = entries.take(theirs) if theirs in _NEEDED else entries.take(theirs, None)
         if value is not None:
-            read[ours] = tuple(map(float, value)) if isinstance(value, list) else value
+            is_count = theirs == _ORIGINAL and type(value) is int
+            read[ours] = value if is_count else _numbers(entries, theirs, value, theirs in _LISTS)
     width = found.get("kv_channels", found["hidden_size"] // found["num_attention_heads"])
     if int(width * read["rotary_percent"]) % 2:
         what = f"rotates {int(width * read['rotary_percent'])} of {width} channels, not a number of pairs"
@@ -153,7 +155,7 @@ def read_parameters(parameters: Mapping[str, Any], place: str, found: Mapping[st
     entries.skip("original_max_position_embeddings", "finetuned", "type")
     _read_attention_factor(entries, kind, read, found["max_position_embeddings"])
     entries.check_all_read()
-    return {name: float(value) if _is_ratio(name, value) else value for name, value in read.items()}
+    return read
 
 
 def write_parameters(model: ModelConfig) -> dict[str, Any]:
@@ -181,16 +183,27 @@ def _one_form(parameters: Mapping[str, Any]) -> dict[str, Any]:
 def _read_attention_factor(entries: Entries, kind: str, read: dict[str, Any], max_positions: int) -> None:
     """What replaces `attention_factor`: yarn's `mscale`, and a `factor` of longrope other than the usual one."""
     if kind == "yarn":
-        mscale, over_all = entries.take("mscale", 0), entries.take("mscale_all_dim", 0)
+        mscale, over_all = (_numbers(entries, name, entries.take(name, 0)) for name in ("mscale", "mscale_all_dim"))
         if mscale and over_all and "rope_attention_factor" not in read:
-            factor = math.log(read["rope_scaling_factor"]) if read["rope_scaling_factor"] > 1 else 0.0
-            read["rope_attention_factor"] = (0.1 * mscale * factor + 1.0) / (0.1 * over_all * factor + 1.0)
+            stretch = math.log(read["rope_scaling_factor"]) if read["rope_scaling_factor"] > 1 else 0.0
+            read["rope_attention_factor"] = (0.1 * mscale * stretch + 1.0) / (0.1 * over_all * stretch + 1.0)
     if kind == "longrope":
         factor = entries.take("factor", None)
         original = read.get("rope_original_max_positions", max_positions)
+        factor = None if factor is None else _numbers(entries, "factor", factor)
         if factor is not None and "rope_attention_factor" not in read:
             read["rope_attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
-def _is_ratio(name: str, value: Any) -> bool:
-    return name != "rope_original_max_positions" and isinstance(value, int) and not isinstance(value, bool)
+def _numbers(entries: Entries, name: str, value: Any, is_list: bool = False) -> Any:
+    """A parameter as a float, or as a tuple of them.
+
+    Raises:
+        ConversionError: it is something else, or a count of positions is no whole number.
+    """
+    values = value if is_list and isinstance(value, list) else [value]
+    is_wrong = is_list != isinstance(value, list) or name == _ORIGINAL
+    if is_wrong or not all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in values):
+        what = "a list of numbers" if is_list else "a whole number" if name == _ORIGINAL else "a number"
+        raise entries.refused(name, value, f"should be {what}")
+    return tuple(map(float, values)) if is_list else float(value)

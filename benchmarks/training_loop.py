@@ -1,0 +1,107 @@
+"""A plain training loop, and networks of transformers for it: the baselines of `train_cpu.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig, OptimConfig
+    from megatron.data.loader import Batch
+
+
+class TrainingLoop:
+    """AdamW with two parameter groups, gradient accumulation and clipping.
+
+    In bf16 the network's weights are bf16, and the optimizer updates float32 copies of them.
+
+    Args:
+        network: maps tokens `[b, s]` to logits `[b, s, v]`.
+    """
+
+    def __init__(self, network: nn.Module, optim: OptimConfig, dtype: torch.dtype) -> None:
+        self.network = network.to(dtype)
+        self.clip = optim.clip_grad
+        self.weights = list(network.parameters())
+        self.masters = self.weights
+        if dtype != torch.float32:
+            self.masters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [weight for weight in self.masters if weight.dim() > 1], "weight_decay": optim.weight_decay},
+                {"params": [weight for weight in self.masters if weight.dim() <= 1], "weight_decay": 0.0},
+            ],
+            betas=(optim.adam_beta1, optim.adam_beta2),
+            eps=optim.adam_eps,
+            fused=True,
+        )
+
+    def step(self, batches: Sequence[Batch], learning_rate: float) -> float:
+        """One optimizer step on the micro-batches; returns the loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        total = 0.0
+        for batch in batches:
+            tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
+            loss = F.cross_entropy(self.network(tokens).flatten(0, 1).float(), labels.flatten()) / len(batches)
+            loss.backward()
+            total += loss.item()
+        if self.masters is not self.weights:
+            for master, weight in zip(self.masters, self.weights, strict=True):
+                master.grad = None if weight.grad is None else weight.grad.float()
+        nn.utils.clip_grad_norm_(self.masters, self.clip)
+        self.optimizer.step()
+        self.network.zero_grad(set_to_none=True)
+        if self.masters is not self.weights:
+            with torch.no_grad():
+                torch._foreach_copy_(self.weights, self.masters)
+        return total
+
+
+class TransformersNetwork(nn.Module):
+    """The same architecture in the transformers library.
+
+    Args:
+        attention: the library's name of an implementation of attention.
+    """
+
+    def __init__(self, config: ModelConfig, attention: str) -> None:
+        super().__init__()
+        import transformers
+
+        common = {"vocab_size": config.padded_vocab_size, "attn_implementation": attention, "use_cache": False}
+        if config.uses_rope:
+            self.network = transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(
+                    hidden_size=config.hidden_size,
+                    intermediate_size=config.ffn_hidden_size,
+                    num_hidden_layers=config.num_layers,
+                    num_attention_heads=config.num_attention_heads,
+                    num_key_value_heads=config.num_query_groups,
+                    max_position_embeddings=config.max_position_embeddings,
+                    rms_norm_eps=config.layernorm_epsilon,
+                    **common,
+                )
+            )
+        else:
+            self.network = transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(
+                    n_embd=config.hidden_size,
+                    n_layer=config.num_layers,
+                    n_head=config.num_attention_heads,
+                    n_positions=config.max_position_embeddings,
+                    embd_pdrop=0.0,
+                    attn_pdrop=0.0,
+                    resid_pdrop=0.0,
+                    **common,
+                )
+            )
+        self.network.train()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Shapes: tokens `[b, s]` to logits `[b, s, v]`."""
+        return self.network(tokens).logits  # type: ignore[no-any-return]

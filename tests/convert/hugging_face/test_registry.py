@@ -1,0 +1,34 @@
+"""Which family a `config.json` names, and which one an export takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.convert.hugging_face.registry import FAMILIES, family_for, family_of, known_types
+from megatron.errors import ConversionError
+from tests.helpers.networks import tiny_config
+
+
+def test_every_model_type_is_one_family_s() -> None:
+    types = [name for family in FAMILIES for name in (family.model_type, *family.other_model_types)]
+    assert len(set(types)) == len(types)
+    assert all(family_of({"model_type": name}) in FAMILIES for name in types)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": "t5"}, {"model_type": ["gpt2"]}])
+def test_another_model_type_is_refused(config: dict[str, object]) -> None:
+    with pytest.raises(ConversionError, match=r'"model_type": .*cannot be converted. Known are gpt2, llama, .*bloom\.'):
+        family_of(config)
+
+
+def test_the_first_family_that_can_express_a_network_is_taken() -> None:
+    assert family_for(tiny_config()).model_type == "gpt2"
+    assert family_for(tiny_config(), "gpt2").model_type == "gpt2"
+
+
+def test_a_network_that_none_can_express_is_refused() -> None:
+    with pytest.raises(ConversionError, match=r"no family can express this network. The nearest .*--embed-layernorm"):
+        family_for(tiny_config(embed_layernorm=True))
+    with pytest.raises(ConversionError, match=r"--model-type t5 is not known. Known are gpt2"):
+        family_for(tiny_config(), "t5")
+    assert known_types().startswith("Known are ")
