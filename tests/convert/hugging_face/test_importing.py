@@ -159,6 +159,24 @@ def test_a_tokenizer_is_needed_and_must_fit(tiny_model: TinyModel, tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "source"]
 
 
+def test_a_token_that_was_added_for_another_model_needs_no_row(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Gemma 3's tokenizer has one id more, for images, than the text model has rows."""
+    source = copied(tiny_model(NAME), tmp_path / "source")
+    described = json.loads((source / "tokenizer.json").read_text())
+    image = {
+        "id": TOKENS,
+        "content": "<image>",
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+    }
+    described["added_tokens"] = [*(described.get("added_tokens") or []), {**image, "normalized": False}]
+    (source / "tokenizer.json").write_text(json.dumps(described))
+    made = import_model(ImportRequest(source, tmp_path / "made"))
+    assert f"vocab-size: {TOKENS}\n" in (made / "model.yaml").read_text()
+
+
 def test_without_transformers_nothing_starts(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
