@@ -119,9 +119,14 @@ def _vocabulary(request: RunRequest, tokenizer: TokenizerFacts) -> tuple[int, Ma
     and entries that no token has would cost memory and time. A number that is given holds.
     """
     asked, place = request.model.vocab_size, "model.vocab_size"
-    if request.provenance.get(place) != PRESET:
-        return asked or tokenizer.vocab_size, request.provenance, []
     notices = []
+    if request.provenance.get(place) != PRESET:
+        if asked is not None and asked < tokenizer.vocab_size:
+            notices.append(
+                f"--vocab-size {asked} leaves out {tokenizer.vocab_size - asked} of the tokenizer's "
+                f"{tokenizer.vocab_size} tokens. Data that contain them are refused."
+            )
+        return asked or tokenizer.vocab_size, request.provenance, notices
     if asked is not None and asked != tokenizer.vocab_size:
         notices.append(
             f"--model-preset {request.control.model_preset} was published with a vocabulary of {asked}; this network "
@@ -131,10 +136,13 @@ def _vocabulary(request: RunRequest, tokenizer: TokenizerFacts) -> tuple[int, Ma
 
 
 def _vocabulary_problems(vocabulary: int, tokenizer: TokenizerFacts) -> Iterator[str]:
-    if vocabulary < tokenizer.vocab_size:
+    """A vocabulary may lack tokens of the tokenizer, which the data then may not contain, but not its last one of a
+    document.
+    """
+    if vocabulary <= tokenizer.eod_id:
         yield (
-            f"--vocab-size {vocabulary} is less than the tokenizer's {tokenizer.vocab_size} tokens. Every token needs "
-            f"a row of the word embedding; give at least {tokenizer.vocab_size}, or drop --vocab-size."
+            f"--vocab-size {vocabulary} has no entry for the end-of-document token, {tokenizer.eod_id} of the "
+            f"tokenizer's {tokenizer.vocab_size} tokens. Give --vocab-size {tokenizer.vocab_size}, or drop it."
         )
 
 

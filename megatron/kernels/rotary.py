@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
     """Rotates pairs of channels: `(u, v)` becomes `(u cos - v sin, v cos + u sin)`.
 
     Only the first r channels of each head are rotated. The products are computed in the wider dtype of x and the
-    cosines, and rounded once to x's.
+    cosines, and rounded once to x's. Cosines and sines get no gradient.
 
     Shapes: x `[b, a, s, d]`; cos and sin `[b or 1, 1, s, r/2]`, r even and at most d; the result as x.
 
@@ -18,12 +19,40 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
 
     Source: Su et al., "RoFormer", 2021, equation 34.
     """
-    half = cos.shape[-1]
-    rotated = x[..., : 2 * half]
-    if interleaved:
-        first, second = rotated.unflatten(-1, (half, 2)).unbind(-1)  # [b, a, s, r/2]
-    else:
-        first, second = rotated.chunk(2, dim=-1)
-    left, right = (first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)
-    turned = torch.stack((left, right), dim=-1).flatten(-2) if interleaved else torch.cat((left, right), dim=-1)
-    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)
+    return _Rotation.apply(x, cos, sin, interleaved)  # type: ignore[no-any-return]
+
+
+class _Rotation(torch.autograd.Function):
+    """Backward is the rotation by the opposite angles, and needs nothing of x."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, interleaved):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotated(x, cos, sin, interleaved, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        cos, sin = ctx.saved_tensors
+        return _rotated(gradient, cos, sin, ctx.interleaved, -1), None, None, None
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, direction: int) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
+    width = 2 * cos.shape[-1]
+    result = torch.empty_like(wide)
+    first, second = _pairs(wide[..., :width], interleaved)  # [b, a, s, r/2]
+    new_first, new_second = _pairs(result[..., :width], interleaved)
+    torch.mul(first, cos, out=new_first).addcmul_(second, sin, value=-direction)
+    torch.mul(second, cos, out=new_second).addcmul_(first, sin, value=direction)
+    if width < x.shape[-1]:
+        result[..., width:] = wide[..., width:]
+    return result.to(x.dtype)
+
+
+def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the first and second channel of every pair."""
+    half = x.shape[-1] // 2
+    return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])

@@ -66,7 +66,11 @@ def test_padded_vocabulary(text: str, vocabulary: int, padded: int) -> None:
         ("", 3, r"--global-batch-size 8 is not a multiple of .* 2 x 3 data-parallel replicas = 6. Use 6 or 12"),
         ("", 8, r"--micro-batch-size 2 x 8 data-parallel replicas = 16. Use 16\."),
         ("--fp16", 1, r"--fp16 does not train on this machine \(cpu\). Use --bf16"),
-        ("--vocab-size 999", 1, r"--vocab-size 999 is less than the tokenizer's 1000 tokens.*at least 1000, or drop"),
+        (
+            "--vocab-size 999",
+            1,
+            r"--vocab-size 999 has no entry for the end-of-document token, 999 .*--vocab-size 1000, or drop",
+        ),
         ("--vocab-size 1500 --pad-vocab-size-to 1280", 1, r"1280 is less than the 1500 entries of the vocabulary"),
         ("--pad-vocab-size-to 896", 1, r"--pad-vocab-size-to 896 is less than the 1000 entries of the vocabulary"),
     ],
@@ -203,3 +207,9 @@ def test_a_preset_has_the_tokenizers_vocabulary_unless_another_is_given() -> Non
     assert published.model.vocab_size == 50257 and published.notices == ()
     many = resolve(small(preset, sizes), Machine("cpu", 1, False, True), TokenizerFacts(60000, 9, "f"))
     assert many.model.vocab_size == 60000
+
+
+def test_a_vocabulary_may_leave_out_tokens_that_the_data_do_not_contain() -> None:
+    config = resolve(small("--vocab-size 999"), Machine("cpu", 1, False, True), TokenizerFacts(1000, 3, "f"))
+    assert config.model.vocab_size == 999
+    assert any("--vocab-size 999 leaves out 1 of the tokenizer's 1000 tokens" in text for text in config.notices)

@@ -1,13 +1,13 @@
-"""Imported models split over tensor ranks and over pipeline stages: loss, logits and gradients of one process."""
+"""Imported models on two replicas, tensor ranks and stages: logits, first loss and gradient norm of transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.data.loader import Batch
@@ -20,12 +20,28 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import build_engine
 from megatron.train.restore import find_saved_run, load_tensors
+from tests.convert.comparison import load_reference, relative
 from tests.convert.tiny_models import LENGTH, sample_tokens
 from tests.helpers.ranks import run_ranks
 
-# Few keys per rank, soft caps and windows, a norm over the heads of all ranks, experts, one key head for all ranks.
-MODELS = ("llama-grouped-llama3", "gemma2", "olmo2", "mixtral", "llama-multi-query-linear", "bloom-12")
-LAYOUTS = {"tp2": (2, 1), "pp2": (1, 2)}
+pytestmark = pytest.mark.slow
+# One of each family; one with a single key head for all ranks, and a number of heads that is no power of two.
+MODELS = (
+    "gpt2", "neox-parallel", "bloom-12", "llama-grouped-llama3", "llama-multi-query-linear", "mistral", "qwen2-window",
+    "qwen3", "gemma2", "gemma3", "olmo2", "phi3-long", "mixtral", "qwen3-moe-plain",
+)  # fmt: skip
+LAYOUTS = {"dp2": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}
+
+
+class Numbers(NamedTuple):
+    """Loss of an evaluation, then loss and gradient norm of the first step."""
+
+    evaluated_loss: float
+    first_loss: float
+    gradient_norm: float
+
+
+Found = tuple[dict[tuple[str, str], Numbers], dict[str, torch.Tensor]]
 
 
 def load_config(imported: Path, tp: int, pp: int) -> RunConfig:
@@ -33,12 +49,13 @@ def load_config(imported: Path, tp: int, pp: int) -> RunConfig:
     flags = {
         "--config": imported / "model.yaml", "--load": imported, "--tensor-model-parallel-size": tp,
         "--pipeline-model-parallel-size": pp, "--seq-length": LENGTH, "--micro-batch-size": 1,
-        "--global-batch-size": 2, "--train-iters": 1, "--lr": 1e-4, "--data-path": "none",
+        "--global-batch-size": 2, "--train-iters": 1, "--lr": 1e-4, "--data-path": "none", "--clip-grad": 0,
+        "--moe-aux-loss-coeff": 0, "--hidden-dropout": 0, "--attention-dropout": 0,
     }  # fmt: skip
     request = parse([*(str(part) for pair in flags.items() for part in pair), "--finetune"])
     tokenizer = build_tokenizer(request.data)
     facts = TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint)
-    return resolve(request, Machine("cpu", tp * pp, False, True), facts)
+    return resolve(request, Machine("cpu", 2, False, True), facts)
 
 
 def batches() -> list[Batch]:
@@ -58,69 +75,56 @@ def batches() -> list[Batch]:
     ]
 
 
-def continue_training(
-    rank: int, layout: tuple[int, int], folders: dict[str, Path]
-) -> dict[str, tuple[float, float, float]]:
-    """Loss of an evaluation, then loss and gradient norm of the first step, of every model."""
-    found = {}
-    mesh: ParallelMesh | None = None
-    for name in MODELS:
-        config = load_config(folders[name], *layout)
-        mesh = mesh or open_mesh(config.parallel)
-        engine = build_engine(config, mesh)
-        load_tensors(config.control, engine, find_saved_run(config.control, mesh))
-        loss_sum, tokens = engine.evaluate(batches())
-        step = engine.train_batch(batches(), 1e-4)
-        found[name] = loss_sum / tokens, step.loss, step.gradient_norm
-    return found
+def continue_training(config: RunConfig, mesh: ParallelMesh) -> Numbers:
+    """What a run that continues from the checkpoint has at its first step."""
+    engine = build_engine(config, mesh)
+    load_tensors(config.control, engine, find_saved_run(config.control, mesh))
+    own = batches()[mesh.batch.rank :: mesh.batch.size]
+    loss_sum, tokens = engine.evaluate(own)
+    step = engine.train_batch(own, 1e-4)
+    return Numbers(loss_sum / tokens, step.loss, step.gradient_norm)
 
 
-def split_logits(rank: int, folders: dict[str, Path]) -> dict[str, torch.Tensor]:
-    """The logits of every model over two tensor ranks."""
-    found = {}
-    mesh: ParallelMesh | None = None
-    for name in MODELS:
-        config = load_config(folders[name], 2, 1)
-        mesh = mesh or open_mesh(config.parallel)
-        network = LayerStack(gpt_layers(config.model, mesh)).eval()
-        load_weights(network, folders[name], mesh)
-        with torch.no_grad():
-            logits = network(sample_tokens(), StepSettings().context(torch.arange(2)))
-            found[name] = whole_logits(logits, mesh.tp, config.model.vocab_size)
-    return found
+def split_logits(config: RunConfig, mesh: ParallelMesh) -> torch.Tensor:
+    """Logits over the tensor ranks."""
+    network = LayerStack(gpt_layers(config.model, mesh)).eval()
+    load_weights(network, Path(str(config.control.load)), mesh)
+    with torch.no_grad():
+        logits = network(sample_tokens(), StepSettings().context(torch.arange(2)))
+        return whole_logits(logits, mesh.tp, config.model.vocab_size)
 
 
-def evaluate_and_split(
-    rank: int, layout: tuple[int, int], folders: dict[str, Path]
-) -> tuple[dict[str, tuple[float, float, float]], dict[str, torch.Tensor]]:
-    """Both, where the layout has tensor ranks."""
-    logits = split_logits(rank, folders) if layout[0] > 1 else {}
-    return continue_training(rank, layout, folders), logits
+def run_layouts(rank: int, folders: dict[str, Path]) -> Found:
+    """Every model in every layout of two processes."""
+    numbers, logits = {}, {}
+    for layout, (tp, pp) in LAYOUTS.items():
+        configs = {name: load_config(folder, tp, pp) for name, folder in folders.items()}
+        mesh = open_mesh(next(iter(configs.values())).parallel)
+        for name, config in configs.items():
+            numbers[layout, name] = continue_training(config, mesh)
+            if tp > 1:
+                logits[name] = split_logits(config, mesh)
+    return numbers, logits
 
 
 @pytest.fixture(scope="module")
-def imported(imported_model: Callable[[str], Path]) -> dict[str, Path]:
-    return {name: imported_model(name) for name in MODELS}
+def found(imported_model: Callable[[str], Path]) -> Found:
+    return run_ranks(run_layouts, 2, {name: imported_model(name) for name in MODELS}, timeout_seconds=300)[0]
 
 
-@pytest.fixture(scope="module")
-def expected(imported: dict[str, Path]) -> dict[str, tuple[float, float, float]]:
-    return run_ranks(continue_training, 1, (1, 1), imported)[0]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
 def test_an_imported_model_is_the_same_in_every_layout(
-    layout: tuple[int, int],
-    imported: dict[str, Path],
-    expected: dict[str, tuple[float, float, float]],
+    name: str,
+    found: Found,
     tiny_model: Callable[[str], Path],
 ) -> None:
-    for numbers, logits in run_ranks(evaluate_and_split, 2, layout, imported):
-        for name in MODELS:
-            assert numbers[name] == pytest.approx(expected[name], rel=2e-5), name
-        for name, values in logits.items():
-            reference = AutoModelForCausalLM.from_pretrained(tiny_model(name), attn_implementation="eager").eval()
-            with torch.no_grad():
-                theirs = reference(sample_tokens(), labels=sample_tokens())
-            assert (values - theirs.logits).abs().max() <= 1e-5 * theirs.logits.abs().max(), name
-            assert numbers[name][0] == pytest.approx(float(theirs.loss), rel=1e-5), name
+    reference = load_reference(tiny_model(name))[0]
+    outcome = reference(sample_tokens(), labels=sample_tokens())
+    outcome.loss.backward()
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in reference.parameters()])
+    for layout in LAYOUTS:
+        numbers = found[0][layout, name]
+        assert numbers.evaluated_loss == pytest.approx(outcome.loss.item(), rel=1e-5), layout
+        assert numbers.first_loss == pytest.approx(outcome.loss.item(), rel=1e-5), layout
+        assert numbers.gradient_norm == pytest.approx(norm.item(), rel=1e-4), layout
+    assert relative(found[1][name], outcome.logits.detach()) <= 1e-5

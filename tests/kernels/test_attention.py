@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from megatron.kernels import attention as attention_file
 from megatron.kernels.attention import attention, explicit_attention
 
 INFINITY = float("inf")
@@ -147,3 +148,30 @@ def test_dropout_drops_and_keeps_the_mean(softcap: float | None) -> None:
     y = attention(query, key, ones, 0.4, dropout=0.25, softcap=softcap)
     y = y.detach()
     assert y.std() > 0.1 and abs(float(y.mean()) - 1) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("dtype", "groups", "keys", "is_training", "dropout", "expected"),
+    [
+        (torch.bfloat16, 2, 512, True, 0.0, True),
+        (torch.bfloat16, 2, 513, True, 0.0, False),
+        (torch.bfloat16, 4, 512, True, 0.0, False),
+        (torch.bfloat16, 2, 512, False, 0.0, False),
+        (torch.bfloat16, 2, 512, True, 0.1, False),
+        (torch.float32, 2, 512, True, 0.0, False),
+    ],
+)
+def test_which_attention_is_explicit(
+    dtype: torch.dtype,
+    groups: int,
+    keys: int,
+    is_training: bool,
+    dropout: float,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    monkeypatch.setattr(attention_file, "explicit_attention", lambda *_, **__: calls.append(1))
+    heads = [head.detach().requires_grad_(is_training) for head in _heads(dtype, groups, keys, queries=keys)]
+    attention(*heads, 0.4, causal=True, dropout=dropout)
+    assert bool(calls) is expected

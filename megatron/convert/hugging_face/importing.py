@@ -27,7 +27,7 @@ from megatron.convert.hugging_face.streaming import (
     without_tied_head,
 )
 from megatron.convert.hugging_face.table.tensors import bind
-from megatron.convert.hugging_face.tokenizer_files import check_same_ids, copy_tokenizer
+from megatron.convert.hugging_face.tokenizer_files import check_same_ids, copy_tokenizer, special_tokens_from
 from megatron.convert.hugging_face.weight_files import StoredTensor, read_json_file, read_weight_files
 from megatron.convert.hugging_face.weight_output import write_text
 from megatron.errors import ConversionError, StorageError
@@ -80,7 +80,7 @@ def import_model(request: ImportRequest) -> Path:
         folder.mkdir()
         copied = copy_tokenizer(request.tokenizer or source, folder)
         tokenizer = build_tokenizer(copied)
-        _check_vocabulary(tokenizer.vocab_size, model.vocab_size, request)
+        _check_vocabulary(tokenizer.vocab_size, model.vocab_size, folder, request)
         check_same_ids(folder, tokenizer)
         final = dataclasses.replace(copied, tokenizer_name_or_path=str(request.target.resolve() / TOKENIZER_FOLDER))
         text = model_file_text(model, final, tokenizer, f"Imported from {source.resolve()}, a {family.model_type}.")
@@ -124,8 +124,11 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
         storage.remove_tree(temporary)
 
 
-def _check_vocabulary(tokens: int, rows: int, request: ImportRequest) -> None:
-    if tokens > rows:
+def _check_vocabulary(tokens: int, rows: int, folder: Path, request: ImportRequest) -> None:
+    """A tokenizer may have more tokens than the model only where these were added for other models (Gemma 3's image
+    token).
+    """
+    if tokens > rows + special_tokens_from(folder, rows):
         raise ConversionError(
             f"the tokenizer in {request.tokenizer or request.source} has {tokens} tokens, and the model has rows for "
             f"{rows} (vocab_size). Name the tokenizer that the model was trained with (--tokenizer-name-or-path)."

@@ -79,7 +79,7 @@ def _flags(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenizer) ->
         is_usual = value is None or (not flag.required and value == _usual_value(flag, model))
         if flag.field in _ALWAYS or not is_usual:
             yield flag.field.replace("_", "-"), value
-    if tokenizer.vocab_size < model.vocab_size:
+    if tokenizer.vocab_size != model.vocab_size:
         yield "vocab-size", model.vocab_size
     for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_name_or_path"):
         if getattr(choice, name) is not None:

@@ -111,6 +111,16 @@ def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     return found
 
 
+def special_tokens_from(folder: Path, first: int) -> int:
+    """How many of a tokenizer's ids from `first` on, without a gap, are tokens that were added to its vocabulary."""
+    described = read_json_file(folder / TOKENIZER_JSON, "the tokenizer")
+    added = {entry.get("id") for entry in described.get("added_tokens") or []}
+    count = 0
+    while first + count in added:
+        count += 1
+    return count
+
+
 def write_generation_config(folder: Path, ids: Mapping[str, int]) -> None:
     """Writes `generation_config.json` where the model came with none.
 

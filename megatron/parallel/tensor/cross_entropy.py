@@ -104,8 +104,9 @@ class _Losses(torch.autograd.Function):
         weights = sum(part for part in (of_label, of_normalizer, of_uniform) if part is not None)
         at_label = own.unsqueeze(1).float() if is_alone or of_label is None else own.unsqueeze(1) * of_label
         for block in _blocks(rows.shape[0], ctx.valid, ctx.block_values):
-            # the subtraction converts half-precision logits to float32 without a separate copy
-            values = (rows[block, : ctx.valid] - normalizer[block].unsqueeze(1)).exp_()
+            # float32 results are computed in place; the subtraction converts half-precision logits without a copy
+            place = flat[block, : ctx.valid] if flat.dtype == torch.float32 else None
+            values = torch.sub(rows[block, : ctx.valid], normalizer[block].unsqueeze(1), out=place).exp_()
             if not is_alone:
                 values.mul_(weights[block])
             if of_label is not None:
@@ -113,7 +114,10 @@ class _Losses(torch.autograd.Function):
                 values.scatter_add_(1, local[block].unsqueeze(1), -at_label[block])
             if of_uniform is not None:
                 values.sub_(of_uniform[block] / ctx.vocab_size)
-            flat[block, : ctx.valid] = values.mul_(weights[block]) if is_alone else values
+            if is_alone:
+                values.mul_(weights[block])
+            if place is None:
+                flat[block, : ctx.valid] = values
         return result, None, None, None, None, None
 
 

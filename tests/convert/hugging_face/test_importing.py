@@ -125,7 +125,7 @@ def test_an_existing_folder_is_refused(tiny_model: TinyModel, tmp_path: Path) ->
     [
         ({"model_type": "mamba"}, "\"model_type\": 'mamba', which cannot be converted. Known are gpt2, llama"),
         ({"hidden_act": "mish"}, '"hidden_act": "mish", which is not among the supported values "silu"'),
-        ({"num_attention_heads": "4"}, '"num_attention_heads": "4", which should be a int'),
+        ({"num_attention_heads": "4"}, '"num_attention_heads": "4", which should be a whole number'),
         ({"some_switch": True}, '"some_switch": true, which no rule of this family knows'),
         ({"num_attention_heads": 3}, "network that cannot be built: --num-attention-heads 3 cannot be divided"),
         ({"num_hidden_layers": 2}, "unexpected: model.layers.2.input_layernorm.weight"),
@@ -157,6 +157,24 @@ def test_a_tokenizer_is_needed_and_must_fit(tiny_model: TinyModel, tmp_path: Pat
     with pytest.raises(ConversionError, match="tokenizer in .*other has 300 tokens, and the model has rows for 280"):
         import_model(ImportRequest(source, tmp_path / "made", tokenizer=tmp_path / "other"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "source"]
+
+
+def test_a_token_that_was_added_for_another_model_needs_no_row(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Gemma 3's tokenizer has one id more, for images, than the text model has rows."""
+    source = copied(tiny_model(NAME), tmp_path / "source")
+    described = json.loads((source / "tokenizer.json").read_text())
+    image = {
+        "id": TOKENS,
+        "content": "<image>",
+        "special": True,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+    }
+    described["added_tokens"] = [*(described.get("added_tokens") or []), {**image, "normalized": False}]
+    (source / "tokenizer.json").write_text(json.dumps(described))
+    made = import_model(ImportRequest(source, tmp_path / "made"))
+    assert f"vocab-size: {TOKENS}\n" in (made / "model.yaml").read_text()
 
 
 def test_without_transformers_nothing_starts(

@@ -169,7 +169,7 @@ class Same:
         value = entries.take(self.theirs, default)
         wanted = _OUR_TYPES.get(self.ours, int)
         if value is not None and not _is_of(value, wanted):
-            raise entries.refused(self.theirs, value, f"should be a {wanted.__name__}")
+            raise entries.refused(self.theirs, value, f"should be {_TYPE_WORDS[wanted]}")
         return {self.ours: float(value) if wanted is float and value is not None else value}
 
     def write(self, model: ModelConfig) -> Mapping[str, Any]:
@@ -325,4 +325,5 @@ def _is_of(value: Any, wanted: type) -> bool:
     return type(value) is wanted
 
 
+_TYPE_WORDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 _OUR_TYPES: Mapping[str, type] = {flag.field: flag.element for flag in flags_of(ModelConfig) if not flag.is_tuple}
