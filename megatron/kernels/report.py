@@ -25,12 +25,21 @@ def kernel_report() -> list[KernelChoice]:
         if on_gpu
         else "torch's CPU flash attention; with --attention-dropout above 0, explicit attention, which is slower"
     )
+    bounded = (
+        (
+            "torch varlen and flex attention",
+            "variable-length flash attention from torch 2.12 in half precision, else flex",
+        )
+        if on_gpu
+        else ("blocks of torch attention", "one call per document, blocks as wide as the window")
+    )
     apex = "apex is installed but not needed" if is_installed("apex") else "apex is not installed and not needed"
     return [
         KernelChoice("attention", "torch scaled_dot_product_attention", attention_note),
+        KernelChoice("attention_of_documents_and_windows", *bounded),
         KernelChoice("activation", "torch", "fused forward and backward; the bias is added by the matrix product"),
         KernelChoice("layer_norm", "torch", apex),
-        KernelChoice("rms_norm", "torch", "statistics in float32"),
+        KernelChoice("rms_norm", "torch", "statistics in float32, a backward pass of its own"),
         KernelChoice("rotary", "torch", "in the precision of the cosines"),
         KernelChoice("cross_entropy", "torch", "over the split vocabulary, in blocks of rows, float32"),
         KernelChoice("hidden_dropout", "torch", "stateless hash; the same in every layout"),
