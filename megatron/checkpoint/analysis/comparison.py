@@ -36,15 +36,20 @@ class TensorDifference:
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
         """Takes the values of one more slice in."""
-        first, second = first.double(), second.double()
-        apart = (first != second) & ~(first.isnan() & second.isnan())
+        if first.dtype != second.dtype:
+            first, second = first.double(), second.double()
         self.elements += first.numel()
-        self.squares_first += float(first.nan_to_num(0.0, 0.0, 0.0).square().sum())
-        count = int(apart.sum())
-        if count == 0:
+        squares = float(torch.linalg.vector_norm(first, dtype=torch.float64)) ** 2
+        if not math.isfinite(squares):
+            squares = float(first.double().nan_to_num(0.0, 0.0, 0.0).square().sum())
+        self.squares_first += squares
+        if torch.equal(first, second):
             return
-        self.different += count
-        a, b = first[apart], second[apart]
+        apart = (first != second) & ~(first.isnan() & second.isnan())
+        self.different += int(apart.sum())
+        if not apart.any():
+            return
+        a, b = first[apart].double(), second[apart].double()
         absolute = (a - b).abs().nan_to_num(math.inf, math.inf)
         relative = (absolute / torch.maximum(a.abs(), b.abs())).nan_to_num(math.inf, math.inf)
         self.largest_absolute = max(self.largest_absolute, float(absolute.max()))

@@ -29,15 +29,19 @@ class ValueFigures:
 
     def add(self, values: torch.Tensor) -> None:
         """Takes more values in."""
-        values = values.double()
-        good = values[values.isfinite()]
-        self.not_finite += values.numel() - good.numel()
-        if good.numel():
-            self.finite += good.numel()
-            self.total += float(good.sum())
-            self.squares += float(good.square().sum())
-            self.smallest = min(self.smallest, float(good.min()))
-            self.largest = max(self.largest, float(good.max()))
+        count = values.numel()
+        total = float(values.sum(dtype=torch.float64))
+        if not math.isfinite(total):  # a sum of finite values of 32 bits is finite
+            values = values[values.isfinite()]
+            total = float(values.sum(dtype=torch.float64))
+        self.not_finite += count - values.numel()
+        if values.numel():
+            smallest, largest = values.aminmax()
+            self.finite += values.numel()
+            self.total += total
+            self.squares += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+            self.smallest = min(self.smallest, float(smallest))
+            self.largest = max(self.largest, float(largest))
 
     @property
     def norm(self) -> float:

@@ -17,7 +17,7 @@ class ModelRequest(ScaleFields, NormFields, PositionFields, ExpertFields):
 
     vocab_size: int | None = flag(
         None,
-        "entries of the network's vocabulary, if more than the tokenizer has; the tokenizer's tokens if unset",
+        "entries of the network's vocabulary; the tokenizer's tokens if unset",
         at_least=1,
         resume=MUST_MATCH,
     )

@@ -75,6 +75,9 @@ def test_values_that_are_not_finite() -> None:
     difference.add(torch.tensor([nan, 1.0]), torch.tensor([1.0, infinity]))
     assert (difference.different, difference.largest_absolute, difference.largest_relative) == (2, math.inf, math.inf)
     assert difference.to_json()["largest_absolute"] is None
+    types = TensorDifference("x", "weight")
+    types.add(torch.tensor([1.0, 0.1], dtype=torch.bfloat16), torch.tensor([1.0, 0.1]))
+    assert types.different == 1 and types.largest_absolute == pytest.approx(0.10009765625 - 0.1, rel=1e-4)
     zero = TensorDifference("x", "weight")
     zero.add(torch.zeros(2), torch.tensor([0.0, 2.0]))
     assert (zero.largest_relative, zero.relative_norm) == (1.0, math.inf)
