@@ -13,7 +13,6 @@ from megatron.config import Machine, ModelConfig, TokenizerFacts, parse, resolve
 from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.sections.model import ModelRequest
 from megatron.data.order.plan import DataPlan
-from megatron.errors import ConfigError
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
 
@@ -53,11 +52,6 @@ def imported_record(model_file: Path, model: ModelConfig, tokenizer: Tokenizer, 
     eod_id = TokenizerRecord.of(tokenizer).eod_id
     facts = TokenizerFacts(tokenizer.vocab_size, eod_id or 0, tokenizer.fingerprint)
     config = resolve(parse(flags), machine, facts)
-    if config.model.vocab_size != model.vocab_size:
-        raise ConfigError(
-            f"the model has {model.vocab_size} rows for tokens and its run would have {config.model.vocab_size}. Give "
-            "a tokenizer that has at most as many tokens (--tokenizer-name-or-path)."
-        )
     return Record(
         progress=Progress(),
         optimizer_updates=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,13 @@ def test_a_record_without_training(choice: TokenizerChoice, tmp_path: Path) -> N
     assert record.tokenizer == TokenizerRecord.of(tokenizer)
 
 
-def test_a_vocabulary_that_does_not_fit_is_refused(choice: TokenizerChoice, tmp_path: Path) -> None:
-    config = {**PUBLISHED["Llama 3.2 1B"], "vocab_size": TOKENS - 1}
+def test_a_vocabulary_of_another_size_is_a_flag(choice: TokenizerChoice, tmp_path: Path) -> None:
+    config = {**PUBLISHED["Llama 3.2 1B"], "vocab_size": TOKENS + 24}
     model, tokenizer = family_of(config).read_config(config), build_tokenizer(choice)
     path = tmp_path / "model.yaml"
     path.write_text(model_file_text(model, choice, tokenizer, "Imported from here."))
-    with pytest.raises(ConfigError, match="the model has 279 rows for tokens and its run would have 280"):
-        imported_record(path, model, tokenizer, "F32")
+    assert imported_record(path, model, tokenizer, "F32").config["model"]["vocab_size"] == TOKENS + 24
+    smaller = dataclasses.replace(model, vocab_size=TOKENS - 1)
+    path.write_text(model_file_text(smaller, choice, tokenizer, "Imported from here."))
+    with pytest.raises(ConfigError, match="--vocab-size 279 has no entry for the end-of-document token, 279"):
+        imported_record(path, smaller, tokenizer, "F32")
