@@ -1,4 +1,4 @@
-"""Tokens per second of one process, beside the same network in plain PyTorch and in transformers, in turns.
+"""Tokens per processor second of one process, beside the same network in plain PyTorch and in transformers, in turns.
 
     python benchmarks/train_cpu.py
 
@@ -6,8 +6,9 @@ Prints one JSON line per measurement, for GPT-2 and for Llama, in fp32 and in bf
 examples/quickstart.sh (dropout 0, AdamW, clipping; bf16 with float32 copies of the weights) with the same number of
 threads, one after another in the same process. Ours is the whole step: reading the batch, DeepSpeed, the loss of the
 step. The plain loop is optimized: fused attention, fused AdamW, one matrix product for query, key and value.
-transformers runs in the same loop, with its default attention and with its explicit one (`eager`). The ratios are to
-the fastest of the others in the same round.
+transformers runs in the same loop, with its default attention and with its explicit one (`eager`). Seconds are those of
+the processor, since on a shared machine wall time measures the others' load. `the_fastest` is the fastest of the others
+in the same round.
 """
 
 from __future__ import annotations
