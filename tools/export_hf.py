@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found.path,
             Path(flags.output),
             config.model,
-            _tokenizer(flags, config),
+            _tokenizer(flags, config, found.path),
             record.tokenizer,
             flags.dtype,
             flags.largest_file_bytes(),
@@ -101,13 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _tokenizer(flags: ExportFlags, config: RunConfig) -> TokenizerChoice:
+def _tokenizer(flags: ExportFlags, config: RunConfig, checkpoint: Path) -> TokenizerChoice:
     """The checkpoint's tokenizer, or the one that the flags name."""
     from megatron.tokenizers.tokenizer import TokenizerChoice
 
     if flags.tokenizer_name_or_path is not None:
         return TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=flags.tokenizer_name_or_path)
-    recorded = TokenizerChoice.of(config.data)
+    recorded = TokenizerChoice.of(config.data).beside(checkpoint)
     return replace(
         recorded,
         vocab_file=flags.vocab_file or recorded.vocab_file,

@@ -225,10 +225,11 @@ def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) ->
     Raises:
         ConfigError: its files are not at the paths in the checkpoint or in the flags.
     """
-    from megatron.tokenizers.tokenizer import build_tokenizer
+    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
+    choice = TokenizerChoice.of(config.data)
     try:
-        return build_tokenizer(config.data)
+        return build_tokenizer(choice if "data.tokenizer_name_or_path" in given else choice.beside(checkpoint))
     except ConfigError as failure:
         recorded = [
             f"--{name.replace('_', '-')} {getattr(config.data, name)}"

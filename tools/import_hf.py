@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = None if flags.tokenizer_name_or_path is None else Path(flags.tokenizer_name_or_path)
     made = import_model(ImportRequest(Path(flags.model), Path(flags.save), tokenizer, flags.proof_layers))
     log.line(f"imported {flags.model} to {made}")
-    log.line(f"train it with --config {made / MODEL_FILE} --load {made} --finetune --save OTHER_FOLDER")
+    log.line(
+        f"train it with --config {made / MODEL_FILE} --load {made} --finetune --save OTHER_FOLDER --save-interval STEPS"
+    )
     return 0
 
 

@@ -19,6 +19,7 @@ from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
 from megatron.config.flags.section import build_unchecked, missing_problems, relevant_problems
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
+from megatron.config.idle import idle_fields
 from megatron.config.request_rules import request_problems
 from megatron.config.run import DEFAULT, FILE, GIVEN, PRESET, RunRequest, cross_problems, sections_of
 from megatron.config.sections.model import ModelRequest
@@ -116,7 +117,7 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunRequest:
     problems += [*group_problems, *section_problems]
     if problems:
         raise ConfigError(problems)
-    notices += _ignored_notices(own, values)
+    notices += [*_ignored_notices(own, values), *_idle_notices(sections["model"], values)]
     return RunRequest(**sections, provenance=provenance, notices=tuple(notices))
 
 
@@ -194,6 +195,25 @@ def _ignored_notices(own: Mapping[str, Flag], values: Mapping[str, Any]) -> Iter
     method = values.get("parallel.pp_partition_method")
     if method is not None and "embedding" in method:
         yield f"--pp-partition-method {method}: embeddings are not counted; the blocks are spread evenly."
+
+
+def _idle_notices(model: ModelRequest, values: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for every field of the architecture that was set and changes nothing.
+
+    Scripts of the forks pass `--num-experts 1` with the flags of experts, which needs no comment.
+    """
+    reasons = idle_fields(model)
+    for flag in flags_of(ModelRequest):
+        value = values.get(f"model.{flag.field}", flag.default)
+        is_dense_by_choice = flag.field.startswith("moe_") and "model.num_experts" in values
+        if flag.field in reasons and value != flag.default and not is_dense_by_choice:
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            yield f"{flag.positive_name} {shown} has no effect without {reasons[flag.field]}."
+    if model.uses_rope and model.max_position_embeddings < values.get("data.seq_length", 0):
+        yield (
+            f"--seq-length {values['data.seq_length']} is more than --max-position-embeddings "
+            f"{model.max_position_embeddings}, the context that the network is made for."
+        )
 
 
 def _deprecated_notices(spellings: Any) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.config.architecture.positions import LEARNED
 from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, Unset, resume_rule
 from megatron.config.flags.section import build_unchecked
+from megatron.config.idle import idle_fields
 from megatron.config.run import CHECKPOINT, RunConfig, fields_of, frozen, plain, saved_fields, sections_of
 from megatron.config.sections.blends import read_split, shown_split
 from megatron.config.sections.model import ModelConfig, ModelRequest
@@ -94,7 +95,10 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
 def architecture_differences(saved: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields (field, value, other value) wherever two saved configurations describe different networks."""
     one, two = _saved_values(saved), _saved_values(other)
+    idle = idle_fields(build_unchecked(ModelRequest, {name: frozen(value) for name, value in one.items()}))
     for field in fields_of(ModelConfig):
+        if field.name in idle:
+            continue
         is_context = field.name == "max_position_embeddings" and one.get("position_embedding_type") != LEARNED
         if is_context and one.get("rope_scaling_type") == "none":
             continue  # no weight and no frequency depends on it
@@ -119,8 +123,11 @@ def _differences(
     saved: Mapping[str, Any], current: RunConfig
 ) -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
     """Yields (section, field, saved value, current value) wherever both are known and differ."""
+    idle = idle_fields(current.model)
     for section, cls in sections_of(RunConfig).items():
         for field in fields_of(cls):
+            if section == "model" and field.name in idle:
+                continue
             now = plain(getattr(getattr(current, section), field.name))
             if field.name in saved and not _is_same(field.name, saved[field.name], now):
                 yield section, field, frozen(saved[field.name]), frozen(now)

@@ -15,8 +15,10 @@ Special-token strings inside a text:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from megatron.config.sections.data import SENTENCEPIECE_TOKENIZERS, TOKENIZERS, WORDPIECE_TOKENIZERS
@@ -38,6 +40,8 @@ __all__ = [
     "build_tokenizer",
     "surround",
 ]
+
+TOKENIZER_FOLDER = "tokenizer"  # of an imported model's tokenizer, beside its checkpoints
 
 
 class TokenizerFlags(Protocol):
@@ -70,6 +74,13 @@ class TokenizerChoice:
     def of(flags: TokenizerFlags) -> TokenizerChoice:
         """Copies the four flags out of a larger set."""
         return TokenizerChoice(flags.tokenizer_type, flags.vocab_file, flags.merge_file, flags.tokenizer_name_or_path)
+
+    def beside(self, checkpoint: Path) -> TokenizerChoice:
+        """The same choice; of a folder that is gone, the copy that an import laid beside the checkpoint."""
+        recorded, copy = self.tokenizer_name_or_path, checkpoint.parent / TOKENIZER_FOLDER
+        if recorded is None or Path(recorded).exists() or not copy.is_dir():
+            return self
+        return dataclasses.replace(self, tokenizer_name_or_path=str(copy))
 
 
 class Tokenizer(Protocol):

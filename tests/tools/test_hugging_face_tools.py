@@ -90,3 +90,13 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=f"cannot read {tmp_path}/config.json, the configuration of the model"):
         import_hf.main([str(tmp_path), "--save", str(tmp_path / "out")])
+
+
+def test_an_import_may_be_moved(tmp_path: Path) -> None:
+    write_tiny_model("llama", tmp_path / "model")
+    import_hf.main([str(tmp_path / "model"), "--save", str(tmp_path / "made")])
+    record = json.loads(next((tmp_path / "made").rglob("manifest.json")).read_text())
+    assert "unfinished" not in json.dumps(record)
+    (tmp_path / "made").rename(tmp_path / "moved")
+    assert export_hf.main(["--load", str(tmp_path / "moved"), "--output", str(tmp_path / "exported")]) == 0
+    assert load_file(tmp_path / "exported" / "model.safetensors").keys()

@@ -114,6 +114,11 @@ class PositionFields(ConfigSection):
         yield from super().problems()
         if not self.uses_rope and self.rope_layer_pattern:
             yield "--rope-layer-pattern needs rotary positions. Give --position-embedding-type rope, or drop it."
+        if not self.uses_rope and self.rope_scaling_type != "none":
+            yield (
+                f"--rope-scaling-type {self.rope_scaling_type} needs rotary positions. Give --position-embedding-type "
+                "rope, or drop it."
+            )
         short, long = len(self.rope_short_factors), len(self.rope_long_factors)
         if self.uses_rope and self.rope_scaling_type == "longrope" and (short == 0 or short != long):
             yield (

@@ -22,7 +22,7 @@ from megatron.errors import ConfigError
 
 _TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
 _FALSE_WORDS = frozenset({"false", "no", "off", "0"})
-_NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+_NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(,-?\d+)*$")
 
 
 @dataclass
@@ -201,6 +201,12 @@ class _HelpFormatter(argparse.HelpFormatter):
             return ", ".join(action.option_strings)
         return f"{action.option_strings[0]} {action.metavar}".rstrip()
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Keeps the lines of a text that has several, such as the examples in a program's description."""
+        if "\n" not in text.strip():
+            return super()._fill_text(text, width, indent)
+        return "\n".join((indent + line).rstrip() for line in text.strip().splitlines())
+
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         return f"usage: {self._prog} [flags]\n\n"
 
@@ -238,10 +244,12 @@ def _build_parser(
 def _help_text(flag: Flag) -> str:
     default = "required" if flag.required else f"default: {flag.shown_default}"
     choices = f" {{{', '.join(str(choice) for choice in flag.facts.choices)}}}" if flag.facts.choices else ""
-    also = [text for text in flag.facts.spelled if text != flag.name]
+    turns_off = flag.default is True and flag.element is bool
+    also = [text for text in flag.facts.spelled if text != flag.name and flag.spellings[text] is not turns_off]
     spelled = f"; also {', '.join(also)}" if also else ""
     ignored = " [ignored]" if flag.facts.ignored else ""
-    return f"{flag.facts.help}{choices} ({default}{spelled}){ignored}".replace("%", "%%")
+    help = f"turns off: {flag.facts.help}" if turns_off else flag.facts.help
+    return f"{help}{choices} ({default}{spelled}){ignored}".replace("%", "%%")
 
 
 def _unknown_problems(extra: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -175,7 +175,7 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "the attention kernel already accumulates in float32 and scales safely.",
-        ("no_query_key_layer_scaling", "attention_softmax_in_fp32"),
+        ("no_query_key_layer_scaling", "apply_query_key_layer_scaling", "attention_softmax_in_fp32"),
     ),
     ("the loss is always computed in float32, which is more exact.", ("fp16_lm_cross_entropy",)),
     (

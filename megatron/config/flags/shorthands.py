@@ -152,7 +152,7 @@ def _window_size(words: tuple[str, ...], known: Values) -> Meaning:
         left, right = (int(part) for part in parts)
     except ValueError:
         left, right = -2, 0
-    if left < -1 or right != 0:
+    if left < -1 or (right != 0 and (left, right) != (-1, -1)):
         raise ConfigError(
             f"--window-size {' '.join(words)} is not a causal window. Give the number of earlier tokens and 0, for "
             "example 127,0."

@@ -32,9 +32,7 @@ from megatron.convert.hugging_face.weight_files import StoredTensor, read_json_f
 from megatron.convert.hugging_face.weight_output import write_text
 from megatron.errors import ConversionError, StorageError
 from megatron.parallel.mesh import ParallelMesh
-from megatron.tokenizers.tokenizer import build_tokenizer
-
-TOKENIZER_FOLDER = "tokenizer"
+from megatron.tokenizers.tokenizer import TOKENIZER_FOLDER, build_tokenizer
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ def import_model(request: ImportRequest) -> Path:
         final = dataclasses.replace(copied, tokenizer_name_or_path=str(request.target.resolve() / TOKENIZER_FOLDER))
         text = model_file_text(model, final, tokenizer, f"Imported from {source.resolve()}, a {family.model_type}.")
         write_text(temporary / MODEL_FILE, text)
-        record = imported_record(temporary / MODEL_FILE, model, tokenizer, _main_dtype(stored))
+        record = imported_record(temporary / MODEL_FILE, request.target, model, tokenizer, _main_dtype(stored))
         expected = expected_logits(Side(family, source, model, tokenizer, request.proof_layers))
         pieces = ImportedPieces(tensors, stored, request.slice_bytes)
         log.info(f"importing {len(tensors)} tensors of {source}, a {family.model_type}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,10 +34,12 @@ def model_file_text(model: ModelConfig, choice: TokenizerChoice, tokenizer: Toke
     return "\n".join(lines) + "\n"
 
 
-def imported_record(model_file: Path, model: ModelConfig, tokenizer: Tokenizer, dtype: str) -> Record:
+def imported_record(model_file: Path, target: Path, model: ModelConfig, tokenizer: Tokenizer, dtype: str) -> Record:
     """The record of a checkpoint without training: step 0, no optimizer state, the flags of `model.yaml`.
 
     Args:
+        model_file: where `model.yaml` and the tokenizer beside it are while the import is not finished.
+        target: the folder that they will be in.
         dtype: the element type of the weights as safetensors names it, in which text is generated.
 
     Raises:
@@ -52,6 +55,10 @@ def imported_record(model_file: Path, model: ModelConfig, tokenizer: Tokenizer, 
     eod_id = TokenizerRecord.of(tokenizer).eod_id
     facts = TokenizerFacts(tokenizer.vocab_size, eod_id or 0, tokenizer.fingerprint)
     config = resolve(parse(flags), machine, facts)
+    control = dataclasses.replace(config.control, config=str(target.absolute() / MODEL_FILE))
+    config = dataclasses.replace(config, control=control)
+    recorded = TokenizerRecord.of(tokenizer)
+    name = recorded.name.replace(str(model_file.parent), str(target.absolute()))
     return Record(
         progress=Progress(),
         optimizer_updates=0,
@@ -59,7 +66,7 @@ def imported_record(model_file: Path, model: ModelConfig, tokenizer: Tokenizer, 
         config=config.to_json(),
         data_plan=DataPlan(length, config.random.seed, config.data.index_epoch_rule, train=None, valid=(), test=()),
         data={},
-        tokenizer=TokenizerRecord.of(tokenizer),
+        tokenizer=dataclasses.replace(recorded, name=name),
         program_version=__version__,
     )
 

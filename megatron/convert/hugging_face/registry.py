@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +52,9 @@ def family_of(config: Mapping[str, Any]) -> Family:
     for family in FAMILIES:
         if model_type == family.model_type or model_type in family.other_model_types:
             return family
-    raise ConversionError(f'config.json has "model_type": {model_type!r}, which cannot be converted. {known_types()}')
+    raise ConversionError(
+        f'config.json has "model_type": {json.dumps(model_type)}, which cannot be converted. {known_types()}'
+    )
 
 
 def family_for(model: ModelConfig, model_type: str | None = None) -> Family:
@@ -65,17 +68,16 @@ def family_for(model: ModelConfig, model_type: str | None = None) -> Family:
             if family.model_type == model_type:
                 return family
         raise ConversionError(f"--model-type {model_type} is not known. {known_types()}")
-    problems = []
+    found: list[tuple[int, str, Family]] = []
     for family in FAMILIES:
-        if family.text_field:  # only read
-            continue
-        try:
-            family.write_config(model)
+        obstacles = family.obstacles(model)
+        if not obstacles:
             return family
-        except ConversionError as failure:
-            problems.append(str(failure))
-    shortest = min(problems, key=len)
-    raise ConversionError(f"no family can express this network. The nearest one: {shortest} {known_types()}")
+        found += [(count, text, family) for count, text in obstacles]
+    _, text, nearest = min(found, key=lambda entry: entry[0])
+    raise ConversionError(
+        f"no family can express this network. {nearest.model_type} comes nearest: {text} {known_types()}"
+    )
 
 
 def known_types() -> str:

@@ -105,6 +105,11 @@ def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
         number = ids.get(str(token), vocabulary.get(token) if isinstance(vocabulary, dict) and token else None)
         if isinstance(number, int):
             found[f"{kind}_token_id"] = number
+    if (folder / GENERATION_CONFIG).exists():  # models may name ids that their tokenizer does not add by itself
+        given = read_json_file(folder / GENERATION_CONFIG, "the settings of generation")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if isinstance(given.get(name), int):
+                found.setdefault(name, given[name])
     if "eos_token_id" not in found:
         with contextlib.suppress(ConfigError):  # it may have none
             found["eos_token_id"] = tokenizer.eod_id

@@ -135,7 +135,7 @@ def test_help_names_type_default_and_choices(capsys: pytest.CaptureFixture[str])
     assert "--workers int processes (default: 1)" in text
     assert "--kind str which kind {a, b} (default: a)" in text
     assert "--vocab-file str vocabulary (default: None; also --vocab)" in text
-    assert "--no-fast be fast (default: on; also --no-quick, --quick)" in text
+    assert "--no-fast turns off: be fast (default: on; also --no-quick)" in text
 
 
 def test_flags_keep_the_order_of_their_fields() -> None:

@@ -123,7 +123,7 @@ def test_an_existing_folder_is_refused(tiny_model: TinyModel, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"model_type": "mamba"}, "\"model_type\": 'mamba', which cannot be converted. Known are gpt2, llama"),
+        ({"model_type": "mamba"}, '"model_type": "mamba", which cannot be converted. Known are gpt2, llama'),
         ({"hidden_act": "mish"}, '"hidden_act": "mish", which is not among the supported values "silu"'),
         ({"num_attention_heads": "4"}, '"num_attention_heads": "4", which should be a whole number'),
         ({"some_switch": True}, '"some_switch": true, which no rule of this family knows'),

@@ -48,7 +48,7 @@ def test_a_record_without_training(choice: TokenizerChoice, tmp_path: Path) -> N
     path = tmp_path / "model.yaml"
     path.write_text(model_file_text(model, choice, tokenizer, "Imported from here."))
     assert path.read_text().startswith("# Imported from here.\n# Flags of pretrain_gpt.py")
-    record = imported_record(path, model, tokenizer, "BF16")
+    record = imported_record(path, path.parent, model, tokenizer, "BF16")
     assert (record.progress.step, record.optimizer_updates, record.has_optimizer_state) == (0, 0, False)
     assert record.config["precision"]["bf16"] and record.config["data"]["seq_length"] == 1024
     assert record.tokenizer == TokenizerRecord.of(tokenizer)
@@ -59,8 +59,8 @@ def test_a_vocabulary_of_another_size_is_a_flag(choice: TokenizerChoice, tmp_pat
     model, tokenizer = family_of(config).read_config(config), build_tokenizer(choice)
     path = tmp_path / "model.yaml"
     path.write_text(model_file_text(model, choice, tokenizer, "Imported from here."))
-    assert imported_record(path, model, tokenizer, "F32").config["model"]["vocab_size"] == TOKENS + 24
+    assert imported_record(path, path.parent, model, tokenizer, "F32").config["model"]["vocab_size"] == TOKENS + 24
     smaller = dataclasses.replace(model, vocab_size=TOKENS - 1)
     path.write_text(model_file_text(smaller, choice, tokenizer, "Imported from here."))
     with pytest.raises(ConfigError, match="--vocab-size 279 has no entry for the end-of-document token, 279"):
-        imported_record(path, smaller, tokenizer, "F32")
+        imported_record(path, path.parent, smaller, tokenizer, "F32")

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.flags.fields import MUST_MATCH, resume_rule
+from megatron.config.idle import idle_fields
 from megatron.convert.hugging_face.table.fields import Entries, FieldRule, read_fields, write_fields
 from megatron.convert.hugging_face.table.tensors import TensorRule
 from megatron.errors import ConfigError, ConversionError
@@ -68,36 +69,36 @@ class Family:
         Raises:
             ConversionError: the family cannot express it; names the flags and their values.
         """
+        for _, text in self.obstacles(model):
+            raise ConversionError(f"a model of type {self.model_type} cannot express this network: {text}")
+        return self._written(model)
+
+    def obstacles(self, model: ModelConfig, written: Mapping[str, Any] | None = None) -> list[tuple[int, str]]:
+        """What stands in the way of expressing an architecture: the number of fields that would be lost, and a sentence
+        about them; empty if there is nothing.
+
+        Args:
+            written: the fields of the `config.json`; None for those that the rules give.
+        """
         if self.text_field:
-            raise ConversionError(
-                f"a model of type {self.model_type} has parts for other inputs than text, which a checkpoint of ours "
-                "does not have. Choose another family with --model-type."
-            )
-        written = {
+            return [(1000, "it has parts for other inputs than text, which a checkpoint of ours does not have.")]
+        try:
+            again = self.read_config(self._written(model) if written is None else written)
+        except ConversionError as failure:
+            return [(3, f"the written {failure}")]
+        ours, theirs = essential_fields(model), essential_fields(again)
+        lost = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+        # where the kinds of positions differ, so do the fields that only one of them has
+        named = [name for name in lost if name in ours and name in theirs] or lost
+        texts = [f"--{name.replace('_', '-')} {_shown(ours.get(name))}" for name in named]
+        return [(len(lost), f"it has no equivalent of {', '.join(texts)}.")] if lost else []
+
+    def _written(self, model: ModelConfig) -> dict[str, Any]:
+        return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **write_fields(self.fields, model),
         }
-        problems = self.differences(model, written)
-        if problems:
-            raise ConversionError(
-                f"a model of type {self.model_type} cannot express {'; '.join(problems)}. Choose another family with "
-                "--model-type."
-            )
-        return written
-
-    def differences(self, model: ModelConfig, written: Mapping[str, Any]) -> list[str]:
-        """What is lost when an architecture is written and read back, one text for each field."""
-        try:
-            again = self.read_config(written)
-        except ConversionError as failure:
-            return [str(failure)]
-        ours, theirs = essential_fields(model), essential_fields(again)
-        return [
-            f"--{name.replace('_', '-')} {ours.get(name)} (it would become {theirs.get(name)})"
-            for name in sorted({*ours, *theirs})
-            if ours.get(name) != theirs.get(name)
-        ]
 
     def is_ignored(self, tensor: str) -> bool:
         """Whether a stored tensor is a buffer that nobody needs; its name may lack the optional prefix."""
@@ -123,21 +124,13 @@ def essential_fields(model: ModelConfig) -> dict[str, Any]:
     meaningless = {"add_bias_linear"}  # each kind of matrix has a flag of its own, which follows it
     meaningless |= {name for name in found if "mup" in name.split("_")}  # they decide learning rates and other fields
     scaling = model.rope_scaling_type if model.uses_rope else "none"
-    if not model.uses_rope:
-        meaningless |= {name for name in found if name.startswith(("rotary_", "rope_"))}
-    for name, kinds in _SCALING_FIELDS.items():
-        if scaling not in kinds:
-            meaningless.add(name)
+    meaningless |= idle_fields(model).keys()
     if model.rope_original_max_positions is None:
         found["rope_original_max_positions"] = model.max_position_embeddings
     if found["rotary_base_windowed"] is None and scaling == "none":
         found["rotary_base_windowed"] = model.rotary_base
-    if model.num_experts == 1:
-        meaningless |= {name for name in found if name.startswith("moe_")}
-    elif all(model.has_experts(layer) for layer in range(model.num_layers)):
+    if model.num_experts > 1 and all(model.has_experts(layer) for layer in range(model.num_layers)):
         meaningless.add("ffn_hidden_size")
-    if not model.qk_layernorm:
-        meaningless.add("qk_layernorm_scope")
     if found["softmax_scale"] is None:
         found["softmax_scale"] = model.kv_channels**-0.5
     for layered in ("attention_window_pattern", "rope_layer_pattern", "moe_layer_pattern"):
@@ -147,18 +140,9 @@ def essential_fields(model: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in meaningless}
 
 
-# Fields that only some kinds of frequency scaling read.
-_SCALING_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "rope_scaling_factor": ("linear", "dynamic", "llama3", "yarn"),
-    "rope_original_max_positions": ("dynamic", "llama3", "yarn", "longrope"),
-    "rope_low_freq_factor": ("llama3",),
-    "rope_high_freq_factor": ("llama3",),
-    "rope_beta_fast": ("yarn",),
-    "rope_beta_slow": ("yarn",),
-    "rope_attention_factor": ("yarn", "longrope"),
-    "rope_short_factors": ("longrope",),
-    "rope_long_factors": ("longrope",),
-}
+def _shown(value: Any) -> str:
+    """A value as on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _spread(pattern: tuple[int, ...], layers: int) -> tuple[int, ...]:

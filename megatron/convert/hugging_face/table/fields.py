@@ -121,10 +121,7 @@ class Entries:
         """The error for a value that cannot be expressed."""
         shown = json.dumps(value, default=str)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return ConversionError(
-            f'config.json has "{self._place}{name}": {shown}, which {why}. This model cannot be converted; the proof '
-            "of equal logits would fail."
-        )
+        return ConversionError(f'config.json has "{self._place}{name}": {shown}, which {why}.')
 
     def check_all_read(self) -> None:
         """Checks that nothing is left that no rule knows; null says nothing.
@@ -134,7 +131,8 @@ class Entries:
         """
         for name, value in self._values.items():
             if name not in self._read and value is not None:
-                raise self.refused(name, value, "no rule of this family knows")
+                why = "no rule of this family knows; remove it from the file if the logits do not depend on it"
+                raise self.refused(name, value, why)
 
 
 class FieldRule(Protocol):

@@ -1,0 +1,61 @@
+"""Fields of the architecture that have no effect: they are announced, and do not stand in the way of a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from megatron.config import Machine, TokenizerFacts, check_resume, resolve
+from megatron.config.idle import idle_fields
+from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+from tests.config.command_lines import small
+
+
+def resolved(text: str) -> RunConfig:
+    return resolve(small(text), Machine("cpu", 1, False, True), TokenizerFacts(1000, 999, "f"))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("--rotary-base 5e5", "--rotary-base 500000.0 has no effect without rotary positions"),
+        ("--position-embedding-type alibi --rotary-percent 0.5", "--rotary-percent 0.5 has no effect without rotary"),
+        (
+            "--position-embedding-type rope --rope-beta-fast 4",
+            "--rope-beta-fast 4.0 .* without --rope-scaling-type yarn",
+        ),
+        ("--position-embedding-type rope --rotary-base-windowed 9", "--rotary-base-windowed 9.0 .* --attention-window"),
+        ("--qk-layernorm-scope all", "--qk-layernorm-scope all has no effect without --qk-layernorm"),
+        ("--moe-router-topk 3", "--moe-router-topk 3 has no effect without --num-experts"),
+        ("--openai-gelu --swiglu", "--openai-gelu True has no effect without a GELU"),
+    ],
+)
+def test_a_field_without_effect_is_announced_and_does_not_hinder_a_resume(text: str, sentence: str) -> None:
+    config = resolved(text)
+    assert any(re.search(sentence, notice) for notice in config.notices), config.notices
+    kept = {"--position-embedding-type", "rope", "alibi", "--swiglu"}
+    plain = resolved(" ".join(word for word in text.split() if word in kept))
+    check_resume(config.to_json(), plain)
+    check_resume(plain.to_json(), config)
+
+
+def test_a_field_with_effect_is_not_idle() -> None:
+    config = resolved("--position-embedding-type rope --rope-scaling-type llama3 --num-experts 4 --qk-layernorm")
+    idle = idle_fields(config.model)
+    assert not idle.keys() & {"rotary_base", "rope_low_freq_factor", "moe_router_topk", "qk_layernorm_scope"}
+    other = dataclasses.replace(config, model=dataclasses.replace(config.model, rotary_base=9.0))
+    with pytest.raises(ConfigError, match="--rotary-base is 9.0 and the checkpoint was saved with 10000.0"):
+        check_resume(config.to_json(), other)
+
+
+def test_scaled_frequencies_need_rotary_positions() -> None:
+    with pytest.raises(ConfigError, match="--rope-scaling-type llama3 needs rotary positions"):
+        small("--use-rope-scaling")
+
+
+def test_a_context_that_is_shorter_than_the_samples_is_announced() -> None:
+    config = resolved("--position-embedding-type rope --max-position-embeddings 8")
+    assert any("is more than --max-position-embeddings 8, the context" in notice for notice in config.notices)
