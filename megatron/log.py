@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import NoReturn, TextIO
 
 from megatron.errors import ExitCode, MegatronError
@@ -95,13 +96,23 @@ def terminal_writer() -> Callable[[str], object] | None:
 def interrupt_on_sigterm() -> None:
     """Handles SIGTERM like Ctrl-C, so that a program cleans up before it ends."""
     signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGALRM, _interrupt)
+
+
+_AGAIN_SECONDS = 0.05
 
 
 class _Terminated(KeyboardInterrupt):
     """SIGTERM, handled like Ctrl-C."""
 
 
-def _interrupt(number: int, frame: object) -> NoReturn:
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raises, but not inside a finalizer, where Python would drop the exception: there the signal comes again."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+            return
+        frame = frame.f_back
     raise _Terminated
 
 

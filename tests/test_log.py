@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,3 +36,23 @@ def test_the_log_copy_can_be_ended(copy: Path) -> None:
     log.copy_to(None)
     log.line("two")
     assert copy.read_text() == "one\n"
+
+
+def test_sigterm_in_a_finalizer_ends_the_program() -> None:
+    """Python drops exceptions of finalizers: the signal would be lost."""
+    program = (
+        "import os, signal, time\n"
+        "from megatron import log\n"
+        "class Closing:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        time.sleep(0.01)\n"
+        "def main():\n"
+        "    log.interrupt_on_sigterm()\n"
+        "    Closing()\n"
+        "    time.sleep(30)\n"
+        "log.exit_with(main)\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 128 + 15, finished.stderr
+    assert "ended by SIGTERM" in finished.stderr
