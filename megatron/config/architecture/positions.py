@@ -99,11 +99,16 @@ class PositionFields(ConfigSection):
         return self.position_embedding_type == ROPE
 
     @property
+    def original_context(self) -> int:
+        """Tokens of the context that the scalings of the rotation frequencies start from."""
+        return self.rope_original_max_positions or self.max_position_embeddings
+
+    @property
     def short_context(self) -> int | None:
         """Length of a text beyond which all its tokens are rotated otherwise (longrope); None if there is none."""
         if not self.uses_rope or self.rope_scaling_type != "longrope":
             return None
-        return self.rope_original_max_positions or self.max_position_embeddings
+        return self.original_context
 
     def is_rotary_layer(self, layer: int) -> bool:
         """Whether block `layer` rotates its queries and keys."""

@@ -20,7 +20,7 @@ from megatron.convert.hugging_face.families.phi3 import PHI3
 from megatron.convert.hugging_face.families.qwen2 import QWEN2
 from megatron.convert.hugging_face.families.qwen3 import QWEN3
 from megatron.convert.hugging_face.families.qwen3_moe import QWEN3_MOE
-from megatron.convert.hugging_face.table.family import Family
+from megatron.convert.hugging_face.table.family import Family, Obstacle
 from megatron.errors import ConversionError
 
 # In the order in which an export looks for a family that can express a network.
@@ -68,15 +68,15 @@ def family_for(model: ModelConfig, model_type: str | None = None) -> Family:
             if family.model_type == model_type:
                 return family
         raise ConversionError(f"--model-type {model_type} is not known. {known_types()}")
-    found: list[tuple[int, str, Family]] = []
+    found: list[tuple[Family, Obstacle]] = []
     for family in FAMILIES:
-        obstacles = family.obstacles(model)
-        if not obstacles:
+        obstacle = family.obstacle(model)
+        if obstacle is None:
             return family
-        found += [(count, text, family) for count, text in obstacles]
-    _, text, nearest = min(found, key=lambda entry: entry[0])
+        found.append((family, obstacle))
+    nearest, obstacle = min(found, key=lambda entry: entry[1].distance)
     raise ConversionError(
-        f"no family can express this network. {nearest.model_type} comes nearest: {text} {known_types()}"
+        f"no family can express this network. {nearest.model_type} comes nearest: {obstacle.text} {known_types()}"
     )
 
 

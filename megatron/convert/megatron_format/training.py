@@ -9,7 +9,7 @@ from megatron.checkpoint.record import Progress
 from megatron.convert.megatron_format.model import TrainingState
 
 # Flags that mean the same there and here.
-_SAME = (
+SAME_FLAGS = (
     "seq_length",
     "micro_batch_size",
     "global_batch_size",
@@ -29,18 +29,18 @@ _SAME = (
     "reset_attention_mask",
     "optimizer",
 )
-_BY_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples")
-_BY_STEPS = ("train_iters", "lr_decay_iters", "lr_warmup_iters")
+BY_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples")
+BY_STEPS = ("train_iters", "lr_decay_iters", "lr_warmup_iters")
 _DECAYS = ("constant", "linear", "cosine")
 _OPTIMIZERS = ("adam", "sgd")
 
 
 def training_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The flags of the run by field, those that it stored and that we have."""
-    counted = _BY_SAMPLES if stored.get("train_samples") else _BY_STEPS
+    counted = BY_SAMPLES if stored.get("train_samples") else BY_STEPS
     found = {
         name: stored[name]
-        for name in (*_SAME, *counted)
+        for name in (*SAME_FLAGS, *counted)
         if isinstance(stored.get(name), bool | int | float | str) and not (name in counted and not stored[name])
     }
     if found.get("lr_decay_style") not in _DECAYS:

@@ -14,6 +14,7 @@ from megatron.config.architecture.positions import ALIBI, LEARNED, NO_POSITIONS,
 from megatron.config.flags.fields import MUST_MATCH, resume_rule
 from megatron.config.run import fields_of
 from megatron.convert.megatron_format.architecture import model_config
+from megatron.convert.megatron_format.training import BY_SAMPLES, BY_STEPS, SAME_FLAGS
 from megatron.convert.megatron_output.naming import BIGSCIENCE, DEEPSPEEDAI
 from megatron.errors import ConversionError
 
@@ -31,31 +32,10 @@ _NETWORK = (
     "apply_residual_connection_post_layernorm",
 )
 _RUN = (
-    "seq_length",
-    "micro_batch_size",
-    "global_batch_size",
+    *SAME_FLAGS,
+    *BY_SAMPLES,
+    *BY_STEPS,
     "rampup_batch_size",
-    "train_iters",
-    "train_samples",
-    "optimizer",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_fraction",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "clip_grad",
-    "seed",
-    "split",
-    "eod_mask_loss",
-    "reset_position_ids",
-    "reset_attention_mask",
     "fp16",
     "bf16",
     "make_vocab_size_divisible_by",

@@ -56,7 +56,7 @@ def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = Fal
     if kind == "linear":
         return _plain_frequencies(base, width) / factor, 1.0
     if kind == "dynamic":
-        context = config.rope_original_max_positions or config.max_position_embeddings
+        context = config.original_context
         stretch = factor * max(length, context) / context - (factor - 1)
         return _plain_frequencies(base * stretch ** (width / (width - 2)), width), 1.0
     if kind == "llama3":
@@ -94,10 +94,6 @@ def _periods(base: float, width: int) -> torch.Tensor:
     return base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
 
-def _original_positions(config: ModelConfig) -> int:
-    return config.rope_original_max_positions or config.max_position_embeddings
-
-
 def _llama3_frequencies(config: ModelConfig, width: int) -> torch.Tensor:
     """Divides low frequencies, keeps high ones, and interpolates between them.
 
@@ -105,7 +101,7 @@ def _llama3_frequencies(config: ModelConfig, width: int) -> torch.Tensor:
     """
     frequencies = _plain_frequencies(config.rotary_base, width)
     low, high, factor = config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_scaling_factor
-    original = _original_positions(config)
+    original = config.original_context
     wavelength = 2 * math.pi / frequencies
     smooth = (original / wavelength - low) / (high - low)
     blended = (1 - smooth) * (frequencies / factor) + smooth * frequencies
@@ -116,7 +112,7 @@ def _llama3_frequencies(config: ModelConfig, width: int) -> torch.Tensor:
 
 def _yarn_frequencies(config: ModelConfig, width: int) -> torch.Tensor:
     """Source: Peng et al., "YaRN", 2023, section 3.2."""
-    base, original = config.rotary_base, _original_positions(config)
+    base, original = config.rotary_base, config.original_context
 
     def channel(rotations: float) -> float:
         """The channel pair that rotates so often over the original context."""
@@ -133,7 +129,7 @@ def _yarn_frequencies(config: ModelConfig, width: int) -> torch.Tensor:
 
 def _longrope_frequencies(config: ModelConfig, width: int, length: int) -> torch.Tensor:
     """Source: Ding et al., "LongRoPE", 2024; which list is used follows from the current length, as in Phi-3's code."""
-    is_long = length > _original_positions(config)
+    is_long = length > config.original_context
     divisors = torch.tensor(config.rope_long_factors if is_long else config.rope_short_factors, dtype=torch.float32)
     return 1.0 / (divisors * _periods(config.rotary_base, width))
 
@@ -141,6 +137,6 @@ def _longrope_frequencies(config: ModelConfig, width: int, length: int) -> torch
 def _longrope_factor(config: ModelConfig) -> float:
     if config.rope_attention_factor is not None:
         return config.rope_attention_factor
-    original = _original_positions(config)
+    original = config.original_context
     stretch = config.max_position_embeddings / original
     return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))

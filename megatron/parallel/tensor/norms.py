@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -11,15 +13,15 @@ from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
 
 
-class LayerNorm(nn.Module):
-    """Layer norm with weight and bias, replicated over the axis.
+class _ReplicatedNorm(nn.Module):
+    """A norm over the last dimension whose weight every rank of the axis holds.
 
     Shapes: `[..., h]` to the same.
 
     Args:
         zero_centered: the weight is stored as its difference from 1.
         partial: an axis whose ranks normalize different rows (the heads of a split attention), so that the gradients
-            of weight and bias are sums over it.
+            of the parameters are sums over it.
     """
 
     def __init__(
@@ -34,7 +36,19 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.eps, self.zero_centered, self.partial = eps, zero_centered, partial
         self.weight = _norm_weight(ShardSpec.vector(hidden_size), zero_centered, device)
-        self.bias = place(nn.Parameter(torch.zeros(hidden_size, device=device)), ShardSpec.vector(hidden_size))
+
+
+class LayerNorm(_ReplicatedNorm):
+    """Layer norm with weight and bias, replicated over the axis.
+
+    Shapes: `[..., h]` to the same.
+    """
+
+    def __init__(self, hidden_size: int, eps: float, **settings: Any) -> None:
+        super().__init__(hidden_size, eps, **settings)
+        self.bias = place(
+            nn.Parameter(torch.zeros(hidden_size, device=self.weight.device)), ShardSpec.vector(hidden_size)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the last dimension."""
@@ -42,26 +56,13 @@ class LayerNorm(nn.Module):
         return layer_norm(x, weight + 1 if self.zero_centered else weight, bias, self.eps)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(_ReplicatedNorm):
     """Division by the root mean square, with a weight and no bias, replicated over the axis.
 
-    Shapes and arguments: as `LayerNorm`.
+    Shapes: `[..., h]` to the same.
 
     Source: Zhang and Sennrich, "Root mean square layer normalization", 2019, equation 4.
     """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float,
-        *,
-        zero_centered: bool = False,
-        partial: Axis | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        self.eps, self.zero_centered, self.partial = eps, zero_centered, partial
-        self.weight = _norm_weight(ShardSpec.vector(hidden_size), zero_centered, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the last dimension."""

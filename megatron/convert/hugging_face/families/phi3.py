@@ -38,7 +38,7 @@ def _read_rotation(entries: Entries, found: Mapping[str, Any]) -> dict[str, Any]
 
 def _write_rotation(model: ModelConfig) -> dict[str, Any]:
     written = dict(rope_fields(default_percent=1.0).write(model))
-    written[_ORIGINAL] = model.rope_original_max_positions or model.max_position_embeddings
+    written[_ORIGINAL] = model.original_context
     if written.get("rope_scaling") is not None:  # older versions allow no other keys
         allowed = ("type", "short_factor", "long_factor", "attention_factor")
         written["rope_scaling"] = {key: value for key, value in written["rope_scaling"].items() if key in allowed}

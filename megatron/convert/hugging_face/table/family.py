@@ -15,6 +15,16 @@ from megatron.convert.hugging_face.table.fields import Entries, FieldRule, read_
 from megatron.convert.hugging_face.table.tensors import TensorRule
 from megatron.errors import ConfigError, ConversionError
 
+_NEAR, _FAR = 3, 1000  # distances of families whose lost fields cannot be counted
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a family cannot express an architecture: a sentence, and how many fields would be lost."""
+
+    distance: int
+    text: str
+
 
 @dataclass(frozen=True)
 class Family:
@@ -69,29 +79,31 @@ class Family:
         Raises:
             ConversionError: the family cannot express it; names the flags and their values.
         """
-        for _, text in self.obstacles(model):
-            raise ConversionError(f"a model of type {self.model_type} cannot express this network: {text}")
+        obstacle = self.obstacle(model)
+        if obstacle is not None:
+            raise ConversionError(f"a model of type {self.model_type} cannot express this network: {obstacle.text}")
         return self._written(model)
 
-    def obstacles(self, model: ModelConfig, written: Mapping[str, Any] | None = None) -> list[tuple[int, str]]:
-        """What stands in the way of expressing an architecture: the number of fields that would be lost, and a sentence
-        about them; empty if there is nothing.
+    def obstacle(self, model: ModelConfig, written: Mapping[str, Any] | None = None) -> Obstacle | None:
+        """What stands in the way of expressing an architecture; None if nothing does.
 
         Args:
             written: the fields of the `config.json`; None for those that the rules give.
         """
         if self.text_field:
-            return [(1000, "it has parts for other inputs than text, which a checkpoint of ours does not have.")]
+            return Obstacle(_FAR, "it has parts for other inputs than text, which a checkpoint of ours does not have.")
         try:
             again = self.read_config(self._written(model) if written is None else written)
         except ConversionError as failure:
-            return [(3, f"the written {failure}")]
+            return Obstacle(_NEAR, f"the written {failure}")
         ours, theirs = essential_fields(model), essential_fields(again)
         lost = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+        if not lost:
+            return None
         # where the kinds of positions differ, so do the fields that only one of them has
         named = [name for name in lost if name in ours and name in theirs] or lost
         texts = [f"--{name.replace('_', '-')} {_shown(ours.get(name))}" for name in named]
-        return [(len(lost), f"it has no equivalent of {', '.join(texts)}.")] if lost else []
+        return Obstacle(len(lost), f"it has no equivalent of {', '.join(texts)}.")
 
     def _written(self, model: ModelConfig) -> dict[str, Any]:
         return {

@@ -60,18 +60,19 @@ def test_what_is_lost_is_named_with_its_value() -> None:
         ConversionError, match=r"gpt2 cannot express this network: it has no .* of --qk-layernorm True\."
     ):
         GPT2.write_config(model)
-    ((_, text),) = GPT2.obstacles(model, GPT2.write_config(tiny_config()))
-    assert "--layernorm-epsilon 1e-06" in text
+    obstacle = GPT2.obstacle(model, GPT2.write_config(tiny_config()))
+    assert obstacle is not None and "--layernorm-epsilon 1e-06" in obstacle.text
 
 
 def test_fields_that_another_kind_of_positions_does_not_have_are_not_named() -> None:
-    ((_, text),) = GPT2.obstacles(tiny_config(position_embedding_type="rope", rotary_percent=0.5))
-    assert text == "it has no equivalent of --position-embedding-type rope."
+    obstacle = GPT2.obstacle(tiny_config(position_embedding_type="rope", rotary_percent=0.5))
+    assert obstacle is not None
+    assert obstacle.text == "it has no equivalent of --position-embedding-type rope."
 
 
 def test_a_configuration_that_cannot_be_read_back_is_a_difference() -> None:
-    ((_, problem),) = GPT2.obstacles(tiny_config(), {"n_layer": "two"})
-    assert '"n_layer": "two"' in problem
+    obstacle = GPT2.obstacle(tiny_config(), {"n_layer": "two"})
+    assert obstacle is not None and '"n_layer": "two"' in obstacle.text
 
 
 def test_a_network_that_cannot_be_built_is_refused() -> None:
