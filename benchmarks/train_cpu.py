@@ -32,7 +32,7 @@ from megatron import log
 from megatron.config import ConfigSection, RunRequest, flag, parse, parse_flags
 
 if TYPE_CHECKING:
-    from megatron.train.build import Run
+    from megatron.train.run import Run
 
 LLAMA = [
     *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--num-query-groups", "2"),

@@ -6,8 +6,8 @@ The JSON form is part of the checkpoint format. Its keys stay: old checkpoints a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,23 @@ class Progress:
         consumed_samples: training samples consumed, those of skipped steps included.
         consumed_tokens: the same in tokens.
         skipped_steps: steps whose update was dropped because a half-precision gradient overflowed.
+        bad_steps: steps whose update was dropped because loss or gradient were not finite, or far above the usual.
     """
 
     step: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped_steps: int = 0
+    bad_steps: int = 0
 
-    def after(self, samples: int, tokens: int, skipped: bool = False) -> Progress:
+    def after(self, samples: int, tokens: int, skipped: bool = False, bad: bool = False) -> Progress:
         """Progress after one more step that consumed so many samples and tokens."""
         return Progress(
             step=self.step + 1,
             consumed_samples=self.consumed_samples + samples,
             consumed_tokens=self.consumed_tokens + tokens,
             skipped_steps=self.skipped_steps + int(skipped),
+            bad_steps=self.bad_steps + int(bad),
         )
 
     def to_json(self) -> dict[str, int]:
@@ -53,6 +56,7 @@ class Progress:
             CheckpointError: a field is missing, unknown, or no whole number >= 0.
         """
         names = {field.name for field in dataclasses.fields(cls)}
+        value = {"bad_steps": 0, **value}  # older versions did not count them
         wrong = sorted(names ^ set(value))
         wrong += sorted(name for name in names & set(value) if not _is_count(value[name]))
         if wrong:
@@ -75,6 +79,12 @@ class Record:
         data: sizes and fingerprints of the data files; empty on ranks other than 0.
         tokenizer: the tokenizer that made the ids.
         program_version: version of the program that wrote the checkpoint.
+        run_id: what the checkpoints of one run share, through all its restarts; empty in older checkpoints.
+        finetuned_from: `run_id` and `step` of the checkpoint whose weights a fine-tuning run began with; else empty.
+        validation_loss: of the evaluation at this step, in nats per token; None without one.
+        recent: the latest values, by name, from which unusual ones are told.
+        passed_batches: batches that were not trained on because they made runs fail: `step`, `first_sample`,
+            `last_sample`.
     """
 
     progress: Progress
@@ -85,6 +95,11 @@ class Record:
     data: Mapping[str, Any]
     tokenizer: TokenizerRecord
     program_version: str
+    run_id: str = ""
+    finetuned_from: Mapping[str, Any] = field(default_factory=dict)
+    validation_loss: float | None = None
+    recent: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    passed_batches: Sequence[Mapping[str, int]] = ()
 
     @property
     def has_optimizer_state(self) -> bool:
@@ -107,6 +122,11 @@ class Record:
                 "name": self.tokenizer.name,
             },
             "program": {"version": self.program_version},
+            "run_id": self.run_id,
+            "finetuned_from": dict(self.finetuned_from),
+            "validation_loss": self.validation_loss,
+            "recent": {name: list(values) for name, values in self.recent.items()},
+            "passed_batches": [dict(batch) for batch in self.passed_batches],
         }
 
     @classmethod
@@ -130,6 +150,11 @@ class Record:
             data=fields.mapping("data"),
             tokenizer=fields.tokenizer("tokenizer"),
             program_version=fields.version("program"),
+            run_id=fields.optional_text("run_id"),
+            finetuned_from=fields.optional_mapping("finetuned_from"),
+            validation_loss=fields.optional_number("validation_loss"),
+            recent=fields.optional_series("recent"),
+            passed_batches=fields.optional_batches("passed_batches"),
         )
 
 
@@ -174,6 +199,37 @@ class _Fields:
             raise self._wrong(f"{name}.version", version, "a text")
         return version
 
+    def optional_text(self, name: str) -> str:
+        entry = self.value.get(name, "")
+        if not isinstance(entry, str):
+            raise self._wrong(name, entry, "a text")
+        return entry
+
+    def optional_mapping(self, name: str) -> Mapping[str, Any]:
+        return self.mapping(name) if name in self.value else {}
+
+    def optional_number(self, name: str) -> float | None:
+        entry = self.value.get(name)
+        if entry is not None and not _is_number(entry):
+            raise self._wrong(name, entry, "a number or null")
+        return None if entry is None else float(entry)
+
+    def optional_series(self, name: str) -> Mapping[str, Sequence[float]]:
+        found = self.optional_mapping(name)
+        for key, values in found.items():
+            if not isinstance(values, list) or not all(_is_number(value) for value in values):
+                raise self._wrong(f"{name}.{key}", values, "a list of numbers")
+        return found
+
+    def optional_batches(self, name: str) -> Sequence[Mapping[str, int]]:
+        entries = self.value.get(name, [])
+        if not isinstance(entries, list):
+            raise self._wrong(name, entries, "a list")
+        for entry in entries:
+            if not isinstance(entry, Mapping) or not all(_is_count(entry.get(key)) for key in _BATCH_KEYS):
+                raise self._wrong(name, entry, f"an object with {', '.join(_BATCH_KEYS)}")
+        return tuple(entries)
+
     def _entry(self, name: str) -> Any:
         if name not in self.value:
             raise CheckpointError(
@@ -189,6 +245,14 @@ class _Fields:
             f"the record of {self.path} has {name} = {shown}, which should be {should_be}. Give another checkpoint of "
             "the run with --load."
         )
+
+
+_BATCH_KEYS = ("step", "first_sample", "last_sample")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number; JSON's true is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_count(value: Any) -> bool:

@@ -22,6 +22,8 @@ from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
+from megatron.config.sections.safety import SafetyConfig
+from megatron.config.sections.saving import SavingConfig
 
 __all__ = [
     "ConfigSection",
@@ -42,6 +44,8 @@ __all__ = [
     "RecomputeConfig",
     "RunConfig",
     "RunRequest",
+    "SafetyConfig",
+    "SavingConfig",
     "TokenizerFacts",
     "WeightedGroup",
     "WeightedPath",

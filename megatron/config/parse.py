@@ -58,6 +58,8 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
         "optim": "optimizer, schedule and batch sizes",
         "data": "data and tokenizer",
         "control": "checkpoints, evaluation, exits and reports",
+        "saving": "writing and keeping checkpoints",
+        "safety": "hangs, bad steps and restarts",
     }
 )
 _DESCRIPTION = "Pretrains a GPT language model with tensor, pipeline and data parallelism."

@@ -23,6 +23,8 @@ from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
+from megatron.config.sections.safety import SafetyConfig
+from megatron.config.sections.saving import SavingConfig
 from megatron.errors import ConfigError
 
 GIVEN = "given"
@@ -56,6 +58,8 @@ class RunRequest:
     optim: OptimRequest
     data: DataConfig
     control: ControlConfig
+    saving: SavingConfig
+    safety: SafetyConfig
     provenance: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 

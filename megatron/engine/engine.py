@@ -7,10 +7,11 @@ DeepSpeed averages over micro-batches and replicas, so the loss sum of a micro-b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from megatron.config import OptimConfig, PrecisionConfig
 from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_learning_rate, set_weight_decay
@@ -65,6 +66,7 @@ class Engine:
         self._target_names: tuple[str, ...] = ()
         self._micro_batch_count = 1
         self._last_norm: torch.Tensor | float = 0.0
+        self.on_phase: Callable[[str], None] = lambda phase: None
         join_deepspeed()
         hooks = StageHooks(self._pipeline_loss, self._backward_scale, self._take_auxiliary)
         self.module = build_module(network, mesh, settings, steps, seed, hooks)
@@ -76,6 +78,10 @@ class Engine:
     def optimizer(self) -> torch.optim.Optimizer:
         """The underlying torch optimizer, without DeepSpeed's wrapper."""
         return self.deepspeed.basic_optimizer
+
+    def before_update(self, work: Callable[[], None]) -> RemovableHandle:
+        """Registers work to be done before each optimizer update; `remove()` of the result ends that."""
+        return self.optimizer.register_step_pre_hook(lambda *_: work())
 
     @property
     def is_pipelined(self) -> bool:

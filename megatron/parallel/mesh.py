@@ -34,6 +34,9 @@ STANDARD_ROLES: tuple[tuple[str, Role], ...] = (
     ("tp", "tensor"),
 )
 
+# Work in the background may take longer than any step; a rank that ends is noticed at once all the same.
+_BACKGROUND_TIMEOUT = timedelta(hours=12)
+
 
 @dataclass(frozen=True)
 class AxisSize:
@@ -89,6 +92,7 @@ class ParallelMesh:
         axes: this rank's place on each of them.
         world: all ranks.
         control: all ranks; its group carries CPU tensors.
+        background: the same with a group of its own, for the one thread that communicates beside the training loop.
         embedding: the first and the last pipeline stage of this rank's column, which share the word embeddings; the
             ranks between them are alone on it.
         batch: ranks that read different samples.
@@ -102,6 +106,7 @@ class ParallelMesh:
     axes: tuple[Axis, ...]
     world: Axis
     control: Axis
+    background: Axis
     embedding: Axis
     device: torch.device
     local_rank: int
@@ -128,6 +133,7 @@ class ParallelMesh:
             axes=tuple(columns),
             world=world,
             control=dataclasses.replace(world, name="control"),
+            background=dataclasses.replace(world, name="background"),
             embedding=_ends(next((axis for axis in columns if axis.name == "pp"), Axis.single("pp", rank)), rank),
             device=torch.device(device),
             local_rank=local_rank,
@@ -254,7 +260,8 @@ def build_mesh(
     axes = tuple(groups.give(axis) for axis in mesh.axes)
     found: dict[str, Any] = {name: groups.give(getattr(mesh, name)) for name, _, _ in _derived_groups()}
     found["embedding"] = groups.give(mesh.embedding)
-    return dataclasses.replace(mesh, world=groups.give(mesh.world), control=groups.control, axes=axes, **found)
+    found.update(world=groups.give(mesh.world), control=groups.control, background=groups.background)
+    return dataclasses.replace(mesh, axes=axes, **found)
 
 
 class _Groups:
@@ -268,6 +275,8 @@ class _Groups:
             control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
         self.control = dataclasses.replace(world, name="control", group=control)
         self._even_out()
+        beside = dist.new_group(backend="gloo", timeout=_BACKGROUND_TIMEOUT, group_desc="background")
+        self.background = dataclasses.replace(world, name="background", group=beside)
         self.give(Axis.single("self", world.rank))
 
     def give(self, axis: Axis) -> Axis:

@@ -11,7 +11,7 @@ from megatron.data.datasets.build import data_fingerprint
 from megatron.engine.state import owned_pieces
 from megatron.errors import StorageError
 from megatron.tokenizers.record import TokenizerRecord
-from megatron.train.build import Run
+from megatron.train.run import Run
 
 
 def save_run(run: Run, *, must_succeed: bool = False) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.data.datasets.sample import SampleDataset
-from megatron.train.build import Run
+from megatron.train.run import Run
 
 
 def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, float]:

@@ -12,9 +12,9 @@ from megatron.checkpoint.record import Progress
 from megatron.config.schedule import learning_rate, weight_decay
 from megatron.errors import ExitCode, NumericsError
 from megatron.observe.metrics import StepOutcome
-from megatron.train.build import Run
 from megatron.train.checkpoints import save_run
 from megatron.train.evaluation import evaluate
+from megatron.train.run import Run
 from megatron.train.stop import Verdict
 
 

@@ -18,7 +18,8 @@ from megatron.data.datasets.sample import Sample
 from megatron.data.loader import BatchOptions
 from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.build import Run, open_run, parameter_counts
+from megatron.train.build import open_run, parameter_counts
+from megatron.train.run import Run
 from megatron.train.stop import Verdict
 from tests.config.command_lines import small
 

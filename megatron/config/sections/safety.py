@@ -1,0 +1,41 @@
+"""What guards a run: against hangs, drifting replicas, bad steps and endless restarts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection
+
+
+@dataclass(frozen=True)
+class SafetyConfig(ConfigSection):
+    """Timeouts, comparisons and limits beyond which a run stops or passes over data."""
+
+    hang_timeout_seconds: float | None = flag(
+        None,
+        "seconds without progress on any rank after which the run ends with code 76; half of "
+        "--distributed-timeout-minutes if unset, 0 for no limit",
+        at_least=0,
+    )
+    check_replicas_interval: int | None = flag(
+        None,
+        "steps between comparisons of parameters that several ranks hold; before each save if unset, 0 for never",
+        at_least=0,
+    )
+    max_bad_steps: int = flag(
+        0,
+        "consecutive steps with a NaN or infinite loss or gradient that are skipped; the next one ends the run",
+        at_least=0,
+    )
+    skip_spikes: float | None = flag(
+        None,
+        "skip the update of a step whose loss or gradient norm is so many standard deviations above the recent mean",
+        above=0,
+    )
+    max_failed_starts: int = flag(
+        3, "ends at the same step without a new checkpoint, after which the run does not start again", at_least=0
+    )
+    resume_skip_poisoned: bool = flag(
+        False, "pass over a batch at which --max-failed-starts starts have ended in NaN, instead of refusing to start"
+    )

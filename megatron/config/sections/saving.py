@@ -1,0 +1,35 @@
+"""How checkpoints are written, which of them are kept, and where copies go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection
+
+
+@dataclass(frozen=True)
+class SavingConfig(ConfigSection):
+    """Background writing, retention, and the second copy."""
+
+    async_save: bool = flag(
+        True, "write checkpoints in the background while training continues; needs host memory for a copy of the state"
+    )
+    keep_last: int | None = flag(None, "checkpoints to keep; older ones are deleted after each save", at_least=1)
+    keep_every: int | None = flag(
+        None, "with --keep-last: checkpoints whose step is a multiple of this are never deleted", at_least=1
+    )
+    keep_best: bool = flag(False, "with --keep-last: the checkpoint with the lowest validation loss is not deleted")
+    save_secondary: str | None = flag(
+        None, "folder that receives a verified copy of each checkpoint, and is loaded from if --load has none"
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.keep_last is None:
+            for name, is_set in (("--keep-every", self.keep_every is not None), ("--keep-best", self.keep_best)):
+                if is_set:
+                    yield (
+                        f"{name} says which checkpoints are not deleted, and nothing is deleted without --keep-last. "
+                        f"Give --keep-last, for example --keep-last 3, or drop {name}."
+                    )

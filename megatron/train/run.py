@@ -1,0 +1,111 @@
+"""A run: all its parts, and the one value that changes at every step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron.checkpoint import CheckpointLock
+from megatron.checkpoint.record import Progress
+from megatron.config import RunConfig
+from megatron.config.schedule import global_batch_size, is_done
+from megatron.data.datasets.build import SplitDatasets
+from megatron.data.datasets.sample import SampleDataset
+from megatron.data.loader import Batch, BatchLoader, BatchOptions
+from megatron.data.order.plan import DataPlan
+from megatron.engine.engine import Engine
+from megatron.observe.report import Report
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.pending import PendingMaximum
+from megatron.tokenizers.tokenizer import Tokenizer
+from megatron.train.skip import skip_data
+from megatron.train.stop import StopRules, Verdict
+
+
+@dataclass
+class Run:
+    """All parts of a run. `progress` changes at every step.
+
+    Attributes:
+        steps_in_flight: number of steps whose metrics and stop verdicts may still be pending while the next step is
+            trained: one on a GPU, so that the host does not wait for the device, and none on a CPU, where it would not
+            help.
+    """
+
+    config: RunConfig
+    mesh: ParallelMesh
+    tokenizer: Tokenizer
+    engine: Engine
+    datasets: SplitDatasets
+    plan: DataPlan
+    options: BatchOptions
+    report: Report
+    rules: StopRules
+    lock: CheckpointLock | None
+    progress: Progress
+    steps_in_flight: int = 0
+    saved_step: int | None = None
+    failed_saves: int = 0
+    _loader: BatchLoader | None = None
+    _verdicts: deque[PendingMaximum] = field(default_factory=deque)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the planned training is finished."""
+        return is_done(self.config.optim, self.progress.step, self.progress.consumed_samples)
+
+    def train_batches(self) -> Sequence[Batch | None]:
+        """This rank's micro-batches of the next global batch; None for each on middle pipeline stages."""
+        if self.datasets.train is None:
+            raise RuntimeError("this run has no training data")  # build_split_datasets refuses it before
+        if self._loader is None:
+            options = dataclasses.replace(self.options, sources=self.config.control.log_per_source_loss)
+            self._loader = self.loader(self.datasets.train, self.config.data.num_workers > 0, options)
+        size = global_batch_size(self.config.optim, self.progress.consumed_samples)
+        return self._loader.micro_batches(self.progress.consumed_samples, size)
+
+    def loader(self, dataset: SampleDataset, read_ahead: bool, options: BatchOptions | None = None) -> BatchLoader:
+        """A loader of this rank's shard of a dataset; `options` defaults to the run's."""
+        return BatchLoader(
+            dataset,
+            micro_batch_size=self.config.optim.micro_batch_size,
+            dp_rank=self.mesh.batch.rank,
+            dp_size=self.mesh.batch.size,
+            options=options or self.options,
+            read_ahead=read_ahead,
+            reads=self.mesh.is_first_stage or self.mesh.is_last_stage,
+        )
+
+    def skip_data_ranges(self) -> None:
+        """Skips the data of `--skip-train-iteration-range` without training on it."""
+        ranges, length = self.config.control.skip_ranges, self.config.data.seq_length
+        self.progress = skip_data(self.progress, self.config.optim, ranges, length)
+
+    def is_due(self, interval: int | None) -> bool:
+        """Whether an action that runs every `interval` steps is due after this one."""
+        return bool(interval) and self.progress.step % (interval or 1) == 0
+
+    def should_stop(self) -> Verdict:
+        """The verdict, common to all ranks, on whether the run ends after this step.
+
+        It takes effect at the same step on all ranks, at most `steps_in_flight` steps after a rank reached it;
+        --exit-interval, which every rank evaluates identically, takes effect at once.
+        """
+        self._verdicts.append(PendingMaximum(int(self.rules.verdict(self.progress.step)), self.mesh.control))
+        keep = 0 if self.rules.is_interval_over(self.progress.step) else self.steps_in_flight
+        verdict = Verdict.CONTINUE
+        while len(self._verdicts) > keep:
+            verdict = max(verdict, Verdict(self._verdicts.popleft().wait()))
+        return verdict
+
+    def evaluation_datasets(self, split: str) -> Mapping[str, SampleDataset]:
+        """The named groups of the validation or test split."""
+        return self.datasets.valid if split == "valid" else self.datasets.test
+
+    def close(self) -> None:
+        """Stops prefetching."""
+        self._verdicts.clear()
+        if self._loader is not None:
+            self._loader.close()
