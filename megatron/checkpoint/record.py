@@ -45,8 +45,13 @@ class Progress:
         )
 
     def to_json(self) -> dict[str, int]:
-        """A JSON object with one entry per field."""
-        return dataclasses.asdict(self)
+        """A JSON object with one entry per field; without `bad_steps`, which older programs do not know, if there are
+        none.
+        """
+        values = dataclasses.asdict(self)
+        if not self.bad_steps:
+            del values["bad_steps"]
+        return values
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Progress:
@@ -108,7 +113,14 @@ class Record:
         return not any(section.get("no_save_optim") for section in sections)
 
     def to_json(self) -> dict[str, Any]:
-        """The record as it stands in a manifest."""
+        """The record as it stands in a manifest; optional entries that say nothing are left out."""
+        optional = {
+            "run_id": self.run_id,
+            "finetuned_from": dict(self.finetuned_from),
+            "validation_loss": self.validation_loss,
+            "recent": {name: list(values) for name, values in self.recent.items()},
+            "passed_batches": [dict(batch) for batch in self.passed_batches],
+        }
         return {
             "progress": self.progress.to_json(),
             "optimizer_updates": self.optimizer_updates,
@@ -122,11 +134,7 @@ class Record:
                 "name": self.tokenizer.name,
             },
             "program": {"version": self.program_version},
-            "run_id": self.run_id,
-            "finetuned_from": dict(self.finetuned_from),
-            "validation_loss": self.validation_loss,
-            "recent": {name: list(values) for name, values in self.recent.items()},
-            "passed_batches": [dict(batch) for batch in self.passed_batches],
+            **{name: entry for name, entry in optional.items() if entry or entry == 0.0},
         }
 
     @classmethod

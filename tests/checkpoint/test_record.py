@@ -45,6 +45,39 @@ def test_a_record_written_by_an_earlier_program_is_read_and_written_back_the_sam
             assert json.loads(json.dumps(record.to_json())) == stored
 
 
+OPTIONAL: dict[str, Any] = {
+    "run_id": "0123456789abcdef",
+    "finetuned_from": {"run_id": "fedcba9876543210", "step": 3},
+    "validation_loss": 2.5,
+    "recent": {"losses": [3.0, 2.5]},
+    "passed_batches": [{"step": 3, "first_sample": 16, "last_sample": 23}],
+}
+
+
+def test_optional_entries_round_trip() -> None:
+    record = make_record(**{**OPTIONAL, "passed_batches": tuple(OPTIONAL["passed_batches"])})
+    value = json.loads(json.dumps(record.to_json()))
+    assert {name: value[name] for name in OPTIONAL} == OPTIONAL
+    assert Record.from_json(value, PATH) == record
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "text"),
+    [
+        ("run_id", 3, "run_id = 3, which should be a text"),
+        ("finetuned_from", [], r"finetuned_from = \[\], which should be a JSON object"),
+        ("validation_loss", "low", "validation_loss = 'low', which should be a number or null"),
+        ("recent", {"losses": 3}, "recent.losses = 3, which should be a list of numbers"),
+        ("recent", {"losses": [True]}, "recent.losses = .True., which should be a list of numbers"),
+        ("passed_batches", {}, "passed_batches = {}, which should be a list"),
+        ("passed_batches", [{"step": 1}], "passed_batches = .*, which should be an object with step, first_sample"),
+    ],
+)
+def test_a_wrong_optional_entry_is_named(name: str, entry: Any, text: str) -> None:
+    with pytest.raises(CheckpointError, match=f"record of {PATH} has {text}"):
+        Record.from_json({**make_record().to_json(), name: entry}, PATH)
+
+
 def test_entries_of_a_later_program_are_ignored() -> None:
     assert Record.from_json({**make_record().to_json(), "later": 1}, PATH) == make_record()
 
@@ -98,8 +131,8 @@ def test_progress_counts_steps_samples_tokens_and_skips() -> None:
 
 
 def test_progress_round_trips_through_json() -> None:
-    progress = Progress(3, 24, 384, 1)
-    assert Progress.from_json(progress.to_json()) == progress
+    for progress in (Progress(3, 24, 384, 1), Progress(3, 24, 384, 1, bad_steps=2)):
+        assert Progress.from_json(progress.to_json()) == progress
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,7 @@ STATEFUL_FILES = ("megatron/log.py",)
 USES_RUN_CONFIG = (
     "megatron/config/",
     "megatron/train/build.py",
+    "megatron/train/run.py",
     "megatron/engine/ds_config.py",
     "megatron/engine/estimate.py",
 )

@@ -109,8 +109,9 @@ def test_single_mesh_needs_no_process_group() -> None:
 def test_a_rank_creates_only_the_groups_it_is_in(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real, asked = dist.new_group, []
 
-    def counted(ranks: list[int], **options: Any) -> Any:
-        asked.append((tuple(ranks), options["timeout"]))
+    def counted(ranks: list[int] | None = None, **options: Any) -> Any:
+        if options["group_desc"] != "background":
+            asked.append((tuple(ranks or ()), options["timeout"]))
         return real(ranks, **options)
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4096)
@@ -127,6 +128,7 @@ def test_a_rank_creates_only_the_groups_it_is_in(rank: int, monkeypatch: pytest.
     assert {timeout for _, timeout in asked} == {MINUTE}
     assert len({id(axis.group) for axis in _all_groups(mesh)}) == len(distinct) + 2  # and this rank alone, and WORLD
     assert mesh.world.group is mesh.control.group is not None
+    assert mesh.background.ranks == mesh.world.ranks and mesh.background.group not in (None, mesh.world.group)
     assert mesh.ep.group is mesh.sp.group is not None
 
 
