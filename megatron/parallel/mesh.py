@@ -275,7 +275,13 @@ class _Groups:
             control = dist.new_group(backend="gloo", timeout=timeout, group_desc="control")
         self.control = dataclasses.replace(world, name="control", group=control)
         self._even_out()
-        beside = dist.new_group(backend="gloo", timeout=_BACKGROUND_TIMEOUT, group_desc="background")
+        beside = dist.new_group(
+            list(world.ranks),
+            timeout=_BACKGROUND_TIMEOUT,
+            backend="gloo" if dist.get_backend() == "nccl" else None,
+            use_local_synchronization=True,
+            group_desc="background",
+        )
         self.background = dataclasses.replace(world, name="background", group=beside)
         self.give(Axis.single("self", world.rank))
 
