@@ -52,14 +52,18 @@ from megatron.parallel.messages import all_reduce_sum, is_lost_peer
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.restore import check_tokenizer, find_saved_run, load_tensors
 from megatron.train.run import Run
-from megatron.train.stop import StopRules, StopSignals, kill_switch_is_on, kill_switch_message
+from megatron.train.signals import StopSignals
+from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
 
 
 @contextlib.contextmanager
-def open_run(request: RunRequest) -> Iterator[Run | None]:
+def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterator[Run | None]:
     """Builds a run, from its process groups to its progress, and tears it down afterwards.
 
     Yields None if the kill switch is on before anything has started.
+
+    Args:
+        signals: where stop signals are noted, if the caller has installed that; else it is done here.
 
     Raises:
         MegatronError: anything that is wrong with the flags, the machine, the data or the checkpoint.
@@ -76,9 +80,10 @@ def open_run(request: RunRequest) -> Iterator[Run | None]:
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(data_prefixes(config.data), tokenizer)
     with contextlib.ExitStack() as closing, _explain_lost_peers():
-        signals = StopSignals()
-        if config.control.exit_on_signal:
-            closing.callback(signals.install().restore)
+        if signals is None:
+            signals = StopSignals()
+            if config.control.exit_on_signal:
+                closing.enter_context(signals.installed())
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
         _show_notices(config.notices, mesh)
