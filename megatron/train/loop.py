@@ -12,7 +12,7 @@ from megatron.checkpoint.record import Progress
 from megatron.config.schedule import learning_rate, weight_decay
 from megatron.errors import ExitCode, NumericsError
 from megatron.observe.metrics import StepOutcome
-from megatron.train.checkpoints import save_run
+from megatron.train.checkpoints import hear_of_save, raise_failed_save, save_run
 from megatron.train.evaluation import evaluate
 from megatron.train.run import Run
 from megatron.train.stop import Verdict
@@ -62,6 +62,7 @@ def train(run: Run) -> ExitCode:
         if run.is_due(run.config.control.save_interval):
             report_steps(run, trained)
             save_run(run)
+        hear_of_save(run)
         verdict = run.should_stop()
         if verdict is not Verdict.CONTINUE:
             report_steps(run, trained)
@@ -91,7 +92,13 @@ def finish(run: Run) -> ExitCode:
 
 
 def stop(run: Run, verdict: Verdict) -> ExitCode:
-    """Ends a run early, at a step on which all ranks agree."""
+    """Ends a run early, at a step on which all ranks agree.
+
+    Raises:
+        MegatronError: checkpoints can no longer be saved.
+    """
+    if verdict is Verdict.FAILED_SAVE:
+        raise_failed_save(run)
     save_run(run, must_succeed=True)
     run.report.flush()
     log.line(run.rules.message(verdict, run.progress.step))
