@@ -50,6 +50,7 @@ from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum, is_lost_peer
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron.train.checkpoints import open_writer
 from megatron.train.restore import check_tokenizer, find_saved_run, load_tensors
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
@@ -90,6 +91,8 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         save = config.control.save
         lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
         run = _build(config, mesh, tokenizer, lock, signals, started_at)
+        if run.writer is not None:
+            closing.push(run.writer)
         closing.callback(run.close)
         closing.callback(run.report.close)
         yield run
@@ -156,6 +159,7 @@ def _build(
         progress=progress,
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=progress.step if is_resume else None,
+        writer=open_writer(config, engine, lock),
     )
 
 

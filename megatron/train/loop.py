@@ -12,7 +12,7 @@ from megatron.checkpoint.record import Progress
 from megatron.config.schedule import learning_rate, weight_decay
 from megatron.errors import ExitCode, NumericsError
 from megatron.observe.metrics import StepOutcome
-from megatron.train.checkpoints import save_run
+from megatron.train.checkpoints import hear_of_save, raise_failed_save, save_run
 from megatron.train.evaluation import evaluate
 from megatron.train.run import Run
 from megatron.train.stop import Verdict
@@ -46,6 +46,8 @@ def train(run: Run) -> ExitCode:
     run.report.started(run.progress)
     with run.rules.signals.steps_follow():
         verdict = train_steps(run)
+        if verdict is Verdict.FAILED_SAVE:
+            raise_failed_save(run)
         save_run(run, must_succeed=True)
     return finish(run) if verdict is Verdict.CONTINUE else stop(run, verdict)
 
@@ -70,6 +72,7 @@ def train_steps(run: Run) -> Verdict:
         if run.is_due(run.config.control.save_interval):
             report_steps(run, trained)
             save_run(run)
+        hear_of_save(run)
         verdict = run.should_stop()
         if verdict is not Verdict.CONTINUE:
             run.rules.signals.settle()

@@ -56,7 +56,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.config": ("flags", "architecture", "sections", "files", "."),
     "megatron.parallel": (".", "tensor"),
     "megatron.model": ("interface", "blocks", "."),
-    "megatron.checkpoint": (".", "analysis"),
+    "megatron.checkpoint": (".", "background", "analysis"),
     "megatron.convert": (
         "pickles",
         "hugging_face",
