@@ -84,9 +84,17 @@ class ConversionError(MegatronError):
 
 
 class NumericsError(MegatronError):
-    """Training produced values that it cannot continue from."""
+    """Training produced values that it cannot continue from.
+
+    Args:
+        step: the step that did; None if it is not known. A GPU may be training a later one already.
+    """
 
     exit_code = ExitCode.NUMERICS
+
+    def __init__(self, text: str, step: int | None = None) -> None:
+        self.step = step
+        super().__init__(text)
 
 
 class FailureReport(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,17 @@ from megatron.parallel.agreement import is_same_on_all, run_on_all
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 
+Check = Callable[[Path, Mapping[str, Any]], None]
+
 
 def load(
-    path: Path, wanted: Wanted, mesh: ParallelMesh, *, known: Manifest | None = None, storage: Storage | None = None
+    path: Path,
+    wanted: Wanted,
+    mesh: ParallelMesh,
+    *,
+    known: Manifest | None = None,
+    check: Check | None = None,
+    storage: Storage | None = None,
 ) -> dict[str, Any]:
     """Reads this rank's wanted pieces from one checkpoint folder and returns its record; collective over the mesh.
 
@@ -29,6 +38,7 @@ def load(
 
     Args:
         known: a manifest that this rank has parsed before; it is used again if the one on the disk has its digest.
+        check: called with the folder and its record before anything else is read; what it raises ends the attempt.
 
     Raises:
         DamagedError: some rank found damage (on every rank); an older checkpoint may do.
@@ -37,7 +47,7 @@ def load(
     """
     path = Path(path)
     storage = storage or Storage()
-    prepared = run_on_all(mesh, lambda: _prepare(path, wanted, known, mesh.control.rank == 0, storage))
+    prepared = run_on_all(mesh, lambda: _prepare(path, wanted, known, check, mesh.control.rank == 0, storage))
     manifest = prepared.manifest
     if not is_same_on_all(mesh, bytes.fromhex(manifest.digest)):
         raise CheckpointError(f"the ranks see different checkpoints at {path}. All nodes must see the same directory.")
@@ -56,8 +66,17 @@ class _Prepared:
     claimed: frozenset[str]
 
 
-def _prepare(path: Path, wanted: Wanted, known: Manifest | None, checks_all_files: bool, storage: Storage) -> _Prepared:
+def _prepare(
+    path: Path,
+    wanted: Wanted,
+    known: Manifest | None,
+    check: Check | None,
+    checks_all_files: bool,
+    storage: Storage,
+) -> _Prepared:
     manifest = read_manifest(path, storage, known)
+    if check is not None:
+        check(path, manifest.record)
     if checks_all_files:
         check_files(path, manifest, storage)
     listed = list(wanted)

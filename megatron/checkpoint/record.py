@@ -6,6 +6,7 @@ The JSON form is part of the checkpoint format. Its keys stay: old checkpoints a
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +86,8 @@ class Record:
         tokenizer: the tokenizer that made the ids.
         program_version: version of the program that wrote the checkpoint.
         run_id: what the checkpoints of one run share, through all its restarts; empty in older checkpoints.
-        finetuned_from: `run_id` and `step` of the checkpoint whose weights a fine-tuning run began with; else empty.
+        finetuned_from: of the checkpoint whose weights a fine-tuning run began with, `run_id` (empty if it has none),
+            `step` and `fingerprint`, a digest of its tensors; else empty.
         validation_loss: of the evaluation at this step, in nats per token; None without one.
         recent: the latest values, by name, from which unusual ones are told.
         passed_batches: batches that were not trained on because they made runs fail: `step`, `first_sample`,
@@ -158,8 +160,8 @@ class Record:
             data=fields.mapping("data"),
             tokenizer=fields.tokenizer("tokenizer"),
             program_version=fields.version("program"),
-            run_id=fields.optional_text("run_id"),
-            finetuned_from=fields.optional_mapping("finetuned_from"),
+            run_id=fields.run_id("run_id"),
+            finetuned_from=fields.base("finetuned_from"),
             validation_loss=fields.optional_number("validation_loss"),
             recent=fields.optional_series("recent"),
             passed_batches=fields.optional_batches("passed_batches"),
@@ -207,10 +209,16 @@ class _Fields:
             raise self._wrong(f"{name}.version", version, "a text")
         return version
 
-    def optional_text(self, name: str) -> str:
+    def run_id(self, name: str) -> str:
         entry = self.value.get(name, "")
-        if not isinstance(entry, str):
-            raise self._wrong(name, entry, "a text")
+        if entry != "" and not run_id_of({"run_id": entry}):
+            raise self._wrong(name, entry, "16 hexadecimal digits")
+        return str(entry)
+
+    def base(self, name: str) -> Mapping[str, Any]:
+        entry = self.optional_mapping(name)
+        if entry and not finetuned_from_of({"finetuned_from": entry}):
+            raise self._wrong(name, dict(entry), "an object with run_id, step and fingerprint")
         return entry
 
     def optional_mapping(self, name: str) -> Mapping[str, Any]:
@@ -255,6 +263,24 @@ class _Fields:
         )
 
 
+def run_id_of(record: Mapping[str, Any]) -> str:
+    """The run that a record as JSON names; empty if it names none."""
+    entry = record.get("run_id")
+    return entry if isinstance(entry, str) and _RUN_ID.fullmatch(entry) else ""
+
+
+def finetuned_from_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The checkpoint that a record as JSON says its run was fine-tuned from; empty if it says none."""
+    entry = record.get("finetuned_from")
+    if not isinstance(entry, Mapping) or not _is_count(entry.get("step")):
+        return {}
+    fingerprint = entry.get("fingerprint", "")
+    known = run_id_of(entry) or entry.get("run_id") == ""
+    return entry if known and isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint) else {}
+
+
+_RUN_ID = re.compile(r"[0-9a-f]{16}\Z")
+_FINGERPRINT = re.compile(r"([0-9a-f]{64})?\Z")
 _BATCH_KEYS = ("step", "first_sample", "last_sample")
 
 

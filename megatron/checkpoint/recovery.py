@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint.loading import load
+from megatron.checkpoint.loading import Check, load
 from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, folder_step, read_manifest
 from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX
 from megatron.checkpoint.reader import Wanted, check_files
@@ -113,6 +113,7 @@ def load_newest(
     mesh: ParallelMesh,
     *,
     known: Found | None = None,
+    check: Check | None = None,
     storage: Storage | None = None,
 ) -> Found | None:
     """Loads the newest checkpoint that verifies on every rank; collective over the whole mesh.
@@ -122,6 +123,7 @@ def load_newest(
     Args:
         wanted: called once for each attempt; must yield all tensors every time.
         known: what `newest_record` returned for this directory, so that rank 0 does not parse that manifest again.
+        check: called with each folder and its record; one for which it raises DamagedError is skipped, too.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged, or the newest good one does not fit the run.
@@ -130,13 +132,18 @@ def load_newest(
     parsed = None if known is None else known.manifest
 
     def attempt(path: Path) -> Found:
-        return Found(load(path, wanted(), mesh, known=parsed, storage=storage), path)
+        return Found(load(path, wanted(), mesh, known=parsed, check=check, storage=storage), path)
 
     return _newest(Path(directory), attempt, mesh, storage or Storage())
 
 
-def newest_record(directory: Path, mesh: ParallelMesh, *, storage: Storage | None = None) -> Found | None:
+def newest_record(
+    directory: Path, mesh: ParallelMesh, *, check: Check | None = None, storage: Storage | None = None
+) -> Found | None:
     """The newest checkpoint whose manifest and file sizes are good; reads no tensors; collective over the whole mesh.
+
+    Args:
+        check: as in `load_newest`.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged.
@@ -146,13 +153,15 @@ def newest_record(directory: Path, mesh: ParallelMesh, *, storage: Storage | Non
     def look(path: Path) -> Found:
         parsed: list[Manifest] = []
 
-        def check() -> dict[str, Any]:
+        def examine() -> dict[str, Any]:
             manifest = read_manifest(path, storage)
+            if check is not None:
+                check(path, manifest.record)
             check_files(path, manifest, storage)
             parsed.append(manifest)
             return manifest.record
 
-        record = run_on_first(mesh, check)
+        record = run_on_first(mesh, examine)
         return Found(record, path, parsed[0] if parsed else None)
 
     return _newest(Path(directory), look, mesh, storage)
@@ -183,7 +192,7 @@ def _newest(directory: Path, attempt: Callable[[Path], Found], mesh: ParallelMes
 
 def _compare_with_hint(directory: Path, path: Path, skipped: list[str]) -> None:
     if skipped:
-        log.warning(f"continuing from {path}, which is older than {len(skipped)} damaged checkpoint(s)")
+        log.warning(f"continuing from {path}, which is older than {len(skipped)} damaged or foreign checkpoint(s)")
     try:
         hint = (directory / HINT_NAME).read_text(errors="replace")[:40].strip()
     except OSError:

@@ -1,8 +1,8 @@
 """`metrics.jsonl`: one JSON object per line, written so that a kill loses at most the line being written.
 
-Every record has a `kind`: `start` (one per program start), `step`, or `evaluation`. Floats round-trip bit for bit; NaN
-and the infinities, which JSON lacks, are the strings "NaN", "Infinity", "-Infinity". A resumed run appends, so the
-steps after its checkpoint appear twice; the later record counts.
+Every record has a `kind`: `start` (one per program start), `step`, `evaluation`, or `passed` (a batch that was not
+trained on). Floats round-trip bit for bit; NaN and the infinities, which JSON lacks, are the strings "NaN", "Infinity",
+"-Infinity". A resumed run appends, so the steps after its checkpoint appear twice; the later record counts.
 """
 
 from __future__ import annotations
@@ -106,6 +106,10 @@ class MetricsFile:
                 "perplexity": perplexity(loss),
             },
         )
+
+    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+        """Records a batch that was not trained on."""
+        self.write("passed", {"iteration": batch["step"], **batch, "passed_batches": number})
 
     def close(self) -> None:
         """Syncs and closes the file; idempotent."""

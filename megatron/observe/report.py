@@ -37,6 +37,9 @@ class Destination(Protocol):
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
         """Called after a data group was evaluated."""
 
+    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+        """Called after a batch was passed over."""
+
     def close(self) -> None:
         """Called at the end of the run."""
 
@@ -126,6 +129,21 @@ class Report:
             log.line(text)
         for destination in self.destinations:
             destination.evaluation(progress, group, loss)
+
+    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+        """Reports a batch that was not trained on.
+
+        Args:
+            progress: after it.
+            batch: as in `Record.passed_batches`.
+            number: how many there were in this run, this one included.
+        """
+        log.line(
+            f"passed over the batch of iteration {batch['step']} (samples {batch['first_sample']} to "
+            f"{batch['last_sample']}), on which starts of this run ended in NaN | passed batches: {number:3d}"
+        )
+        for destination in self.destinations:
+            destination.passed(progress, batch, number)
 
     def flush(self) -> None:
         """Prints the line for the steps since the last one, if any; also called when a run ends within a log

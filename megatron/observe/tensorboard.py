@@ -70,6 +70,10 @@ class TensorBoard:
         self._write(evaluation_scalars(progress, group, loss, self.control, self.workload))
         self._writer.flush()
 
+    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+        """Writes how many batches were passed over."""
+        self._write({"passed-batches": (number, batch["step"])})
+
     def close(self) -> None:
         """Closes the events file."""
         self._writer.close()

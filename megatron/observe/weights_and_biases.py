@@ -52,6 +52,10 @@ class WeightsAndBiases:
         values = {f"lm-loss-validation/{group}": loss, f"lm-loss-validation/{group} ppl": perplexity(loss)}
         self._run.log(values, step=progress.step)
 
+    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+        """Sends how many batches were passed over."""
+        self._run.log({"passed batches": number}, step=progress.step)
+
     def close(self) -> None:
         """Ends the W&B run."""
         self._run.finish()

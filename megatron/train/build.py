@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +37,7 @@ from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
-from megatron.errors import LaunchError, PeerLostError
+from megatron.errors import LaunchError, MegatronError, PeerLostError
 from megatron.model.blocks.router import router_metric_sizes
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind
@@ -50,8 +52,10 @@ from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum, is_lost_peer
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
+from megatron.train.breaker import decide, settings_digest
 from megatron.train.checkpoints import open_writer
-from megatron.train.restore import check_tokenizer, find_saved_run, load_tensors
+from megatron.train.history import History
+from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
@@ -80,7 +84,8 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(data_prefixes(config.data), tokenizer)
-    with contextlib.ExitStack() as closing, _explain_lost_peers():
+    history = History()
+    with contextlib.ExitStack() as closing, history.recording(), _explain_lost_peers():
         if signals is None:
             signals = StopSignals()
             if config.control.exit_on_signal:
@@ -90,7 +95,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         _show_notices(config.notices, mesh)
         save = config.control.save
         lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
-        run = _build(config, mesh, tokenizer, lock, signals, started_at)
+        run = _build(config, mesh, tokenizer, lock, signals, started_at, history)
         if run.writer is not None:
             closing.push(run.writer)
         closing.callback(run.close)
@@ -121,8 +126,11 @@ def _build(
     lock: CheckpointLock | None,
     signals: StopSignals,
     started_at: float,
+    history: History,
 ) -> Run:
-    saved = find_saved_run(config.control, mesh)
+    start = find_start(config.control, mesh)
+    config, saved = dataclasses.replace(config, control=start.control), start.saved
+    passes = check_history(config, mesh, start, history)
     if saved is not None:
         check_tokenizer(config.control, saved.record, tokenizer)
         known = len(config.notices)
@@ -137,7 +145,7 @@ def _build(
     if is_resume and not config.control.eval_only:
         warn_if_done(config.optim, progress)
     stored_plan = record.data_plan if record is not None and is_resume else None
-    datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan)
+    datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
     engine.objective = build_objective(config, mesh, source_count=len(names))
     return Run(
@@ -160,7 +168,42 @@ def _build(
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=progress.step if is_resume else None,
         writer=open_writer(config, engine, lock),
+        identity=start.identity,
+        history=history,
+        passes=passes,
+        passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
     )
+
+
+def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: History) -> tuple[int, ...]:
+    """Reads how earlier starts of the run ended, and opens the history of this one; collective over the mesh.
+
+    Returns:
+        the steps before which a batch is passed over, one entry for each batch.
+
+    Raises:
+        MegatronError: the run keeps ending at one step, and must not start without a change.
+    """
+    control, safety = config.control, config.safety
+    if control.save is None or control.eval_only:
+        if safety.resume_skip_poisoned and mesh.world.rank == 0:
+            log.warning("--resume-skip-poisoned has no effect without --save, whose folder holds the run's history")
+        return ()
+    is_resume = start.saved is not None and not control.finetune
+    resumed_step = start.saved.record.progress.step if start.saved is not None and is_resume else 0
+
+    def begin() -> list[Any]:
+        settings = settings_digest(config)
+        attempts = history.open(Path(str(control.save)), start.identity.run_id)
+        decided = decide(attempts, resumed_step, settings, safety)
+        if decided.refusal is None:
+            history.started(resumed_step, settings, decided.passes, __version__)
+        return [decided.refusal, decided.passes]
+
+    refusal, passes = run_on_first(mesh, begin)
+    if refusal:
+        raise MegatronError(refusal)
+    return tuple(passes)
 
 
 def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
@@ -230,9 +273,11 @@ def _open_data(
     tokenizer: Tokenizer,
     progress: Progress,
     stored: DataPlan | None,
+    passes: Sequence[int],
 ) -> tuple[SplitDatasets, DataPlan]:
     """Opens the datasets; one process per node first writes missing index files, then the others read them."""
     train, valid, test = planned_samples(config.optim, config.control, progress.step, progress.consumed_samples)
+    train += sum(step > progress.step for step in passes) * config.optim.global_batch_size
     samples = (0 if config.control.eval_only else train, valid, test)
 
     def build(build_indices: bool) -> tuple[SplitDatasets, DataPlan]:

@@ -116,6 +116,9 @@ def run_record(run: Run) -> Record:
         data=data_fingerprint(run.config.data) if run.mesh.control.rank == 0 else {},
         tokenizer=TokenizerRecord.of(run.tokenizer),
         program_version=__version__,
+        run_id=run.identity.run_id,
+        finetuned_from=run.identity.finetuned_from,
+        passed_batches=run.passed_batches,
     )
 
 

@@ -38,7 +38,9 @@ def run_to_end(run: Run | None) -> ExitCode:
     """Trains or evaluates the run; None means that the kill switch prevented the start."""
     if run is None:
         return ExitCode.DONE
-    return evaluate_only(run) if run.config.control.eval_only else train(run)
+    code = evaluate_only(run) if run.config.control.eval_only else train(run)
+    run.history.ended(run.progress.step, code)
+    return code
 
 
 def train(run: Run) -> ExitCode:
@@ -48,6 +50,7 @@ def train(run: Run) -> ExitCode:
         MegatronError: checkpoints can no longer be saved, or the loss is not finite.
     """
     run.report.started(run.progress)
+    run.history.entered_loop(run.progress.step + 1)
     with run.rules.signals.steps_follow():
         verdict = train_steps(run)
         if verdict is Verdict.FAILED_SAVE:
@@ -61,6 +64,7 @@ def train_steps(run: Run) -> Verdict:
     trained: deque[TrainedStep] = deque()
     while not run.is_done:
         run.skip_data_ranges()
+        run.history.at(run.progress.step + 1)
         started_at = time.monotonic()
         optim, consumed = run.config.optim, run.progress.consumed_samples
         rate = learning_rate(optim, consumed)
@@ -133,5 +137,6 @@ def check_numbers(run: Run, step: TrainedStep) -> None:
     raise NumericsError(
         f"iteration {step.progress.step}: loss {loss}, gradient norm {gradient_norm}. The weights are no longer usable "
         f"and were not saved. Resume from the last checkpoint with a lower --lr, a longer warm-up or "
-        "--skip-train-iteration-range."
+        "--skip-train-iteration-range.",
+        step=step.progress.step,
     )

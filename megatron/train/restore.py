@@ -1,12 +1,20 @@
-"""Restores a run from a checkpoint: finds it, checks that it fits, and loads its tensors into the engine."""
+"""Restores a run from a checkpoint: finds it, checks that it fits, and loads its tensors into the engine.
+
+Which run that is, and whether --save is its folder, is settled before anything is loaded (see identity.py).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron import log
 from megatron.checkpoint import Found, find, folder_of_step, load_newest, newest_record
+from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import ControlConfig
 from megatron.engine.engine import Engine
@@ -16,14 +24,71 @@ from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer
+from megatron.train.identity import (
+    RunIdentity,
+    base_of,
+    base_text,
+    checkpoints_in,
+    identity_of,
+    is_same_base,
+    only_of_run,
+    read_identity,
+    write_identity,
+)
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The checkpoint that a run continues from: its record and location. Its tensors are not verified yet."""
+    """The checkpoint that a run continues from: its record and location. Its tensors are not verified yet.
+
+    Attributes:
+        folder_run_id: the run that the folder it was found in belongs to; empty if that does not matter.
+    """
 
     record: Record
     found: Found
+    folder_run_id: str = ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins.
+
+    Attributes:
+        control: what was asked for; where a fine-tuning continues, changed to a resume from its own folder.
+        saved: the checkpoint it continues from, or takes its weights from; None for a new run.
+        identity: which run it is.
+    """
+
+    control: ControlConfig
+    saved: SavedRun | None
+    identity: RunIdentity
+
+
+def find_start(control: ControlConfig, mesh: ParallelMesh) -> Start:
+    """What the run continues from and which run it is, written into its --save folder; collective over the mesh.
+
+    Raises:
+        CheckpointError: as `find_saved_run`; the --save folder belongs to another run.
+    """
+    saved = find_saved_run(control, mesh)
+    if control.finetune and saved is not None:
+        own = run_on_first(mesh, lambda: _own_finetuning(control, saved))
+        if own["continues"]:
+            control = _resuming_itself(control)
+            saved = find_saved_run(control, mesh)
+        identity = own["identity"]
+    else:
+        identity = run_on_first(mesh, lambda: _identity(control, saved).to_json())
+    settled = RunIdentity.from_json(identity) or RunIdentity()
+
+    def write() -> None:
+        if control.save is not None and read_identity(Path(control.save)) != settled:
+            write_identity(Path(control.save), settled)
+
+    if not control.eval_only:
+        run_on_first(mesh, write)
+    return Start(control, saved, settled)
 
 
 def find_saved_run(control: ControlConfig, mesh: ParallelMesh) -> SavedRun | None:
@@ -39,9 +104,11 @@ def find_saved_run(control: ControlConfig, mesh: ParallelMesh) -> SavedRun | Non
         if control.save is not None:
             run_on_first(mesh, lambda: _reject_foreign_save(str(control.save)))
         return None
-    found = newest_record(_source(control, mesh), mesh)
+    source = _source(control, mesh)
+    folder_run_id = run_on_first(mesh, lambda: _run_id_of_folder(source))
+    found = newest_record(source, mesh, check=only_of_run(folder_run_id, source))
     if found is not None:
-        return SavedRun(Record.from_json(found.record, found.path), found)
+        return SavedRun(Record.from_json(found.record, found.path), found, folder_run_id)
     for flag, is_set in (("--eval-only", control.eval_only), ("--finetune", control.finetune)):
         if is_set:
             raise CheckpointError(
@@ -85,11 +152,13 @@ def load_tensors(control: ControlConfig, engine: Engine, saved: SavedRun | None)
             f"the checkpoint in {control.load} was saved with --no-save-optim and holds no optimizer state. Resume "
             "with --no-load-optim (the moments start from zero) or with --finetune."
         )
+    source = _source(control, engine.mesh)
     loaded = load_newest(
-        _source(control, engine.mesh),
+        source,
         lambda: wanted_pieces(engine, with_optimizer=with_optimizer),
         engine.mesh,
         known=saved.found,
+        check=only_of_run(saved.folder_run_id, source),
     )
     if loaded is None:
         raise CheckpointError(f"the checkpoint in {control.load} disappeared while it was being loaded. Start again.")
@@ -132,12 +201,81 @@ def _source(control: ControlConfig, mesh: ParallelMesh) -> Path:
     return Path(run_on_first(mesh, chosen))
 
 
-def _reject_foreign_save(directory: str) -> None:
+def _run_id_of_folder(source: Path) -> str:
+    """The run whose checkpoints a folder should hold; empty for the folder of one checkpoint, which is meant as it is."""
+    identity = None if (source / MANIFEST_NAME).exists() else identity_of(source)
+    return "" if identity is None else identity.run_id
+
+
+def _identity(control: ControlConfig, saved: SavedRun | None) -> RunIdentity:
+    """The identity of a run that begins anew or continues from `saved`.
+
+    Raises:
+        CheckpointError: --save holds the checkpoints of another run.
+    """
+    save = None if control.save is None else Path(control.save)
+    if saved is None:
+        # A run that has not saved yet is still the same one: its earlier starts count.
+        held = None if save is None or control.from_scratch else read_identity(save)
+        if save is not None and control.load is not None and not control.from_scratch:
+            _reject_foreign_save(str(save), f"--load {control.load} holds none")
+        return RunIdentity.new() if held is None or held.finetuned_from else held
+    record = saved.record
+    if save is None or control.eval_only:
+        return RunIdentity(record.run_id, record.finetuned_from) if record.run_id else RunIdentity.new()
+    candidates, held = checkpoints_in(save), identity_of(save)
+    if held is not None and candidates and record.run_id and record.run_id != held.run_id:
+        own = RunIdentity(record.run_id, record.finetuned_from)
+        raise CheckpointError(
+            f"--save {save} holds checkpoints of {held} (newest: iteration {candidates[0].step}), and --load "
+            f"{control.load} continues {own}: their steps would be mixed in one folder. Give --save another folder."
+        )
+    if record.run_id:
+        return RunIdentity(record.run_id, record.finetuned_from)
+    return held or RunIdentity.new()
+
+
+def _own_finetuning(control: ControlConfig, base: SavedRun) -> dict[str, Any]:
+    """The identity of a fine-tuning of `base`, and whether --save holds its own progress, as JSON.
+
+    Raises:
+        CheckpointError: --save is the folder of the base, or holds checkpoints of something else.
+    """
+    taken = base_of(base.record, base.found.manifest or read_manifest(base.found.path))
+    if control.save is None or control.eval_only:
+        return {"identity": RunIdentity.new(taken).to_json(), "continues": False}
+    save = Path(control.save)
+    if any(os.path.realpath(save) == os.path.realpath(place) for place in (str(control.load), base.found.path.parent)):
+        raise CheckpointError(
+            f"--finetune with --load {control.load} and --save {save}: the steps of the fine-tuning would be mixed "
+            "with those of the run it begins with. Give --save another folder; to continue the run itself, drop "
+            "--finetune."
+        )
+    candidates, held = checkpoints_in(save), identity_of(save)
+    of_any_step = control.load_step is None and base.found.path != Path(str(control.load))
+    continues = held is not None and is_same_base(held.finetuned_from, taken, at_any_step=of_any_step)
+    if held is not None and continues:
+        return {"identity": held.to_json(), "continues": bool(candidates)}
+    if candidates:
+        raise CheckpointError(
+            f"--save {save} holds checkpoints of {held or RunIdentity()} (newest: iteration {candidates[0].step}), and "
+            f"this is a fine-tuning of {base_text(taken)} (--load {control.load}): their steps would be mixed in one "
+            f"folder. Give --save another folder, or continue what is there with --load {save} and without --finetune."
+        )
+    return {"identity": RunIdentity.new(taken).to_json(), "continues": False}
+
+
+def _resuming_itself(control: ControlConfig) -> ControlConfig:
+    """The flags of a fine-tuning that has saved before, as those of a resume; what named the base does not apply."""
+    log.info(f"--save {control.save} holds the progress of this fine-tuning, which continues from there")
+    changes: Mapping[str, Any] = {"finetune": False, "no_load_optim": False, "ckpt_step": None, "load_tag": None}
+    return dataclasses.replace(control, load=control.save, **changes)
+
+
+def _reject_foreign_save(directory: str, reason: str = "--load is not given") -> None:
     candidates = find(Path(directory))
     if candidates:
         raise CheckpointError(
-            f"--save {directory} holds checkpoints already (newest: iteration {candidates[0].step}) and --load is not "
-            f"given. Add --load {directory} to continue from there, --from-scratch to overwrite them, or choose "
-            f"another "
-            "folder."
+            f"--save {directory} holds checkpoints already (newest: iteration {candidates[0].step}) and {reason}. Add "
+            f"--load {directory} to continue from there, --from-scratch to overwrite them, or choose another folder."
         )

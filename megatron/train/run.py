@@ -22,7 +22,9 @@ from megatron.observe.report import Report
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pending import PendingMaximum
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.skip import skip_data
+from megatron.train.history import History
+from megatron.train.identity import RunIdentity
+from megatron.train.skip import PassedBatch, pass_batches, skip_data
 from megatron.train.stop import StopRules, Verdict
 
 
@@ -38,6 +40,8 @@ class Run:
         saved_step: step of the last checkpoint that is committed.
         failed_saves: consecutive failures of the file system.
         save_failure: why no more checkpoints can be saved in the background; this rank may know before others do.
+        passes: the steps before which a batch is passed over, because starts of the run ended on it in NaN.
+        passed_batches: those that were, in order; part of the record.
     """
 
     config: RunConfig
@@ -57,6 +61,10 @@ class Run:
     writer: BackgroundWriter | None = None
     save_failure: Exception | None = None
     _ahead: ReadAhead = field(default_factory=ReadAhead)
+    identity: RunIdentity = field(default_factory=RunIdentity)
+    history: History = field(default_factory=History)
+    passes: tuple[int, ...] = ()
+    passed_batches: tuple[PassedBatch, ...] = ()
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)
 
@@ -88,9 +96,13 @@ class Run:
         )
 
     def skip_data_ranges(self) -> None:
-        """Skips the data of `--skip-train-iteration-range` without training on it."""
+        """Skips the data of `--skip-train-iteration-range`, and that of failed starts, without training on it."""
         ranges, length = self.config.control.skip_ranges, self.config.data.seq_length
         self.progress = skip_data(self.progress, self.config.optim, ranges, length)
+        self.progress, passed = pass_batches(self.progress, self.config.optim, self.passes, length)
+        self.passed_batches += passed
+        for number, batch in enumerate(passed, start=len(self.passed_batches) - len(passed) + 1):
+            self.report.passed(self.progress, batch, number)
 
     def is_due(self, interval: int | None) -> bool:
         """Whether an action that runs every `interval` steps is due after this one."""

@@ -1,0 +1,111 @@
+"""Whether a run that keeps failing may start again: a pure function of how its earlier starts ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron import __version__
+from megatron.config import RunConfig, SafetyConfig
+from megatron.errors import ExitCode
+from megatron.train.history import Attempt
+
+# What decides how a step goes; sizes of the machine may change from one restart to the next without a hand in it.
+_SECTIONS = ("model", "precision", "recompute", "documents", "loss", "random", "kernels", "optim", "data")
+_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "zero_stage")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a run may start.
+
+    Attributes:
+        refusal: why not, with the history and the ways out; None if it may.
+        passes: the steps before which a batch is passed over, one entry for each batch.
+    """
+
+    refusal: str | None
+    passes: tuple[int, ...] = ()
+
+
+def decide(attempts: Sequence[Attempt], resumed_step: int, settings: str, safety: SafetyConfig) -> Decision:
+    """Refuses the start of a run that has ended at one step --max-failed-starts times and saved nothing since.
+
+    An end counts if it came during training and was not asked for. Ends in NaN can be answered by passing over the
+    batch (--resume-skip-poisoned), at one step at most as many times as starts may fail there, so that weights that
+    are beyond repair do not use up all data.
+
+    Args:
+        attempts: the earlier starts of the run, oldest first; all have ended.
+        resumed_step: the step of the checkpoint that the run would continue from.
+        settings: as in `Attempt`; a start with others is a new attempt.
+    """
+    passes = attempts[-1].passes if attempts else ()
+    failures = _failures_in_a_row(attempts, resumed_step, settings, passes)
+    limit = safety.max_failed_starts
+    if limit == 0 or len(failures) < limit:
+        return Decision(None, passes)
+    step = failures[-1].step or 0
+    is_poisoned = all(attempt.code == ExitCode.NUMERICS for attempt in failures[-limit:])
+    if safety.resume_skip_poisoned and is_poisoned and passes.count(step) < limit:
+        return Decision(None, (*passes, step))
+    return Decision(_refusal(failures, step, limit, resumed_step, passes.count(step), is_poisoned))
+
+
+def settings_digest(config: RunConfig) -> str:
+    """A digest of what decides how a step goes: the program's version, the network, its data and their order."""
+    sections = {name: dataclasses.asdict(getattr(config, name)) for name in _SECTIONS}
+    layout = [getattr(config.parallel, name) for name in _LAYOUT]
+    values = [__version__, sections, layout, config.control.skip_ranges]
+    return hashlib.sha256(json.dumps(values, default=str, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _failures_in_a_row(
+    attempts: Sequence[Attempt], resumed_step: int, settings: str, passes: tuple[int, ...]
+) -> list[Attempt]:
+    """The last ends that count, as long as all are at one step and no newer checkpoint was saved between them."""
+    found: list[Attempt] = []
+    next_start = resumed_step
+    for attempt in reversed(attempts):
+        if not attempt.entered_loop or attempt.was_asked or attempt.step is None:
+            continue
+        is_same = (attempt.settings, attempt.passes) == (settings, passes)
+        if not is_same or attempt.step != (found or [attempt])[0].step or attempt.resumed_step > next_start:
+            break
+        found.insert(0, attempt)
+        if attempt.resumed_step != next_start:
+            break  # it saved something before it ended; what was before that is over
+        next_start = attempt.resumed_step
+    return found
+
+
+def _refusal(
+    failures: Sequence[Attempt], step: int, limit: int, resumed_step: int, passed: int, is_poisoned: bool
+) -> str:
+    """What ended how, and what can be done."""
+    ways = []
+    if is_poisoned and not passed:
+        ways.append(f"--resume-skip-poisoned passes over the batch of iteration {step}, on which all ended in NaN")
+    elif is_poisoned and passed < limit:
+        ways.append(
+            f"--resume-skip-poisoned passes over one more batch of iteration {step}, in addition to {passed}; if that "
+            "is NaN again, the weights are bad and not the data"
+        )
+    ways += [
+        "--ckpt-step with --save to another folder continues from an older checkpoint",
+        f"--skip-train-iteration-range {step}-{step} (or a longer range) trains on later data",
+        "--max-failed-starts 0 tries again without a limit",
+    ]
+    times = "once" if len(failures) == 1 else f"{len(failures)} times"
+    return "\n".join(
+        [
+            f"this run has ended at iteration {step} {times} in a row with no checkpoint newer than that of iteration "
+            f"{resumed_step}, so it would again (--max-failed-starts {limit}). It ended like this:",
+            *(f"  {attempt}" for attempt in failures),
+            "Mend the cause (a run whose settings have changed starts again), or choose:",
+            *(f"  {way}" for way in ways),
+        ]
+    )

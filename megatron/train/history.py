@@ -1,0 +1,284 @@
+"""The starts and ends of a run, kept in its --save folder, so that a start knows how the ones before it ended.
+
+`history.jsonl` gets a line when the run starts, when it enters its training loop, and when it ends. Each is one write
+to the end of the file and is synced; a line that a crash left incomplete is passed over. A process that is killed
+writes none, so the step it is at stands in `.run.step`, a few bytes that are overwritten at every step: not synced, they
+survive the process but not always the machine. The next start reads them and writes the missing line.
+
+Nothing here may end a run: what the file system refuses is a warning, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron import log
+from megatron.checkpoint.storage import Storage, opened, read_range
+from megatron.data.formats import exact
+from megatron.errors import ExitCode, MegatronError
+
+HISTORY_NAME = "history.jsonl"
+STEP_NAME = ".run.step"
+
+_TAIL_BYTES = 256 * 1024
+_STEP_BYTES = 40
+_LONGEST_TEXT = 300
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run, and how it ended.
+
+    Attributes:
+        key: a random name of the start.
+        resumed_step: the step of the checkpoint it was to continue from.
+        settings: a digest of what decides how the same step goes: two starts that differ in it are not the same.
+        passes: the steps before which a batch was passed over; one entry for each batch.
+        at: date and time of the start, for people.
+        entered_loop: whether it came as far as training.
+        has_ended: whether its end is known.
+        step: the step it was training when it ended; None if unknown.
+        code: its exit code; None if it was killed.
+        text: the first line of its error.
+        was_asked: whether the end was asked for, by its flags or by a signal, or was the end of training.
+    """
+
+    key: str
+    resumed_step: int
+    settings: str = ""
+    passes: tuple[int, ...] = ()
+    at: str = ""
+    entered_loop: bool = False
+    has_ended: bool = False
+    step: int | None = None
+    code: int | None = None
+    text: str = ""
+    was_asked: bool = False
+
+    def __str__(self) -> str:
+        place = "before training" if not self.entered_loop else f"at iteration {self.step}"
+        how = "killed without a word (by the system for lack of memory?)"
+        if self.code is not None:
+            how = f"exit code {self.code}" + (f": {self.text}" if self.text else "")
+        return f"{self.at}: from iteration {self.resumed_step}, ended {place}, {how}"
+
+
+class History:
+    """The history of a run; does nothing until `open` is called, which only global rank 0 does.
+
+    All methods but `ended` are for the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+        self._run_id = ""
+        self._key = ""
+        self._step: int | None = None
+        self._marker: int | None = None
+        self._ending = threading.Lock()
+        self._warned = False
+
+    def open(self, directory: Path, run_id: str) -> list[Attempt]:
+        """Reads the earlier starts of a run, oldest first, and writes the end of one that could not do it itself."""
+        self._directory, self._run_id = directory, run_id
+        attempts = read_attempts(directory, run_id)
+        if attempts and not attempts[-1].has_ended:
+            killed = attempts[-1]
+            step = _marked_step(directory, killed.key) if killed.entered_loop else None
+            attempts[-1] = dataclasses.replace(killed, has_ended=True, step=step)
+            self._append("end", killed.key, {"step": step, "code": None, "text": "", "asked": False})
+        return attempts
+
+    def started(self, resumed_step: int, settings: str, passes: Sequence[int], version: str) -> None:
+        """Records that this start goes on: nothing has refused it.
+
+        Args:
+            resumed_step, settings, passes: as in `Attempt`.
+            version: that of the program.
+        """
+        if self._directory is None:
+            return
+        self._key = secrets.token_hex(8)
+        entries = {"resumed_step": resumed_step, "settings": settings, "passes": list(passes), "version": version}
+        self._append("start", self._key, {**entries, "process": os.getpid()})
+
+    def entered_loop(self, step: int) -> None:
+        """Records that training begins after `step` steps; from here on an end counts."""
+        if not self._key or self._directory is None:
+            return
+        self._append("loop", self._key, {"step": step})
+        path = self._directory / STEP_NAME
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._marker = os.open(path, flags, 0o666)
+        except OSError as failure:
+            self._warn(path, failure)
+        self.at(step)
+
+    def at(self, step: int) -> None:
+        """Notes that training of a step begins; costs one write of a few bytes."""
+        self._step = step
+        if self._marker is None:
+            return
+        try:
+            os.pwrite(self._marker, _marked(self._key, step), 0)
+        except OSError as failure:
+            self._close()
+            self._warn(Path(STEP_NAME), failure)
+
+    def ended(self, step: int | None, code: int, text: str = "", *, asked: bool | None = None) -> None:
+        """Records the end of this start; of several calls the first one counts. Any thread may call it.
+
+        Writes and syncs one line, which takes as long as the file system takes.
+
+        Args:
+            step: the step that was trained; None for the one that `at` was told last.
+            code: the exit code that the process ends with.
+            text: the error; its first line is kept.
+            asked: whether the end was wanted; by default, if it is success, or a requeue without an error.
+        """
+        if not self._key or not self._ending.acquire(blocking=False):
+            return
+        if asked is None:
+            asked = code == ExitCode.DONE or (code == ExitCode.REQUEUE and not text)
+        first_line = _shown(text.strip().partition("\n")[0])
+        reached = self._step if step is None else step
+        self._append("end", self._key, {"step": reached, "code": int(code), "text": first_line, "asked": asked})
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records an exception that leaves the block as the end of this start, and closes the files."""
+        try:
+            yield
+        except BaseException as failure:
+            is_interrupt = isinstance(failure, KeyboardInterrupt)
+            code = 128 + signal.SIGINT if is_interrupt else 1
+            if isinstance(failure, MegatronError):
+                code = int(failure.exit_code)
+            text = str(failure) or type(failure).__name__
+            self.ended(getattr(failure, "step", None), code, text, asked=is_interrupt or None)
+            raise
+        finally:
+            self._close()
+
+    def _append(self, event: str, key: str, entries: Mapping[str, Any]) -> None:
+        if self._directory is None:
+            return
+        path = self._directory / HISTORY_NAME
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        line = json.dumps({"event": event, "run_id": self._run_id, "start": key, "at": at, **entries}) + "\n"
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            handle = os.open(path, flags, 0o666)
+            try:
+                size_bytes = os.fstat(handle).st_size
+                is_torn = size_bytes > 0 and os.pread(handle, 1, size_bytes - 1) != b"\n"
+                content = ("\n" * is_torn + line).encode()
+                exact.write_all(lambda rest, _: os.write(handle, rest), memoryview(content))
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        except OSError as failure:
+            self._warn(path, failure)
+
+    def _warn(self, path: Path, failure: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(f"{path} cannot be written: {failure.strerror or failure}. Repeated failures go unnoticed.")
+
+    def _close(self) -> None:
+        if self._marker is not None:
+            os.close(self._marker)
+            self._marker = None
+
+
+def read_attempts(directory: Path, run_id: str) -> list[Attempt]:
+    """The starts of a run that the end of a folder's history tells of, oldest first; none if it cannot be read."""
+    attempts: dict[str, Attempt] = {}
+    for line in _last_lines(directory / HISTORY_NAME):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # torn by a crash
+        if isinstance(value, dict) and value.get("run_id") == run_id:
+            _add(value, attempts)
+    return list(attempts.values())
+
+
+def _add(value: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
+    """Adds what one line says; a line with a wrong entry says nothing."""
+    key, step = value.get("start"), value.get("step")
+    if not isinstance(key, str) or not (step is None or _is_count(step)):
+        return
+    if value.get("event") == "start":
+        resumed_step, passes = value.get("resumed_step"), value.get("passes")
+        if _is_count(resumed_step) and isinstance(passes, list) and all(map(_is_count, passes)):
+            settings, at = _shown(value.get("settings")), _shown(value.get("at"))
+            attempts[key] = Attempt(key, int(resumed_step or 0), settings, tuple(passes), at)
+    elif key not in attempts:
+        return
+    elif value.get("event") == "loop":
+        attempts[key] = dataclasses.replace(attempts[key], entered_loop=True)
+    elif value.get("event") == "end" and not attempts[key].has_ended:
+        code = value.get("code")
+        attempts[key] = dataclasses.replace(
+            attempts[key],
+            has_ended=True,
+            step=step,
+            code=code if _is_count(code) else None,
+            text=_shown(value.get("text")),
+            was_asked=value.get("asked") is True,
+        )
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    """The whole lines in the last part of a file, of bounded size."""
+    storage = Storage()
+    try:
+        with opened(storage, path) as (handle, size_bytes):
+            content = bytearray(min(size_bytes, _TAIL_BYTES))
+            read_range(storage, handle, memoryview(content), size_bytes - len(content))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as failure:
+        log.warning(f"{path} cannot be read ({failure.strerror or failure}): earlier failures of this run are unknown")
+        return []
+    lines = bytes(content).split(b"\n")
+    return lines if size_bytes <= _TAIL_BYTES else lines[1:]
+
+
+def _marked(key: str, step: int) -> bytes:
+    return f"{key} {step:d}".encode().ljust(_STEP_BYTES - 1) + b"\n"
+
+
+def _marked_step(directory: Path, key: str) -> int | None:
+    """The step that a start noted last; None if it noted none."""
+    storage = Storage()
+    content = bytearray(_STEP_BYTES)
+    try:
+        with opened(storage, directory / STEP_NAME) as (handle, _):
+            read_range(storage, handle, memoryview(content), 0)
+    except OSError:
+        return None
+    words = bytes(content).split()
+    return int(words[1]) if len(words) == 2 and words[0] == key.encode() and words[1].isdigit() else None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _shown(value: Any) -> str:
+    """A text as a terminal may show it; what it would obey becomes a question mark."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value or "")[:_LONGEST_TEXT])

@@ -1,0 +1,177 @@
+"""Which run a folder of checkpoints belongs to.
+
+A run draws an identity at its first start and keeps it through all restarts and layouts: it stands in the record of
+each of its checkpoints, and in the file `run.json` of its --save folder. By it a checkpoint that was copied from another
+run is told apart, and a folder is not filled with the steps of two runs. Checkpoints of older versions have none, and
+belong to any run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron import log
+from megatron.checkpoint import find
+from megatron.checkpoint.manifest import Manifest, read_manifest
+from megatron.checkpoint.record import Record, finetuned_from_of, run_id_of
+from megatron.checkpoint.recovery import Candidate
+from megatron.checkpoint.storage import Storage, opened, read_range, write_file
+from megatron.errors import CheckpointError, DamagedError, StorageError
+
+IDENTITY_NAME = "run.json"
+
+_LARGEST_FILE_BYTES = 64 * 1024
+_RECORDS_ASKED = 4
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What the checkpoints of one run share.
+
+    Attributes:
+        run_id: 16 hexadecimal digits, drawn at the first start; empty where it is not known.
+        finetuned_from: the checkpoint whose weights a fine-tuning began with, as `base_of` describes it; else empty.
+    """
+
+    run_id: str = ""
+    finetuned_from: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def new(cls, finetuned_from: Mapping[str, Any] | None = None) -> RunIdentity:
+        """The identity of a run that starts for the first time."""
+        return cls(secrets.token_hex(8), finetuned_from or {})
+
+    @classmethod
+    def from_json(cls, value: Any) -> RunIdentity | None:
+        """Reads what `to_json` wrote, or the same entries of a checkpoint's record; None if it says nothing."""
+        if not isinstance(value, Mapping) or not run_id_of(value):
+            return None
+        return cls(run_id_of(value), finetuned_from_of(value))
+
+    def to_json(self) -> dict[str, Any]:
+        """The identity as it stands in `run.json`."""
+        return {"run_id": self.run_id, "finetuned_from": dict(self.finetuned_from)}
+
+    def __str__(self) -> str:
+        name = f"run {self.run_id}" if self.run_id else "a run of an older version, without identity"
+        return f"{name}, a fine-tuning of {base_text(self.finetuned_from)}" if self.finetuned_from else name
+
+
+def base_of(record: Record, manifest: Manifest) -> dict[str, Any]:
+    """The checkpoint that a fine-tuning begins with: its run and step, and a digest of its tensors.
+
+    The digest is what remains the same where there is no run, as in imported weights: no path and no time is in it.
+    """
+    digests = "\n".join(sorted(file.sha256 for file in manifest.files))
+    return {
+        "run_id": record.run_id,
+        "step": record.progress.step,
+        "fingerprint": hashlib.sha256(digests.encode()).hexdigest(),
+    }
+
+
+def is_same_base(one: Mapping[str, Any], other: Mapping[str, Any], *, at_any_step: bool = False) -> bool:
+    """Whether two descriptions of `base_of` mean the same checkpoint, or with `at_any_step` the same run."""
+    if not one or not other:
+        return False
+    if one.get("run_id") and other.get("run_id"):
+        return one["run_id"] == other["run_id"] and (at_any_step or one.get("step") == other.get("step"))
+    return bool(one.get("fingerprint")) and one.get("fingerprint") == other.get("fingerprint")
+
+
+def base_text(base: Mapping[str, Any]) -> str:
+    """The base of a fine-tuning, for messages."""
+    if base.get("run_id"):
+        return f"run {base['run_id']} at iteration {base.get('step')}"
+    return f"the weights {str(base.get('fingerprint'))[:12]}"
+
+
+def read_identity(directory: Path) -> RunIdentity | None:
+    """The identity that the file in a folder names; None without one. A file that is damaged is as good as none."""
+    path, storage = directory / IDENTITY_NAME, Storage()
+    try:
+        with opened(storage, path) as (handle, size_bytes):
+            content = bytearray(min(size_bytes, _LARGEST_FILE_BYTES))
+            read_range(storage, handle, memoryview(content), 0)
+        identity = RunIdentity.from_json(json.loads(content))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as failure:
+        log.warning(f"{path} cannot be read ({failure}); the checkpoints beside it are asked instead")
+        return None
+    if identity is None:
+        log.warning(f"{path} names no run; the checkpoints beside it are asked instead")
+    return identity
+
+
+def identity_of(directory: Path) -> RunIdentity | None:
+    """The run that a folder belongs to: by its file, else by its newest checkpoints; None if neither says so.
+
+    Raises:
+        CheckpointError: the file is missing, and the checkpoints belong to several runs.
+    """
+    identity = read_identity(directory)
+    if identity is not None:
+        return identity
+    seen: dict[str, tuple[RunIdentity, Path]] = {}
+    for candidate in checkpoints_in(directory)[:_RECORDS_ASKED]:
+        with contextlib.suppress(CheckpointError, StorageError):  # damaged ones are reported where they are loaded
+            found = RunIdentity.from_json(read_manifest(candidate.path).record)
+            if found is not None:
+                seen.setdefault(found.run_id, (found, candidate.path))
+    if len(seen) > 1:
+        held = ", ".join(f"{path.name} of run {run_id}" for run_id, (_, path) in seen.items())
+        raise CheckpointError(
+            f"{directory} holds checkpoints of several runs and no {IDENTITY_NAME} that says which one it belongs to: "
+            f"{held}. Move those of the other run elsewhere, or give --load the folder of one checkpoint and --save "
+            "another folder."
+        )
+    return next((found for found, _ in seen.values()), None)
+
+
+def checkpoints_in(directory: Path) -> list[Candidate]:
+    """The checkpoint folders of a --save folder, newest first; what other programs left there does not count."""
+    try:
+        return find(directory)
+    except CheckpointError:
+        return []
+
+
+def write_identity(directory: Path, identity: RunIdentity) -> None:
+    """Makes a folder that of a run, in one step. A failure is a warning: the checkpoints name their run themselves."""
+    storage, path = Storage(), directory / IDENTITY_NAME
+    temporary = directory / f".{IDENTITY_NAME}-{secrets.token_hex(4)}"
+    try:
+        storage.make_directories(directory)
+        write_file(storage, temporary, (json.dumps(identity.to_json(), indent=2) + "\n").encode())
+        storage.rename(temporary, path)
+        storage.sync_directory(directory)
+    except OSError as failure:
+        with contextlib.suppress(OSError):
+            storage.remove_file(temporary)
+        log.warning(f"{path} cannot be written: {failure.strerror or failure}. The checkpoints name their run, too.")
+
+
+def only_of_run(run_id: str, directory: Path) -> Callable[[Path, Mapping[str, Any]], None]:
+    """A check of a checkpoint's record that raises DamagedError, so that it is skipped, if it is of another run.
+
+    Args:
+        run_id: the run that `directory` belongs to; empty accepts every checkpoint.
+    """
+
+    def check(path: Path, record: Mapping[str, Any]) -> None:
+        other = run_id_of(record)
+        if run_id and other and other != run_id:
+            raise DamagedError(
+                f"it belongs to run {other}, and {directory} to run {run_id}. To continue from it on purpose, give "
+                f"--load {path} and another --save."
+            )
+
+    return check
