@@ -11,6 +11,7 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.errors import ExitCode, NumericsError
 from megatron.train import loop
+from megatron.train.history import History
 from megatron.train.loop import TrainedStep, check_numbers, run_to_end
 from megatron.train.signals import StopSignals
 from megatron.train.stop import Verdict
@@ -22,6 +23,7 @@ class FakeRun:
 
     def __init__(self, *, train_iters: int = 3, outcome: Outcome | None = None, **control: Any) -> None:
         self.events: list[Any] = []
+        self.history = History()
         self.outcome = outcome or Outcome()
         self.verdicts: dict[int, Verdict] = {}
         self.config = SimpleNamespace(
@@ -77,6 +79,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
     monkeypatch.setattr(loop, "save_run", save_run)
+    monkeypatch.setattr(loop, "hear_of_save", lambda run: None)
 
 
 def one_step(step: int) -> list[Any]:
