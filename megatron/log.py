@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -150,6 +150,16 @@ def show_failure(failure: BaseException) -> int:
         _OUTPUT.shown = failure
         _show(code, text)
     return code
+
+
+@contextlib.contextmanager
+def showing_failures() -> Iterator[None]:
+    """Shows an error that leaves the block before what encloses the block is closed, which may wait for other ranks."""
+    try:
+        yield
+    except Exception as failure:
+        show_failure(failure)
+        raise
 
 
 def end_process(code: int, text: str) -> NoReturn:

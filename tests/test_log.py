@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron import log
+from megatron.errors import DataError
 
 
 @pytest.fixture
@@ -56,3 +57,57 @@ def test_sigterm_in_a_finalizer_ends_the_program() -> None:
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert finished.returncode == 128 + 15, finished.stderr
     assert "ended by SIGTERM" in finished.stderr
+
+
+class Listener:
+    """Is told of errors."""
+
+    def __init__(self, shows: bool = False) -> None:
+        self.told: list[tuple[int, str]] = []
+        self.shows = shows
+
+    def __call__(self, code: int, text: str) -> bool:
+        self.told.append((code, text))
+        return self.shows
+
+
+def test_an_error_is_shown_once_and_its_listeners_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    listener = Listener()
+    forget = log.on_failure(listener)
+    failure = DataError("the file is empty")
+    try:
+        with pytest.raises(DataError), log.showing_failures():
+            raise failure
+        assert log.show_failure(failure) == 65
+    finally:
+        forget()
+    assert listener.told == [(65, "the file is empty")]
+    assert capsys.readouterr().err == "error: the file is empty\n"
+
+
+def test_an_error_that_a_listener_shows_is_not_shown_here(capsys: pytest.CaptureFixture[str]) -> None:
+    shows, recorder = Listener(shows=True), Listener()
+    forget = [log.on_failure(shows), log.on_failure(recorder, only_if_shown=True)]
+    try:
+        assert log.show_failure(RuntimeError("odd")) == 1
+    finally:
+        for taken_back in forget:
+            taken_back()
+    assert capsys.readouterr().err == ""
+    assert [code for code, _ in (*shows.told, *recorder.told)] == [1, 1]
+    assert "RuntimeError: odd" in shows.told[0][1]
+
+
+def test_a_rank_that_is_ended_meanwhile_repeats_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have the same wrong flag: the launcher ends the others as soon as rank 0 has shown it."""
+    waits: list[float] = []
+    monkeypatch.setattr(log.time, "sleep", waits.append)
+    try:
+        log.set_rank(0, 2)
+        log.show_failure(DataError("wrong"))
+        assert waits == []
+        log.set_rank(1, 2)
+        log.show_failure(DataError("wrong"))
+        assert waits == [log._FIRST_RANK_SECONDS]
+    finally:
+        log.set_rank(0, 1)

@@ -85,7 +85,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(data_prefixes(config.data), tokenizer)
     history = History()
-    with contextlib.ExitStack() as closing, history.recording(), _explain_lost_peers():
+    with contextlib.ExitStack() as closing, log.showing_failures(), history.recording(), _explain_lost_peers():
         if signals is None:
             signals = StopSignals()
             if config.control.exit_on_signal:
