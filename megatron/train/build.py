@@ -53,6 +53,7 @@ from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.restore import check_tokenizer, find_saved_run, load_tensors
 from megatron.train.run import Run
 from megatron.train.stop import StopRules, StopSignals, kill_switch_is_on, kill_switch_message
+from megatron.train.watchdog import Watch
 
 
 @contextlib.contextmanager
@@ -83,8 +84,11 @@ def open_run(request: RunRequest) -> Iterator[Run | None]:
         closing.callback(close_mesh, mesh)
         _show_notices(config.notices, mesh)
         save = config.control.save
+        watch = closing.enter_context(Watch())
         lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
         run = _build(config, mesh, tokenizer, lock, signals, started_at)
+        run.watch = watch
+        run.engine.on_phase = watch.enter
         closing.callback(run.close)
         closing.callback(run.report.close)
         yield run

@@ -50,6 +50,7 @@ def train(run: Run) -> ExitCode:
         started_at = time.monotonic()
         optim, consumed = run.config.optim, run.progress.consumed_samples
         rate = learning_rate(optim, consumed)
+        run.watch.enter("data", run.progress.step + 1)
         step = run.engine.train_batch(run.train_batches(), rate, weight_decay(optim, consumed))
         run.progress = run.progress.after(
             step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
@@ -61,6 +62,7 @@ def train(run: Run) -> ExitCode:
             evaluate(run, f"iteration {run.progress.step}")
         if run.is_due(run.config.control.save_interval):
             report_steps(run, trained)
+            run.watch.enter("save")
             save_run(run)
         verdict = run.should_stop()
         if verdict is not Verdict.CONTINUE:
@@ -84,6 +86,7 @@ def report_steps(run: Run, trained: deque[TrainedStep], keep: int = 0) -> None:
 
 def finish(run: Run) -> ExitCode:
     """Finishes a run that consumed all its samples: final checkpoint, then validation and test."""
+    run.watch.enter("save")
     save_run(run, must_succeed=True)
     evaluate(run, "the end of training for val data")
     evaluate(run, "the end of training for test data", split="test")
@@ -92,6 +95,7 @@ def finish(run: Run) -> ExitCode:
 
 def stop(run: Run, verdict: Verdict) -> ExitCode:
     """Ends a run early, at a step on which all ranks agree."""
+    run.watch.enter("save")
     save_run(run, must_succeed=True)
     run.report.flush()
     log.line(run.rules.message(verdict, run.progress.step))

@@ -22,6 +22,7 @@ from megatron.parallel.pending import PendingMaximum
 from megatron.tokenizers.tokenizer import Tokenizer
 from megatron.train.skip import skip_data
 from megatron.train.stop import StopRules, Verdict
+from megatron.train.watchdog import Watch
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Run:
     steps_in_flight: int = 0
     saved_step: int | None = None
     failed_saves: int = 0
+    watch: Watch = field(default_factory=Watch)
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)
 
