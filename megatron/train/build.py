@@ -59,6 +59,7 @@ from megatron.train.restore import Start, check_tokenizer, find_start, load_tens
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
+from megatron.train.watchdog import Watch
 
 
 @contextlib.contextmanager
@@ -94,10 +95,13 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         closing.callback(close_mesh, mesh)
         _show_notices(config.notices, mesh)
         save = config.control.save
+        watch = closing.enter_context(Watch())
         lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history)
         if run.writer is not None:
             closing.push(run.writer)
+        run.watch = watch
+        run.engine.on_phase = watch.enter
         closing.callback(run.close)
         closing.callback(run.report.close)
         yield run

@@ -26,6 +26,7 @@ from megatron.train.history import History
 from megatron.train.identity import RunIdentity
 from megatron.train.skip import PassedBatch, pass_batches, skip_data
 from megatron.train.stop import StopRules, Verdict
+from megatron.train.watchdog import Watch
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Run:
     history: History = field(default_factory=History)
     passes: tuple[int, ...] = ()
     passed_batches: tuple[PassedBatch, ...] = ()
+    watch: Watch = field(default_factory=Watch)
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)
 
