@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +38,54 @@ def test_the_log_copy_can_be_ended(copy: Path) -> None:
     log.copy_to(None)
     log.line("two")
     assert copy.read_text() == "one\n"
+
+
+def test_a_copy_that_cannot_be_written_is_one_warning(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.info("before")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+    try:
+        for number in range(3):
+            log.info(f"message {number}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert copy.read_text() == "before\nmes"
+    log.info("after")
+    assert copy.read_text() == "before\nmes\nafter\n"
+    log.warn_of_lost_output()
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "warning" in line] == [
+        f"warning: {copy} cannot be written: File too large. The run goes on and tries again at every message.",
+        f"warning: {copy} lacks 4 messages (File too large).",
+    ]
+
+
+FULL_OUTPUT = """
+import sys
+from megatron import log
+def main():
+    if sys.argv[1] == "optional":
+        log.make_optional()
+    for number in range(3):
+        log.line("x" * 10_000)
+    log.warn_of_lost_output()
+    return 0
+log.exit_with(main)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_behind_the_output_ends_no_run_but_a_tool() -> None:
+    with open("/dev/full", "w") as full:
+        kept, ended = (
+            subprocess.run([sys.executable, "-c", FULL_OUTPUT, kind], stdout=full, stderr=subprocess.PIPE, text=True)
+            for kind in ("optional", "needed")
+        )
+    assert (kept.returncode, kept.stderr) == (
+        0,
+        "warning: the standard streams lack 3 messages (No space left on device).\n",
+    )
+    assert ended.returncode == 1 and "No space left on device" in ended.stderr
 
 
 def test_sigterm_in_a_finalizer_ends_the_program() -> None:

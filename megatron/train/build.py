@@ -79,6 +79,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         log.line(kill_switch_message(request.control.kill_switch_path))
         yield None
         return
+    log.make_optional()
     _set_log_level(request.control)
     tokenizer = build_tokenizer(request.data)
     world_size = count_ranks(request.parallel)
@@ -327,7 +328,7 @@ def _open_report(
         log.copy_to(opened.log_path)
         if config.control.log_path:
             write_arguments(config.control.log_path, argument_lines(arguments))
-        destinations.extend(open_destinations(config.control, workload, opened))
+        destinations.extend(open_destinations(config.control, workload, opened, is_resume=is_resume))
         return str(opened.path)
 
     log.info(f"run directory: {run_on_first(mesh, open_files)}")
