@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 from megatron.errors import ExitCode, MegatronError
+from megatron.secret_text import masked
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
@@ -134,7 +135,7 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
         error("interrupted from the keyboard")
         code = 128 + signal.SIGINT
     except Exception:
-        error(traceback.format_exc())
+        error(masked(traceback.format_exc()))
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
