@@ -55,6 +55,7 @@ from megatron.train.restore import check_tokenizer, find_saved_run, load_tensors
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
+from megatron.train.watchdog import Watch
 
 
 @contextlib.contextmanager
@@ -89,8 +90,11 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         closing.callback(close_mesh, mesh)
         _show_notices(config.notices, mesh)
         save = config.control.save
+        watch = closing.enter_context(Watch())
         lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
         run = _build(config, mesh, tokenizer, lock, signals, started_at)
+        run.watch = watch
+        run.engine.on_phase = watch.enter
         if run.writer is not None:
             closing.push(run.writer)
         closing.callback(run.close)

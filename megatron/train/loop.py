@@ -48,10 +48,11 @@ def train(run: Run) -> ExitCode:
         MegatronError: checkpoints can no longer be saved, or the loss is not finite.
     """
     run.report.started(run.progress)
-    with run.rules.signals.steps_follow():
+    with run.rules.signals.steps_follow(run.watch):
         verdict = train_steps(run)
         if verdict is Verdict.FAILED_SAVE:
             raise_failed_save(run)
+        run.watch.enter("save")
         save_run(run, must_succeed=True)
     return finish(run) if verdict is Verdict.CONTINUE else stop(run, verdict)
 
@@ -64,6 +65,7 @@ def train_steps(run: Run) -> Verdict:
         started_at = time.monotonic()
         optim, consumed = run.config.optim, run.progress.consumed_samples
         rate = learning_rate(optim, consumed)
+        run.watch.enter("data", run.progress.step + 1)
         step = run.engine.train_batch(run.train_batches(), rate, weight_decay(optim, consumed))
         run.progress = run.progress.after(
             step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
@@ -75,6 +77,7 @@ def train_steps(run: Run) -> Verdict:
             evaluate(run, f"iteration {run.progress.step}")
         if run.is_due(run.config.control.save_interval):
             report_steps(run, trained)
+            run.watch.enter("save")
             save_run(run)
         hear_of_save(run)
         verdict = run.should_stop()

@@ -24,6 +24,7 @@ from megatron.parallel.pending import PendingMaximum
 from megatron.tokenizers.tokenizer import Tokenizer
 from megatron.train.skip import skip_data
 from megatron.train.stop import StopRules, Verdict
+from megatron.train.watchdog import Watch
 
 
 @dataclass
@@ -57,6 +58,7 @@ class Run:
     writer: BackgroundWriter | None = None
     save_failure: Exception | None = None
     _ahead: ReadAhead = field(default_factory=ReadAhead)
+    watch: Watch = field(default_factory=Watch)
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)
 

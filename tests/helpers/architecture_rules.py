@@ -54,7 +54,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.data": ("formats", "stores", "order", "datasets", "."),
     "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
     "megatron.config": ("flags", "architecture", "sections", "files", "."),
-    "megatron.parallel": (".", "tensor"),
+    "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": (".", "background", "analysis"),
     "megatron.convert": (

@@ -14,6 +14,7 @@ from megatron.train import loop
 from megatron.train.loop import TrainedStep, check_numbers, run_to_end
 from megatron.train.signals import StopSignals
 from megatron.train.stop import Verdict
+from megatron.train.watchdog import Watch
 from tests.train.samples import Outcome, control_config, optim_config
 
 
@@ -33,6 +34,7 @@ class FakeRun:
         self.progress = Progress()
         self.steps_in_flight = 0
         self.engine = SimpleNamespace(train_batch=self._train)
+        self.watch = Watch()
         self.report = SimpleNamespace(
             started=lambda progress: self.events.append(("started", progress.step)),
             step=lambda progress, step, rate, seconds: self.events.append(("report", progress.step)),
