@@ -51,7 +51,7 @@ def train(run: Run) -> ExitCode:
     """
     run.report.started(run.progress)
     run.history.entered_loop(run.progress.step + 1)
-    with run.rules.signals.steps_follow():
+    with run.rules.signals.steps_follow(run.watch):
         verdict = train_steps(run)
         if verdict is Verdict.FAILED_SAVE:
             raise_failed_save(run)
