@@ -7,26 +7,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from megatron import log
 from megatron.config import parse
+from megatron.parallel.rank_start import begin_rank
+from megatron.train.signals import StopSignals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the flags, builds the run, trains it, and returns the exit code of `megatron.errors.ExitCode`."""
+    begin_rank()
     request = parse(sys.argv[1:] if argv is None else argv)
+    signals = StopSignals()
+    with signals.installed() if request.control.exit_on_signal else nullcontext():
+        from megatron.data.datasets.build import check_sources
 
-    from megatron.data.datasets.build import check_sources
+        check_sources(request.data, request.data.seq_length)
+        from megatron import device
 
-    check_sources(request.data, request.data.seq_length)
-    from megatron import device
+        device.choose_accelerator()
+        from megatron.train.build import open_run
+        from megatron.train.loop import run_to_end
 
-    device.choose_accelerator()
-    from megatron.train.build import open_run
-    from megatron.train.loop import run_to_end
-
-    with open_run(request) as run:
-        return run_to_end(run)
+        with open_run(request, signals) as run:
+            return run_to_end(run)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Result lines go to standard output, everything else to standard error. Before `set_rank` is called every process prints.
 Afterwards one rank prints `info` and one prints `line`; every rank prints `warning` and `error`, with its number.
 `copy_to` appends the messages of this process to a file, including result lines that another rank prints.
+`exit_with` ends a program, and `end_process` ends it from a thread; both first show the error that was the reason.
 """
 
 from __future__ import annotations
@@ -11,13 +12,20 @@ import contextlib
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn, TextIO
 
 from megatron.errors import ExitCode, MegatronError
+
+# Is told exit code and text of the error that ends this process; returns whether it shows the text.
+FailureListener = Callable[[int, str], bool]
+
+# How long another rank than 0 waits before it shows an error that all ranks may have: the launcher ends it meanwhile.
+_FIRST_RANK_SECONDS = 2.0
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
@@ -31,6 +39,9 @@ class _Output:
     prints_lines: bool = True
     level: int = _LEVELS["info"]
     copy: TextIO | None = None
+    listeners: list[FailureListener] = field(default_factory=list)
+    recorders: list[FailureListener] = field(default_factory=list)
+    shown: BaseException | None = None
 
 
 _OUTPUT = _Output()
@@ -116,6 +127,37 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise _Terminated
 
 
+def on_failure(listener: FailureListener, *, only_if_shown: bool = False) -> Callable[[], None]:
+    """Registers who is told of the error that ends this process; the result takes that back.
+
+    Args:
+        only_if_shown: tell it when the error is about to be shown, not at once: a launcher may end this rank before,
+            because another one had the same error.
+    """
+    told = _OUTPUT.recorders if only_if_shown else _OUTPUT.listeners
+    told.append(listener)
+    return lambda: told.remove(listener)
+
+
+def show_failure(failure: BaseException) -> int:
+    """Tells the listeners of the error that ends this process, and shows it unless one of them does; only once.
+
+    Returns:
+        the exit code that belongs to the error.
+    """
+    code, text = _describe(failure)
+    if _OUTPUT.shown is not failure:
+        _OUTPUT.shown = failure
+        _show(code, text)
+    return code
+
+
+def end_process(code: int, text: str) -> NoReturn:
+    """Ends the process from any thread, even if the main thread is stuck, after showing why."""
+    _show(code, text)
+    _leave(code)
+
+
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
     """Runs an entry point and ends the process with its exit code.
 
@@ -124,23 +166,41 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
     """
     try:
         code = int(main() or 0)
-    except MegatronError as failure:
-        error(str(failure))
-        code = int(failure.exit_code)
-    except _Terminated:
-        error("ended by SIGTERM")
-        code = 128 + signal.SIGTERM
-    except KeyboardInterrupt:
-        error("interrupted from the keyboard")
-        code = 128 + signal.SIGINT
-    except Exception:
-        error(traceback.format_exc())
-        code = 1
+    except (Exception, KeyboardInterrupt) as failure:
+        code = show_failure(failure)
     sys.stdout.flush()
     sys.stderr.flush()
     if code not in (ExitCode.DONE, ExitCode.USAGE):
         os._exit(code)
     sys.exit(code)
+
+
+def _describe(failure: BaseException) -> tuple[int, str]:
+    """Exit code and text of the error that ends a program."""
+    if isinstance(failure, MegatronError):
+        return int(failure.exit_code), str(failure)
+    if isinstance(failure, _Terminated):
+        return 128 + signal.SIGTERM, "ended by SIGTERM"
+    if isinstance(failure, KeyboardInterrupt):
+        return 128 + signal.SIGINT, "interrupted from the keyboard"
+    return 1, "".join(traceback.format_exception(failure))
+
+
+def _show(code: int, text: str) -> None:
+    shown_elsewhere = any([listener(code, text) for listener in list(_OUTPUT.listeners)])
+    if _OUTPUT.rank and not shown_elsewhere:
+        time.sleep(_FIRST_RANK_SECONDS)
+    for recorder in list(_OUTPUT.recorders):
+        recorder(code, text)
+    if not shown_elsewhere:
+        error(text)
+
+
+def _leave(code: int) -> NoReturn:
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _rank_prefix() -> str:

@@ -19,7 +19,6 @@ from megatron.parallel.agreement import is_same_on_all, run_on_all
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 
-
 Check = Callable[[Path, Mapping[str, Any]], None]
 
 

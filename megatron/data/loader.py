@@ -6,7 +6,6 @@ only distribute them.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,7 +13,10 @@ from types import TracebackType
 import numpy as np
 
 from megatron.data.datasets.sample import Sample, SampleDataset
+from megatron.data.read_ahead import ReadAhead, Reading
 from megatron.errors import ConfigError, DataError
+
+_Wanted = tuple[int, int, "int | None"]  # first sample, global batch size, and the sample where the data ends
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class BatchLoader:
     An error met while reading ahead is raised when the batch is requested, not before.
 
     Args:
-        read_ahead: whether to use the thread.
+        ahead: the thread that reads ahead, which several loaders may share; None reads every batch when it is needed.
         reads: whether this rank uses its micro-batches. One that does not (a pipeline stage between the first and the
             last) gets None for each of them and reads no sample.
     """
@@ -184,7 +186,7 @@ class BatchLoader:
         dp_rank: int = 0,
         dp_size: int = 1,
         options: BatchOptions | None = None,
-        read_ahead: bool = True,
+        ahead: ReadAhead | None = None,
         reads: bool = True,
     ) -> None:
         self.dataset = dataset
@@ -192,9 +194,10 @@ class BatchLoader:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.options = options or BatchOptions()
-        self.read_ahead = read_ahead and reads
+        self.ahead = ahead
         self.reads = reads
-        self._ahead: _Reading | None = None
+        self._reading: Reading[Batch] | None = None
+        self._expected: _Wanted | None = None
 
     def __enter__(self) -> BatchLoader:
         return self
@@ -211,32 +214,37 @@ class BatchLoader:
 
         Raises:
             ConfigError, DataError: see `MicroBatches`.
+            StorageError: the thread that reads ahead ended.
         """
         wanted = (first_sample, global_batch_size, stop_sample)
         if not self.reads:
-            return [None] * len(self._micro_batches(*wanted))
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.wanted == wanted:
-            batches = ahead.result()
+            return [None] * len(self._micro_batches(wanted))
+        reading, self._reading = self._reading, None
+        if reading is not None and self._expected == wanted:
+            batches = reading.result()
         else:
-            if ahead is not None:
-                ahead.stop()
-            batches = list(self._micro_batches(*wanted))
-        end = first_sample + global_batch_size
-        limit = len(self.dataset) if stop_sample is None else stop_sample
-        if self.read_ahead and (end + global_batch_size <= limit or (stop_sample is not None and end < limit)):
-            self._ahead = _Reading(
-                self._micro_batches(end, global_batch_size, stop_sample), (end, global_batch_size, stop_sample)
-            )
+            if reading is not None:
+                reading.cancel()
+            batches = list(self._micro_batches(wanted))
+        self._read_ahead((first_sample + global_batch_size, global_batch_size, stop_sample))
         return batches
 
     def close(self) -> None:
-        """Ends reading ahead and waits for the thread."""
-        if self._ahead is not None:
-            self._ahead.stop()
-            self._ahead = None
+        """Abandons what is being read ahead."""
+        if self._reading is not None:
+            self._reading.abandon()
+            self._reading = None
 
-    def _micro_batches(self, first_sample: int, global_batch_size: int, stop_sample: int | None) -> MicroBatches:
+    def _read_ahead(self, expected: _Wanted) -> None:
+        """Has the thread read the batch that is expected to be wanted next, unless that is past the end."""
+        first, size, stop = expected
+        exists = first + size <= len(self.dataset) if stop is None else first < stop
+        if self.ahead is not None and exists:
+            self._reading = self.ahead.submit(self._micro_batches(expected))
+            self._expected = expected
+
+    def _micro_batches(self, wanted: _Wanted) -> MicroBatches:
+        first_sample, global_batch_size, stop_sample = wanted
         return MicroBatches(
             self.dataset,
             first_sample=first_sample,
@@ -247,37 +255,3 @@ class BatchLoader:
             stop_sample=stop_sample,
             options=self.options,
         )
-
-
-class _Reading:
-    """One global batch being read in a thread."""
-
-    def __init__(self, source: MicroBatches, wanted: tuple[int, int, int | None]) -> None:
-        self.wanted = wanted
-        self._source = source
-        self._batches: list[Batch] = []
-        self._failure: BaseException | None = None
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._read, name=f"read-ahead-{wanted[0]}", daemon=True)
-        self._thread.start()
-
-    def result(self) -> list[Batch]:
-        """Waits for the batch; an error of the thread is raised here."""
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
-        return self._batches
-
-    def stop(self) -> None:
-        """Abandons the batch and waits for the thread."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _read(self) -> None:
-        try:
-            for batch in self._source:
-                if self._stopped.is_set():
-                    return
-                self._batches.append(batch)
-        except BaseException as failure:  # raised in the thread that asks for the batch
-            self._failure = failure

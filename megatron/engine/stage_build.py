@@ -41,7 +41,7 @@ def build_module(
     bounds = stage_bounds(network, mesh.pp.size)
     own = network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]]
     if settings["zero_optimization"]["stage"] == 3:
-        stack = _partitioned_stack(own, mesh, settings, steps.dtype, seed)
+        stack = _partitioned_stack(own, mesh, settings, seed)
     else:
         stack = LayerStack(own, seed=seed).to(steps.dtype)
     _mark_for_deepspeed(stack, mesh)
@@ -51,10 +51,15 @@ def build_module(
 
 
 def _partitioned_stack(
-    specs: Sequence[LayerSpec], mesh: ParallelMesh, settings: Mapping[str, Any], dtype: torch.dtype, seed: int
+    specs: Sequence[LayerSpec], mesh: ParallelMesh, settings: Mapping[str, Any], seed: int
 ) -> LayerStack:
     """Builds layer by layer under `zero.Init`: a rank holds at most one unpartitioned layer, and draws only its own
     shard.
+
+    The dtype follows from the settings. As an argument DeepSpeed would replace it by bfloat16 on every device that
+    cannot compute in float16, as many CPUs cannot.
+
+    Source: DeepSpeed `runtime/zero/partition_parameters.py`, `_set_dtype`.
     """
     zero = {
         "train_micro_batch_size_per_gpu": 1,
@@ -68,7 +73,6 @@ def _partitioned_stack(
         with deepspeed.zero.Init(
             data_parallel_group=mesh.gradient.group,
             config_dict_or_path=zero,
-            dtype=dtype,
             mem_efficient_linear=False,  # it would replace torch.nn.functional.linear for the whole process
             mpu=ModelParallelUnit(mesh),
         ):

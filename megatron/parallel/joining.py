@@ -1,30 +1,22 @@
-"""Joining and leaving a run: from the launcher's variables to an open mesh; ranks do not outlive a launcher."""
+"""Joining and leaving a run: from the launcher's variables to an open mesh."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import select
-import signal
 import socket
 import sys
-import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron import device, log
 from megatron.config import ParallelRequest
 from megatron.errors import LaunchError
+from megatron.parallel.launcher_death import die_with_deepspeed_runner, die_with_launcher
 from megatron.parallel.launchers import Ranks, discover_ranks
 from megatron.parallel.mesh import ParallelMesh, build_mesh, standard_axes
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
-# Words in a launcher's command line. They distinguish a launcher that is process 1 of a container from an init process
-# that adopted the rank.
-_LAUNCHER_WORDS = ("torch", "deepspeed", "mpi", "orte", "prte", "hydra", "pmi_proxy", "slurm", "srun")
 _LOOKUP_TRIES = 3  # one second apart
 
 
@@ -73,55 +65,6 @@ def close_mesh(mesh: ParallelMesh) -> None:
     """Leaves the process group; does nothing for a mesh that has none."""
     if mesh.world.group is not None and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def die_with_launcher() -> None:
-    """Asks Linux to kill this process when the one that started it ends; elsewhere does nothing.
-
-    Without it the ranks of a launcher that was killed by SIGKILL keep running and writing.
-
-    Raises:
-        LaunchError: the launcher has ended already.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent or (parent == 1 and not _is_launcher(Path("/proc/1/cmdline"))):
-        raise LaunchError(
-            f"The launcher of this rank ended before the rank was ready (its parent process was {parent} and is now "
-            f"{os.getppid()}). Start the job again."
-        )
-
-
-def die_with_deepspeed_runner() -> None:
-    """Does the same for the `deepspeed` command, whose child process starts the ranks of this node.
-
-    A thread waits for the command to end. On nodes reached through ssh there is no process to wait for.
-    """
-    if not hasattr(os, "pidfd_open"):
-        return
-    try:
-        runner = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
-        if b"deepspeed" not in Path(f"/proc/{runner}/cmdline").read_bytes():
-            return
-        handle = os.pidfd_open(runner)
-    except (OSError, ValueError, IndexError):
-        return
-    threading.Thread(target=_die_after, args=(handle,), name="deepspeed-runner", daemon=True).start()
-
-
-def _die_after(handle: int) -> None:
-    select.select([handle], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _is_launcher(command_line: Path) -> bool:
-    try:
-        text = command_line.read_bytes().decode(errors="replace").lower()
-    except OSError:
-        return True  # not readable by this user: assume a launcher
-    return any(word in text for word in _LAUNCHER_WORDS)
 
 
 def _export(ranks: Ranks) -> None:

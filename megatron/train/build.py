@@ -56,14 +56,18 @@ from megatron.train.breaker import decide, settings_digest
 from megatron.train.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
-from megatron.train.stop import StopRules, StopSignals, kill_switch_is_on, kill_switch_message
+from megatron.train.signals import StopSignals
+from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
 
 
 @contextlib.contextmanager
-def open_run(request: RunRequest) -> Iterator[Run | None]:
+def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterator[Run | None]:
     """Builds a run, from its process groups to its progress, and tears it down afterwards.
 
     Yields None if the kill switch is on before anything has started.
+
+    Args:
+        signals: where stop signals are noted, if the caller has installed that; else it is done here.
 
     Raises:
         MegatronError: anything that is wrong with the flags, the machine, the data or the checkpoint.
@@ -81,9 +85,10 @@ def open_run(request: RunRequest) -> Iterator[Run | None]:
     check_tokenizer_fits(data_prefixes(config.data), tokenizer)
     history = History()
     with contextlib.ExitStack() as closing, history.recording(), _explain_lost_peers():
-        signals = StopSignals()
-        if config.control.exit_on_signal:
-            closing.callback(signals.install().restore)
+        if signals is None:
+            signals = StopSignals()
+            if config.control.exit_on_signal:
+                closing.enter_context(signals.installed())
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
         _show_notices(config.notices, mesh)
@@ -184,7 +189,7 @@ def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: 
     resumed_step = start.saved.record.progress.step if start.saved is not None and is_resume else 0
 
     def begin() -> list[Any]:
-        settings = settings_digest(config)
+        settings = settings_digest(config.to_json())
         attempts = history.open(Path(str(control.save)), start.identity.run_id)
         decided = decide(attempts, resumed_step, settings, safety)
         if decided.refusal is None:

@@ -34,7 +34,7 @@ def mean_loss(run: Run, dataset: SampleDataset) -> float:
     loss_sum, token_count = 0.0, 0
     batch_size = run.config.optim.global_batch_size
     limit = min(len(dataset), run.config.control.eval_iters * batch_size)
-    with run.loader(dataset, read_ahead=run.config.data.num_workers > 0) as loader:
+    with run.loader(dataset) as loader:
         for first in range(0, limit, batch_size):
             batch_sum, batch_tokens = run.engine.evaluate(loader.micro_batches(first, batch_size, limit))
             loss_sum += batch_sum

@@ -46,7 +46,14 @@ def run_to_end(run: Run | None) -> ExitCode:
 def train(run: Run) -> ExitCode:
     """Trains until the planned samples are consumed or a stop condition holds, then saves."""
     run.report.started(run.progress)
-    run.history.entered_loop(run.progress.step + 1)
+    with run.rules.signals.steps_follow(), run.history.training(run.progress.step + 1):
+        verdict = train_steps(run)
+        save_run(run, must_succeed=True)
+    return finish(run) if verdict is Verdict.CONTINUE else stop(run, verdict)
+
+
+def train_steps(run: Run) -> Verdict:
+    """Trains, evaluates and saves step by step; returns why it stopped, CONTINUE if all samples are consumed."""
     trained: deque[TrainedStep] = deque()
     while not run.is_done:
         run.skip_data_ranges()
@@ -68,10 +75,11 @@ def train(run: Run) -> ExitCode:
             save_run(run)
         verdict = run.should_stop()
         if verdict is not Verdict.CONTINUE:
+            run.rules.signals.settle()
             report_steps(run, trained)
-            return stop(run, verdict)
+            return verdict
     report_steps(run, trained)
-    return finish(run)
+    return Verdict.CONTINUE
 
 
 def report_steps(run: Run, trained: deque[TrainedStep], keep: int = 0) -> None:
@@ -87,16 +95,14 @@ def report_steps(run: Run, trained: deque[TrainedStep], keep: int = 0) -> None:
 
 
 def finish(run: Run) -> ExitCode:
-    """Finishes a run that consumed all its samples: final checkpoint, then validation and test."""
-    save_run(run, must_succeed=True)
+    """Finishes a run that consumed all its samples: validation and test."""
     evaluate(run, "the end of training for val data")
     evaluate(run, "the end of training for test data", split="test")
     return ExitCode.DONE
 
 
 def stop(run: Run, verdict: Verdict) -> ExitCode:
-    """Ends a run early, at a step on which all ranks agree."""
-    save_run(run, must_succeed=True)
+    """Ends a run early, at a step on which all ranks agreed."""
     run.report.flush()
     log.line(run.rules.message(verdict, run.progress.step))
     return verdict.exit_code

@@ -15,6 +15,7 @@ from megatron.data.datasets.build import SplitDatasets
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.loader import Batch, BatchLoader, BatchOptions
 from megatron.data.order.plan import DataPlan
+from megatron.data.read_ahead import ReadAhead
 from megatron.engine.engine import Engine
 from megatron.observe.report import Report
 from megatron.parallel.mesh import ParallelMesh
@@ -56,6 +57,7 @@ class Run:
     history: History = field(default_factory=History)
     passes: tuple[int, ...] = ()
     passed_batches: tuple[PassedBatch, ...] = ()
+    _ahead: ReadAhead = field(default_factory=ReadAhead)
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)
 
@@ -70,11 +72,11 @@ class Run:
             raise RuntimeError("this run has no training data")  # build_split_datasets refuses it before
         if self._loader is None:
             options = dataclasses.replace(self.options, sources=self.config.control.log_per_source_loss)
-            self._loader = self.loader(self.datasets.train, self.config.data.num_workers > 0, options)
+            self._loader = self.loader(self.datasets.train, options)
         size = global_batch_size(self.config.optim, self.progress.consumed_samples)
         return self._loader.micro_batches(self.progress.consumed_samples, size)
 
-    def loader(self, dataset: SampleDataset, read_ahead: bool, options: BatchOptions | None = None) -> BatchLoader:
+    def loader(self, dataset: SampleDataset, options: BatchOptions | None = None) -> BatchLoader:
         """A loader of this rank's shard of a dataset; `options` defaults to the run's."""
         return BatchLoader(
             dataset,
@@ -82,7 +84,7 @@ class Run:
             dp_rank=self.mesh.batch.rank,
             dp_size=self.mesh.batch.size,
             options=options or self.options,
-            read_ahead=read_ahead,
+            ahead=self._ahead if self.config.data.num_workers > 0 else None,
             reads=self.mesh.is_first_stage or self.mesh.is_last_stage,
         )
 
@@ -117,7 +119,8 @@ class Run:
         return self.datasets.valid if split == "valid" else self.datasets.test
 
     def close(self) -> None:
-        """Stops prefetching."""
+        """Stops reading ahead."""
         self._verdicts.clear()
         if self._loader is not None:
             self._loader.close()
+        self._ahead.close()

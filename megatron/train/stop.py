@@ -1,7 +1,6 @@
 """Early stop conditions: signals, a kill-switch file, a time limit, an interval.
 
-Each rank reaches its own verdict; the loop takes the maximum over all ranks, so that all stop at the same step. The
-signal handler only sets a flag and does not save, print or tear down anything, so repeated signals are harmless.
+Each rank reaches its own verdict; the loop takes the maximum over all ranks, so that all stop at the same step.
 
 Source: exit paths and texts of bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; upstream has no signal
 handling.
@@ -9,18 +8,14 @@ handling.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from megatron.config import ControlConfig
 from megatron.errors import ExitCode
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from megatron.train.signals import StopSignals
 
 
 class Verdict(IntEnum):
@@ -41,39 +36,6 @@ class Verdict(IntEnum):
     def exit_code(self) -> ExitCode:
         """The exit code of a run that stopped for this reason."""
         return ExitCode.REQUEUE if self is Verdict.SIGNAL else ExitCode.DONE
-
-
-class StopSignals:
-    """Records that SIGTERM or SIGUSR1 has arrived.
-
-    Call `install` and `restore` in the main thread, before and after the run.
-    """
-
-    def __init__(self) -> None:
-        self._received: int | None = None
-        self._former: dict[int, Any] = {}
-
-    @property
-    def received(self) -> str | None:
-        """Name of the first stop signal that arrived; None if there was none."""
-        return None if self._received is None else signal.Signals(self._received).name
-
-    def install(self) -> StopSignals:
-        """Installs the signal handlers; idempotent."""
-        for number in STOP_SIGNALS:
-            if number not in self._former:
-                self._former[number] = signal.signal(number, self._note)
-        return self
-
-    def restore(self) -> None:
-        """Restores the signal handlers from before `install`."""
-        for number, former in self._former.items():
-            signal.signal(number, signal.SIG_DFL if former is None else former)
-        self._former = {}
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._received is None:
-            self._received = number
 
 
 class StopRules:

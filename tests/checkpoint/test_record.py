@@ -66,7 +66,11 @@ def test_optional_entries_round_trip() -> None:
     [
         ("run_id", 3, "run_id = 3, which should be 16 hexadecimal digits"),
         ("run_id", "x\x1b[2J", r"run_id = .x.x1b\[2J., which should be 16 hexadecimal digits"),
-        ("finetuned_from", {"run_id": "x"}, r"finetuned_from = \{.run_id.: .x.\}, which should be an object with run_id, step"),
+        (
+            "finetuned_from",
+            {"run_id": "x"},
+            r"finetuned_from = \{.run_id.: .x.\}, which should be an object with run_id, step",
+        ),
         ("finetuned_from", [], r"finetuned_from = \[\], which should be a JSON object"),
         ("validation_loss", "low", "validation_loss = 'low', which should be a number or null"),
         ("recent", {"losses": 3}, "recent.losses = 3, which should be a list of numbers"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from megatron.engine import stage_build
@@ -80,3 +81,24 @@ def test_stages_between_the_first_and_the_last_need_no_data() -> None:
         for (loss, norm), (true_loss, true_norm) in zip(curve, expected, strict=True):
             assert loss == pytest.approx(true_loss, rel=1e-5)
             assert norm == pytest.approx(true_norm, rel=1e-4)
+
+
+def dtypes_under_stage_three(rank: int) -> dict[tuple[bool, str], set[torch.dtype]]:
+    """The dtypes of the parameters, on devices that compute in float16 and on those that do not."""
+    found, mesh = {}, None
+    for computes_in_half in (False, True):
+        for flags in ([], ["--bf16"]):
+            config = layout_config(RECIPE, (1, 1, 1), 3, flags)
+            mesh = mesh or open_mesh(config.parallel)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(get_accelerator(), "is_fp16_supported", lambda answer=computes_in_half: answer)
+                engine = build_engine(config, mesh)
+            found[computes_in_half, " ".join(flags)] = {p.ds_tensor.dtype for p in engine.module.parameters()}
+    return found
+
+
+def test_the_dtype_is_the_run_s_whatever_the_device_supports() -> None:
+    (found,) = run_ranks(dtypes_under_stage_three, 1)
+    assert found == {
+        (half, flag): {torch.bfloat16 if flag else torch.float32} for half in (False, True) for flag in ("", "--bf16")
+    }

@@ -77,7 +77,7 @@ HOMES = {
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels/"),
     "torch.distributed": ("megatron/parallel/",),
-    "os.environ": ("megatron/device.py", "megatron/parallel/joining.py"),
+    "os.environ": ("megatron/device.py", "megatron/parallel/joining.py", "megatron/parallel/rank_start.py"),
     "os.getenv": ("megatron/device.py",),
     "os.putenv": (),
     "sys.exit": ("megatron/log.py",),
@@ -342,7 +342,7 @@ def imports_are_at_the_top(source: Source) -> Iterator[Finding]:
 
 
 def entry_points_start_light(source: Source) -> Iterator[Finding]:
-    """At its top an entry point imports the standard library and `errors`, `log`, `config` of the package."""
+    """At its top an entry point imports the standard library, `errors`, `log`, `config`, and what a rank does first."""
     if not source.is_program:
         return
     for node in source.tree.body:
@@ -350,6 +350,7 @@ def entry_points_start_light(source: Source) -> Iterator[Finding]:
             root = module.split(".")[0]
             if root == "megatron":
                 light = ("megatron", "megatron.__version__", "megatron.log", "megatron.errors", "megatron.config")
+                light += ("megatron.parallel.rank_start", "megatron.train.signals")
                 if module in light or module.startswith("megatron.config."):
                     continue
             elif root in sys.stdlib_module_names:

@@ -76,14 +76,6 @@ def test_closing_a_mesh_without_process_groups_does_nothing(monkeypatch: pytest.
     close_mesh(ParallelMesh.single())
 
 
-def test_a_lost_launcher_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([4711, 1, 1])
-    monkeypatch.setattr(joining.os, "getppid", lambda: next(answers))
-    monkeypatch.setattr(joining.ctypes, "CDLL", lambda *_, **__: type("C", (), {"prctl": lambda *_: 0})())
-    with pytest.raises(LaunchError, match="its parent process was 4711 and is now 1"):
-        joining.die_with_launcher()
-
-
 def test_an_unknown_host_in_a_node_list_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(joining.time, "sleep", waits.append)

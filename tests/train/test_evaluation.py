@@ -32,8 +32,7 @@ class FakeRun:
         self._answers = iter(answers)
 
     @contextlib.contextmanager
-    def loader(self, dataset: Any, *, read_ahead: bool) -> Iterator[Any]:
-        assert read_ahead
+    def loader(self, dataset: Any) -> Iterator[Any]:
         self.open_loaders += 1
         yield SimpleNamespace(micro_batches=lambda *wanted: self.asked.append(wanted))
         self.open_loaders -= 1

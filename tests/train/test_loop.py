@@ -11,7 +11,9 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.errors import ExitCode, NumericsError
 from megatron.train import loop
+from megatron.train.history import History
 from megatron.train.loop import TrainedStep, check_numbers, run_to_end
+from megatron.train.signals import StopSignals
 from megatron.train.stop import Verdict
 from tests.train.samples import Outcome, control_config, optim_config
 
@@ -31,13 +33,16 @@ class FakeRun:
         )
         self.progress = Progress()
         self.steps_in_flight = 0
+        self.history = History()
         self.engine = SimpleNamespace(train_batch=self._train)
         self.report = SimpleNamespace(
             started=lambda progress: self.events.append(("started", progress.step)),
             step=lambda progress, step, rate, seconds: self.events.append(("report", progress.step)),
             flush=lambda: self.events.append("flush"),
         )
-        self.rules = SimpleNamespace(message=lambda verdict, step: f"stopped by {verdict.name} at {step}")
+        self.rules = SimpleNamespace(
+            message=lambda verdict, step: f"stopped by {verdict.name} at {step}", signals=StopSignals()
+        )
 
     def _train(self, batches: Any, rate: float, weight_decay: float) -> Outcome:
         assert weight_decay == self.config.optim.weight_decay

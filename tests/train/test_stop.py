@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ExitCode
-from megatron.train.stop import StopRules, StopSignals, Verdict, kill_switch_is_on, kill_switch_message
+from megatron.train.signals import StopSignals
+from megatron.train.stop import StopRules, Verdict, kill_switch_is_on, kill_switch_message
 from tests.train.samples import control_config
 
 
 @pytest.fixture
 def signals() -> Iterator[StopSignals]:
-    """Installed signals that are taken out again."""
-    installed = StopSignals().install()
-    yield installed
-    installed.restore()
+    """The signals of a run that is in its training loop."""
+    with StopSignals().installed() as installed, installed.steps_follow():
+        yield installed
+        installed.settle()
 
 
 class Clock:
@@ -47,15 +48,6 @@ def test_a_signal_only_sets_a_flag(signals: StopSignals, number: signal.Signals)
     rules = StopRules(control_config(), signals)
     assert rules.verdict(3) is Verdict.SIGNAL
     assert rules.message(Verdict.SIGNAL, 3).startswith(f"exiting program at iteration 3 because of {number.name}")
-
-
-def test_previous_signal_handlers_are_restored() -> None:
-    former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    signals = StopSignals().install().install()
-    assert signal.getsignal(signal.SIGTERM) not in former.values()
-    signals.restore()
-    signals.restore()
-    assert {number: signal.getsignal(number) for number in former} == former
 
 
 def test_a_rank_without_a_signal_can_still_name_the_reason() -> None:
