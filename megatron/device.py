@@ -6,6 +6,7 @@ Only this file and `kernels/` call `torch.cuda`.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -128,6 +129,61 @@ class HostCopy:
             self._event.synchronize()
             self._event = None
         return self._values
+
+
+class HostCopies:
+    """Copies of tensors to host memory, made beside the computation that follows; used again for each set of copies.
+
+    On a GPU, `start` queues the copies on a stream of their own, behind the work that was queued before. What is on the
+    CPU is copied by `copy_on_host`, on the thread that calls it.
+    """
+
+    def __init__(self, source: torch.device) -> None:
+        self._stream = torch.cuda.Stream(source) if source.type == "cuda" else None
+        self._event: torch.cuda.Event | None = None
+        self._left: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def start(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Begins to copy flat tensors; the sources must keep their values until the copies are complete.
+
+        Args:
+            pairs: target, in the memory of `host_buffer`, and source.
+        """
+        pairs = list(pairs)
+        self._left = [(target, source) for target, source in pairs if not source.is_cuda]
+        self._event = None
+        if self._stream is None:
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                if source.is_cuda:
+                    target.copy_(source, non_blocking=True)
+            self._event = self._stream.record_event()
+
+    def copy_on_host(self) -> None:
+        """Copies the sources that are on the CPU; on one core, since more do not copy faster."""
+        for target, source in self._left:
+            if source.is_contiguous():  # NumPy copies on this thread alone, where torch would start more
+                np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+            else:
+                target.copy_(source)
+        self._left = []
+
+    def hold_device(self) -> None:
+        """Lets what the device is given from now on wait for the copies from it; the host does not wait."""
+        if self._event is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+
+    def wait(self) -> None:
+        """Waits until the copies from the device have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def host_buffer(size_bytes: int, source: torch.device) -> torch.Tensor:
+    """Host memory for copies of tensors of a device, page-locked where that is a GPU. Shapes: `[size_bytes]` uint8."""
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=source.type == "cuda")
 
 
 def default_generator(device: torch.device) -> torch.Generator:

@@ -2,7 +2,8 @@
 
 Result lines go to standard output, everything else to standard error. Before `set_rank` is called every process prints.
 Afterwards one rank prints `info` and one prints `line`; every rank prints `warning` and `error`, with its number.
-`copy_to` appends the messages of this process to a file, including result lines that another rank prints.
+`copy_to` appends the messages of this process to a file, including result lines that another rank prints. A copy that
+cannot be written ends nothing; nor, after `make_optional`, do the standard streams.
 `exit_with` ends a program, and `end_process` ends it from a thread; both first show the error that was the reason.
 """
 
@@ -14,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -30,6 +31,36 @@ _FIRST_RANK_SECONDS = 2.0
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 
+class _Copy:
+    """A file that messages are appended to; none of its failures is raised."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.lost = 0
+        self.reason = ""
+        self._is_torn = False
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def append(self, text: str) -> bool:
+        """Appends a message, on a line of its own after one that was written in part; whether it was written."""
+        data = ("\n" * self._is_torn + text).encode(errors="backslashreplace")
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError as failure:
+            self._is_torn |= written > 0
+            self.lost += 1
+            self.reason = failure.strerror or str(failure)
+            return False
+        self._is_torn = False
+        return True
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._descriptor)
+
+
 @dataclass
 class _Output:
     """What this process prints: its rank, and the least severe level shown."""
@@ -38,10 +69,13 @@ class _Output:
     prints_info: bool = True
     prints_lines: bool = True
     level: int = _LEVELS["info"]
-    copy: TextIO | None = None
+    copy: _Copy | None = None
     listeners: list[FailureListener] = field(default_factory=list)
     recorders: list[FailureListener] = field(default_factory=list)
     shown: BaseException | None = None
+    is_optional: bool = False
+    lost: int = 0
+    reason: str = ""
 
 
 _OUTPUT = _Output()
@@ -63,7 +97,21 @@ def copy_to(path: str | os.PathLike[str] | None) -> None:
     """Also appends all later messages to a file; None stops that. For one rank only."""
     if _OUTPUT.copy is not None:
         _OUTPUT.copy.close()
-    _OUTPUT.copy = None if path is None else open(path, "a", encoding="utf-8", errors="backslashreplace")
+    _OUTPUT.copy = None if path is None else _Copy(path)
+
+
+def make_optional(is_optional: bool = True) -> None:
+    """Lets the program go on when a standard stream cannot be written: a pipe is closed, the disk behind it is full."""
+    _OUTPUT.is_optional, _OUTPUT.lost = is_optional, 0
+
+
+def warn_of_lost_output() -> None:
+    """Says how many messages of this process are missing in the copy and in the standard streams, if any."""
+    copy = _OUTPUT.copy
+    if copy is not None and copy.lost:
+        warning(f"{copy.path} lacks {copy.lost} messages ({copy.reason}).")
+    if _OUTPUT.lost:
+        warning(f"the standard streams lack {_OUTPUT.lost} messages ({_OUTPUT.reason}).")
 
 
 def line(text: str) -> None:
@@ -152,6 +200,16 @@ def show_failure(failure: BaseException) -> int:
     return code
 
 
+@contextlib.contextmanager
+def showing_failures() -> Iterator[None]:
+    """Shows an error that leaves the block before what encloses the block is closed, which may wait for other ranks."""
+    try:
+        yield
+    except Exception as failure:
+        show_failure(failure)
+        raise
+
+
 def end_process(code: int, text: str) -> NoReturn:
     """Ends the process from any thread, even if the main thread is stuck, after showing why."""
     _show(code, text)
@@ -168,10 +226,9 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
         code = int(main() or 0)
     except (Exception, KeyboardInterrupt) as failure:
         code = show_failure(failure)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if code not in (ExitCode.DONE, ExitCode.USAGE):
-        os._exit(code)
+    is_flushed = _flush(sys.stdout) and _flush(sys.stderr)
+    if code not in (ExitCode.DONE, ExitCode.USAGE) or not is_flushed:
+        os._exit(code)  # Python would end with 120 after a failed flush
     sys.exit(code)
 
 
@@ -208,14 +265,28 @@ def _rank_prefix() -> str:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    stream.write(text if text.endswith("\n") else text + "\n")
-    stream.flush()
+    text = text if text.endswith("\n") else text + "\n"
+    _OUTPUT.lost += not _flush(stream, text)
     _append(text)
 
 
+def _flush(stream: TextIO, text: str = "") -> bool:
+    """Writes to a standard stream; whether it was written. Raises only if the streams are not optional."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as failure:
+        if not _OUTPUT.is_optional:
+            raise
+        _OUTPUT.reason = failure.strerror or str(failure)
+        return False
+    return True
+
+
 def _append(text: str) -> None:
-    """Adds a message to the copy; a full disk must not end training because of a log."""
-    if _OUTPUT.copy is not None:
-        with contextlib.suppress(OSError):
-            _OUTPUT.copy.write(text if text.endswith("\n") else text + "\n")
-            _OUTPUT.copy.flush()
+    """Adds a message to the copy; the first that cannot be added is a warning."""
+    copy = _OUTPUT.copy
+    if copy is None or copy.append(text if text.endswith("\n") else text + "\n"):
+        return
+    if copy.lost == 1:
+        warning(f"{copy.path} cannot be written: {copy.reason}. The run goes on and tries again at every message.")

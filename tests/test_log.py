@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron import log
+from megatron.errors import DataError
 
 
 @pytest.fixture
@@ -38,6 +40,54 @@ def test_the_log_copy_can_be_ended(copy: Path) -> None:
     assert copy.read_text() == "one\n"
 
 
+def test_a_copy_that_cannot_be_written_is_one_warning(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.info("before")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))
+    try:
+        for number in range(3):
+            log.info(f"message {number}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert copy.read_text() == "before\nmes"
+    log.info("after")
+    assert copy.read_text() == "before\nmes\nafter\n"
+    log.warn_of_lost_output()
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if "warning" in line] == [
+        f"warning: {copy} cannot be written: File too large. The run goes on and tries again at every message.",
+        f"warning: {copy} lacks 4 messages (File too large).",
+    ]
+
+
+FULL_OUTPUT = """
+import sys
+from megatron import log
+def main():
+    if sys.argv[1] == "optional":
+        log.make_optional()
+    for number in range(3):
+        log.line("x" * 10_000)
+    log.warn_of_lost_output()
+    return 0
+log.exit_with(main)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_behind_the_output_ends_no_run_but_a_tool() -> None:
+    with open("/dev/full", "w") as full:
+        kept, ended = (
+            subprocess.run([sys.executable, "-c", FULL_OUTPUT, kind], stdout=full, stderr=subprocess.PIPE, text=True)
+            for kind in ("optional", "needed")
+        )
+    assert (kept.returncode, kept.stderr) == (
+        0,
+        "warning: the standard streams lack 3 messages (No space left on device).\n",
+    )
+    assert ended.returncode == 1 and "No space left on device" in ended.stderr
+
+
 def test_sigterm_in_a_finalizer_ends_the_program() -> None:
     """Python drops exceptions of finalizers: the signal would be lost."""
     program = (
@@ -56,3 +106,57 @@ def test_sigterm_in_a_finalizer_ends_the_program() -> None:
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert finished.returncode == 128 + 15, finished.stderr
     assert "ended by SIGTERM" in finished.stderr
+
+
+class Listener:
+    """Is told of errors."""
+
+    def __init__(self, shows: bool = False) -> None:
+        self.told: list[tuple[int, str]] = []
+        self.shows = shows
+
+    def __call__(self, code: int, text: str) -> bool:
+        self.told.append((code, text))
+        return self.shows
+
+
+def test_an_error_is_shown_once_and_its_listeners_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    listener = Listener()
+    forget = log.on_failure(listener)
+    failure = DataError("the file is empty")
+    try:
+        with pytest.raises(DataError), log.showing_failures():
+            raise failure
+        assert log.show_failure(failure) == 65
+    finally:
+        forget()
+    assert listener.told == [(65, "the file is empty")]
+    assert capsys.readouterr().err == "error: the file is empty\n"
+
+
+def test_an_error_that_a_listener_shows_is_not_shown_here(capsys: pytest.CaptureFixture[str]) -> None:
+    shows, recorder = Listener(shows=True), Listener()
+    forget = [log.on_failure(shows), log.on_failure(recorder, only_if_shown=True)]
+    try:
+        assert log.show_failure(RuntimeError("odd")) == 1
+    finally:
+        for taken_back in forget:
+            taken_back()
+    assert capsys.readouterr().err == ""
+    assert [code for code, _ in (*shows.told, *recorder.told)] == [1, 1]
+    assert "RuntimeError: odd" in shows.told[0][1]
+
+
+def test_a_rank_that_is_ended_meanwhile_repeats_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have the same wrong flag: the launcher ends the others as soon as rank 0 has shown it."""
+    waits: list[float] = []
+    monkeypatch.setattr(log.time, "sleep", waits.append)
+    try:
+        log.set_rank(0, 2)
+        log.show_failure(DataError("wrong"))
+        assert waits == []
+        log.set_rank(1, 2)
+        log.show_failure(DataError("wrong"))
+        assert waits == [log._FIRST_RANK_SECONDS]
+    finally:
+        log.set_rank(0, 1)

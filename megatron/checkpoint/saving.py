@@ -1,13 +1,14 @@
 """Saves a checkpoint: every rank writes its own file, rank 0 the manifest, and one rename makes all of it visible.
 
-Saving has two halves. `take_snapshot` takes this rank's values; `write_snapshot` puts them on the disk. With a snapshot
-that is a copy, the second half touches no tensor of the run, so training may continue meanwhile.
+Saving has two halves. `take_snapshot` lists what this rank saves; `write_snapshot` puts the values on the disk. If they
+lie in a buffer of their own, the second half touches no tensor of the run, and training continues meanwhile.
 """
 
 from __future__ import annotations
 
+import functools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ from megatron.checkpoint.publish import discard, open_temporary, publish, tempor
 from megatron.checkpoint.snapshot import Pieces, Snapshot, take_snapshot
 from megatron.checkpoint.storage import Storage, cannot_write, write_file
 from megatron.checkpoint.writer import write_pieces
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.agreement import gather_on_first, run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.pieces import PieceKey
+
+AfterCommit = Callable[[Path, ParallelMesh], None]
 
 
 def save(
@@ -47,6 +50,8 @@ def save(
     lock: CheckpointLock | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     storage: Storage | None = None,
+    after_commit: AfterCommit | None = None,
+    check_finite: bool = True,
 ) -> Path:
     """Takes a snapshot and writes it at once, in constant memory; collective over the whole mesh.
 
@@ -58,7 +63,18 @@ def save(
         as `write_snapshot`, and CheckpointError: a tensor does not fit its key.
     """
     taken = run_on_all(mesh, lambda: take_snapshot(pieces))
-    return write_snapshot(directory, step, taken, record, mesh, lock=lock, chunk_bytes=chunk_bytes, storage=storage)
+    return write_snapshot(
+        directory,
+        step,
+        taken,
+        record,
+        mesh,
+        lock=lock,
+        chunk_bytes=chunk_bytes,
+        storage=storage,
+        after_commit=after_commit,
+        check_finite=check_finite,
+    )
 
 
 def write_snapshot(
@@ -71,14 +87,22 @@ def write_snapshot(
     lock: CheckpointLock | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     storage: Storage | None = None,
+    after_commit: AfterCommit | None = None,
+    check_finite: bool = True,
+    beat: Callable[[], None] = lambda: None,
 ) -> Path:
     """Writes a snapshot of every rank to `directory/iter_{step:07d}`; collective over the whole mesh.
 
     Args:
         record: JSON that goes into the manifest; global rank 0's counts.
         lock: checked before the checkpoint becomes visible, so that a run whose lock was taken over publishes nothing.
+        after_commit: called on every rank with the checkpoint's folder and `mesh`. The checkpoint counts whatever
+            becomes of it: its StorageError is a warning.
+        check_finite: refuse NaN and infinities.
+        beat: called before each part that this rank writes.
 
     Raises:
+        NumericsError: a value of some rank is NaN or infinite.
         StorageError: the file system of some rank refused (on every rank); earlier checkpoints are untouched.
         CheckpointError: the pieces do not make up whole tensors, or the record is not JSON.
     """
@@ -91,7 +115,16 @@ def write_snapshot(
     need_bytes = int(all_reduce_sum(torch.tensor([taken.size_bytes], dtype=torch.int64), mesh.control))
     run_on_first(mesh, lambda: open_temporary(temporary, need_bytes, storage))
     try:
-        entries = gather_on_first(mesh, lambda: _write_own(temporary, mesh.control.rank, taken, chunk_bytes, storage))
+        writing = functools.partial(
+            write_pieces,
+            temporary / file_name(mesh.control.rank),
+            taken,
+            chunk_bytes,
+            storage,
+            beat=beat,
+            check_finite=check_finite,
+        )
+        entries = gather_on_first(mesh, lambda: _described(*writing()) if taken.listed else None)
         run_on_first(mesh, lambda: _commit(temporary, step, run, record, chunk_bytes, entries or [], lock, storage))
     except Exception:
         if first:
@@ -100,7 +133,18 @@ def write_snapshot(
     if first:
         write_hint(directory, step, run, storage)
     log.line(f"successfully saved checkpoint at iteration {step:7d} to {directory}")
-    return directory / folder_name(step)
+    final = directory / folder_name(step)
+    if after_commit is not None:
+        _call_after_commit(after_commit, final, mesh)
+    return final
+
+
+def _call_after_commit(work: AfterCommit, final: Path, mesh: ParallelMesh) -> None:
+    try:
+        run_on_all(mesh, lambda: work(final, mesh))
+    except StorageError as failure:
+        if mesh.control.rank == 0:
+            log.warning(f"{final} is saved, but what follows a save failed: {failure}")
 
 
 def _check_request(step: int, record: Mapping[str, Any]) -> str:
@@ -111,11 +155,8 @@ def _check_request(step: int, record: Mapping[str, Any]) -> str:
     return secrets.token_hex(8)
 
 
-def _write_own(temporary: Path, rank: int, taken: Snapshot, chunk_bytes: int, storage: Storage) -> list[Any] | None:
-    """Writes this rank's file and describes it as JSON; None when the rank has nothing to write."""
-    if not taken.listed:
-        return None
-    file, stored = write_pieces(temporary / file_name(rank), taken, chunk_bytes, storage)
+def _described(file: StoredFile, stored: Sequence[StoredPiece]) -> list[Any]:
+    """A rank's file and its pieces as JSON."""
     rows = [
         [key.name, key.kind, key.shape, key.start, key.stop, key.first, key.last, piece.dtype, piece.begin_bytes]
         for piece in stored
@@ -158,7 +199,7 @@ def _commit(
 
 
 def _stored(row: Sequence[Any], file: int) -> StoredPiece:
-    """A piece as `_write_own` described it."""
+    """A piece as `_described` gave it."""
     name, kind, shape, start, stop, first, last, dtype, begin_bytes = row
     key = PieceKey(name, as_kind(kind) or "weight", tuple(shape), tuple(start), tuple(stop), first, last)
     return StoredPiece(key, dtype, ITEM_BYTES[dtype], file, begin_bytes)

@@ -1,6 +1,6 @@
-"""What one rank saves: which pieces, announced once, and their values, copied to the host or read as they are written.
+"""What one rank saves: which pieces, announced once, and their values, read as they are written.
 
-A snapshot that is a copy owns its tensors, so training may continue while another thread writes it.
+A snapshot whose values lie in a buffer of their own can be written by another thread while training continues.
 """
 
 from __future__ import annotations
@@ -71,20 +71,16 @@ class Snapshot:
             raise _changed(piece_name(left[0]), "nothing")
 
 
-def take_snapshot(pieces: Pieces, *, copy: bool = False) -> Snapshot:
-    """Lists the pieces of this rank and takes their values.
+def take_snapshot(pieces: Pieces) -> Snapshot:
+    """Lists the pieces of this rank; their values are read while they are written, and must not change until then.
 
     Args:
         pieces: flat tensors on any device. An iterator is kept as a list, because pieces are iterated over again.
-        copy: copy the values to the host now, all of them at once. Otherwise they are read piece by piece while they
-            are written, which takes constant memory; until then they must not change.
 
     Raises:
         CheckpointError: a tensor does not fit its key, or a piece comes twice.
     """
-    if copy:
-        pieces = [(key, _host_copy(tensor)) for key, tensor in pieces]
-    elif isinstance(pieces, Iterator):
+    if isinstance(pieces, Iterator):
         pieces = list(pieces)
     listed = tuple((key, dtype) for key, dtype, _ in _typed(pieces))
     seen: set[PieceKey] = set()
@@ -97,16 +93,32 @@ def take_snapshot(pieces: Pieces, *, copy: bool = False) -> Snapshot:
     return Snapshot(listed, pieces)
 
 
+def laid_out(taken: Snapshot, buffer: torch.Tensor) -> tuple[Snapshot, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The same pieces with their values in a buffer, and the copies that bring them there: (target, source) each.
+
+    Args:
+        buffer: on the host, at least `taken.size_bytes` long. Shapes: `[bytes]` uint8.
+    """
+    sources = [(key, tensor) for key, tensor in taken.pieces if key.numel]
+    entries = [(key, dtype, tensor) for (key, dtype), (_, tensor) in zip(taken.listed, sources, strict=True)]
+    entries.sort(key=lambda entry: -ITEM_BYTES[entry[1]])  # so that every view of the buffer is aligned
+    copied: list[tuple[PieceKey, torch.Tensor]] = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    offset = 0
+    for key, dtype, tensor in entries:
+        end = offset + key.numel * ITEM_BYTES[dtype]
+        target = buffer[offset:end].view(TORCH_TYPES[dtype])
+        copied.append((key, target))
+        copies.append((target, tensor.detach()))
+        offset = end
+    return Snapshot(tuple((key, dtype) for key, dtype, _ in entries), copied), copies
+
+
 def piece_name(key: PieceKey) -> str:
     """A piece's name in its file: tensor, kind, global shape, box and range, so that the file explains itself."""
     shape = "x".join(map(str, key.shape))
     box = ",".join(f"{start}:{stop}" for start, stop in zip(key.start, key.stop, strict=True))
     return f"{key.name}|{key.kind}|{shape}|{box}|{key.first}:{key.last}"
-
-
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory that nothing else refers to."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _typed(pieces: Pieces) -> Iterator[tuple[PieceKey, str, torch.Tensor]]:

@@ -1,23 +1,26 @@
-"""Streams the snapshot of one rank into a safetensors file and hashes the bytes in memory, before they reach the disk.
+"""Streams the snapshot of one rank into a safetensors file; checks and hashes the bytes in memory, before the disk.
 
-No tensor is copied whole; one on another device crosses to the host in chunks.
+No tensor is copied whole; one on another device crosses to the host in chunks. Values that are not finite are refused:
+a run could never continue from them, and the checkpoint would take the place of one from which it can.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, final
 
+import numpy as np
 import torch
 
 from megatron.checkpoint.layout import StoredPiece
 from megatron.checkpoint.manifest import FORMAT, FORMAT_VERSION, ITEM_BYTES, StoredFile
 from megatron.checkpoint.snapshot import Snapshot, piece_name
 from megatron.checkpoint.storage import Storage, append, cannot_write
+from megatron.errors import NumericsError
 from megatron.parallel.pieces import PieceKey
 
 # Shorter buffers are hashed at once; for longer ones threads hash while this one writes (hashing releases the GIL).
@@ -25,14 +28,25 @@ _WORTH_A_THREAD_BYTES = 256 * 2**10
 
 
 def write_pieces(
-    path: Path, taken: Snapshot, chunk_bytes: int, storage: Storage
+    path: Path,
+    taken: Snapshot,
+    chunk_bytes: int,
+    storage: Storage,
+    *,
+    beat: Callable[[], None] = lambda: None,
+    check_finite: bool = True,
 ) -> tuple[StoredFile, list[StoredPiece]]:
     """Writes a new file and waits until it is on the disk; returns its entry in the manifest and those of its pieces.
 
     The pieces have file number 0; the manifest numbers the files later.
 
+    Args:
+        beat: called before each part that is written; it may raise to end the writing.
+        check_finite: refuse NaN and infinities.
+
     Raises:
         CheckpointError: the pieces changed since the snapshot was taken.
+        NumericsError: a value is NaN or infinite.
         StorageError: the file system refused.
     """
     header, stored = _lay_out(taken.listed)
@@ -42,8 +56,12 @@ def write_pieces(
         try:
             with _HashingFile(storage, handle, chunk_bytes) as file:
                 file.write(memoryview(header))
-                for _, dtype, tensor in taken.tensors():
-                    _write_tensor(file, tensor, ITEM_BYTES[dtype])
+                for key, dtype, tensor in taken.tensors():
+                    for part, first in _parts(tensor, file, ITEM_BYTES[dtype]):
+                        beat()
+                        if check_finite:
+                            _check_finite(key, part, first)
+                        file.write(part.view(torch.uint8).numpy().data)
                 sha256, chunks = file.digests()
             storage.sync(handle)
         finally:
@@ -73,7 +91,8 @@ def _lay_out(listed: Sequence[tuple[PieceKey, str]]) -> tuple[bytes, list[Stored
     return len(text).to_bytes(8, "little") + text, stored
 
 
-def _write_tensor(file: _HashingFile, tensor: torch.Tensor, item_bytes: int) -> None:
+def _parts(tensor: torch.Tensor, file: _HashingFile, item_bytes: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """A flat tensor on the host in parts that each fit into a chunk of the file, and the first element of each."""
     flat = tensor.detach()
     done = 0
     while done < flat.numel():
@@ -81,8 +100,29 @@ def _write_tensor(file: _HashingFile, tensor: torch.Tensor, item_bytes: int) -> 
         part = flat[done : done + room].to("cpu")
         if part.stride(0) != 1:  # even a single element can have another stride, and then it has no view as bytes
             part = torch.empty(part.shape, dtype=part.dtype).copy_(part)
-        file.write(part.view(torch.uint8).numpy().data)
+        yield part, done
         done += part.numel()
+
+
+def _check_finite(key: PieceKey, part: torch.Tensor, first: int) -> None:
+    """Refuses NaN and infinities in the elements of a piece from `first` on.
+
+    NumPy needs one pass and one thread for it, torch four passes and all cores.
+    """
+    if not part.is_floating_point():
+        return
+    if part.dtype == torch.bfloat16:  # which NumPy does not know: the exponent is all ones
+        wrong = (part.view(torch.int16).numpy() & 0x7F80) == 0x7F80
+    else:
+        wrong = ~np.isfinite(part.numpy())
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise NumericsError(
+            f"tensor {key.name} ({key.kind}) holds {float(part[place])} at element {first + place} of the piece "
+            f"{piece_name(key)}. Nothing was saved: no run can continue from values that are not finite, and earlier "
+            "checkpoints are untouched. Resume from the last one with a lower --lr, a longer warm-up or "
+            "--skip-train-iteration-range."
+        )
 
 
 @final

@@ -22,7 +22,7 @@ from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
-from megatron.config.sections.safety import SafetyConfig
+from megatron.config.sections.safety import SafetyConfig, SafetyRequest
 from megatron.config.sections.saving import SavingConfig
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "RunConfig",
     "RunRequest",
     "SafetyConfig",
+    "SafetyRequest",
     "SavingConfig",
     "TokenizerFacts",
     "WeightedGroup",

@@ -14,6 +14,7 @@ from megatron.config.schedule import planned_iterations, schedule
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
+from megatron.config.sections.safety import SafetyConfig
 from megatron.errors import ConfigError
 
 Resolved = TypeVar("Resolved", bound=ConfigSection)
@@ -58,6 +59,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
+    problems.extend(_hang_timeout_problems(request))
     if problems:
         raise ConfigError(problems)
     same: dict[str, Any] = {field.name: getattr(request, field.name) for field in dataclasses.fields(RunRequest)}
@@ -73,6 +75,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
             "model": _resolved(ModelConfig, request.model, vocab_size=vocabulary, padded_vocab_size=padded),
             "parallel": _resolved(ParallelConfig, request.parallel, **parallel),
             "optim": optim,
+            "safety": _resolved(SafetyConfig, request.safety, hang_timeout_seconds=_hang_timeout(request)),
             "provenance": provenance,
             "notices": (*request.notices, *vocabulary_notices, *backend_notices, *stage_notices),
         }
@@ -207,6 +210,22 @@ def _length_problems(request: OptimRequest, optim: OptimConfig) -> Iterator[str]
             f"The warm-up of the learning rate takes {round(course.warmup_samples * length)} tokens, which is not less "
             f"than the {round(course.decay_samples * length)} tokens of the decay that contains it (--seq-length "
             f"{length}). Use a shorter warm-up or a longer --lr-decay-tokens."
+        )
+
+
+def _hang_timeout(request: RunRequest) -> float:
+    """Seconds without progress after which the run ends; before a collective times out, whose error names no cause."""
+    asked = request.safety.hang_timeout_seconds
+    return request.parallel.distributed_timeout_minutes * 30.0 if asked is None else asked
+
+
+def _hang_timeout_problems(request: RunRequest) -> Iterator[str]:
+    minutes, seconds = request.parallel.distributed_timeout_minutes, _hang_timeout(request)
+    if seconds >= minutes * 60:
+        yield (
+            f"--hang-timeout-seconds {seconds:g} is not less than the {minutes * 60} seconds of "
+            f"--distributed-timeout-minutes {minutes}, after which a collective fails without naming the rank that "
+            f"hangs. Use at most {minutes * 30}, or raise --distributed-timeout-minutes."
         )
 
 

@@ -23,7 +23,7 @@ from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
 from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
-from megatron.config.sections.safety import SafetyConfig
+from megatron.config.sections.safety import SafetyConfig, SafetyRequest
 from megatron.config.sections.saving import SavingConfig
 from megatron.errors import ConfigError
 
@@ -59,7 +59,7 @@ class RunRequest:
     data: DataConfig
     control: ControlConfig
     saving: SavingConfig
-    safety: SafetyConfig
+    safety: SafetyRequest
     provenance: Mapping[str, str] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
 
@@ -120,6 +120,7 @@ class RunConfig(RunRequest):
     model: ModelConfig
     parallel: ParallelConfig
     optim: OptimConfig
+    safety: SafetyConfig
 
 
 def sections_of(cls: type[RunRequest]) -> dict[str, type[ConfigSection]]:

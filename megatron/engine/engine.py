@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron.config import OptimConfig, PrecisionConfig
 from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_learning_rate, set_weight_decay
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
-from megatron.engine.pipeline import StageHooks
+from megatron.engine.pipeline import StageHooks, announce_phases
 from megatron.engine.stage_build import build_module
 from megatron.engine.totals import StepResult, StepTotals
 from megatron.model.interface.auxiliary import AuxiliaryLosses
@@ -43,6 +43,9 @@ class Engine:
         settings: the DeepSpeed configuration, see `ds_config.deepspeed_config`.
         steps: settings shared by all micro-batches; its dtype is that of `precision`.
         seed: seed of the initial parameter values.
+
+    Attributes:
+        on_phase: called with the phase that this rank enters: forward, backward, p2p (pipelines), step or evaluation.
     """
 
     def __init__(
@@ -67,12 +70,15 @@ class Engine:
         self._micro_batch_count = 1
         self._last_norm: torch.Tensor | float = 0.0
         self.on_phase: Callable[[str], None] = lambda phase: None
+        self._is_training = True
         join_deepspeed()
         hooks = StageHooks(self._pipeline_loss, self._backward_scale, self._take_auxiliary)
         self.module = build_module(network, mesh, settings, steps, seed, hooks)
         self.deepspeed = initialize(settings, optim, mesh, self.module)
         if self.zero_stage == 0:
             self.deepspeed.clip_fp32_gradients = self._clip_gradients
+        if self.is_pipelined:
+            announce_phases(self.deepspeed, self._enter)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -163,6 +169,7 @@ class Engine:
         """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks, without
         training.
         """
+        self._is_training = False
         batches = self._prepare(micro_batches)
         if self.is_pipelined:
             self.deepspeed.eval_batch(_pipeline_input(batches), num_micro_batches=len(batches))
@@ -172,6 +179,7 @@ class Engine:
                 for batch in batches:
                     self._plain_loss(batch)
         self.module.train()
+        self._is_training = True
         loss_sum, tokens = self._totals.over_ranks(self.mesh)[:2].tolist()
         return loss_sum, round(tokens)
 
@@ -206,10 +214,17 @@ class Engine:
         for number, batch in enumerate(batches, start=1):
             # DeepSpeed's own micro-batch count is wrong after the batch size has changed.
             self.deepspeed.set_gradient_accumulation_boundary(number == len(batches))
-            self.deepspeed.backward(self._plain_loss(batch))
+            loss = self._plain_loss(batch)
+            self._enter("backward")
+            self.deepspeed.backward(loss)
+            self._enter("step")
             self.deepspeed.step()
 
+    def _enter(self, phase: str) -> None:
+        self.on_phase(phase if self._is_training else "evaluation")
+
     def _plain_loss(self, batch: DeviceBatch) -> torch.Tensor:
+        self._enter("forward")
         context = batch.context(self.steps, self._backward_scale())
         outputs = self.deepspeed(batch.network_input, context)
         return self._loss(outputs, batch.targets, context.auxiliary.sums())

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe import schedule
 from torch import nn
 
 from megatron.engine.grid import PipelineGrid
@@ -18,6 +19,20 @@ from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.mesh import Axis, ParallelMesh
+
+# What each instruction of a pipeline schedule does.
+_PHASES = {
+    schedule.LoadMicroBatch: "forward",
+    schedule.ForwardPass: "forward",
+    schedule.BackwardPass: "backward",
+    schedule.SendActivation: "p2p",
+    schedule.RecvActivation: "p2p",
+    schedule.SendGrad: "p2p",
+    schedule.RecvGrad: "p2p",
+    schedule.ReduceGrads: "step",
+    schedule.ReduceTiedGrads: "step",
+    schedule.OptimizerStep: "step",
+}
 
 
 @dataclass(frozen=True)
@@ -90,3 +105,19 @@ class StageModule(PipelineModule):
     def get_additional_losses(self) -> None:
         """None: the engine collects metrics itself."""
         return
+
+
+def announce_phases(engine: Any, on_phase: Callable[[str], None]) -> None:
+    """Makes one pipeline engine call `on_phase` before each instruction of its schedule."""
+
+    def announced(phase: str, execute: Callable[..., None]) -> Callable[..., None]:
+        def run(itself: Any, **arguments: Any) -> None:
+            on_phase(phase)
+            execute(itself, **arguments)
+
+        return run
+
+    engine._INSTRUCTION_MAP = {
+        kind: announced(_PHASES[kind], execute) if kind in _PHASES else execute
+        for kind, execute in engine._INSTRUCTION_MAP.items()
+    }

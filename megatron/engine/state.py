@@ -61,16 +61,27 @@ def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tup
     """Yields the pieces that this rank must write; over all ranks, every element of every parameter and moment appears
     exactly once.
     """
+    for part, first, last in _owned_slices(engine):
+        for kind, tensor in _tensors(engine, part, with_optimizer):
+            yield part.key(kind).narrowed(first, last), tensor[first:last].detach()
+
+
+def owned_bytes(engine: Engine, *, with_optimizer: bool = True) -> int:
+    """How many bytes the values of `owned_pieces` take; known before any moment exists."""
+    kinds = 1 + (len(_MOMENTS[engine.optim.optimizer]) if with_optimizer else 0)
+    return sum((last - first) * kinds * part.master.element_size() for part, first, last in _owned_slices(engine))
+
+
+def _owned_slices(engine: Engine) -> Iterator[tuple[OptimizerSlice, int, int]]:
+    """The slices that this rank writes, and which elements of each."""
     for part in optimizer_slices(engine):
         if not part.is_counted or part.numel == 0:
             continue
         first, last = 0, part.numel
         if _is_replicated_over_data(engine):
             first, last = _share(part.numel, engine.mesh.gradient.rank, engine.mesh.gradient.size)
-        if first == last:
-            continue
-        for kind, tensor in _tensors(engine, part, with_optimizer):
-            yield part.key(kind).narrowed(first, last), tensor[first:last].detach()
+        if first < last:
+            yield part, first, last
 
 
 def wanted_pieces(

@@ -7,6 +7,7 @@ trained on). Floats round-trip bit for bit; NaN and the infinities, which JSON l
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -47,8 +48,13 @@ class MetricsFile:
         StorageError: the file cannot be opened or written.
     """
 
+    is_buffered = False
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.name = str(path)
+        self._is_torn = False
+        self._is_open = False
         try:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as failure:
@@ -58,13 +64,17 @@ class MetricsFile:
         try:
             self._claim()
             self._remove_torn_line()
-        except BaseException:
+        except BaseException as failure:
             os.close(self._descriptor)
+            if isinstance(failure, OSError):
+                raise self._refused(f"its incomplete last line could not be removed: {failure.strerror}") from failure
             raise
         self._is_open = True
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Appends one record with a single write, so that killing this process cannot leave it incomplete.
+
+        What a full disk took of a record is removed again, at the latest before the next one.
 
         Raises:
             StorageError: the write failed.
@@ -72,14 +82,18 @@ class MetricsFile:
         record = {"kind": kind, **{name: _to_json(value) for name, value in values.items()}}
         data = (json.dumps(record, allow_nan=False, separators=(",", ":")) + "\n").encode()
         try:
+            if self._is_torn:
+                self._remove_torn_line()
+            self._is_torn = True
             written = os.write(self._descriptor, data)
             while written < len(data):
                 written += os.write(self._descriptor, data[written:])
+            self._is_torn = False
         except OSError as failure:
-            raise StorageError(
-                f"{self.path} could not be extended by {len(data)} bytes: {failure.strerror}. Free space there or "
-                "choose another folder (--run-dir), then resume from the last checkpoint (--load)."
-            ) from failure
+            with contextlib.suppress(OSError):
+                self._remove_torn_line()
+                self._is_torn = False
+            raise self._refused(f"{len(data)} bytes could not be appended: {failure.strerror}") from failure
 
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
         """Records a program start, with its parallel layout."""
@@ -121,6 +135,9 @@ class MetricsFile:
                 log.warning(f"{self.path} may not have reached the disk: {failure.strerror}.")
             os.close(self._descriptor)
 
+    def _refused(self, what: str) -> StorageError:
+        return StorageError(f"{self.path}: {what}. Free space there or choose another folder (--run-dir).")
+
     def _claim(self) -> None:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,11 +159,12 @@ class MetricsFile:
         torn = tail.rpartition(b"\n")[2]
         if not torn:
             return
-        if _parse(torn) is not None:
+        if not self._is_open and _parse(torn) is not None:
             os.write(self._descriptor, b"\n")
             return
-        log.warning(f"{self.path}: removed an incomplete last line of an earlier run ({len(torn)} bytes).")
         os.ftruncate(self._descriptor, size - len(torn))
+        if not self._is_open:
+            log.warning(f"{self.path}: removed an incomplete last line of an earlier run ({len(torn)} bytes).")
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:

@@ -8,44 +8,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.config import ControlConfig, OptimConfig
 from megatron.config.schedule import planned_iterations
+from megatron.errors import StorageError
 from megatron.observe.console import evaluation_lines, iteration_line
 from megatron.observe.metrics import Interval, Metrics, StepOutcome, Workload, measure
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.run_directory import RunDirectory
+from megatron.observe.safeguard import Destination, Safeguard
 from megatron.observe.tensorboard import TensorBoard
 from megatron.observe.weights_and_biases import WeightsAndBiases
 
 
-class Destination(Protocol):
-    """A destination of metrics besides the console."""
-
-    def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
-        """Called when training starts or resumes."""
-
-    def step(self, metrics: Metrics) -> None:
-        """Called after every step."""
-
-    def interval(self, metrics: Metrics) -> None:
-        """Called after every log interval."""
-
-    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
-        """Called after a data group was evaluated."""
-
-    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
-        """Called after a batch was passed over."""
-
-    def close(self) -> None:
-        """Called at the end of the run."""
-
-
 class Report:
     """Receives the events of the training loop and forwards them to all destinations.
+
+    A destination that fails does not end the run: see `Safeguard`.
 
     Args:
         control: provides the log interval.
@@ -73,7 +55,7 @@ class Report:
         self.workload = workload
         self.shows_loss_scale = shows_loss_scale
         self.arguments = dict(arguments or {})
-        self.destinations = tuple(destinations)
+        self.destinations = tuple(Safeguard(destination) for destination in destinations)
         self.source_names = tuple(source_names)
         self._interval = Interval()
         self._train_iterations = planned_iterations(optim)
@@ -157,25 +139,31 @@ class Report:
             destination.interval(metrics)
 
     def close(self) -> None:
-        """Prints remaining steps and closes every destination, even if one of them fails."""
-        with contextlib.ExitStack() as closing:
-            for destination in reversed(self.destinations):
-                closing.callback(destination.close)
-            self.flush()
+        """Prints remaining steps, closes every destination, and says what is missing in them."""
+        self.flush()
+        for destination in self.destinations:
+            destination.close()
         self.destinations = ()
+        log.warn_of_lost_output()
 
 
-def open_destinations(control: ControlConfig, workload: Workload, run_directory: RunDirectory) -> list[Destination]:
+def open_destinations(
+    control: ControlConfig, workload: Workload, run_directory: RunDirectory, *, is_resume: bool = False
+) -> list[Destination]:
     """Opens all requested destinations; called only on the process that writes files.
+
+    Nothing is lost yet, so what cannot be opened is an error, but for W&B when a run is resumed: its service may be
+    down while nobody is there to leave out the flag.
 
     Args:
         control: whether to write TensorBoard and W&B, and an alternative path of the metrics file.
         workload: sizes for the rates per replica.
         run_directory: the folder of the run, where `metrics.jsonl` goes.
+        is_resume: whether the run continues from a checkpoint.
 
     Raises:
         ConfigError: an optional package is missing, or another run is writing the same file.
-        StorageError: the file cannot be opened.
+        StorageError: the file or the service cannot be opened.
     """
     opened: list[Destination] = []
     with contextlib.ExitStack() as closing:
@@ -186,6 +174,11 @@ def open_destinations(control: ControlConfig, workload: Workload, run_directory:
             closing.callback(opened[-1].close)
         if control.wandb_project:
             folder = control.wandb_save_dir or str(run_directory.path)
-            opened.append(WeightsAndBiases(control.wandb_project, control.wandb_exp_name, folder))
+            try:
+                opened.append(WeightsAndBiases(control.wandb_project, control.wandb_exp_name, folder))
+            except StorageError as failure:
+                if not is_resume:
+                    raise
+                log.warning(f"{failure} The resumed run goes on without it.")
         closing.pop_all()
     return opened

@@ -30,6 +30,8 @@ class TensorBoard:
         StorageError: the folder cannot be written.
     """
 
+    is_buffered = True
+
     def __init__(self, directory: str, control: ControlConfig, workload: Workload) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -38,6 +40,7 @@ class TensorBoard:
                 f"--tensorboard-dir {directory} needs the package tensorboard, which cannot be imported ({failure}). "
                 "Install it with: pip install tensorboard"
             ) from failure
+        self.name = f"TensorBoard in {directory}"
         self.control = control
         self.workload = workload
         try:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.checkpoint.record import Progress
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, StorageError
 from megatron.observe.console import perplexity
 from megatron.observe.metrics import Metrics
 
@@ -24,7 +24,10 @@ class WeightsAndBiases:
 
     Raises:
         ConfigError: the package is not installed.
+        StorageError: the run cannot be opened there, whatever the reason.
     """
+
+    is_buffered = False
 
     def __init__(self, project: str, name: str, directory: str) -> None:
         try:
@@ -34,7 +37,15 @@ class WeightsAndBiases:
                 f"--wandb-project {project} needs the package wandb, which cannot be imported ({failure}). Install it "
                 "with: pip install wandb"
             ) from failure
-        self._run: Any = wandb.init(project=project, name=name or None, dir=directory or None)
+        self.name = f"Weights & Biases project {project}"
+        try:
+            self._run: Any = wandb.init(project=project, name=name or None, dir=directory or None)
+        except (Exception, SystemExit) as failure:  # the client raises errors of many libraries
+            reason = str(failure).strip().rstrip(".") or type(failure).__name__
+            raise StorageError(
+                f"--wandb-project {project} cannot be opened: {reason}. Set WANDB_MODE=offline to keep its data in "
+                "--wandb-save-dir, or drop the flag."
+            ) from failure
 
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
         """Uploads the arguments as the run's config."""

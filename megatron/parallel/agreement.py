@@ -19,6 +19,7 @@ from megatron.errors import (
     DamagedError,
     DataError,
     MegatronError,
+    NumericsError,
     StorageError,
     describe_failure,
     rebuild_failure,
@@ -29,7 +30,14 @@ from megatron.parallel.messages import all_reduce_max, broadcast_bytes, gather_b
 Result = TypeVar("Result")
 
 # By precedence: if ranks fail for different reasons, falling back to an older checkpoint helps only if all are damage.
-_KINDS: tuple[type[MegatronError], ...] = (ConfigError, DataError, CheckpointError, StorageError, DamagedError)
+_KINDS: tuple[type[MegatronError], ...] = (
+    ConfigError,
+    DataError,
+    NumericsError,
+    CheckpointError,
+    StorageError,
+    DamagedError,
+)
 _FALLBACK = CheckpointError
 
 
@@ -37,9 +45,10 @@ def run_on_all(mesh: ParallelMesh, work: Callable[[], Result]) -> Result:
     """Runs `work` on every rank, waits for all of them, and returns this rank's own result.
 
     Raises:
-        ConfigError, DataError, CheckpointError, StorageError, DamagedError: a rank failed. If several did, the error of
-            highest precedence, then of lowest rank, is raised. That rank re-raises its own exception; the others raise
-            the same error prefixed with "rank N: ", or a CheckpointError if it is of another type.
+        ConfigError, DataError, NumericsError, CheckpointError, StorageError, DamagedError: a rank failed. If several
+            did, the error of highest precedence, then of lowest rank, is raised. That rank re-raises its own
+            exception; the others raise the same error prefixed with "rank N: ", or a CheckpointError if it is of
+            another type.
     """
     result: list[Result] = []
     failure: Exception | None = None

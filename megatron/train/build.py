@@ -53,11 +53,13 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum, is_lost_peer
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.breaker import decide, settings_digest
+from megatron.train.checkpoints import open_writer
 from megatron.train.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
+from megatron.train.watchdog import Watch
 
 
 @contextlib.contextmanager
@@ -77,6 +79,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         log.line(kill_switch_message(request.control.kill_switch_path))
         yield None
         return
+    log.make_optional()
     _set_log_level(request.control)
     tokenizer = build_tokenizer(request.data)
     world_size = count_ranks(request.parallel)
@@ -84,7 +87,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(data_prefixes(config.data), tokenizer)
     history = History()
-    with contextlib.ExitStack() as closing, history.recording(), _explain_lost_peers():
+    with contextlib.ExitStack() as closing, log.showing_failures(), history.recording(), _explain_lost_peers():
         if signals is None:
             signals = StopSignals()
             if config.control.exit_on_signal:
@@ -93,8 +96,13 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         closing.callback(close_mesh, mesh)
         _show_notices(config.notices, mesh)
         save = config.control.save
+        watch = closing.enter_context(Watch())
         lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history)
+        if run.writer is not None:
+            closing.push(run.writer)
+        run.watch = watch
+        run.engine.on_phase = watch.enter
         closing.callback(run.close)
         closing.callback(run.report.close)
         yield run
@@ -164,6 +172,7 @@ def _build(
         progress=progress,
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=progress.step if is_resume else None,
+        writer=open_writer(config, engine, lock),
         identity=start.identity,
         history=history,
         passes=passes,
@@ -319,7 +328,7 @@ def _open_report(
         log.copy_to(opened.log_path)
         if config.control.log_path:
             write_arguments(config.control.log_path, argument_lines(arguments))
-        destinations.extend(open_destinations(config.control, workload, opened))
+        destinations.extend(open_destinations(config.control, workload, opened, is_resume=is_resume))
         return str(opened.path)
 
     log.info(f"run directory: {run_on_first(mesh, open_files)}")

@@ -24,6 +24,7 @@ def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, flo
     """
     losses = {}
     for name, dataset in run.evaluation_datasets(split).items():
+        run.watch.enter("evaluation", run.progress.step)
         losses[name] = mean_loss(run, dataset)
         run.report.evaluation(run.progress, name, prefix, losses[name])
     return losses
@@ -36,6 +37,7 @@ def mean_loss(run: Run, dataset: SampleDataset) -> float:
     limit = min(len(dataset), run.config.control.eval_iters * batch_size)
     with run.loader(dataset) as loader:
         for first in range(0, limit, batch_size):
+            run.watch.beat()
             batch_sum, batch_tokens = run.engine.evaluate(loader.micro_batches(first, batch_size, limit))
             loss_sum += batch_sum
             token_count += batch_tokens

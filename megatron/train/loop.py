@@ -12,7 +12,7 @@ from megatron.checkpoint.record import Progress
 from megatron.config.schedule import learning_rate, weight_decay
 from megatron.errors import ExitCode, NumericsError
 from megatron.observe.metrics import StepOutcome
-from megatron.train.checkpoints import save_run
+from megatron.train.checkpoints import hear_of_save, raise_failed_save, save_run
 from megatron.train.evaluation import evaluate
 from megatron.train.run import Run
 from megatron.train.stop import Verdict
@@ -44,10 +44,17 @@ def run_to_end(run: Run | None) -> ExitCode:
 
 
 def train(run: Run) -> ExitCode:
-    """Trains until the planned samples are consumed or a stop condition holds, then saves."""
+    """Trains until the planned samples are consumed or a stop condition holds, then saves.
+
+    Raises:
+        MegatronError: checkpoints can no longer be saved, or the loss is not finite.
+    """
     run.report.started(run.progress)
     with run.rules.signals.steps_follow(), run.history.training(run.progress.step + 1):
         verdict = train_steps(run)
+        if verdict is Verdict.FAILED_SAVE:
+            raise_failed_save(run)
+        run.watch.enter("save")
         save_run(run, must_succeed=True)
     return finish(run) if verdict is Verdict.CONTINUE else stop(run, verdict)
 
@@ -61,6 +68,7 @@ def train_steps(run: Run) -> Verdict:
         started_at = time.monotonic()
         optim, consumed = run.config.optim, run.progress.consumed_samples
         rate = learning_rate(optim, consumed)
+        run.watch.enter("data", run.progress.step + 1)
         step = run.engine.train_batch(run.train_batches(), rate, weight_decay(optim, consumed))
         run.progress = run.progress.after(
             step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
@@ -72,7 +80,9 @@ def train_steps(run: Run) -> Verdict:
             evaluate(run, f"iteration {run.progress.step}")
         if run.is_due(run.config.control.save_interval):
             report_steps(run, trained)
+            run.watch.enter("save")
             save_run(run)
+        hear_of_save(run)
         verdict = run.should_stop()
         if verdict is not Verdict.CONTINUE:
             run.rules.signals.settle()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.checkpoint import CheckpointLock
+from megatron.checkpoint.background.writer import BackgroundWriter
 from megatron.checkpoint.record import Progress
 from megatron.config import RunConfig
 from megatron.config.schedule import global_batch_size, is_done
@@ -25,6 +26,7 @@ from megatron.train.history import History
 from megatron.train.identity import RunIdentity
 from megatron.train.skip import PassedBatch, pass_batches, skip_data
 from megatron.train.stop import StopRules, Verdict
+from megatron.train.watchdog import Watch
 
 
 @dataclass
@@ -35,6 +37,10 @@ class Run:
         steps_in_flight: number of steps whose metrics and stop verdicts may still be pending while the next step is
             trained: one on a GPU, so that the host does not wait for the device, and none on a CPU, where it would not
             help.
+        writer: saves in the background; None if each save holds up training until it is written.
+        saved_step: step of the last checkpoint that is committed.
+        failed_saves: consecutive failures of the file system.
+        save_failure: why no more checkpoints can be saved in the background; this rank may know before others do.
         passes: the steps before which a batch is passed over, because starts of the run ended on it in NaN.
         passed_batches: those that were, in order; part of the record.
     """
@@ -53,11 +59,14 @@ class Run:
     steps_in_flight: int = 0
     saved_step: int | None = None
     failed_saves: int = 0
+    writer: BackgroundWriter | None = None
+    save_failure: Exception | None = None
+    _ahead: ReadAhead = field(default_factory=ReadAhead)
     identity: RunIdentity = field(default_factory=RunIdentity)
     history: History = field(default_factory=History)
     passes: tuple[int, ...] = ()
     passed_batches: tuple[PassedBatch, ...] = ()
-    _ahead: ReadAhead = field(default_factory=ReadAhead)
+    watch: Watch = field(default_factory=Watch)
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)
 
@@ -107,7 +116,10 @@ class Run:
         It takes effect at the same step on all ranks, at most `steps_in_flight` steps after a rank reached it;
         --exit-interval, which every rank evaluates identically, takes effect at once.
         """
-        self._verdicts.append(PendingMaximum(int(self.rules.verdict(self.progress.step)), self.mesh.control))
+        own = self.rules.verdict(self.progress.step)
+        if self.save_failure is not None:
+            own = max(own, Verdict.FAILED_SAVE)
+        self._verdicts.append(PendingMaximum(int(own), self.mesh.control))
         keep = 0 if self.rules.is_interval_over(self.progress.step) else self.steps_in_flight
         verdict = Verdict.CONTINUE
         while len(self._verdicts) > keep:

@@ -23,14 +23,15 @@ class Verdict(IntEnum):
 
     Only a signal means that the job should be requeued (exit code 75). The other reasons are the user's requests and
     give exit code 0, as in upstream; the kill switch ranks highest because it must also end a job that its scheduler
-    would requeue.
+    would requeue. After a failed save the run ends with that failure, unless another reason gives it a last attempt.
     """
 
     CONTINUE = 0
-    INTERVAL = 1
-    DURATION = 2
-    SIGNAL = 3
-    KILL_SWITCH = 4
+    FAILED_SAVE = 1
+    INTERVAL = 2
+    DURATION = 3
+    SIGNAL = 4
+    KILL_SWITCH = 5
 
     @property
     def exit_code(self) -> ExitCode:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import read_tensors, save, take_snapshot, write_snapshot
+from megatron.checkpoint.snapshot import laid_out
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import PieceKey
 from tests.checkpoint.saved_state import MESH
@@ -58,11 +59,16 @@ def key_of(name: str, size: int) -> PieceKey:
 
 def test_a_snapshot_copy_is_independent_of_the_runs_tensors(tmp_path: Path) -> None:
     """Training changes its tensors in place while the snapshot is written, here by another thread."""
+    buffer = torch.empty(4 * 10_000 + 2 * 5, dtype=torch.uint8)
     base = torch.arange(2 * 10_000, dtype=torch.float32)
     weight, half = base[::2], torch.arange(5, dtype=torch.bfloat16)  # a view with gaps as well
     pieces = [(key_of("weight", 10_000), weight), (key_of("half", 5), half)]
     expected = {"weight": weight.clone(), "half": half.clone()}
-    taken = take_snapshot(iter(pieces), copy=True)
+    taken, copies = laid_out(take_snapshot(iter([*pieces[::-1], (key_of("nothing", 0), torch.zeros(0))])), buffer)
+    assert taken.size_bytes == buffer.numel()
+    for target, source in copies:
+        assert target.untyped_storage().data_ptr() == buffer.data_ptr()
+        target.copy_(source)
     base.fill_(-1)
     half.zero_()
     with ThreadPoolExecutor(1) as threads:

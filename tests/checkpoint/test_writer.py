@@ -13,7 +13,7 @@ from megatron.checkpoint import load, read_tensors, save
 from megatron.checkpoint.snapshot import take_snapshot
 from megatron.checkpoint.storage import Storage
 from megatron.checkpoint.writer import write_pieces
-from megatron.errors import StorageError
+from megatron.errors import NumericsError, StorageError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey
 from tests.checkpoint.saved_state import MESH
@@ -101,3 +101,23 @@ def test_a_file_that_is_there_already_is_not_overwritten(tmp_path: Path) -> None
     with pytest.raises(StorageError, match=rf"cannot write {tmp_path}/pieces: File exists \(EEXIST\); this file needs"):
         write_pieces(tmp_path / "pieces", taken, 64, Storage())
     assert (tmp_path / "pieces").read_text() == "mine"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_refused_by_its_tensor(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    key = PieceKey("layer.weight", "exp_avg", (100,), (0,), (100,), 0, 100)
+    values = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)  # the largest finite numbers pass
+    taken = take_snapshot([(key, values)])
+    write_pieces(tmp_path / "good", taken, 64, Storage())
+    values[77] = value
+    with pytest.raises(
+        NumericsError, match=rf"tensor layer\.weight \(exp_avg\) holds {value} at element 77 of the piece"
+    ):
+        write_pieces(tmp_path / "pieces", taken, 64, Storage())
+    write_pieces(tmp_path / "other", taken, 64, Storage(), check_finite=False)
+
+
+def test_whole_numbers_are_always_finite(tmp_path: Path) -> None:
+    key = PieceKey("count", "weight", (3,), (0,), (3,), 0, 3)
+    write_pieces(tmp_path / "pieces", take_snapshot([(key, torch.full((3,), -1))]), 64, Storage())

@@ -213,3 +213,11 @@ def test_a_vocabulary_may_leave_out_tokens_that_the_data_do_not_contain() -> Non
     config = resolve(small("--vocab-size 999"), Machine("cpu", 1, False, True), TokenizerFacts(1000, 3, "f"))
     assert config.model.vocab_size == 999
     assert any("--vocab-size 999 leaves out 1 of the tokenizer's 1000 tokens" in text for text in config.notices)
+
+
+def test_a_hang_is_found_before_collectives_time_out() -> None:
+    assert resolved().safety.hang_timeout_seconds == 300
+    assert resolved("--distributed-timeout-minutes 4").safety.hang_timeout_seconds == 120
+    assert resolved("--hang-timeout-seconds 0").safety.hang_timeout_seconds == 0
+    with pytest.raises(ConfigError, match=r"--hang-timeout-seconds 120 is not less than the 120 seconds .* at most 60"):
+        resolved("--hang-timeout-seconds 120 --distributed-timeout-minutes 2")

@@ -239,3 +239,24 @@ def test_the_result_of_a_step() -> None:
     assert result["samples"] == RECIPE.global_batch_size
     assert result["tokens"] == RECIPE.global_batch_size * RECIPE.sequence_length
     assert (result["skipped"], result["loss_scale"], result["is_training"]) == (False, 1.0, True)
+
+
+def phases_of_a_step(rank: int, layout: tuple[int, int, int]) -> tuple[list[str], list[str]]:
+    """The phases of one step and of one evaluation."""
+    config = layout_config(dataclasses.replace(RECIPE, num_layers=layout[1]), layout, 1, [])
+    engine = engine_of(layout, 1)
+    seen: list[str] = []
+    engine.on_phase = seen.append
+    engine.train_batch(local_batches(RECIPE, config, engine.mesh, 0, False), 1e-3)
+    trained = seen.copy()
+    engine.evaluate(local_batches(RECIPE, config, engine.mesh, 0, False))
+    return trained, seen[len(trained) :]
+
+
+def test_phases_are_announced_before_what_may_wait_for_other_ranks() -> None:
+    ((trained, evaluated),) = run_ranks(phases_of_a_step, 1, (1, 1, 1))
+    assert trained == ["forward", "backward", "step"] * (len(trained) // 3)
+    assert set(evaluated) == {"evaluation"}
+    for trained, evaluated in run_ranks(phases_of_a_step, 2, (1, 2, 1)):
+        assert set(trained) == {"forward", "p2p", "backward", "step"} and trained[-1] == "step"
+        assert set(evaluated) == {"evaluation"}

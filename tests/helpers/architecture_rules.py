@@ -54,9 +54,9 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.data": ("formats", "stores", "order", "datasets", "."),
     "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
     "megatron.config": ("flags", "architecture", "sections", "files", "."),
-    "megatron.parallel": (".", "tensor"),
+    "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
-    "megatron.checkpoint": (".", "analysis"),
+    "megatron.checkpoint": (".", "background", "analysis"),
     "megatron.convert": (
         "pickles",
         "hugging_face",

@@ -160,4 +160,5 @@ def _path_of(place: Any) -> str | None:
             return os.readlink(f"/proc/self/fd/{place}").removesuffix(" (deleted)")
         except OSError:
             return None
-    return os.path.join(os.path.realpath(os.path.dirname(os.fspath(place)) or "."), os.path.basename(os.fspath(place)))
+    path = os.fsdecode(place)
+    return os.path.join(os.path.realpath(os.path.dirname(path) or "."), os.path.basename(path))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -134,10 +136,46 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_named() -> None:
     file = MetricsFile("/dev/full")
-    with pytest.raises(StorageError, match=r"/dev/full could not be extended by \d+ bytes: No space left"):
+    with pytest.raises(StorageError, match=r"/dev/full: \d+ bytes could not be appended: No space left.*--run-dir"):
         file.step(metrics())
     file.close()
     file.close()
+
+
+def test_what_a_full_disk_took_of_a_record_is_removed(tmp_path: Path) -> None:
+    """Also when it cannot be removed at once."""
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    file.step(metrics(iteration=1))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step, truncates in ((2, True), (3, False)):
+        whole = path.stat().st_size
+        with pytest.MonkeyPatch.context() as patch:
+            if not truncates:
+                patch.setattr(os, "ftruncate", refuse)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (whole + 100, limit[1]))
+            try:
+                with pytest.raises(StorageError, match="could not be appended: File too large"):
+                    file.step(metrics(iteration=step))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert path.stat().st_size == whole + (0 if truncates else 100)
+    file.step(metrics(iteration=4))
+    file.close()
+    assert list(read_steps(path)) == [1, 4]
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def refuse(*words: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_file_that_cannot_be_repaired_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind":"st')
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(StorageError, match=r"metrics.jsonl: its incomplete last line could not be removed: Input/out"):
+        MetricsFile(path)
 
 
 KILLED = """

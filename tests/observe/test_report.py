@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.record import Progress
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, StorageError
 from megatron.observe.metrics import Metrics
 from megatron.observe.metrics_file import read_records, read_steps
 from megatron.observe.report import Report, open_destinations
@@ -22,6 +22,9 @@ from tests.train.samples import WORKLOAD, Outcome, control_config, optim_config
 
 class Recorder:
     """A destination that records its calls."""
+
+    name = "the recorder"
+    is_buffered = False
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -97,16 +100,22 @@ def test_evaluation_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str])
     assert recorder.told == [("evaluation", 2, "valid", 1.0)]
 
 
-def test_every_destination_is_closed_even_if_one_fails() -> None:
+def test_every_destination_is_told_and_closed_even_if_one_fails(capsys: pytest.CaptureFixture[str]) -> None:
     class Failing(Recorder):
+        name = "the failing one"
+
+        def step(self, metrics: Metrics) -> None:
+            raise OSError(28, "No space left on device")
+
         def close(self) -> None:
-            raise OSError("disk")
+            raise SystemExit(3)
 
     recorder = Recorder()
     report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, destinations=[Failing(), recorder])
-    with pytest.raises(OSError, match="disk"):
-        report.close()
-    assert recorder.told == [("close",)]
+    report.step(progress_at(1), Outcome(loss=1.0), 0.1, 0.5)
+    report.close()
+    assert [call[0] for call in recorder.told] == ["step", "interval", "close"]
+    assert capsys.readouterr().err.splitlines()[-1] == "warning: the failing one lacks records of steps 1 to 1 (3)."
 
 
 def test_a_run_writes_metrics_and_one_events_file(tmp_path: Path) -> None:
@@ -148,6 +157,22 @@ def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="--wandb-project toys needs .*pip install wandb"):
         open_destinations(control_config(wandb_project="toys"), WORKLOAD, RunDirectory(tmp_path))
+
+
+def test_a_service_that_is_down_is_an_error_of_a_new_run_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def init(**settings: Any) -> None:
+        raise SystemExit("api.wandb.ai does not answer")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    control = control_config(wandb_project="toys")
+    with pytest.raises(StorageError, match="--wandb-project toys cannot be opened: api.wandb.ai .*WANDB_MODE=offline"):
+        open_destinations(control, WORKLOAD, RunDirectory(tmp_path))
+    opened = open_destinations(control, WORKLOAD, RunDirectory(tmp_path), is_resume=True)
+    assert [destination.name for destination in opened] == [str(tmp_path / "metrics.jsonl")]
+    assert "WANDB_MODE=offline" in (said := capsys.readouterr().err) and "goes on without it" in said
+    opened[0].close()
 
 
 def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.train.evaluation import evaluate, mean_loss
+from megatron.train.watchdog import Watch
 from tests.train.samples import control_config
 
 
@@ -29,6 +30,7 @@ class FakeRun:
         self.engine = SimpleNamespace(evaluate=lambda batches: next(self._answers))
         self.report = SimpleNamespace(evaluation=lambda *told: self.reported.append(told))
         self.open_loaders = 0
+        self.watch = Watch()
         self._answers = iter(answers)
 
     @contextlib.contextmanager

@@ -15,6 +15,7 @@ from megatron.train.history import History
 from megatron.train.loop import TrainedStep, check_numbers, run_to_end
 from megatron.train.signals import StopSignals
 from megatron.train.stop import Verdict
+from megatron.train.watchdog import Watch
 from tests.train.samples import Outcome, control_config, optim_config
 
 
@@ -23,6 +24,7 @@ class FakeRun:
 
     def __init__(self, *, train_iters: int = 3, outcome: Outcome | None = None, **control: Any) -> None:
         self.events: list[Any] = []
+        self.history = History()
         self.outcome = outcome or Outcome()
         self.verdicts: dict[int, Verdict] = {}
         self.config = SimpleNamespace(
@@ -35,6 +37,7 @@ class FakeRun:
         self.steps_in_flight = 0
         self.history = History()
         self.engine = SimpleNamespace(train_batch=self._train)
+        self.watch = Watch()
         self.report = SimpleNamespace(
             started=lambda progress: self.events.append(("started", progress.step)),
             step=lambda progress, step, rate, seconds: self.events.append(("report", progress.step)),
@@ -79,6 +82,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
     monkeypatch.setattr(loop, "save_run", save_run)
+    monkeypatch.setattr(loop, "hear_of_save", lambda run: None)
 
 
 def one_step(step: int) -> list[Any]:

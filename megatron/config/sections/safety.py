@@ -9,8 +9,8 @@ from megatron.config.flags.section import ConfigSection
 
 
 @dataclass(frozen=True)
-class SafetyConfig(ConfigSection):
-    """Timeouts, comparisons and limits beyond which a run stops or passes over data."""
+class SafetyRequest(ConfigSection):
+    """Timeouts, comparisons and limits beyond which a run stops or passes over data, as they were asked for."""
 
     hang_timeout_seconds: float | None = flag(
         None,
@@ -38,4 +38,13 @@ class SafetyConfig(ConfigSection):
     )
     resume_skip_poisoned: bool = flag(
         False, "pass over a batch at which --max-failed-starts starts have ended in NaN, instead of refusing to start"
+    )
+
+
+@dataclass(frozen=True)
+class SafetyConfig(SafetyRequest):
+    """The timeouts, comparisons and limits of a run."""
+
+    hang_timeout_seconds: float = flag(
+        300.0, "seconds without progress on any rank after which the run ends with code 76; 0 for no limit", at_least=0
     )

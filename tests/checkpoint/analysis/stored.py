@@ -22,6 +22,7 @@ def save_checkpoint(
     model: ModelConfig | None = None,
     seed: int = 0,
     chunk_bytes: int = 256,
+    check_finite: bool = True,
     **record: Any,
 ) -> OpenCheckpoint:
     """Saves a state, cut at random, as the checkpoint of a run of a network, and opens it."""
@@ -32,5 +33,6 @@ def save_checkpoint(
     }
     made = make_record(step, **{"config": config, **record})
     pieces = cut_for_ranks(state, 1, seed)[0]
-    path = save(folder, step, pieces, made.to_json(), ParallelMesh.single(), chunk_bytes=chunk_bytes)
+    mesh = ParallelMesh.single()
+    path = save(folder, step, pieces, made.to_json(), mesh, chunk_bytes=chunk_bytes, check_finite=check_finite)
     return OpenCheckpoint.newest(path)

@@ -1,0 +1,228 @@
+"""One thread of a run that writes its checkpoints while training continues.
+
+The main thread lists the pieces (`prepare`) and hands them over (`begin`); the thread copies them to host memory and
+writes the copy. Weights, masters and moments only change in the optimizer's update, so the copy runs beside the next
+forward and backward pass, and `wait_for_copy` is called before the update. The thread talks to those of the other ranks
+over `mesh.background`, which nothing else uses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+import torch
+
+from megatron import device, log
+from megatron.checkpoint.lock import CheckpointLock
+from megatron.checkpoint.saving import AfterCommit, write_snapshot
+from megatron.checkpoint.snapshot import Pieces, Snapshot, laid_out, take_snapshot
+from megatron.checkpoint.storage import Storage
+from megatron.errors import CheckpointError, PeerLostError
+from megatron.parallel.agreement import run_on_all
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.messages import is_lost_peer
+
+# How long the end of a run that failed waits for a writer that was told to stop: it may wait for a rank that hangs.
+_LEAVE_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended.
+
+    Attributes:
+        failure: what it raised; None if the checkpoint is committed.
+        seconds: from `begin` to its end.
+    """
+
+    step: int
+    failure: Exception | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PreparedSave:
+    """A save that is ready to begin: its step, its record, and this rank's pieces."""
+
+    step: int
+    record: Mapping[str, Any]
+    taken: Snapshot
+
+
+@final
+class BackgroundWriter:
+    """Writes the checkpoints of a run, one at a time, on a thread that is started once.
+
+    How a save ends is the same on all ranks, but they hear of it at different times. A context manager: leaving it
+    waits for a save that is being written, unless the run ends because of another rank or by an interrupt.
+
+    Args:
+        directory: where the checkpoints go.
+        after_commit: as for `write_snapshot`; called on the thread.
+        beat: called at each part of the work, to show that it advances.
+        storage: for tests.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        mesh: ParallelMesh,
+        *,
+        lock: CheckpointLock | None = None,
+        after_commit: AfterCommit | None = None,
+        beat: Callable[[], None] = lambda: None,
+        storage: Storage | None = None,
+    ) -> None:
+        self._directory = directory
+        self._mesh = dataclasses.replace(mesh, control=mesh.background)
+        self._lock = lock
+        self._after_commit = after_commit
+        self._beat = beat
+        self._storage = storage
+        self._buffer = device.host_buffer(0, mesh.device)
+        self._copies = device.HostCopies(mesh.device)
+        self._jobs: queue.SimpleQueue[tuple[PreparedSave, float] | None] = queue.SimpleQueue()
+        self._copied = _set_event()
+        self._idle = _set_event()
+        self._outcome: Outcome | None = None
+        self._is_abandoned = False
+        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> BackgroundWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_abandoned = failure is not None and _leaves_no_time(failure)
+        self._jobs.put(None)
+        self._thread.join(_LEAVE_SECONDS if self._is_abandoned else None)
+        outcome = self._outcome
+        if outcome is not None and outcome.failure is not None and not self._is_abandoned:
+            log.warning(f"the checkpoint of iteration {outcome.step} was not saved: {outcome.failure}")
+
+    def reserve(self, size_bytes: int) -> None:
+        """Takes host memory for copies of so many bytes, now rather than at the first save."""
+        if self._buffer.numel() < size_bytes:
+            self._buffer = device.host_buffer(size_bytes, self._mesh.device)
+
+    def prepare(self, step: int, pieces: Pieces, record: Mapping[str, Any]) -> PreparedSave:
+        """Lists what this rank saves; not collective.
+
+        Raises:
+            CheckpointError: as `take_snapshot`.
+        """
+        return PreparedSave(step, record, take_snapshot(list(pieces)))
+
+    def begin(self, save: PreparedSave) -> None:
+        """Begins a save and returns at once; on every rank, after `wait`.
+
+        Until `wait_for_copy` returns, the values of the pieces must not change.
+        """
+        if not self._idle.is_set():
+            raise RuntimeError("a save is being written; wait for it before the next one begins")
+        self.reserve(save.taken.size_bytes)
+        copied, copies = laid_out(save.taken, self._buffer)
+        self._copies.start(copies)
+        self._outcome = None
+        self._copied.clear()
+        self._idle.clear()
+        self._jobs.put((dataclasses.replace(save, taken=copied), time.monotonic()))
+
+    def wait_for_copy(self) -> None:
+        """Returns when the values that are being saved may change."""
+        self._wait(self._copied)
+        self._copies.hold_device()
+
+    def wait(self) -> None:
+        """Returns when no save is being written.
+
+        Raises:
+            CheckpointError: the thread has died.
+        """
+        self._wait(self._idle)
+
+    def take_outcome(self) -> Outcome | None:
+        """How the last save ended, once; None while it is being written.
+
+        Raises:
+            CheckpointError: the thread has died.
+        """
+        if not self._idle.is_set():
+            self._check_thread()
+            return None
+        outcome, self._outcome = self._outcome, None
+        return outcome
+
+    def _wait(self, event: threading.Event) -> None:
+        while not event.wait(_LOOK_SECONDS):
+            self._check_thread()
+
+    def _check_thread(self) -> None:
+        if not self._thread.is_alive():
+            raise CheckpointError(
+                "the thread that writes checkpoints has died, so none can be saved. Start again; give --no-async-save "
+                "if it dies again."
+            )
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                save, began_at = job
+                failure: Exception | None = None
+                try:
+                    self._write(save)
+                except Exception as caught:  # of any type: it becomes an error of the run
+                    failure = caught
+                self._outcome = Outcome(save.step, failure, time.monotonic() - began_at)
+                self._idle.set()
+        finally:
+            self._copied.set()
+
+    def _write(self, save: PreparedSave) -> None:
+        run_on_all(self._mesh, self._copy)
+        write_snapshot(
+            self._directory,
+            save.step,
+            save.taken,
+            save.record,
+            self._mesh,
+            lock=self._lock,
+            storage=self._storage,
+            after_commit=self._after_commit,
+            beat=self._advance,
+        )
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        try:
+            self._copies.copy_on_host()
+        finally:
+            self._copied.set()
+        self._copies.wait()
+
+    def _advance(self) -> None:
+        if self._is_abandoned:
+            raise CheckpointError("the run ended before the checkpoint was written.")
+        self._beat()
+
+
+def _leaves_no_time(failure: BaseException) -> bool:
+    """Whether a run ended for a reason that also ends the save: another rank is lost, or this one is interrupted."""
+    return not isinstance(failure, Exception) or isinstance(failure, PeerLostError) or is_lost_peer(failure)
+
+
+def _set_event() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event

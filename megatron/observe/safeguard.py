@@ -1,0 +1,136 @@
+"""Keeps a destination's failure from ending the run, and says what the destination lacks.
+
+What only records may fail: on a full disk, training goes on and saves. A file that takes each record at once is tried
+again at every record; a destination that writes in the background is off after its first failure, until the run is
+started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from megatron import log
+from megatron.checkpoint.record import Progress
+from megatron.observe.metrics import Metrics
+
+
+_UNFLUSHED = ("step", "passed")
+
+
+class Destination(Protocol):
+    """A destination of metrics besides the console.
+
+    Attributes:
+        name: what a warning calls it: its file, or service and project.
+        is_buffered: whether steps are only handed over, and known to be written once `interval` or `evaluation` has
+            returned; after a failure such a destination is not used again.
+    """
+
+    name: str
+    is_buffered: bool
+
+    def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
+        """Called when training starts or resumes."""
+
+    def step(self, metrics: Metrics) -> None:
+        """Called after every step."""
+
+    def interval(self, metrics: Metrics) -> None:
+        """Called after every log interval."""
+
+    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
+        """Called after a data group was evaluated."""
+
+    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+        """Called after a batch was passed over."""
+
+    def close(self) -> None:
+        """Called at the end of the run."""
+
+
+class Safeguard:
+    """A destination whose failures are reported instead of raised.
+
+    Every outage is one warning, its end is another, and `close` says which steps are missing.
+    """
+
+    def __init__(self, destination: Destination) -> None:
+        self.destination = destination
+        self._is_off = False
+        self._failing: str | None = None  # the call that fails
+        self._step = 0
+        self._unsure: int | None = None  # first step that was handed over but may not be written yet
+        self._lost: tuple[int, int] | None = None
+        self._reason = ""
+
+    def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
+        """Passes on that training starts or resumes."""
+        self._record("start", progress.step, lambda: self.destination.start(progress, arguments))
+
+    def step(self, metrics: Metrics) -> None:
+        """Passes on a step."""
+        self._record("step", metrics.iteration, lambda: self.destination.step(metrics))
+
+    def interval(self, metrics: Metrics) -> None:
+        """Passes on a log interval."""
+        self._record("interval", metrics.iteration, lambda: self.destination.interval(metrics))
+
+    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
+        """Passes on an evaluation."""
+        self._record("evaluation", progress.step, lambda: self.destination.evaluation(progress, group, loss))
+
+    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+        """Passes on that a batch was passed over."""
+        self._record("passed", batch["step"], lambda: self.destination.passed(progress, batch, number))
+
+    def close(self) -> None:
+        """Closes the destination, and warns of what it lacks."""
+        if not self._is_off:
+            self._attempt("close", self.destination.close)
+        if self._lost is not None:
+            first, last = self._lost
+            log.warning(f"{self.destination.name} lacks records of steps {first} to {last} ({self._reason}).")
+
+    def _record(self, call: str, step: int, act: Callable[[], None]) -> None:
+        self._step = step
+        if self._is_off:
+            self._lose(step)
+            return
+        self._unsure = step if self._unsure is None else self._unsure
+        if not self._attempt(call, act):
+            return
+        if call not in _UNFLUSHED or not self.destination.is_buffered:
+            self._unsure = None
+        if self._failing == call and self._lost is not None:
+            self._failing = None
+            first, last = self._lost
+            log.warning(f"{self.destination.name} is written again; it lacks records of steps {first} to {last}.")
+
+    def _attempt(self, call: str, act: Callable[[], None]) -> bool:
+        try:
+            act()
+        except (Exception, SystemExit) as failure:  # a client library may raise anything, even this
+            self._reason = _reason(failure)
+            self._is_off = self.destination.is_buffered
+            if self._failing is None:
+                outlook = "until it is started again" if self._is_off else "and tries again at every record"
+                log.warning(
+                    f"{self.destination.name} cannot be written: {self._reason}. The run goes on without it {outlook}."
+                )
+                self._failing = call
+            if self._unsure is not None:
+                self._lose(self._unsure)
+            self._unsure = None
+            return False
+        return True
+
+    def _lose(self, first: int) -> None:
+        self._lost = (first if self._lost is None else min(first, self._lost[0]), self._step)
+
+
+def _reason(failure: BaseException) -> str:
+    cause = failure.__cause__ or failure
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return " ".join(str(failure).split()).rstrip(".") or type(failure).__name__

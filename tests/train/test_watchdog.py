@@ -1,0 +1,43 @@
+"""What a rank says of its place, and what a watch of one process does."""
+
+from __future__ import annotations
+
+import time
+
+from megatron.parallel.watch.position import PHASES
+from megatron.train.watchdog import Watch
+
+
+def test_a_phase_is_progress_and_keeps_the_step() -> None:
+    watch = Watch()
+    time.sleep(0.02)
+    assert watch.seconds_without_progress() >= 0.02
+    watch.enter("data", 3)
+    assert watch.seconds_without_progress() < 0.02
+    watch.enter("forward")
+    before = watch._position
+    watch.beat()
+    after = watch._position
+    assert (after.phase, after.step, after.events) == ("forward", 3, before.events + 1)
+    assert after.at_seconds >= before.at_seconds
+
+
+def test_alternating_phases_are_compared_by_their_progress() -> None:
+    watch = Watch()
+    places = []
+    for phase in PHASES:
+        watch.enter(phase, 1)
+        places.append(watch._position.place())
+    assert places == sorted(places)
+    watch.enter("backward", 1)
+    backward = watch._position.place()
+    watch.enter("forward")
+    assert watch._position.place() > backward
+    watch.enter("data", 2)
+    assert watch._position.place() > backward
+
+
+def test_a_process_alone_has_nobody_to_tell() -> None:
+    with Watch() as watch:
+        assert watch.peers_answer()
+        watch.fail(1, "shown by the caller")
