@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron import __version__
-from megatron.config import RunConfig, SafetyConfig
+from megatron.config import SafetyConfig
 from megatron.errors import ExitCode
 from megatron.train.history import Attempt
 
@@ -55,11 +55,15 @@ def decide(attempts: Sequence[Attempt], resumed_step: int, settings: str, safety
     return Decision(_refusal(failures, step, limit, resumed_step, passes.count(step), is_poisoned))
 
 
-def settings_digest(config: RunConfig) -> str:
-    """A digest of what decides how a step goes: the program's version, the network, its data and their order."""
-    sections = {name: dataclasses.asdict(getattr(config, name)) for name in _SECTIONS}
-    layout = [getattr(config.parallel, name) for name in _LAYOUT]
-    values = [__version__, sections, layout, config.control.skip_ranges]
+def settings_digest(config: Mapping[str, Any]) -> str:
+    """A digest of what decides how a step goes: the program's version, the network, its data and their order.
+
+    Args:
+        config: the resolved configuration as `RunConfig.to_json` gives it.
+    """
+    sections = {name: config.get(name) for name in _SECTIONS}
+    layout = [config.get("parallel", {}).get(name) for name in _LAYOUT]
+    values = [__version__, sections, layout, config.get("control", {}).get("skip_train_iteration_range")]
     return hashlib.sha256(json.dumps(values, default=str, sort_keys=True).encode()).hexdigest()[:16]
 
 

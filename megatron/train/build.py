@@ -198,7 +198,7 @@ def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: 
     resumed_step = start.saved.record.progress.step if start.saved is not None and is_resume else 0
 
     def begin() -> list[Any]:
-        settings = settings_digest(config)
+        settings = settings_digest(config.to_json())
         attempts = history.open(Path(str(control.save)), start.identity.run_id)
         decided = decide(attempts, resumed_step, settings, safety)
         if decided.refusal is None:

@@ -2,8 +2,8 @@
 
 `history.jsonl` gets a line when the run starts, when it enters its training loop, and when it ends. Each is one write
 to the end of the file and is synced; a line that a crash left incomplete is passed over. A process that is killed
-writes none, so the step it is at stands in `.run.step`, a few bytes that are overwritten at every step: not synced, they
-survive the process but not always the machine. The next start reads them and writes the missing line.
+writes none, so the step it is at stands in `.run.step`, a few bytes that are overwritten at every step: not synced,
+they survive the process but not always the machine. The next start reads them and writes the missing line.
 
 Nothing here may end a run: what the file system refuses is a warning, once.
 """
@@ -86,6 +86,7 @@ class History:
         self._key = ""
         self._step: int | None = None
         self._marker: int | None = None
+        self._in_loop = False
         self._ending = threading.Lock()
         self._warned = False
 
@@ -113,18 +114,16 @@ class History:
         entries = {"resumed_step": resumed_step, "settings": settings, "passes": list(passes), "version": version}
         self._append("start", self._key, {**entries, "process": os.getpid()})
 
-    def entered_loop(self, step: int) -> None:
-        """Records that training begins after `step` steps; from here on an end counts."""
-        if not self._key or self._directory is None:
-            return
-        self._append("loop", self._key, {"step": step})
-        path = self._directory / STEP_NAME
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            self._marker = os.open(path, flags, 0o666)
-        except OSError as failure:
-            self._warn(path, failure)
+    @contextlib.contextmanager
+    def training(self, step: int) -> Iterator[None]:
+        """Records that training begins with a step; from here on an end counts."""
+        if self._key and self._directory is not None:
+            self._append("loop", self._key, {"step": step})
+            self._open_marker(self._directory / STEP_NAME)
         self.at(step)
+        self._in_loop = True
+        yield
+        self._in_loop = False
 
     def at(self, step: int) -> None:
         """Notes that training of a step begins; costs one write of a few bytes."""
@@ -146,19 +145,21 @@ class History:
             step: the step that was trained; None for the one that `at` was told last.
             code: the exit code that the process ends with.
             text: the error; its first line is kept.
-            asked: whether the end was wanted; by default, if it is success, or a requeue without an error.
+            asked: whether the end was wanted; by default, if it is success, or a signal that was obeyed. One that ended
+                training in the middle of a step, because another rank was lost, was not.
         """
         if not self._key or not self._ending.acquire(blocking=False):
             return
         if asked is None:
-            asked = code == ExitCode.DONE or (code == ExitCode.REQUEUE and not text)
+            asked = code == ExitCode.DONE or (code == ExitCode.REQUEUE and not (text and self._in_loop))
         first_line = _shown(text.strip().partition("\n")[0])
         reached = self._step if step is None else step
         self._append("end", self._key, {"step": reached, "code": int(code), "text": first_line, "asked": asked})
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Records an exception that leaves the block as the end of this start, and closes the files."""
+        """Records what ends the process within the block: an exception that leaves it, or another thread."""
+        forget = log.on_failure(self._note_failure)
         try:
             yield
         except BaseException as failure:
@@ -167,10 +168,15 @@ class History:
             if isinstance(failure, MegatronError):
                 code = int(failure.exit_code)
             text = str(failure) or type(failure).__name__
-            self.ended(getattr(failure, "step", None), code, text, asked=is_interrupt or None)
+            self.ended(getattr(failure, "step", None), code, text, asked=is_interrupt)
             raise
         finally:
+            forget()
             self._close()
+
+    def _note_failure(self, code: int, text: str) -> bool:
+        self.ended(None, code, text)
+        return False
 
     def _append(self, event: str, key: str, entries: Mapping[str, Any]) -> None:
         if self._directory is None:
@@ -189,6 +195,13 @@ class History:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+        except OSError as failure:
+            self._warn(path, failure)
+
+    def _open_marker(self, path: Path) -> None:
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._marker = os.open(path, flags, 0o666)
         except OSError as failure:
             self._warn(path, failure)
 

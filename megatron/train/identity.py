@@ -1,9 +1,9 @@
 """Which run a folder of checkpoints belongs to.
 
 A run draws an identity at its first start and keeps it through all restarts and layouts: it stands in the record of
-each of its checkpoints, and in the file `run.json` of its --save folder. By it a checkpoint that was copied from another
-run is told apart, and a folder is not filled with the steps of two runs. Checkpoints of older versions have none, and
-belong to any run.
+each of its checkpoints, and in the file `run.json` of its --save folder. By it a checkpoint that was copied from
+another run is told apart, and a folder is not filled with the steps of two runs. Checkpoints of older versions have
+none, and belong to any run.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ def train(run: Run) -> ExitCode:
         MegatronError: checkpoints can no longer be saved, or the loss is not finite.
     """
     run.report.started(run.progress)
-    run.history.entered_loop(run.progress.step + 1)
-    with run.rules.signals.steps_follow(run.watch):
+    with run.rules.signals.steps_follow(run.watch), run.history.training(run.progress.step + 1):
         verdict = train_steps(run)
         if verdict is Verdict.FAILED_SAVE:
             raise_failed_save(run)

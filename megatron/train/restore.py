@@ -73,7 +73,8 @@ def find_start(control: ControlConfig, mesh: ParallelMesh) -> Start:
     """
     saved = find_saved_run(control, mesh)
     if control.finetune and saved is not None:
-        own = run_on_first(mesh, lambda: _own_finetuning(control, saved))
+        base = saved
+        own = run_on_first(mesh, lambda: _own_finetuning(control, base))
         if own["continues"]:
             control = _resuming_itself(control)
             saved = find_saved_run(control, mesh)
@@ -202,7 +203,7 @@ def _source(control: ControlConfig, mesh: ParallelMesh) -> Path:
 
 
 def _run_id_of_folder(source: Path) -> str:
-    """The run whose checkpoints a folder should hold; empty for the folder of one checkpoint, which is meant as it is."""
+    """The run whose checkpoints a folder should hold; empty for the folder of one checkpoint, which is meant."""
     identity = None if (source / MANIFEST_NAME).exists() else identity_of(source)
     return "" if identity is None else identity.run_id
 

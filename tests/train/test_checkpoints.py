@@ -14,6 +14,7 @@ from megatron.errors import StorageError
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import checkpoints
 from megatron.train.checkpoints import run_record, save_run
+from megatron.train.identity import RunIdentity
 from tests.checkpoint.records import PLAN
 from tests.train.samples import control_config
 
@@ -60,6 +61,8 @@ def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
         progress=Progress(step, 8 * step, 80 * step),
         saved_step=None,
         failed_saves=0,
+        identity=RunIdentity("0123456789abcdef", {"run_id": "fedcba9876543210", "step": 3}),
+        passed_batches=({"step": 2, "first_sample": 8, "last_sample": 15},),
     )
 
 
@@ -154,6 +157,9 @@ def test_the_record_contains_all_state_except_tensors(disk: Disk) -> None:
         "data": {"of": "data"},
         "tokenizer": {"fingerprint": "f", "vocab_size": 600, "name": "GPT2BPE"},
         "program": {"version": __version__},
+        "run_id": "0123456789abcdef",
+        "finetuned_from": {"run_id": "fedcba9876543210", "step": 3},
+        "passed_batches": [{"step": 2, "first_sample": 8, "last_sample": 15}],
     }
 
 

@@ -35,6 +35,7 @@ class FakeRun:
         )
         self.progress = Progress()
         self.steps_in_flight = 0
+        self.history = History()
         self.engine = SimpleNamespace(train_batch=self._train)
         self.watch = Watch()
         self.report = SimpleNamespace(
