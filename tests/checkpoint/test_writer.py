@@ -111,9 +111,7 @@ def test_a_value_that_is_not_finite_is_refused_by_its_tensor(tmp_path: Path, dty
     taken = take_snapshot([(key, values)])
     write_pieces(tmp_path / "good", taken, 64, Storage())
     values[77] = value
-    with pytest.raises(
-        NumericsError, match=rf"tensor layer\.weight \(exp_avg\) holds {value} at element 77 of the piece"
-    ):
+    with pytest.raises(NumericsError, match=rf"tensor layer\.weight \(exp_avg\) holds {value} at element 77 of the"):
         write_pieces(tmp_path / "pieces", taken, 64, Storage())
     write_pieces(tmp_path / "other", taken, 64, Storage(), check_finite=False)
 

@@ -63,6 +63,8 @@ def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
         failed_saves=0,
         identity=RunIdentity("0123456789abcdef", {"run_id": "fedcba9876543210", "step": 3}),
         passed_batches=({"step": 2, "first_sample": 8, "last_sample": 15},),
+        writer=None,
+        save_failure=None,
     )
 
 

@@ -81,6 +81,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> None:
         run.events.append(("save", run.progress.step, must_succeed))
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(loop, "hear_of_save", lambda run: None)
     monkeypatch.setattr(loop, "save_run", save_run)
     monkeypatch.setattr(loop, "hear_of_save", lambda run: None)
 

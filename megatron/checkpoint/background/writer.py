@@ -62,8 +62,9 @@ class PreparedSave:
 class BackgroundWriter:
     """Writes the checkpoints of a run, one at a time, on a thread that is started once.
 
-    How a save ends is the same on all ranks, but they hear of it at different times. A context manager: leaving it
-    waits for a save that is being written, unless the run ends because of another rank or by an interrupt.
+    How a save ends is the same on all ranks, but they hear of it at different times. A context manager: entering it
+    starts the thread, and leaving it waits for a save that is being written, unless the run ends because of another
+    rank or by an interrupt.
 
     Args:
         directory: where the checkpoints go.
@@ -96,9 +97,9 @@ class BackgroundWriter:
         self._outcome: Outcome | None = None
         self._is_abandoned = False
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
-        self._thread.start()
 
     def __enter__(self) -> BackgroundWriter:
+        self._thread.start()
         return self
 
     def __exit__(
