@@ -99,9 +99,9 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         watch = closing.enter_context(Watch())
         lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history)
-        if run.writer is not None:
-            closing.enter_context(run.writer)
         run.watch = watch
+        if run.writer is not None:
+            closing.enter_context(run.writer).beat = watch.beat
         run.engine.on_phase = watch.enter
         closing.callback(run.close)
         closing.callback(run.report.close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -34,13 +34,12 @@ def open_writer(
     *,
     is_required: bool = False,
     after_commit: AfterCommit | None = None,
-    beat: Callable[[], None] = lambda: None,
 ) -> BackgroundWriter | None:
     """What saves a run in the background; None for a run that saves at once, or not at all; collective.
 
     Args:
         is_required: whether the user asked for it. Otherwise a run saves at once where memory is short.
-        after_commit, beat: as for `BackgroundWriter`.
+        after_commit: as for `BackgroundWriter`.
 
     Raises:
         ConfigError: it is required, and a copy of the state does not fit into host memory.
@@ -58,7 +57,7 @@ def open_writer(
         if engine.mesh.control.rank == 0:
             log.warning(f"{problem}: each save will hold up training until it is written, as with --no-async-save.")
         return None
-    writer = BackgroundWriter(Path(control.save), engine.mesh, lock=lock, after_commit=after_commit, beat=beat)
+    writer = BackgroundWriter(Path(control.save), engine.mesh, lock=lock, after_commit=after_commit)
     writer.reserve(size_bytes)
     engine.before_update(writer.wait_for_copy)
     return writer
@@ -161,10 +160,10 @@ def _wait_for_writer(run: Run, *, may_try_again: bool = False) -> None:
 
 
 def _save_at_once(run: Run, *, must_succeed: bool) -> None:
-    directory = Path(str(run.config.control.save))
+    directory, record = Path(str(run.config.control.save)), run_record(run).to_json()
     check_before_save(run)
     try:
-        save(directory, run.progress.step, _pieces(run), run_record(run).to_json(), run.mesh, lock=run.lock)
+        save(directory, run.progress.step, _pieces(run), record, run.mesh, lock=run.lock, beat=run.watch.beat)
     except StorageError as failure:
         if must_succeed or run.failed_saves > 0:
             raise

@@ -69,8 +69,10 @@ class BackgroundWriter:
     Args:
         directory: where the checkpoints go.
         after_commit: as for `write_snapshot`; called on the thread.
-        beat: called at each part of the work, to show that it advances.
         storage: for tests.
+
+    Attributes:
+        beat: called about once a second, on the thread that waits for a save or a copy, if that has advanced.
     """
 
     def __init__(
@@ -80,14 +82,13 @@ class BackgroundWriter:
         *,
         lock: CheckpointLock | None = None,
         after_commit: AfterCommit | None = None,
-        beat: Callable[[], None] = lambda: None,
         storage: Storage | None = None,
     ) -> None:
         self._directory = directory
         self._mesh = dataclasses.replace(mesh, control=mesh.background)
         self._lock = lock
         self._after_commit = after_commit
-        self._beat = beat
+        self.beat: Callable[[], None] = lambda: None
         self._storage = storage
         self._buffer = device.host_buffer(0, mesh.device)
         self._copies = device.HostCopies(mesh.device)
@@ -96,6 +97,7 @@ class BackgroundWriter:
         self._idle = _set_event()
         self._outcome: Outcome | None = None
         self._is_abandoned = False
+        self._parts = 0
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
 
     def __enter__(self) -> BackgroundWriter:
@@ -166,8 +168,12 @@ class BackgroundWriter:
         return outcome
 
     def _wait(self, event: threading.Event) -> None:
+        seen = self._parts
         while not event.wait(_LOOK_SECONDS):
             self._check_thread()
+            if self._parts != seen:
+                seen = self._parts
+                self.beat()
 
     def _check_thread(self) -> None:
         if not self._thread.is_alive():
@@ -215,7 +221,7 @@ class BackgroundWriter:
     def _advance(self) -> None:
         if self._is_abandoned:
             raise CheckpointError("the run ended before the checkpoint was written.")
-        self._beat()
+        self._parts += 1
 
 
 def _leaves_no_time(failure: BaseException) -> bool:

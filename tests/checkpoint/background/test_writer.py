@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,23 +124,43 @@ def test_leaving_waits_for_the_save_and_warns_of_its_failure(
     assert "warning: the checkpoint of iteration 2 was not saved: cannot write" in capfd.readouterr().err
 
 
+class CountingDisk(Storage):
+    """Takes a while for each part, and counts them."""
+
+    def __init__(self, seconds: float) -> None:
+        self.parts, self.seconds, self.has_begun = 0, seconds, threading.Event()
+
+    def write(self, handle: int, content: memoryview) -> int:
+        self.parts += 1
+        self.has_begun.set()
+        time.sleep(self.seconds)
+        return super().write(handle, content)
+
+
+def many_pieces(count: int) -> list[tuple[PieceKey, torch.Tensor]]:
+    return [(key_of(f"t{number}", 3), torch.ones(3)) for number in range(count)]
+
+
 @pytest.mark.parametrize("reason", [PeerLostError("gone"), KeyboardInterrupt(), RuntimeError("Broken pipe")], ids=repr)
 def test_a_run_that_lost_a_rank_or_is_interrupted_gives_up_its_save(tmp_path: Path, reason: BaseException) -> None:
-    beats: list[int] = []
-    waiting = threading.Event()
-
-    def beat() -> None:
-        beats.append(1)
-        waiting.wait(0.2)
-
-    with pytest.raises(type(reason)), BackgroundWriter(tmp_path, MESH, beat=beat) as writer:
-        pieces = [(key_of(f"t{number}", 3), torch.ones(3)) for number in range(200)]
-        writer.begin(writer.prepare(1, pieces, {}))
-        while not beats:
-            waiting.wait(0.01)
+    disk = CountingDisk(0.1)
+    with pytest.raises(type(reason)), BackgroundWriter(tmp_path, MESH, storage=disk) as writer:
+        writer.begin(writer.prepare(1, many_pieces(200), {}))
+        assert disk.has_begun.wait(PATIENCE_SECONDS)
         raise reason
-    assert 0 < len(beats) < 200
+    assert disk.parts < 100
     assert not list(tmp_path.glob("*")) and not list(tmp_path.glob(".*"))
+
+
+def test_who_waits_shows_that_the_save_advances(tmp_path: Path) -> None:
+    beats: list[threading.Thread] = []
+    with BackgroundWriter(tmp_path, MESH, storage=CountingDisk(0.1)) as writer:
+        writer.beat = lambda: beats.append(threading.current_thread())
+        writer.begin(writer.prepare(1, many_pieces(13), {}))
+        time.sleep(0.1)
+        assert not beats
+        writer.wait()
+    assert beats and set(beats) == {threading.main_thread()}
 
 
 def test_a_dead_thread_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
