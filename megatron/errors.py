@@ -5,7 +5,8 @@ An error text says what is wrong with its values and flags, what must hold, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -27,6 +28,20 @@ class MegatronError(Exception):
     """Base class of the errors that are shown as text, without a traceback."""
 
     exit_code = ExitCode.HUMAN
+
+
+def printable(value: object, letters: int = 200) -> str:
+    """A value from a file as a message may show it: short, and with nothing in it that steers a terminal.
+
+    A text is shown in quotes and with escapes, so that it can neither begin a line nor pass for words of the message.
+    """
+    if isinstance(value, str):
+        shown = repr(value[: letters + 1])
+    elif isinstance(value, (Mapping, list, tuple, set)):
+        shown = reprlib.repr(value)
+    else:
+        shown = repr(value)
+    return shown if len(shown) <= letters else shown[: letters - 3] + "..."
 
 
 class ConfigError(MegatronError):

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 from megatron.errors import ExitCode, MegatronError
+from megatron.secret_text import masked
 
 # Is told exit code and text of the error that ends this process; returns whether it shows the text.
 FailureListener = Callable[[int, str], bool]
@@ -240,7 +241,7 @@ def _describe(failure: BaseException) -> tuple[int, str]:
         return 128 + signal.SIGTERM, "ended by SIGTERM"
     if isinstance(failure, KeyboardInterrupt):
         return 128 + signal.SIGINT, "interrupted from the keyboard"
-    return 1, "".join(traceback.format_exception(failure))
+    return 1, masked("".join(traceback.format_exception(failure)))
 
 
 def _show(code: int, text: str) -> None:

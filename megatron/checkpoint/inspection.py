@@ -10,7 +10,7 @@ import torch
 
 from megatron.checkpoint.layout import Catalogue, whole
 from megatron.checkpoint.manifest import Manifest, read_manifest
-from megatron.checkpoint.reader import CheckpointReader, verify_files
+from megatron.checkpoint.reader import CheckpointReader, check_files, verify_files
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import Kind
@@ -55,7 +55,9 @@ def read_tensors(
         CheckpointError: a tensor is not in the checkpoint, does not have the wanted shape, or is damaged.
     """
     path = Path(path)
+    storage = storage or Storage()
     manifest = read_manifest(path, storage)
+    check_files(path, manifest, storage)
     catalogue = Catalogue.of(manifest.pieces)
     for name in catalogue.names() if names is None else names:
         stored_shape = catalogue.shape(name)

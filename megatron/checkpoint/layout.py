@@ -15,6 +15,11 @@ from megatron.parallel.pieces import Kind, PieceKey
 KINDS: tuple[Kind, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
 # Half precision stores the fp32 master only, fp32 the weight only: one can stand in for the other.
 _STAND_IN: dict[Kind, Kind] = {"weight": "master", "master": "weight"}
+_MOST_CORNERS = 2**18  # of the boxes of one tensor; the largest layouts have some thousands
+_MOST_PAIRS = 10_000
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Start and stop of a box."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ def check_complete(keys: Iterable[PieceKey]) -> None:
     Raises:
         CheckpointError: elements are missing or written twice, or pieces disagree about a tensor's shape.
     """
-    tensors: dict[tuple[str, Kind], dict[tuple[tuple[int, ...], tuple[int, ...]], list[PieceKey]]] = {}
+    tensors: dict[tuple[str, Kind], dict[Box, list[PieceKey]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for key in keys:
         if shapes.setdefault(key.name, key.shape) != key.shape:
@@ -189,25 +194,53 @@ def _check_tiled(what: str, members: list[PieceKey]) -> None:
         )
 
 
-def _check_boxes(
-    name: str, kind: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> None:
-    volume = 0
+def _check_boxes(name: str, kind: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
+    """Checks that boxes fill a tensor without overlap, in time proportional to their number.
+
+    A set of boxes covers exactly what another one does if the signed corners of both cancel: the indicator of a box is
+    the running sum, in every dimension, of +1 and -1 at its 2^d corners.
+    """
+    if len(boxes) == 1 and boxes[0] == ((0,) * len(shape), shape):
+        return
+    cut = [at for at, size in enumerate(shape) if any(start[at] or stop[at] != size for start, stop in boxes)]
+    if len(boxes) << len(cut) > _MOST_CORNERS:
+        raise CheckpointError(
+            f"tensor {name} ({kind}) is cut into {len(boxes)} boxes in {len(cut)} dimensions, which no layout does. "
+            "Each element must be written exactly once."
+        )
+    corners: dict[tuple[int, ...], int] = {}
+    for sign, (start, stop) in [(-1, ((0,) * len(shape), shape)), *((1, box) for box in boxes)]:
+        points: list[tuple[tuple[int, ...], int]] = [((), sign)]
+        for at in cut:
+            points = [
+                ((*point, place), weight * side)
+                for point, weight in points
+                for place, side in ((start[at], 1), (stop[at], -1))
+            ]
+        for point, weight in points:
+            corners[point] = corners.get(point, 0) + weight
+    if any(corners.values()):
+        raise CheckpointError(f"tensor {name} ({kind}): {_box_problem(shape, boxes)}")
+
+
+def _box_problem(shape: tuple[int, ...], boxes: list[Box]) -> str:
+    """Why sorted boxes do not tile a tensor; not every pair is looked at."""
+    looked_at = volume = 0
     for number, (start, stop) in enumerate(boxes):
         volume += math.prod(b - a for a, b in zip(start, stop, strict=True))
         for other_start, other_stop in boxes[number + 1 :]:
-            if start and other_start[0] >= stop[0]:
+            looked_at += 1
+            if looked_at > _MOST_PAIRS or (start and other_start[0] >= stop[0]):
                 break  # sorted by the first coordinate: no later box can meet this one
             if all(max(a, c) < min(b, d) for a, b, c, d in zip(start, stop, other_start, other_stop, strict=True)):
-                raise CheckpointError(
-                    f"tensor {name} ({kind}): boxes {_box_text(start, stop)} and {_box_text(other_start, other_stop)} "
-                    "overlap. The ranks must write each element exactly once."
+                return (
+                    f"boxes {_box_text(start, stop)} and {_box_text(other_start, other_stop)} overlap. The ranks must "
+                    "write each element exactly once."
                 )
-    if volume != math.prod(shape):
-        raise CheckpointError(
-            f"tensor {name} ({kind}): the ranks wrote {volume} of its {math.prod(shape)} elements "
-            f"(shape {list(shape)}). Each must be written exactly once."
-        )
+    return (
+        f"the ranks wrote {volume} of its {math.prod(shape)} elements (shape {list(shape)}), or some twice. Each must "
+        "be written exactly once."
+    )
 
 
 def _box_text(start: tuple[int, ...], stop: tuple[int, ...]) -> str:

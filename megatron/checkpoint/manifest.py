@@ -1,7 +1,9 @@
 """The manifest: what a checkpoint folder holds, with a digest of every 16 MiB, of every file, and of itself.
 
 `manifest.json` is JSON text whose last entry is the SHA-256 of all bytes before that entry, so no byte of it can change
-unnoticed. Nothing in it is trusted before it was checked: names are plain, numbers are in range, sizes match the files.
+unnoticed. A digest tells nothing about who wrote the text, so nothing in it is trusted before it was checked: what it
+takes in memory is bounded, names are plain, numbers are in range, the pieces of a file lie side by side up to its end,
+and pieces make up whole tensors.
 
 Format version 1, entries in order:
     format, format_version, step, run: the program's name for the format, 1, the step, a random name of the save.
@@ -25,9 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.checkpoint.layout import KINDS, StoredPiece, as_kind, key_problem
+import numpy as np
+
+from megatron.checkpoint.checks.bounded_json import LARGEST_BYTES, check_extent, parse_bounded
+from megatron.checkpoint.layout import KINDS, StoredPiece, as_kind, check_complete, key_problem
 from megatron.checkpoint.storage import Storage, opened, read_range
-from megatron.errors import CheckpointError, DamagedError, StorageError
+from megatron.errors import CheckpointError, DamagedError, StorageError, printable
 from megatron.parallel.pieces import PieceKey
 
 FORMAT = "megatron-pieces"
@@ -47,8 +52,10 @@ ITEM_BYTES: Mapping[str, int] = {
     "U8": 1,
 }
 
-_LARGEST_MANIFEST_BYTES = 512 * 2**20
 _LARGEST_NUMBER = 2**62
+_LONGEST_NAME = 500
+_LEAST_HEADER_BYTES = 10  # of a safetensors file: the length of its header, and {}
+_LEAST_FILE_BYTES = 16  # of a checkpoint on the disk, for every byte of memory that its manifest takes beyond the bound
 _SEAL = re.compile(rb'"digest": "([0-9a-f]{64})"\n}\n\Z')
 _SEAL_BYTES = len(b'"digest": "') + 64 + len(b'"\n}\n')
 _FILE_NAME = re.compile(r"pieces_[0-9]{5,7}\.safetensors\Z")
@@ -147,7 +154,7 @@ def read_manifest(folder: Path, storage: Storage | None = None, known: Manifest 
     """
     path = folder / MANIFEST_NAME
     storage = storage or Storage()
-    if folder.is_dir() and not storage.exists(path):
+    if storage.exists(folder) and not storage.exists(path):
         raise DamagedError(
             f"{folder} has no {MANIFEST_NAME}: it is not complete, or another program wrote it (then convert it first)."
         )
@@ -156,9 +163,10 @@ def read_manifest(folder: Path, storage: Storage | None = None, known: Manifest 
     if seal is None:
         raise DamagedError(f"{path} is damaged: it does not end with its digest. Use another checkpoint.")
     digest = seal.group(1).decode()
-    if hashlib.sha256(text[:-_SEAL_BYTES]).hexdigest() != digest:
+    if hashlib.sha256(memoryview(text)[:-_SEAL_BYTES]).hexdigest() != digest:
         raise DamagedError(f"{path} is damaged: its content does not have the digest {digest}. Use another checkpoint.")
-    manifest = known if known is not None and known.digest == digest else _checked(path, text, digest)
+    is_known = known is not None and known.digest == digest
+    manifest = known if known is not None and is_known else _checked(path, text, digest, storage)
     number = folder_step(folder.name)
     if number is not None and number != manifest.step:
         raise DamagedError(
@@ -197,55 +205,51 @@ def _errno_name(number: int) -> str:
     return errno.errorcode.get(number, str(number))
 
 
-def _read_whole(storage: Storage, path: Path) -> bytes:
+def _read_whole(storage: Storage, path: Path) -> bytearray:
     try:
         with opened(storage, path) as (handle, size_bytes):
-            if size_bytes > _LARGEST_MANIFEST_BYTES:
-                raise DamagedError(
-                    f"{path} has {size_bytes} bytes; a manifest has at most {_LARGEST_MANIFEST_BYTES}. "
-                    "Use another checkpoint."
-                )
+            if 2 * size_bytes > LARGEST_BYTES:
+                largest_bytes = (LARGEST_BYTES + _more_bytes(storage, path)) // 2
+                if size_bytes > largest_bytes:
+                    raise DamagedError(
+                        f"{path} has {size_bytes} bytes; a manifest has at most {largest_bytes} beside files of the "
+                        "size of these. Use another checkpoint."
+                    )
             content = bytearray(size_bytes)
             read_range(storage, handle, memoryview(content), 0)
-            return bytes(content)
+            return content
     except OSError as failure:
         raise unreadable(path, failure) from failure
 
 
-def _checked(path: Path, text: bytes, digest: str) -> Manifest:
+def _more_bytes(storage: Storage, path: Path) -> int:
+    """The memory that a manifest may take beyond the usual: a checkpoint that fills a large disk has many pieces."""
+    try:
+        return storage.taken_bytes(path.parent) // _LEAST_FILE_BYTES
+    except OSError as failure:
+        raise unreadable(path, failure) from failure
+
+
+def _checked(path: Path, text: bytes | bytearray, digest: str, storage: Storage) -> Manifest:
     """Parses a manifest whose digest is right.
 
     Raises:
         DamagedError, CheckpointError: as `read_manifest`.
     """
-    values = _parse(path, text)
+    try:
+        values = parse_bounded(text, lambda: _more_bytes(storage, path))
+        check_extent(values.get("record"))
+    except ValueError as failure:
+        raise DamagedError(f"{path} is not a manifest: {failure}. Use another checkpoint.") from failure
     if values.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {values.get('format')!r}, not {FORMAT!r}: another program wrote it.")
-    if values.get("format_version") != FORMAT_VERSION:
+        shown = printable(values.get("format"))
+        raise CheckpointError(f"{path} has format {shown}, not {FORMAT!r}: another program wrote it.")
+    if type(values.get("format_version")) is not int or values["format_version"] != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format_version {values.get('format_version')!r}; this program reads {FORMAT_VERSION}. "
-            "Read it with the program version that wrote it."
+            f"{path} has format_version {printable(values.get('format_version'))}; this program reads "
+            f"{FORMAT_VERSION}. Read it with the program version that wrote it."
         )
     return _Parser(path, values).manifest(digest)
-
-
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        values: dict[str, Any] = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as failure:
-        raise DamagedError(f"{path} is not a manifest: {failure}. Use another checkpoint.") from failure
-    return values  # certainly an object: the text ends with the brace of the seal
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError("a name appears twice in one object")
-    return values
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 class _Parser:
@@ -263,57 +267,111 @@ class _Parser:
         if not isinstance(record, dict):
             self._refuse("record is no object")
         run = self.values.get("run")
+        if not isinstance(run, str) or len(run) > _LONGEST_NAME:
+            self._refuse(f"run is {printable(run)}, not a name")
         files = tuple(self._file(row, chunk_bytes) for row in self._rows("files", 4))
         if len({file.name for file in files}) != len(files):
             self._refuse("a file appears twice")
         tensors = [self._tensor(row) for row in self._rows("tensors", 2)]
         if len({name for name, _ in tensors}) != len(tensors):
             self._refuse("a tensor appears twice")
-        pieces = tuple(self._piece(row, files, tensors) for row in self._rows("pieces", 9))
-        types: dict[tuple[str, str], str] = {}
-        for piece in pieces:
-            if types.setdefault((piece.key.name, piece.key.kind), piece.dtype) != piece.dtype:
-                self._refuse(f"the pieces of tensor {piece.key.name} ({piece.key.kind}) have different element types")
+        pieces = self._pieces(files, tensors)
         step = self._number(self.values.get("step"), "step")
-        return Manifest(step, str(run), record, chunk_bytes, files, pieces, digest)
+        self._check_files(files, pieces)
+        self._check_tensors(tensors, pieces)
+        return Manifest(step, run, record, chunk_bytes, files, pieces, digest)
 
     def _file(self, row: list[Any], chunk_bytes: int) -> StoredFile:
         name, size, digest, chunks = row
         if not isinstance(name, str) or not _FILE_NAME.match(name):
-            self._refuse(f"file name {name!r} is not of the form pieces_00000.safetensors")
+            self._refuse(f"file name {printable(name)} is not of the form pieces_00000.safetensors")
         size_bytes = self._number(size, f"size of {name}")
         if not isinstance(chunks, list) or len(chunks) != -(-size_bytes // chunk_bytes):
             self._refuse(f"{name} has {size_bytes} bytes, which does not fit its number of chunk digests")
         for text in [digest, *chunks]:
             if not isinstance(text, str) or not _DIGEST.match(text):
-                self._refuse(f"{text!r} is not a SHA-256 digest of {name}")
+                self._refuse(f"{printable(text)} is not a SHA-256 digest of {name}")
         return StoredFile(name, size_bytes, digest, tuple(chunks))
 
     def _tensor(self, row: list[Any]) -> tuple[str, tuple[int, ...]]:
         name, shape = row
-        if not isinstance(name, str) or not name:
-            self._refuse(f"tensor name {name!r} is no text")
+        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+            self._refuse(f"tensor name {printable(name)} is no text of up to {_LONGEST_NAME} printable letters")
         return name, self._numbers(shape, f"shape of {name}")
 
-    def _piece(
-        self, row: list[Any], files: tuple[StoredFile, ...], tensors: list[tuple[str, tuple[int, ...]]]
-    ) -> StoredPiece:
-        first, last, begin = (self._number(row[place], "a piece") for place in (5, 6, 8))
-        name, shape = self._entry(tensors, row[0])
-        kind = as_kind(self._entry(self.values.get("kinds"), row[1]))
-        dtype = self._entry(self.values.get("types"), row[2])
-        file = self._entry(files, row[7])
-        if kind is None or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-            self._refuse(f"tensor {name} has unknown kind or element type {dtype!r}")
-        start, stop = self._numbers(row[3], f"start of {name}"), self._numbers(row[4], f"stop of {name}")
-        key = PieceKey(name, kind, shape, start, stop, first, last)
-        problem = key_problem(key)
-        if problem is not None:
-            self._refuse(f"a piece of tensor {name}: {problem}")
-        piece = StoredPiece(key, dtype, ITEM_BYTES[dtype], row[7], begin)
-        if piece.end_bytes > file.size_bytes:
-            self._refuse(f"a piece of tensor {name} ends at byte {piece.end_bytes} of {file.name}, beyond its end")
-        return piece
+    def _pieces(
+        self, files: tuple[StoredFile, ...], tensors: list[tuple[str, tuple[int, ...]]]
+    ) -> tuple[StoredPiece, ...]:
+        """Reads the pieces; each row is given up as soon as it is read, so that not all are in memory twice."""
+        kinds, types = self.values.get("kinds"), self.values.get("types")
+        dtypes: dict[tuple[int, int], str] = {}
+        pieces = []
+        rows: list[Any] = self._rows("pieces", 9)
+        for at, row in enumerate(rows):
+            rows[at] = None
+            for place in (0, 1, 2, 5, 6, 7, 8):
+                if type(row[place]) is not int or not 0 <= row[place] <= _LARGEST_NUMBER:
+                    self._number(row[place], "an index" if place in (0, 1, 2, 7) else "a piece")
+            name, shape = self._entry(tensors, row[0])
+            kind, dtype = as_kind(self._entry(kinds, row[1])), self._entry(types, row[2])
+            if kind is None or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+                self._refuse(f"tensor {name} has unknown kind or element type {printable(dtype)}")
+            file = self._entry(files, row[7])
+            start, stop = self._numbers(row[3], f"start of {name}"), self._numbers(row[4], f"stop of {name}")
+            key = PieceKey(name, kind, shape, start, stop, row[5], row[6])
+            problem = key_problem(key)
+            if problem is not None:
+                self._refuse(f"a piece of tensor {name}: {problem}")
+            piece = StoredPiece(key, dtype, ITEM_BYTES[dtype], row[7], row[8])
+            if piece.end_bytes > file.size_bytes:
+                self._refuse(f"a piece of tensor {name} ends at byte {piece.end_bytes} of {file.name}, beyond its end")
+            if dtypes.setdefault((row[0], row[1]), dtype) != dtype:
+                self._refuse(f"the pieces of tensor {name} ({kind}) have different element types")
+            pieces.append(piece)
+        return tuple(pieces)
+
+    def _check_files(self, files: tuple[StoredFile, ...], pieces: tuple[StoredPiece, ...]) -> None:
+        """In every file the pieces must lie side by side, from behind its header to its end."""
+        file = np.array([piece.file for piece in pieces], dtype=np.int64)
+        begin = np.array([piece.begin_bytes for piece in pieces], dtype=np.int64)
+        end = np.array([piece.end_bytes for piece in pieces], dtype=np.int64)
+        order = np.lexsort((begin, file))
+        file, begin, end = file[order], begin[order], end[order]
+        firsts = np.flatnonzero(np.diff(file, prepend=-1))
+        held = set(file[firsts].tolist())
+        for number, stored in enumerate(files):
+            if number not in held:
+                self._refuse(f"no piece lies in {stored.name}")
+        expected = np.concatenate([[0], end[:-1]])
+        expected[firsts] = begin[firsts]
+        wrong = np.flatnonzero(begin != expected)
+        if wrong.size:
+            at = int(wrong[0])
+            piece, place = pieces[int(order[at])], int(begin[at])
+            what = "overlaps the one before it" if place < expected[at] else "leaves a hole before it"
+            name = files[piece.file].name
+            self._refuse(f"the piece of tensor {piece.key.name} at byte {place} of {name} {what}")
+        for at in firsts[begin[firsts] < _LEAST_HEADER_BYTES].tolist():
+            piece = pieces[int(order[at])]
+            name = files[piece.file].name
+            self._refuse(f"the piece of tensor {piece.key.name} at byte {int(begin[at])} lies in the header of {name}")
+        for at in [*(firsts[1:] - 1).tolist(), *([len(end) - 1] if len(end) else [])]:
+            stored = files[int(file[at])]
+            if end[at] != stored.size_bytes:
+                self._refuse(f"{stored.name} has {stored.size_bytes} bytes, but its pieces end at byte {int(end[at])}")
+
+    def _check_tensors(self, tensors: list[tuple[str, tuple[int, ...]]], pieces: tuple[StoredPiece, ...]) -> None:
+        """Pieces must make up whole tensors, else an older checkpoint is the better one."""
+        held = {piece.key.name for piece in pieces}
+        for name, _ in tensors:
+            if name not in held:
+                self._refuse(f"no piece of tensor {name} is in any file")
+        if not pieces:
+            self._refuse("it lists no pieces")
+        try:
+            check_complete(piece.key for piece in pieces)
+        except CheckpointError as failure:
+            raise DamagedError(f"{self.path} is not whole: {failure} Use another checkpoint.") from failure
 
     def _rows(self, name: str, width: int) -> list[list[Any]]:
         rows = self.values.get(name)
@@ -321,25 +379,26 @@ class _Parser:
             self._refuse(f"{name} is no list of rows of {width}")
         return rows
 
-    def _entry(self, table: Any, number: Any) -> Any:
-        place = self._number(number, "an index")
-        if not isinstance(table, list | tuple) or place >= len(table):
-            self._refuse(f"index {place} points beyond its table")
-        return table[place]
+    def _entry(self, table: Any, number: int) -> Any:
+        if not isinstance(table, list | tuple) or number >= len(table):
+            self._refuse(f"index {number} points beyond its table")
+        return table[number]
 
     def _numbers(self, values: Any, what: str) -> tuple[int, ...]:
         if not isinstance(values, list) or len(values) > 16:
             self._refuse(f"{what} is no list of numbers")
         product = 1
         for value in values:
-            product *= max(1, self._number(value, what))
+            if type(value) is not int or value < 0:
+                self._number(value, what)
+            product *= max(1, value)
         if product > _LARGEST_NUMBER:
             self._refuse(f"{what} is too large")
         return tuple(values)
 
     def _number(self, value: Any, what: str) -> int:
         if type(value) is not int or not 0 <= value <= _LARGEST_NUMBER:
-            self._refuse(f"{what} is {value!r}, not a whole number in range")
+            self._refuse(f"{what} is {printable(value)}, not a whole number in range")
         return value
 
     def _refuse(self, problem: str) -> NoReturn:

@@ -18,6 +18,8 @@ from typing import final
 import numpy as np
 import torch
 
+from megatron.checkpoint.checks.finite import first_not_finite
+from megatron.checkpoint.checks.header import LENGTH_BYTES, header_problem, longest_header_bytes
 from megatron.checkpoint.copies import Copies, Integers
 from megatron.checkpoint.layout import Catalogue, StoredPiece, plan_piece
 from megatron.checkpoint.manifest import Manifest, StoredFile, unreadable
@@ -36,6 +38,7 @@ _OPEN_FILES = 32
 class _Span:
     """A range of bytes inside one chunk of one file, with the copies from it into one wanted piece (all in bytes)."""
 
+    stored: StoredPiece
     file: int
     chunk: int
     low: int
@@ -68,6 +71,7 @@ class CheckpointReader:
         wanted: pieces and what to do with their values; `accept` gets a flat CPU tensor in the stored element type, in
             fp32 for masters and moments, and may cast it into its own. The order of the calls is that of the files.
         catalogue: of the manifest's pieces, where the caller has it.
+        finite: whether a value that is NaN or infinite counts as damage. No run can continue from one.
 
     Raises:
         CheckpointError: something wanted is not stored.
@@ -80,8 +84,11 @@ class CheckpointReader:
         wanted: Wanted,
         storage: Storage | None = None,
         catalogue: Catalogue | None = None,
+        *,
+        finite: bool = True,
     ) -> None:
         self._folder = folder
+        self._finite = finite
         self._manifest = manifest
         self._storage = storage or Storage()
         catalogue = catalogue or Catalogue.of(manifest.pieces)
@@ -100,9 +107,9 @@ class CheckpointReader:
         """Reads every needed chunk once and compares its digest; no tensor is touched.
 
         Raises:
-            DamagedError: a file is missing, has another size, or a chunk another digest; names file, bytes and tensor.
+            DamagedError: a file is missing, has another size, a chunk another digest, or a value is not finite; names
+                file, bytes and tensor.
         """
-        names = {span_id: piece.key.name for piece in self._wanted for span_id in map(id, piece.spans)}
         size = self._manifest.chunk_bytes
         needed = self.needed_chunks()
         largest = max((min(size, self._file(file).size_bytes - chunk * size) for file, chunk in needed), default=0)
@@ -116,11 +123,13 @@ class CheckpointReader:
                 if hashlib.sha256(content).hexdigest() != stored.chunks[chunk]:
                     raise DamagedError(
                         f"{self._folder / stored.name} is damaged between bytes {start} and {start + len(content)}, "
-                        f"where tensor {names[id(spans[0])]} lies: the digest differs from the manifest's. "
+                        f"where tensor {spans[0].stored.key.name} lies: the digest differs from the manifest's. "
                         "Use another checkpoint."
                     )
                 for span in spans:
                     span.checksum = zlib.crc32(content[span.low - start : span.high - start])
+                    if self._finite:
+                        self._check_finite(span, content, start)
 
     def deliver(self) -> None:
         """Reads each wanted piece and hands it over; only after `verify()`.
@@ -131,6 +140,20 @@ class CheckpointReader:
         with _OpenFiles(self._folder, self._manifest.files, self._storage) as files:
             for piece in self._wanted:
                 piece.accept(self._assemble(files, piece))  # no name keeps the values: one piece at a time is in memory
+
+    def _check_finite(self, span: _Span, content: memoryview, start: int) -> None:
+        """Checks the whole elements in a span of a chunk that begins at `start`."""
+        stored = span.stored
+        low = span.low + (stored.begin_bytes - span.low) % stored.item_bytes
+        high = span.high - (span.high - stored.begin_bytes) % stored.item_bytes
+        found = first_not_finite(content[low - start : max(low, high) - start], stored.dtype)
+        if found is not None:
+            place = low + found * stored.item_bytes
+            raise DamagedError(
+                f"{self._folder / self._file(span.file).name} holds a value that is not finite at byte {place}, in "
+                f"tensor {stored.key.name} ({stored.key.kind}): the run that saved it had diverged. "
+                "Use an older checkpoint."
+            )
 
     def _assemble(self, files: _OpenFiles, piece: _WantedPiece) -> torch.Tensor:
         values = torch.empty(piece.key.numel, dtype=piece.dtype)
@@ -185,6 +208,7 @@ def _spans(stored: StoredPiece, copies: Copies, chunk_bytes: int) -> Iterator[_S
         part_high = np.minimum(high[begin:end], border)
         base = int(part_low[0])
         yield _Span(
+            stored,
             stored.file,
             chunk,
             base,
@@ -244,22 +268,28 @@ class _OpenFiles:
 
 
 def check_files(folder: Path, manifest: Manifest, storage: Storage) -> None:
-    """Opens every file of a checkpoint and compares its size, without reading it.
+    """Opens every file of a checkpoint and compares its size and its safetensors header; its data is not read.
 
     Raises:
-        DamagedError: a file is missing, not plain, or has another size.
+        DamagedError: a file is missing, not plain, has another size, or its header differs from the manifest.
     """
-    for stored in manifest.files:
-        path = folder / stored.name
-        try:
-            handle, size_bytes = storage.open_to_read(path)
-            storage.close(handle)
-        except OSError as failure:
-            raise unreadable(path, failure) from failure
-        if size_bytes != stored.size_bytes:
-            raise DamagedError(
-                f"{path} has {size_bytes} bytes, but its manifest says {stored.size_bytes}. Use another checkpoint."
-            )
+    held: dict[int, list[StoredPiece]] = {}
+    for piece in manifest.pieces:
+        held.setdefault(piece.file, []).append(piece)
+    with _OpenFiles(folder, manifest.files, storage) as files:
+        for number, stored in enumerate(manifest.files):
+            pieces = held[number]
+            length = memoryview(bytearray(LENGTH_BYTES))
+            files.read(number, length, 0)
+            announced = int.from_bytes(length, "little")
+            expected = min(piece.begin_bytes for piece in pieces) - LENGTH_BYTES
+            problem: str | None = f"its header has {announced} bytes, and the manifest leaves {expected} for it"
+            if announced == expected <= longest_header_bytes(pieces):
+                header = bytearray(announced)
+                files.read(number, memoryview(header), LENGTH_BYTES)
+                problem = header_problem(header, pieces)
+            if problem is not None:
+                raise DamagedError(f"{folder / stored.name} is damaged: {problem}. Use another checkpoint.")
 
 
 def verify_files(folder: Path, manifest: Manifest, storage: Storage) -> None:

@@ -13,8 +13,8 @@ from megatron.checkpoint.loading import Check, load
 from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, folder_step, read_manifest
 from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX
 from megatron.checkpoint.reader import Wanted, check_files
-from megatron.checkpoint.storage import Storage
-from megatron.errors import CheckpointError, DamagedError, StorageError
+from megatron.checkpoint.storage import Storage, opened, read_range
+from megatron.errors import CheckpointError, DamagedError, StorageError, printable
 from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
 
@@ -23,8 +23,10 @@ _CHECKPOINT_LIKE = re.compile(
     r"iter_.*|\.old-iter_.*|global_step.*|step[-_]?\d+.*|checkpoint.*|epoch.*|release|mp_rank_.*|zero_pp_rank_.*|layer_\d+.*|"
     r"latest.*|\.metadata|metadata\.json|common\.pt|model_optim_rng.*|model_states.*|optim_states.*|pytorch_model.*|"
     r".*\.(pt|pth|bin|ckpt|distcp|safetensors|nemo|npz|msgpack|zarr)",
-    re.IGNORECASE,
+    re.IGNORECASE | re.DOTALL,
 )
+
+_LONGEST_HINT_BYTES = 40
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,12 @@ def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
     """The checkpoint folders in a directory, newest first; none when it is absent or holds nothing of the kind.
 
     A directory that is a checkpoint folder itself is its own only candidate. The file
-    `latest_checkpointed_iteration.txt` is not consulted.
+    `latest_checkpointed_iteration.txt` is not consulted. A symbolic link in the directory is no checkpoint, since what
+    it leads to can be replaced behind the run's back; it is passed over with a warning.
 
     Raises:
-        CheckpointError: there is no checkpoint folder, but something that looks like another program's checkpoint.
+        CheckpointError: there is no checkpoint folder, but links to some, or something that looks like another
+            program's checkpoint.
         StorageError: the directory cannot be listed.
     """
     directory = Path(directory)
@@ -74,12 +78,22 @@ def find(directory: Path, *, storage: Storage | None = None) -> list[Candidate]:
     found = [
         (step, not name.startswith(ASIDE_PREFIX), name) for name in names if (step := folder_step(name)) is not None
     ]
-    if found:
+    links = [name for _, _, name in found if storage.is_link(directory / name)]
+    if links:
+        log.warning(f"{directory} holds symbolic links ({', '.join(links[:5])}), which are not followed")
+    if len(found) > len(links):
+        found = [entry for entry in found if entry[2] not in links]
         return [Candidate(directory / name, step) for step, _, name in sorted(found, reverse=True)]
+    if links:
+        raise CheckpointError(
+            f"{directory} holds no checkpoint but symbolic links ({', '.join(links[:5])}), which are not followed. "
+            "Give --load the folder that a link leads to, or copy it here."
+        )
     foreign = [name for name in names if _CHECKPOINT_LIKE.fullmatch(name)]
     if foreign:
+        shown = ", ".join(map(printable, foreign[:5]))
         raise CheckpointError(
-            f"{directory} holds no checkpoint of this program, but something like one: {', '.join(foreign[:5])}. "
+            f"{directory} holds no checkpoint of this program, but something like one: {shown}. "
             "Convert it first (tools/import_megatron.py, tools/import_hf.py), or give --load a directory that is empty "
             "to start from scratch."
         )
@@ -180,7 +194,7 @@ def _newest(directory: Path, attempt: Callable[[Path], Found], mesh: ParallelMes
             skipped.append(f"{path.name}: {damage}")
             continue
         if mesh.control.rank == 0:
-            _compare_with_hint(directory, path, skipped)
+            _compare_with_hint(directory, path, skipped, storage)
         return found
     if skipped:
         raise CheckpointError(
@@ -190,12 +204,24 @@ def _newest(directory: Path, attempt: Callable[[Path], Found], mesh: ParallelMes
     return None
 
 
-def _compare_with_hint(directory: Path, path: Path, skipped: list[str]) -> None:
+def _compare_with_hint(directory: Path, path: Path, skipped: list[str], storage: Storage) -> None:
     if skipped:
         log.warning(f"continuing from {path}, which is older than {len(skipped)} damaged or foreign checkpoint(s)")
-    try:
-        hint = (directory / HINT_NAME).read_text(errors="replace")[:40].strip()
-    except OSError:
+    hint = _read_hint(directory / HINT_NAME, storage)
+    if hint is None:
         return
     if hint != str(folder_step(path.name)) and not skipped:
-        log.warning(f"{directory / HINT_NAME} says {hint!r}; ignoring it, the newest good checkpoint is {path.name}")
+        log.warning(
+            f"{directory / HINT_NAME} says {printable(hint)}; ignoring it, the newest good checkpoint is {path.name}"
+        )
+
+
+def _read_hint(path: Path, storage: Storage) -> str | None:
+    """The first letters of the hint; None if there is no such plain file."""
+    try:
+        with opened(storage, path) as (handle, size_bytes):
+            content = bytearray(min(size_bytes, _LONGEST_HINT_BYTES))
+            read_range(storage, handle, memoryview(content), 0)
+    except OSError:
+        return None
+    return content.decode(errors="replace").strip()

@@ -39,6 +39,18 @@ class Storage:
         """Whether there is an entry of that name."""
         return os.path.lexists(path)
 
+    def is_link(self, path: Path) -> bool:
+        """Whether the entry of that name is a symbolic link."""
+        return os.path.islink(path)
+
+    def taken_bytes(self, path: Path) -> int:
+        """Bytes of the disk that the plain files of a directory take; holes in them take none."""
+        with os.scandir(path) as entries:
+            sizes = [
+                entry.stat(follow_symlinks=False).st_blocks for entry in entries if entry.is_file(follow_symlinks=False)
+            ]
+        return 512 * sum(sizes)
+
     def create(self, path: Path) -> int:
         """Opens a file for writing that must not exist yet."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

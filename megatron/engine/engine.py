@@ -19,6 +19,7 @@ from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.pipeline import StageHooks, announce_phases
 from megatron.engine.stage_build import build_module
 from megatron.engine.totals import StepResult, StepTotals
+from megatron.engine.update_gate import Decision, UpdateGate
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.network import LayerSpec, LayerStack
 from megatron.model.interface.step_context import StepSettings
@@ -43,6 +44,7 @@ class Engine:
         settings: the DeepSpeed configuration, see `ds_config.deepspeed_config`.
         steps: settings shared by all micro-batches; its dtype is that of `precision`.
         seed: seed of the initial parameter values.
+        skip_spikes: standard deviations above the recent mean from which a step is not applied; None for no limit.
 
     Attributes:
         on_phase: called with the phase that this rank enters: forward, backward, p2p (pipelines), step or evaluation.
@@ -58,6 +60,7 @@ class Engine:
         settings: Mapping[str, Any],
         steps: StepSettings,
         seed: int,
+        skip_spikes: float | None = None,
     ) -> None:
         self.objective = objective
         self.optim = optim
@@ -79,6 +82,8 @@ class Engine:
             self.deepspeed.clip_fp32_gradients = self._clip_gradients
         if self.is_pipelined:
             announce_phases(self.deepspeed, self._enter)
+        self.gate = UpdateGate(mesh, spike_deviations=skip_spikes, allows_overflow=precision.fp16)
+        self.gate.guard(self.deepspeed.optimizer, self.optimizer)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -86,7 +91,9 @@ class Engine:
         return self.deepspeed.basic_optimizer
 
     def before_update(self, work: Callable[[], None]) -> RemovableHandle:
-        """Registers work to be done before each optimizer update; `remove()` of the result ends that."""
+        """Registers work to be done before each optimizer update that is applied; `remove()` of the result ends
+        that.
+        """
         return self.optimizer.register_step_pre_hook(lambda *_: work())
 
     @property
@@ -151,6 +158,7 @@ class Engine:
         if weight_decay is not None:
             set_weight_decay(self.optimizer, weight_decay)
         batches = self._prepare(micro_batches)
+        self.gate.expect(self._figures)
         self.module.train()
         if self.is_pipelined:
             self.deepspeed.train_batch(data_iter=_pipeline_input(batches))
@@ -161,7 +169,9 @@ class Engine:
             self.objective.metric_sizes,
             gradient_norm=self._gradient_norm(),
             sample_count=count * self.optim.micro_batch_size * self.mesh.batch.size,
-            skipped=not self.deepspeed.was_step_applied(),
+            skipped=self.precision.fp16 and not self.deepspeed.was_step_applied(),
+            is_spike=self.gate.decision is Decision.SPIKE,
+            bad_in_a_row=self.gate.bad_in_a_row,
             loss_scale=self._loss_scale(),
         )
 
@@ -243,10 +253,16 @@ class Engine:
     def _take_auxiliary(self, losses: AuxiliaryLosses) -> None:
         self._totals.add_auxiliary(losses.sums())
 
+    def _figures(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean loss and gradient norm of the step, when its gradients are complete."""
+        loss_sum, tokens = self._totals.over_ranks(self.mesh)[:2]
+        norm = torch.as_tensor(self._gradient_norm(), dtype=torch.float64, device=self.mesh.device)
+        return loss_sum / tokens.clamp(min=1.0), norm.reshape(())
+
     def _gradient_norm(self) -> torch.Tensor | float:
         if self.zero_stage == 0:
             return self._last_norm
-        norm = self.deepspeed.get_global_grad_norm()
+        norm = getattr(self.deepspeed.optimizer, "_global_grad_norm", None)
         return float("nan") if norm is None else norm
 
     def _loss_scale(self) -> float:

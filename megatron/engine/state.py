@@ -78,7 +78,7 @@ def _owned_slices(engine: Engine) -> Iterator[tuple[OptimizerSlice, int, int]]:
         if not part.is_counted or part.numel == 0:
             continue
         first, last = 0, part.numel
-        if _is_replicated_over_data(engine):
+        if updates_weights_directly(engine):
             first, last = _share(part.numel, engine.mesh.gradient.rank, engine.mesh.gradient.size)
         if first < last:
             yield part, first, last
@@ -120,19 +120,46 @@ def refresh_weights(engine: Engine, update_count: int | None) -> None:
 
 def optimizer_slices(engine: Engine) -> Iterator[OptimizerSlice]:
     """Yields the slices of the local parameters in a fixed order."""
+    return (part for parameter in engine.module.parameters() if (part := slice_of(engine, parameter)) is not None)
+
+
+def slice_of(engine: Engine, parameter: nn.Parameter) -> OptimizerSlice | None:
+    """The slice of a local parameter; None if this rank updates nothing of it."""
     wrapper = engine.deepspeed.optimizer
-    for parameter in engine.module.parameters():
-        spec = shard_spec_of(parameter)
-        found: tuple[int, torch.Tensor, torch.Tensor, int] | None
-        if hasattr(wrapper, "fp32_partitioned_groups_flat"):
-            found = _stage_three_slice(engine, wrapper, parameter)
-        elif wrapper is engine.optimizer:
-            found = (0, parameter.data.view(-1), parameter, 0)
-        else:
-            found = _partitioned_slice(engine, parameter)
-        if found is not None:
-            name: str = parameter.global_name  # type: ignore[attr-defined]
-            yield OptimizerSlice(name, spec, *found, is_counted=spec.is_counted(engine.mesh))
+    spec = shard_spec_of(parameter)
+    found: tuple[int, torch.Tensor, torch.Tensor, int] | None
+    if hasattr(wrapper, "fp32_partitioned_groups_flat"):
+        found = _stage_three_slice(engine, wrapper, parameter)
+    elif updates_weights_directly(engine):
+        found = (0, parameter.data.view(-1), parameter, 0)
+    else:
+        found = _partitioned_slice(engine, parameter)
+    if found is None:
+        return None
+    name: str = parameter.global_name  # type: ignore[attr-defined]
+    return OptimizerSlice(name, spec, *found, is_counted=spec.is_counted(engine.mesh))
+
+
+def updates_weights_directly(engine: Engine) -> bool:
+    """Whether the optimizer updates the network's own weights, all of them on every data-parallel rank (ZeRO 0)."""
+    return engine.deepspeed.optimizer is engine.optimizer
+
+
+def moment_kinds(engine: Engine) -> tuple[Kind, ...]:
+    """The moments that the optimizer keeps."""
+    return tuple(_MOMENTS[engine.optim.optimizer])
+
+
+def moments(engine: Engine, part: OptimizerSlice) -> Iterator[tuple[Kind, torch.Tensor]]:
+    """The moments of a slice; missing ones are created as zeros."""
+    state = engine.optimizer.state[part.flat]
+    length = part.master.numel()
+    if engine.optim.optimizer == "adam" and "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=part.flat.device)
+    for kind, name in _MOMENTS[engine.optim.optimizer].items():
+        if state.get(name) is None:
+            state[name] = torch.zeros_like(part.flat)
+        yield kind, state[name].view(-1).narrow(0, part.offset, length)
 
 
 def _partitioned_slice(engine: Engine, parameter: nn.Parameter) -> tuple[int, torch.Tensor, torch.Tensor, int] | None:
@@ -174,22 +201,10 @@ def _refresh_stage_three(wrapper: object) -> None:
 
 
 def _tensors(engine: Engine, part: OptimizerSlice, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
-    """The weight or master weight of a slice, then its moments; missing moments are created as zeros."""
+    """The weight or master weight of a slice, then its moments."""
     yield "weight" if engine.precision.dtype_name == "float32" else "master", part.master
-    if not with_optimizer:
-        return
-    state = engine.optimizer.state[part.flat]
-    length = part.master.numel()
-    if engine.optim.optimizer == "adam" and "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=part.flat.device)
-    for kind, name in _MOMENTS[engine.optim.optimizer].items():
-        if state.get(name) is None:
-            state[name] = torch.zeros_like(part.flat)
-        yield kind, state[name].view(-1).narrow(0, part.offset, length)
-
-
-def _is_replicated_over_data(engine: Engine) -> bool:
-    return engine.deepspeed.optimizer is engine.optimizer
+    if with_optimizer:
+        yield from moments(engine, part)
 
 
 def _share(length: int, rank: int, size: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ class StepTotals:
     def __init__(self, metric_sizes: Mapping[str, int], on_device: torch.device) -> None:
         self._sizes = dict(metric_sizes)
         self._sums = torch.zeros(2 + sum(self._sizes.values()), dtype=torch.float64, device=on_device)
+        self._is_reduced = False
 
     def add(self, result: ObjectiveResult, auxiliary: Mapping[str, torch.Tensor]) -> None:
         """Adds one micro-batch, without synchronizing.
@@ -45,11 +46,14 @@ class StepTotals:
             offset += size
 
     def over_ranks(self, mesh: ParallelMesh) -> torch.Tensor:
-        """The sums of the whole global batch, on every rank; collective.
+        """The sums of the whole global batch, on every rank; the first call is collective.
 
         Shapes: `[2 + metrics]` float64.
         """
-        return all_reduce_sum(all_reduce_sum(self._sums, mesh.loss), mesh.pp)
+        if not self._is_reduced:
+            self._is_reduced = True
+            all_reduce_sum(all_reduce_sum(self._sums, mesh.loss), mesh.pp)
+        return self._sums
 
 
 class StepResult:
@@ -62,6 +66,9 @@ class StepResult:
             gradient_norm: global 2-norm of the gradient before clipping, on the device or the host.
             sample_count: samples of the global batch.
             skipped: whether the update was skipped because an fp16 gradient overflowed.
+            is_spike: whether the update was skipped because loss or norm were far above the recent ones.
+            bad_in_a_row: number of consecutive steps, this one included, whose update was skipped because loss or norm
+                were not finite or a spike; 0 if that of this one was not.
             loss_scale: the loss scale (1 outside fp16).
     """
 
@@ -74,9 +81,13 @@ class StepResult:
         sample_count: int,
         skipped: bool,
         loss_scale: float,
+        is_spike: bool = False,
+        bad_in_a_row: int = 0,
     ) -> None:
         self.sample_count = sample_count
         self.skipped = skipped
+        self.is_spike = is_spike
+        self.bad_in_a_row = bad_in_a_row
         self.loss_scale = loss_scale
         self._sizes = dict(metric_sizes)
         norm = torch.as_tensor(gradient_norm, dtype=torch.float64, device=sums.device).reshape(1)

@@ -40,7 +40,15 @@ class StepOutcome(Protocol):
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was skipped."""
+        """Whether the loss scaler skipped the update."""
+
+    @property
+    def is_spike(self) -> bool:
+        """Whether the update was skipped because of --skip-spikes."""
+
+    @property
+    def bad_in_a_row(self) -> int:
+        """Number of consecutive bad steps, this one included; 0 if it is not one."""
 
     @property
     def loss_scale(self) -> float:
@@ -118,7 +126,7 @@ class Metrics:
         loss_scale: the loss scale in fp16; None otherwise.
         gradient_norm: gradient norm of the last step before clipping; None if unknown.
         skipped_iterations: number of covered steps whose update was skipped.
-        nan_iterations: number of covered steps whose loss was NaN or infinite.
+        nan_iterations: number of covered steps whose loss or, outside fp16, gradient norm was NaN or infinite.
         samples_per_second: over all replicas.
         tokens_per_second: over all replicas.
         teraflops_per_device: TFLOPs per second and device.
@@ -184,8 +192,8 @@ def measure(
         lm_loss=outcome.loss,
         loss_scale=loss_scale,
         gradient_norm=outcome.gradient_norm,
-        skipped_iterations=int(outcome.skipped),
-        nan_iterations=int(not math.isfinite(outcome.loss)),
+        skipped_iterations=int(outcome.skipped or outcome.bad_in_a_row > 0),
+        nan_iterations=int(not math.isfinite(outcome.loss) or (outcome.bad_in_a_row > 0 and not outcome.is_spike)),
         samples_per_second=samples_per_second,
         tokens_per_second=samples_per_second * workload.tokens_per_sample,
         teraflops_per_device=samples_per_second * workload.flops_per_sample / workload.device_count / 1e12,

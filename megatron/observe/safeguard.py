@@ -14,7 +14,6 @@ from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.observe.metrics import Metrics
 
-
 _UNFLUSHED = ("step", "passed")
 
 

@@ -232,6 +232,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
         deepspeed_config(config),
         step_settings(config),
         config.random.seed,
+        config.safety.skip_spikes,
     )
 
 

@@ -21,6 +21,7 @@ from megatron.errors import ConfigError, StorageError
 from megatron.parallel.agreement import run_on_all
 from megatron.parallel.pieces import PieceKey
 from megatron.tokenizers.record import TokenizerRecord
+from megatron.train.numerics import check_before_save
 from megatron.train.run import Run
 
 
@@ -62,6 +63,7 @@ def save_run(run: Run, *, must_succeed: bool = False) -> None:
 
     Raises:
         StorageError: the file system failed; earlier checkpoints are intact.
+        NumericsError: see `check_before_save`.
         MegatronError: an earlier save in the background failed for another reason.
     """
     if run.config.control.save is None:
@@ -73,6 +75,7 @@ def save_run(run: Run, *, must_succeed: bool = False) -> None:
         return
     prepared = run_on_all(run.mesh, lambda: _prepare(run, must_succeed=must_succeed))
     if prepared is not None:
+        check_before_save(run)
         run.writer.begin(prepared)
     elif run.saved_step != run.progress.step:
         _save_at_once(run, must_succeed=True)
@@ -119,6 +122,7 @@ def run_record(run: Run) -> Record:
         run_id=run.identity.run_id,
         finetuned_from=run.identity.finetuned_from,
         passed_batches=run.passed_batches,
+        recent=run.engine.gate.to_json(),
     )
 
 
@@ -145,6 +149,7 @@ def _wait_for_writer(run: Run, *, may_try_again: bool = False) -> None:
 
 def _save_at_once(run: Run, *, must_succeed: bool) -> None:
     directory = Path(str(run.config.control.save))
+    check_before_save(run)
     try:
         save(directory, run.progress.step, _pieces(run), run_record(run).to_json(), run.mesh, lock=run.lock)
     except StorageError as failure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -10,10 +9,11 @@ from dataclasses import dataclass
 from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.config.schedule import learning_rate, weight_decay
-from megatron.errors import ExitCode, NumericsError
+from megatron.errors import ExitCode
 from megatron.observe.metrics import StepOutcome
 from megatron.train.checkpoints import hear_of_save, raise_failed_save, save_run
 from megatron.train.evaluation import evaluate
+from megatron.train.numerics import check_numbers, check_replicas
 from megatron.train.run import Run
 from megatron.train.stop import Verdict
 
@@ -50,7 +50,7 @@ def train(run: Run) -> ExitCode:
         MegatronError: checkpoints can no longer be saved, or the loss is not finite.
     """
     run.report.started(run.progress)
-    with run.rules.signals.steps_follow(), run.history.training(run.progress.step + 1):
+    with run.rules.signals.steps_follow(run.watch), run.history.training(run.progress.step + 1):
         verdict = train_steps(run)
         if verdict is Verdict.FAILED_SAVE:
             raise_failed_save(run)
@@ -70,11 +70,12 @@ def train_steps(run: Run) -> Verdict:
         rate = learning_rate(optim, consumed)
         run.watch.enter("data", run.progress.step + 1)
         step = run.engine.train_batch(run.train_batches(), rate, weight_decay(optim, consumed))
-        run.progress = run.progress.after(
-            step.sample_count, step.sample_count * run.config.data.seq_length, step.skipped
-        )
+        tokens = step.sample_count * run.config.data.seq_length
+        run.progress = run.progress.after(step.sample_count, tokens, step.skipped, step.bad_in_a_row > 0)
         trained.append(TrainedStep(run.progress, step, rate, time.monotonic() - started_at))
         report_steps(run, trained, keep=run.steps_in_flight)
+        if run.is_due(run.config.safety.check_replicas_interval):
+            check_replicas(run)
         if run.is_due(run.config.control.eval_interval):
             report_steps(run, trained)
             evaluate(run, f"iteration {run.progress.step}")
@@ -101,7 +102,7 @@ def report_steps(run: Run, trained: deque[TrainedStep], keep: int = 0) -> None:
     while len(trained) > keep:
         step = trained.popleft()
         run.report.step(step.progress, step.result, step.learning_rate, step.seconds)
-        check_numbers(run, step)
+        check_numbers(run, step.progress, step.result)
 
 
 def finish(run: Run) -> ExitCode:
@@ -123,22 +124,3 @@ def evaluate_only(run: Run) -> ExitCode:
     evaluate(run, f"iteration {run.progress.step}")
     evaluate(run, f"iteration {run.progress.step}", split="test")
     return ExitCode.DONE
-
-
-def check_numbers(run: Run, step: TrainedStep) -> None:
-    """Ends the run when the loss or the gradient norm is not finite; the bad step is not saved.
-
-    Does not apply to fp16, where the loss scaler skips steps that overflow.
-
-    Raises:
-        NumericsError: the loss or gradient norm is not finite.
-    """
-    loss, gradient_norm = step.result.loss, step.result.gradient_norm
-    if run.config.precision.fp16 or (math.isfinite(loss) and math.isfinite(gradient_norm)):
-        return
-    raise NumericsError(
-        f"iteration {step.progress.step}: loss {loss}, gradient norm {gradient_norm}. The weights are no longer usable "
-        f"and were not saved. Resume from the last checkpoint with a lower --lr, a longer warm-up or "
-        "--skip-train-iteration-range.",
-        step=step.progress.step,
-    )

@@ -170,6 +170,7 @@ def load_tensors(control: ControlConfig, engine: Engine, saved: SavedRun | None)
     if control.finetune:
         log.info(f"finetuning the weights of {loaded.path} from iteration 0")
         return record, Progress()
+    engine.gate.restore(record.recent)
     progress = record.progress
     log.info(
         f"resumed {loaded.path}: iteration {progress.step}, {progress.consumed_samples} samples, "

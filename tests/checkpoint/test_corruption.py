@@ -171,6 +171,38 @@ def put(*places: Any) -> Callable[[dict[str, Any]], object]:
     return change
 
 
+def shift(values: dict[str, Any], amount: int) -> None:
+    """Moves all pieces in their files."""
+    for piece in values["pieces"]:
+        piece[8] += amount
+
+
+def last_first(values: dict[str, Any]) -> list[Any]:
+    """The only piece that is left, which begins where the manifest says and ends with the file."""
+    piece = values["pieces"][0]
+    size = {"F32": 4}[values["types"][piece[2]]] * (piece[6] - piece[5])
+    values["pieces"][:] = [piece]
+    values["files"][0][1], values["files"][0][3] = size + 2, ["0" * 64] * -(-(size + 2) // values["chunk_bytes"])
+    values["tensors"] = [values["tensors"][piece[0]]]
+    piece[0] = 0
+    return list.__getitem__(values["pieces"], 0)  # type: ignore[no-any-return]
+
+
+def first_of_two(values: dict[str, Any]) -> None:
+    """Two pieces of one size say that they hold the same elements."""
+    rows = values["pieces"]
+    one, other = next(
+        (one, other)
+        for one in rows
+        for other in rows
+        if one is not other
+        and one[:3] == other[:3]
+        and one[3:5] == other[3:5]
+        and one[6] - one[5] == other[6] - other[5]
+    )
+    one[5:7] = other[5:7]
+
+
 HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("format", "pickle"), "has format 'pickle'"),
     (put("format_version", 2), "has format_version 2; this program reads 1"),
@@ -204,6 +236,29 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("pieces", 0, 6, 10**6), "range .* does not lie in a box"),
     (put("pieces", 0, 8, 10**6), "ends at byte .*, beyond its end"),
     (put("pieces", 0, 7, 1), "index 1 points beyond its table"),
+    (put("run", 5), "run is 5, not a name"),
+    (put("run", "x" * 501), "run is 'x+\\.\\.\\., not a name"),
+    (put("format_version", True), "has format_version True; this program reads 1"),
+    (
+        put("tensors", 0, 0, "a\x1b]0;b\x07"),
+        r"tensor name 'a\\x1b\]0;b\\x07' is no text of up to 500 printable letters",
+    ),
+    (put("tensors", 0, 0, "a\nb"), r"tensor name 'a\\nb' is no text"),
+    (put("tensors", 0, 0, "\ud800"), r"tensor name '\\ud800' is no text"),
+    (put("tensors", 0, 0, "x" * 501), "is no text of up to 500 printable letters"),
+    (lambda values: values["tensors"].append(["more", [1]]), "no piece of tensor more is in any file"),
+    (put("pieces", []), "no piece lies in pieces_00000.safetensors"),
+    (lambda values: values.update(pieces=[], files=[], tensors=[]), "it lists no pieces"),
+    (lambda values: values["pieces"].pop(), r"leaves a hole before it|has \d+ bytes, but its pieces end at byte \d+"),
+    (
+        lambda values: values["pieces"].append(values["pieces"][-1]),
+        r"at byte \d+ of pieces_\S+ overlaps the one before",
+    ),
+    (lambda values: shift(values, -4), r"lies in the header|overlaps|pieces end at byte \d+"),
+    (lambda values: shift(values, -(10**9)), r"a piece is -\d+, not a whole number in range"),
+    (lambda values: last_first(values).__setitem__(8, 2), r"at byte 2 lies in the header of pieces_00000"),
+    (lambda values: first_of_two(values), r"is not whole: .* are in (no|two) piece"),
+    (put("record", {"a": [0] * 2**20}), "is not a manifest: it holds more than 1048576 values"),
 ]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
+import time
 
 import numpy as np
 import pytest
@@ -85,6 +88,64 @@ def test_a_save_must_cover_every_element_once(
 ) -> None:
     with pytest.raises(CheckpointError, match=text):
         check_complete(PieceKey("a", "weight", (9,), *piece) for piece in pieces)
+
+
+def test_many_boxes_are_checked_in_time_proportional_to_their_number() -> None:
+    """A tensor cut in its second dimension only: every box begins at the same row."""
+    columns = 30_000
+    boxes = [PieceKey("a", "weight", (4, columns), (0, at), (4, at + 1), 0, 4) for at in range(columns)]
+    began_at = time.process_time()
+    check_complete(boxes)
+    assert time.process_time() - began_at < 5  # pair by pair it takes minutes
+    wide = PieceKey("a", "weight", (4, columns), (0, 20_006), (4, 20_008), 0, 8)
+    with pytest.raises(CheckpointError, match=rf"wrote {4 * columns} of its {4 * columns} elements .* or some twice"):
+        check_complete([*boxes[:20_005], wide, *boxes[20_007:]])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 5), max_size=3), st.integers(0, 2**32))
+def test_completeness_is_that_of_counting_elements(shape: list[int], seed: int) -> None:
+    random_cuts = random.Random(seed)
+    keys = cut_keys("a", "weight", tuple(shape), random_cuts)
+    change = random_cuts.choice(("none", "lose", "repeat", "grow", "other cut"))
+    at = random_cuts.randrange(len(keys))
+    if change == "lose":
+        del keys[at]
+    elif change == "repeat":
+        keys.append(keys[at])
+    elif change == "grow":
+        keys[at] = dataclasses.replace(keys[at], last=keys[at].box_numel)
+    elif change == "other cut":
+        keys[at:] = cut_keys("a", "weight", tuple(shape), random_cuts)[at:]
+    counts = np.zeros(shape, dtype=int)
+    for key in keys:
+        box = counts[(*(slice(a, b) for a, b in zip(key.start, key.stop, strict=True)), ...)]
+        flat = box.reshape(-1).copy()
+        flat[key.first : key.last] += 1
+        box[...] = flat.reshape(key.box_shape)
+    try:
+        check_complete(keys)
+    except CheckpointError:
+        by_box = {(key.start, key.stop): 0 for key in keys}
+        for key in keys:
+            by_box[key.start, key.stop] += key.numel
+        assert (counts != 1).any() or any(
+            numel != math.prod(b - a for a, b in zip(*box, strict=True)) for box, numel in by_box.items()
+        )
+    else:
+        assert not keys or (counts == 1).all()
+
+
+def test_a_tensor_in_more_boxes_than_any_layout_makes_is_refused() -> None:
+    shape = (64, 64, 64)
+    boxes = [
+        PieceKey("a", "weight", shape, (x, y, z), (x + 1, y + 1, z + 2), 0, 2)
+        for x in range(64)
+        for y in range(64)
+        for z in range(0, 64, 2)
+    ]
+    with pytest.raises(CheckpointError, match="is cut into 131072 boxes in 3 dimensions, which no layout does"):
+        check_complete(boxes)
 
 
 def test_pieces_must_agree_on_the_shape() -> None:

@@ -49,17 +49,20 @@ def test_a_checkpoint_contains_only_safetensors_and_a_manifest(
     assert verify(path).step == 7
 
 
-STORED = StoredPiece(PieceKey("a", "exp_avg", (4, 6), (0, 2), (4, 4), 1, 7), "BF16", 2, 0, 64)
-FILE = StoredFile("pieces_00000.safetensors", 100, "0" * 64, ("1" * 64, "2" * 64))
+STORED = tuple(
+    StoredPiece(PieceKey("a", "exp_avg", (4, 6), (0, 0), (4, 6), first, last), "BF16", 2, 0, 64 + 2 * first)
+    for first, last in ((0, 7), (7, 24))
+)
+FILE = StoredFile("pieces_00000.safetensors", 112, "0" * 64, ("1" * 64, "2" * 64))
 
 
 def test_a_manifest_round_trips(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000012"
     folder.mkdir()
-    text = manifest_bytes(12, "run", RECORD, 64, [FILE], [STORED])
+    text = manifest_bytes(12, "run", RECORD, 64, [FILE], STORED)
     (folder / "manifest.json").write_bytes(text)
     manifest = read_manifest(folder)
-    assert manifest == Manifest(12, "run", RECORD, 64, (FILE,), (STORED,), manifest.digest)
+    assert manifest == Manifest(12, "run", RECORD, 64, (FILE,), STORED, manifest.digest)
     assert text.endswith(f'"digest": "{manifest.digest}"\n}}\n'.encode())
 
 

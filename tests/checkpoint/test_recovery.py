@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron.checkpoint import DamagedError, Found, find, load_newest, manifest, newest_record, verify
+from megatron.checkpoint import (
+    DamagedError,
+    Found,
+    find,
+    load,
+    load_newest,
+    manifest,
+    newest_record,
+    save,
+    saving,
+    verify,
+)
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, StorageError
-from megatron.parallel.pieces import PieceKey
-from tests.checkpoint.fake_pieces import make_state, whole_sink
+from megatron.parallel.pieces import Kind, PieceKey
+from tests.checkpoint.fake_pieces import cut_for_ranks, make_state, whole_sink
 from tests.checkpoint.saved_state import MESH, RECORD, save_state
 
 
@@ -155,3 +169,89 @@ def test_a_found_checkpoint_may_disappear(tmp_path: Path) -> None:
     sink = whole_sink(make_state())
     assert load_newest(tmp_path, sink.wanted, MESH, known=found) == Found(RECORD, tmp_path / "iter_0000001")
     sink.check()
+
+
+def test_symbolic_links_are_not_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_state(tmp_path / "run", 1, seed=1)
+    elsewhere = save_state(tmp_path / "elsewhere", 5, seed=5)
+    (tmp_path / "run" / "iter_0000005").symlink_to(elsewhere)
+    (tmp_path / "run" / "iter_0000007").symlink_to(tmp_path / "nowhere")
+    assert [candidate.step for candidate in find(tmp_path / "run")] == [1]
+    text = capsys.readouterr().err
+    assert "holds symbolic links (iter_0000005, iter_0000007), which are not followed" in text
+    sink = whole_sink(make_state(seed=1))
+    assert load_newest(tmp_path / "run", sink.wanted, MESH) == Found(RECORD, tmp_path / "run" / "iter_0000001")
+    sink.check()
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "iter_0000005").symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match=r"no checkpoint but symbolic links \(iter_0000005\).* Give --load the"):
+        find(tmp_path / "links")
+    found = newest_record(tmp_path / "links" / "iter_0000005", MESH)  # named by the user
+    assert found is not None and found.record == RECORD
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "large", "bytes"])
+def test_a_hostile_hint_is_ignored(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    save_state(tmp_path, 2, seed=2)
+    hint = tmp_path / "latest_checkpointed_iteration.txt"
+    hint.unlink()
+    if kind == "fifo":
+        os.mkfifo(hint)
+    elif kind == "directory":
+        hint.mkdir()
+    elif kind == "large":
+        hint.touch()
+        os.truncate(hint, 2**40)
+    else:
+        hint.write_bytes(b"\xff\x1b]0;owned\x07\n7")
+    sink = whole_sink(make_state(seed=2))
+    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000002")
+    text = capsys.readouterr().err
+    assert "\x1b" not in text
+    assert ("ignoring it" in text) is (kind in ("large", "bytes"))
+
+
+def test_names_of_foreign_files_are_escaped(tmp_path: Path) -> None:
+    (tmp_path / "model\x1b]0;owned\x07\n.pt").touch()
+    with pytest.raises(CheckpointError, match=r"something like one: 'model\\x1b\]0;owned\\x07\\n\.pt'\. Convert"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", ["master", "exp_avg", "exp_avg_sq"])
+def test_a_checkpoint_with_values_that_are_not_finite_is_passed_over(
+    tmp_path: Path, kind: Kind, value: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_state(tmp_path, 1, seed=1)
+    state = make_state(seed=2)
+    state["decoder.layers.0.mlp.linear_fc2.weight", kind][3, 7] = value
+    path = save(tmp_path, 2, cut_for_ranks(state, 1, 2)[0], RECORD, MESH, chunk_bytes=256, check_finite=False)
+    touched: list[torch.Tensor] = []
+    with pytest.raises(
+        DamagedError,
+        match=r"pieces_00000.safetensors holds a value that is not finite at byte \d+, in tensor "
+        rf"decoder.layers.0.mlp.linear_fc2.weight \({kind}\): the run that saved it had diverged",
+    ):
+        load(path, [(key, touched.append) for key, _ in whole_sink(state).expected], MESH)
+    assert not touched
+    sink = whole_sink(make_state(seed=1))
+    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000001")
+    sink.check()
+    assert f"skipping checkpoint {path}: " in capsys.readouterr().err
+    assert verify(path).step == 2  # its bytes are those that were written
+
+
+def test_a_checkpoint_with_missing_pieces_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_state(tmp_path, 1, seed=1)
+    pieces = cut_for_ranks(make_state(seed=2), 1, 2)[0]
+    lost = next(number for number, (key, _) in enumerate(pieces) if key.numel < math.prod(key.shape))
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(saving, "check_complete", list)
+    path = save(tmp_path, 2, [*pieces[:lost], *pieces[lost + 1 :]], RECORD, MESH)
+    monkey.undo()
+    with pytest.raises(DamagedError, match=r"iter_0000002/manifest.json is not whole: tensor .* Use another"):
+        verify(path)
+    sink = whole_sink(make_state(seed=1))
+    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000001")
+    sink.check()
+    assert "is not whole: tensor" in capsys.readouterr().err

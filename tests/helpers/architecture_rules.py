@@ -30,6 +30,7 @@ Finding = tuple[int, str]
 # Import order: a file only imports packages with a lower number; `train` and `inference` have the same.
 PACKAGE_PLACES = {
     "errors": 0,
+    "secret_text": 0,
     "log": 1,
     "device": 2,
     "config": 3,
@@ -102,7 +103,7 @@ HOMES = {
 # Packages that may be imported inside a function: they are optional or slow, and one file owns each.
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "torch.nn.attention.varlen": ("megatron/kernels/gpu_attention.py",),  # since torch 2.10; takes seconds
-    "yaml": ("megatron/config/files/config_file.py",),
+    "yaml": ("megatron/config/files/bounded_file.py",),
     "fcntl": ("megatron/corpus/workers/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
     "tokenizers": (
         "megatron/tokenizers/gpt2.py",

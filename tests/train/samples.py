@@ -49,6 +49,8 @@ class Outcome:
     gradient_norm: float = 0.5
     sample_count: int = 8
     skipped: bool = False
+    is_spike: bool = False
+    bad_in_a_row: int = 0
     loss_scale: float = 1.0
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
 

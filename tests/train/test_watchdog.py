@@ -14,7 +14,10 @@ def test_a_phase_is_progress_and_keeps_the_step() -> None:
     assert watch.seconds_without_progress() >= 0.02
     watch.enter("data", 3)
     assert watch.seconds_without_progress() < 0.02
+    assert watch.longest_seconds() == 0  # start-up is not compared with
+    time.sleep(0.02)
     watch.enter("forward")
+    assert watch.longest_seconds() >= 0.02
     before = watch._position
     watch.beat()
     after = watch._position
@@ -40,4 +43,4 @@ def test_alternating_phases_are_compared_by_their_progress() -> None:
 def test_a_process_alone_has_nobody_to_tell() -> None:
     with Watch() as watch:
         assert watch.peers_answer()
-        watch.fail(1, "shown by the caller")
+        assert not watch.fail(1, "shown by the caller")

@@ -75,7 +75,7 @@ class OpenCheckpoint:
         return {name: StoredTensor(name, catalogue.shape(name) or (), stored) for name, stored in kinds.items()}
 
     def read(self, keys: Sequence[PieceKey]) -> list[torch.Tensor]:
-        """The values of pieces, verified; all of them are in memory at once.
+        """The values of pieces, verified but not necessarily finite; all of them are in memory at once.
 
         Shapes: flat, `[numel]` each, in the stored element type.
 
@@ -85,7 +85,7 @@ class OpenCheckpoint:
         """
         found: dict[int, torch.Tensor] = {}
         wanted = [(key, _into(found, number)) for number, key in enumerate(keys)]
-        reader = CheckpointReader(self.folder, self.manifest, wanted, catalogue=self.catalogue)
+        reader = CheckpointReader(self.folder, self.manifest, wanted, catalogue=self.catalogue, finite=False)
         reader.verify()
         reader.deliver()
         return [found[number] for number in range(len(keys))]

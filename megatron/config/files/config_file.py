@@ -1,17 +1,19 @@
-"""`--config FILE`: flags by name from JSON or YAML; the only file that knows yaml."""
+"""`--config FILE`: flags by name from JSON or YAML."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from megatron.config.flags.command_line import nearest, value_from_file
+from megatron.config.files.bounded_file import read_json, read_yaml
+from megatron.config.flags.command_line import nearest, shown_value, value_from_file
 from megatron.config.flags.fields import Flag
 from megatron.errors import ConfigError
+from megatron.secret_text import masked
 
+_MOST_UNKNOWN = 20  # looking for what was meant takes a millisecond each
+_LONGEST_KEY = 80
 _OWN_ENTRIES = ("provenance", "notices")
 
 
@@ -42,14 +44,21 @@ def read_config_file(path: str, flags: Mapping[str, Flag], sections: Collection[
         reading.problems.extend(failure.problems)
         return reading
     by_key = {name.lstrip("-").replace("-", "_"): place for place, flag in flags.items() for name in flag.spellings}
+    unknown = []
     for key, value in _entries(tree, sections):
         place = by_key.get(key.replace("-", "_"))
         if place is None:
-            guess = nearest(key.replace("-", "_"), (name.replace("-", "_") for name in by_key)) or ""
-            hint = f'Did you mean "{guess}"?' if guess else "Keys are the flags of --help without the leading dashes."
-            reading.problems.append(f'{path}: the key "{key}" is not a flag. {hint}')
-            continue
-        _read_entry(path, key, place, flags[place], value, reading)
+            unknown.append(key)
+        else:
+            _read_entry(path, key, place, flags[place], value, reading)
+    for key in unknown[:_MOST_UNKNOWN]:
+        guess = nearest(key[:_LONGEST_KEY].replace("-", "_"), list(by_key))
+        hint = f'Did you mean "{guess}"?' if guess else "Keys are the flags of --help without the leading dashes."
+        reading.problems.append(f'{path}: the key "{masked(key[:_LONGEST_KEY])}" is not a flag. {hint}')
+    if len(unknown) > _MOST_UNKNOWN:
+        reading.problems.append(
+            f"{path}: {len(unknown) - _MOST_UNKNOWN} more keys are not flags. Is it the right file?"
+        )
     return reading
 
 
@@ -65,7 +74,7 @@ def _read_entry(path: str, key: str, place: str, flag: Flag, value: Any, reading
         found = (not found) if turned else found
         for item in found if flag.is_tuple else [found]:
             if flag.facts.choices and item not in flag.facts.choices:
-                raise ConfigError(f"must be one of {', '.join(map(str, flag.facts.choices))}, not {item!r}")
+                raise ConfigError(f"must be one of {', '.join(map(str, flag.facts.choices))}, not {shown_value(item)}")
         reading.values[place] = found
     except ConfigError as failure:
         reading.broken.add(flag.field)
@@ -84,47 +93,10 @@ def _entries(tree: Mapping[str, Any], sections: Collection[str]) -> Iterator[tup
 
 
 def _load(path: str) -> Mapping[str, Any]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as failure:
-        raise ConfigError(
-            f"--config {path} cannot be read: {failure.strerror}. Give a readable JSON or YAML file."
-        ) from None
-    except UnicodeDecodeError as failure:
-        raise ConfigError(f"--config {path} is not UTF-8 text: {failure.reason} at byte {failure.start}.") from None
-    tree = _load_json(path, text) if path.endswith(".json") else _load_yaml(path, text)
+    name = f"--config {path}"
+    tree = read_json(path, name) if path.endswith(".json") else read_yaml(path, name)
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
-        raise ConfigError(
-            f"--config {path} holds a {type(tree).__name__}. It must hold a mapping of flag names to values."
-        )
+        raise ConfigError(f"{name} holds a {type(tree).__name__}. It must hold a mapping of flag names to values.")
     return tree
-
-
-def _load_json(path: str, text: str) -> Any:
-    def refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise ConfigError(f'--config {path} has the key "{key}" twice. Keep one of them.')
-            found[key] = value
-        return found
-
-    try:
-        return json.loads(text, object_pairs_hook=refuse_repeats)
-    except (ValueError, RecursionError) as failure:
-        raise ConfigError(f"--config {path} is not JSON: {failure}. Fix the file.") from None
-
-
-def _load_yaml(path: str, text: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise ConfigError(
-            f"--config {path}: YAML needs PyYAML. Run pip install pyyaml, or write the file as .json."
-        ) from None
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as failure:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(failure).split())}. Fix the file.") from None

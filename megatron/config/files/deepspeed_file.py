@@ -6,10 +6,10 @@ import json
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from megatron.config.files.deepspeed_keys import unknown_keys
+from megatron.config.files.bounded_file import read_json
+from megatron.config.files.deepspeed_keys import CheckedSettings, check_settings
 from megatron.config.flags.command_line import value_from_file
 from megatron.config.flags.fields import Flag
 from megatron.errors import ConfigError
@@ -33,22 +33,28 @@ GOVERNED: Mapping[tuple[str, ...], str] = types.MappingProxyType(
 )
 
 
-def read_deepspeed_file(path: str) -> dict[str, Any]:
-    """Reads a DeepSpeed settings file.
+# A section that says `"enabled": false` is not compared with flags, nor is anything else in it.
+_SWITCHES = frozenset({"fp16", "bf16", "bfloat16"})
+
+
+def read_settings(path: str) -> dict[str, Any]:
+    """The settings of a DeepSpeed file that have an effect.
 
     Raises:
-        ConfigError: it cannot be read, is not JSON, or holds no object.
+        ConfigError: it cannot be read, or an entry is unknown, of the wrong type, out of range or refused.
     """
-    try:
-        tree = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as failure:
-        reason = failure.strerror
-        raise ConfigError(f"--deepspeed_config {path} cannot be read: {reason}. Give a readable JSON file.") from None
-    except (ValueError, RecursionError) as failure:
-        raise ConfigError(f"--deepspeed_config {path} is not JSON: {failure}. Fix the file.") from None
+    found = _checked(path)
+    if found.problems:
+        raise ConfigError(found.problems)
+    return found.settings
+
+
+def _checked(path: str) -> CheckedSettings:
+    name = f"--deepspeed_config {path}"
+    tree = read_json(path, name)
     if not isinstance(tree, dict):
-        raise ConfigError(f"--deepspeed_config {path} holds a {type(tree).__name__}. It must hold one JSON object.")
-    return tree
+        raise ConfigError(f"{name} holds a {type(tree).__name__}. It must hold one JSON object.")
+    return check_settings(tree, name)
 
 
 @dataclass
@@ -70,33 +76,29 @@ def governed_values(path: str, flags: Mapping[str, Flag], given: Mapping[str, An
         given: destination -> value of the command line or of `--config`.
 
     Returns:
-        The values by destination, with one sentence for each entry that disagrees with a given value, is of the wrong
-        type or has a misspelt key, and a notice for each unknown key.
+        The values by destination, with one sentence for each entry that disagrees with a given value, cannot be used
+        or is unknown, and a notice for each that has no effect.
     """
     try:
-        tree = read_deepspeed_file(path)
+        checked = _checked(path)
     except ConfigError as failure:
         return DeepSpeedReading(problems=failure.problems)
-    reading = DeepSpeedReading()
-    for key, meant in unknown_keys(tree):
-        if meant is not None:
-            reading.problems.append(f'--deepspeed_config {path}: "{key}" is not known. Did you mean "{meant}"?')
-        else:
-            reading.notices.append(
-                f'--deepspeed_config {path}: "{key}" is not a known key; it is passed on to DeepSpeed unchanged.'
-            )
+    reading = DeepSpeedReading(problems=checked.problems, notices=checked.notices)
     for place, destination in GOVERNED.items():
-        entry = _lookup(tree, place)
-        if entry is None or entry == "auto":
+        entry = _lookup(checked.settings, place)
+        if entry is None:
+            if _is_present(checked.settings, place):
+                reading.broken.add(flags[destination].field)
             continue
         flag, key = flags[destination], ".".join(place)
-        try:
-            value = _as_flag_value(flag, place, entry)
-        except ConfigError as failure:
-            reading.problems.append(f'--deepspeed_config {path}: "{key}" {failure}.')
-            reading.broken.add(flag.field)
-            continue
+        value = _as_flag_value(flag, place, entry)
         if destination in given and given[destination] != value:
+            if value is False and place[0] in _SWITCHES:
+                reading.notices.append(
+                    f'--deepspeed_config {path}: "{key}" is false there, and {flag.positive_name} was given: the flag '
+                    "is used."
+                )
+                continue
             reading.problems.append(
                 f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there, and {flag.positive_name} is '
                 f"{given[destination]}. Make them equal or drop one of them."
@@ -104,6 +106,12 @@ def governed_values(path: str, flags: Mapping[str, Flag], given: Mapping[str, An
         elif destination not in given and value is not None:
             reading.values[destination] = value
     return reading
+
+
+def _is_present(settings: Mapping[str, Any], place: tuple[str, ...]) -> bool:
+    """Whether an entry is there whose value could not be used."""
+    section = _lookup(settings, place[:-1])
+    return isinstance(section, Mapping) and place[-1] in section
 
 
 def _as_flag_value(flag: Flag, place: tuple[str, ...], entry: Any) -> Any:

@@ -1,105 +1,172 @@
-"""The keys DeepSpeed reads from its settings file; DeepSpeed itself ignores a misspelt key silently.
+"""Checking the entries of a DeepSpeed settings file against the table of its keys.
 
-Source: DeepSpeed 0.19.8 (`runtime/config.py`, `runtime/constants.py`, `runtime/precision_config.py`, `zero/config.py`
-and the constants of its other parts), with the keys that older releases had.
+DeepSpeed itself ignores a misspelt key silently, and answers a removed one or a wrong value with a traceback.
 """
 
 from __future__ import annotations
 
+import math
 import re
-import types
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-_BATCH = """
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
-    sequence_parallel_size gradient_clipping gradient_predivide_factor gradient_allreduce_op prescale_gradients
-    sparse_gradients communication_data_type seq_parallel_communication_data_type disable_allgather
-    fp32_allreduce allreduce_always_fp32 allgather_size dataloader_drop_last
-"""
-_PARTS = """
-    optimizer scheduler fp16 bf16 bfloat16 amp torch_autocast data_types zero_optimization zero_allow_untested_optimizer
-    zero_force_ds_cpu_optimizer activation_checkpointing pipeline tensor_parallel expert_parallel hybrid_engine
-    use_data_before_expert_parallelism checkpoint checkpoint_serialization datastates_ckpt nebula aio compile
-    compression_training weight_quantization data_efficiency curriculum_learning elasticity autotuning eigenvalue
-    progressive_layer_drop quantize_training sparse_attention graph_harvesting mesh_device
-"""
-_REPORTS = """
-    steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level timers flops_profiler comms_logger
-    monitor_config tensorboard wandb csv_monitor comet vocabulary_size disable_python_gc
-"""
-_ZERO = """
-    stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
-    allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_param
-    offload_optimizer zenflow sub_group_size cpu_offload cpu_offload_params cpu_offload_param
-    cpu_offload_use_pin_memory ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment
-    zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
-    memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
-    enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module mics_shard_size
-    mics_hierarchical_params_gather zeropp_loco_param stage3_gather_fp16_weights_on_model_save
-    gather_fp16_weights_on_model_save
-"""
-# These are read with and without `stage3_` in front.
-_ZERO_STAGE3 = """
-    prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance
-    gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential
-"""
-_FP16 = """
-    enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale
-    fp16_master_weights_and_grads
-"""
-_BF16 = """
-    enabled immediate_grad_update check_grad_overflow check_overflow bf16_master_weights_and_grads bf16_optimizer_states
-"""
+from megatron.config.files.deepspeed_table import GOVERNED, IGNORED, KEYS, REFUSED, DeepSpeedKey
+from megatron.config.flags.command_line import shown_value
 
-TOP_LEVEL_KEYS = frozenset((_BATCH + _PARTS + _REPORTS).split())
-SECTION_KEYS: Mapping[str, frozenset[str]] = types.MappingProxyType(
-    {
-        "zero_optimization": frozenset(
-            [*_ZERO.split(), *_ZERO_STAGE3.split(), *(f"stage3_{key}" for key in _ZERO_STAGE3.split())]
-        ),
-        "fp16": frozenset(_FP16.split()),
-        "bf16": frozenset(_BF16.split()),
-        "bfloat16": frozenset(_BF16.split()),
-    }
-)
 # A key may contain one typing error for this many letters, and always at least one.
 _LETTERS_PER_ERROR = 6
 _SHORTEST_BEGINNING = 4
+_LONGEST_KEY = 80
+_MOST_UNKNOWN = 20
+_PREFIX = "stage3_"
 
 
-def unknown_keys(tree: Mapping[str, Any]) -> list[tuple[str, str | None]]:
-    """The keys of a DeepSpeed file that DeepSpeed does not read, each with the known key it probably stands for.
+@dataclass
+class CheckedSettings:
+    """The entries of a DeepSpeed file that have an effect, and what is to be said about the others."""
 
-    Looks at the top level and at the sections whose keys are listed here. A name that looks like a
-    comment (`_comment`, `//`, `#`) is left alone.
+    settings: dict[str, Any] = field(default_factory=dict)  # what is passed on, or compared with flags
+    problems: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    unknown: int = 0
 
-    Returns:
-        (dotted key, dotted known key) pairs; the second is None where nothing known resembles the first, as with a key
-        that a newer DeepSpeed has added.
+
+def check_settings(tree: Mapping[str, Any], name: str) -> CheckedSettings:
+    """Checks every entry of a DeepSpeed file.
+
+    A name that looks like a comment (`_comment`, `//`, `#`) is left out, and so is every entry that is null or "auto"
+    and every section that is switched off.
+
+    Args:
+        tree: the contents of the file.
+        name: what the file is called in messages.
     """
-    found = _unknown(tree, TOP_LEVEL_KEYS, "")
-    for section, known in SECTION_KEYS.items():
-        inside = tree.get(section)
-        if isinstance(inside, Mapping):
-            found += _unknown(inside, known, f"{section}.")
+    found = CheckedSettings()
+    found.settings = _check_section(tree, "", name, found)
+    if found.unknown > _MOST_UNKNOWN:
+        found.problems.append(f"{name}: {found.unknown - _MOST_UNKNOWN} more keys are not known. Is it the right file?")
     return found
 
 
-def _unknown(section: Mapping[str, Any], known: frozenset[str], prefix: str) -> list[tuple[str, str | None]]:
-    found: list[tuple[str, str | None]] = []
-    for key in section:
-        if key not in known and not key.startswith(("_", "/", "#")):
-            meant = _closest_key(key, known)
-            found.append((prefix + key, None if meant is None else prefix + meant))
-    return found
+def _check_section(section: Mapping[str, Any], prefix: str, name: str, found: CheckedSettings) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in section.items():
+        if key.startswith(("_", "/", "#")):
+            continue
+        row = KEYS.get(prefix + key)
+        if row is None:
+            _report_unknown(prefix + key, prefix, name, found)
+        elif value is None or (value == "auto" and row.off != "auto"):
+            continue
+        elif row.status in (IGNORED, REFUSED):
+            _report_without_effect(row, value, name, found)
+        elif row.values == "section":
+            if not isinstance(value, Mapping):
+                found.problems.append(_wrong(name, row, "an object", value))
+            elif inner := _check_inside(value, f"{prefix}{key}.", name, found):
+                kept[key] = inner
+        else:
+            kept[key] = _checked_value(row, value, name, found)
+    for key in [key for key in kept if key.startswith(_PREFIX) and key.removeprefix(_PREFIX) in kept]:
+        found.problems.append(
+            f'{name}: "{prefix}{key}" sets the same as "{key.removeprefix(_PREFIX)}". Keep one of them.'
+        )
+    return kept
 
 
-def _closest_key(key: str, known: Iterable[str]) -> str | None:
+def _check_inside(section: Mapping[str, Any], prefix: str, name: str, found: CheckedSettings) -> dict[str, Any]:
+    """What a section sets; of one that is switched off only that, whatever else it says."""
+    if section.get("enabled") is False and f"{prefix}enabled" in KEYS:
+        for key in section:
+            if not key.startswith(("_", "/", "#")) and prefix + key not in KEYS:
+                _report_unknown(prefix + key, prefix, name, found)
+        return {"enabled": False}
+    return _check_section(section, prefix, name, found)
+
+
+def _report_unknown(key: str, prefix: str, name: str, found: CheckedSettings) -> None:
+    found.unknown += 1
+    if found.unknown > _MOST_UNKNOWN:
+        return
+    shown = shown_value(key[:_LONGEST_KEY])[1:-1]
+    known = [one.removeprefix(prefix) for one in KEYS if one.startswith(prefix) and "." not in one[len(prefix) :]]
+    meant = closest_key(key.removeprefix(prefix), known)
+    hint = f'Did you mean "{prefix}{meant}"?' if meant else "DeepSpeed 0.19 reads no such key: remove it."
+    found.problems.append(f'{name}: "{shown}" is not known. {hint}')
+
+
+def _report_without_effect(row: DeepSpeedKey, value: Any, name: str, found: CheckedSettings) -> None:
+    if not _is_active(value, row.off):
+        return
+    if row.status == IGNORED:
+        found.notices.append(f'{name}: "{row.name}" is ignored: {row.reason}.')
+    else:
+        found.problems.append(f'{name}: "{row.name}" cannot be set here: {row.reason}. Remove it from the file.')
+
+
+def _is_active(value: Any, off: str) -> bool:
+    """Whether an entry turns something on."""
+    if value is None or value is False or value in ("auto", "") or (off and _as_text(value) == off):
+        return False
+    if isinstance(value, Mapping):
+        shared = value.get("shared_parameters")  # of a method of compression
+        switches = [value, shared] if isinstance(shared, Mapping) else [value]
+        if any(one.get("enabled") is False for one in switches) or value.get("device") == "none":
+            return False
+        return any(_is_active(item, off) for key, item in value.items() if not key.startswith(("_", "/", "#")))
+    return bool(value)
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, (bool, int, str)) else ""
+
+
+def _checked_value(row: DeepSpeedKey, value: Any, name: str, found: CheckedSettings) -> Any:
+    """The value in the form DeepSpeed wants; a problem if it is not one that the key takes."""
+    kind, _, bounds = row.values.partition(" ")
+    if kind == "one":
+        choices = bounds.removeprefix("of ").split(", ")
+        if value in choices:
+            return value
+        expected = f"one of {', '.join(choices)}"
+    elif kind == "bool":
+        if isinstance(value, bool):
+            return value
+        expected = "true or false"
+    elif kind == "texts":
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return value
+        expected = "a list of strings"
+    else:
+        least, most = bounds.split("..")
+        if _is_number(value, is_whole=kind == "whole") and float(least) <= value <= float(most):
+            return int(value) if kind == "whole" else value
+        expected = f"a {'whole ' if kind == 'whole' else ''}number from {least} to {most}"
+    found.problems.append(_wrong(name, row, expected, value))
+    return None
+
+
+def _is_number(value: Any, is_whole: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return not is_whole or value == int(value)
+
+
+def _wrong(name: str, row: DeepSpeedKey, expected: str, value: Any) -> str:
+    governed = f" ({row.reason})" if row.status == GOVERNED else ""
+    return f'{name}: "{row.name}"{governed} must be {expected}, or be omitted, not {shown_value(value)}.'
+
+
+def closest_key(key: str, known: Iterable[str]) -> str | None:
     """The known key that `key` probably stands for: misspelt, in another style (zeroOptimization) or cut short.
 
     Sharing words is not enough: a key of a newer DeepSpeed may share all but one of its words with an old key.
     """
+    if len(key) > _LONGEST_KEY:
+        return None
     letters = _letters(key)
     distances = {name: _edit_distance(letters, _letters(name)) for name in sorted(known)}
     best = min(distances, key=lambda name: (distances[name], sorted(letters) != sorted(_letters(name))))

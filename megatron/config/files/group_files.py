@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from megatron.config.files.bounded_file import read_text
 from megatron.errors import ConfigError
+from megatron.secret_text import guarded
 
 
 def read_group_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -33,13 +34,9 @@ def read_group_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[st
 
 
 def _read_group_file(path: str, name: str) -> tuple[str, ...]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
-        raise ConfigError(f"{name} {path} cannot be read: {failure}. Give a readable text file.") from None
-    line = text.strip()
+    line = read_text(path, f"{name} {path}").strip()
     if len(line.splitlines()) != 1 or len(line) < 2 or line[0] != '"' or line[-1] != '"':
         raise ConfigError(
             f'{name} {path} must hold one line of groups in double quotes: "NAME: W S:E PREFIX" "NAME: ...".'
         )
-    return tuple(line[1:-1].split('" "'))
+    return tuple(map(guarded, line[1:-1].split('" "')))

@@ -19,9 +19,12 @@ from typing import Any
 from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.errors import ConfigError
+from megatron.secret_text import guarded, masked
 
 _TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
 _FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+_LONGEST_SHOWN = 200
+_LARGEST_NUMBER = 2**63 - 1
 _NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(,-?\d+)*$")
 
 
@@ -153,7 +156,8 @@ def _convert(flag: Flag, option: str, word: str) -> Any:
         value = flag.element(word)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
+    is_too_large = isinstance(value, int) and abs(value) > _LARGEST_NUMBER
+    if is_too_large or not math.isfinite(value):
         kind = "a whole number" if flag.element is int else "a number"
         raise ConfigError(f'{option} takes {kind}, not "{word}".')
     return value
@@ -165,29 +169,37 @@ def _from_file(flag: Flag, value: Any) -> Any:
         with contextlib.suppress(ValueError):
             value = float(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+    if is_number and isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
+        raise ConfigError(f"must be a number of at most {_LARGEST_NUMBER}, not one of {value.bit_length()} bits")
     if flag.element is float and is_number:
         return float(value)
-    if flag.element is int and is_number and value == int(value):
+    if flag.element is int and is_number and value == int(value) and abs(value) <= _LARGEST_NUMBER:
         return int(value)
     if flag.element is str and isinstance(value, str):
-        return flag.facts.synonyms.get(value, value)
+        return guarded(flag.facts.synonyms.get(value, value))
     if flag.element is bool and isinstance(value, bool):
         return value
-    raise ConfigError(f"must be {names[flag.element]}, not {value!r}")
+    raise ConfigError(f"must be {names[flag.element]}, not {shown_value(value)}")
+
+
+def shown_value(value: Any) -> str:
+    """A value of a file for a message: without secrets, and not longer than a line."""
+    text = masked(repr(value))
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser that raises our errors."""
 
     def error(self, message: str) -> typing.NoReturn:
-        raise ConfigError(f"{message}.")
+        raise ConfigError(f"{masked(message)}.")
 
 
 class _Collect(argparse.Action):
     """Records an option and its words; they are converted later, so that every problem is found."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        namespace.occurrences.append((self.dest, option_string, values))
+        namespace.occurrences.append((self.dest, option_string, [guarded(word) for word in values]))
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -258,11 +270,11 @@ def _unknown_problems(extra: Sequence[str], known: Sequence[str]) -> list[str]:
     after_unknown = False
     for word in extra:
         if word.startswith("-"):
-            name = word.split("=", 1)[0]
+            name = masked(word.split("=", 1)[0])
             guess = nearest(name, known)
             hint = f"Did you mean {guess}?" if guess else "See --help for all flags."
             found.append(f"{name} is not a flag of this program. {hint}")
             after_unknown = True
         elif not after_unknown:
-            found.append(f'"{word}" does not belong to a flag. Put each value right after its flag.')
+            found.append(f'"{masked(word)}" does not belong to a flag. Put each value right after its flag.')
     return found

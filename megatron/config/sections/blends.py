@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.errors import ConfigError
+from megatron.secret_text import SecretText, guarded, reveal
 
 _SHARD_NAME = re.compile(r"-\d{5,}-of-\d{5,}$")
 
@@ -80,11 +81,28 @@ def read_blend(words: tuple[str, ...], name: str) -> tuple[tuple[float, str], ..
 
 
 def read_weighted_group(text: str, name: str) -> WeightedGroup:
-    """Reads one group `NAME: W S:E PREFIX, W S:E PREFIX`.
+    """Reads one group `NAME: W S:E PREFIX, W S:E PREFIX`; a prefix that holds a secret is guarded.
 
     Raises:
         ConfigError: the text does not have this form or holds a NUL, or a range is not within 0 <= S < E <= 1.
     """
+    group = _read_group(str(text), name)  # of a text with a secret, the masked form: its words may be shown
+    if not isinstance(text, SecretText):
+        return group
+    try:
+        prefixes = [guarded(entry.prefix) for entry in _read_group(reveal(text), name).entries]
+    except ConfigError:
+        prefixes = []
+    if [str(prefix) for prefix in prefixes] != [entry.prefix for entry in group.entries]:
+        raise ConfigError(
+            f'{name} "{text}": a password or an option in it holds a comma or a blank, which divide the entries of a '
+            "group. Write %2C for a comma and %20 for a blank."
+        )
+    entries = zip(group.entries, prefixes, strict=True)
+    return WeightedGroup(group.name, tuple(replace(entry, prefix=prefix) for entry, prefix in entries))
+
+
+def _read_group(text: str, name: str) -> WeightedGroup:
     _check_no_nul(text, name)
     label, colon, rest = text.partition(":")
     form = f'{name} "{text}": a group is written "NAME: WEIGHT START:STOP PREFIX, WEIGHT START:STOP PREFIX"'

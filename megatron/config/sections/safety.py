@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import flag
@@ -39,6 +40,13 @@ class SafetyRequest(ConfigSection):
     resume_skip_poisoned: bool = flag(
         False, "pass over a batch at which --max-failed-starts starts have ended in NaN, instead of refusing to start"
     )
+
+    def problems(self) -> Iterator[str]:
+        if self.skip_spikes is not None and self.max_bad_steps == 0:
+            yield (
+                f"--skip-spikes {self.skip_spikes:g} skips steps, and with --max-bad-steps 0 the first skipped step "
+                "ends the run. Give the number of consecutive steps that may be skipped, for example --max-bad-steps 5."
+            )
 
 
 @dataclass(frozen=True)

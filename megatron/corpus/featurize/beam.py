@@ -34,6 +34,7 @@ from megatron.corpus.preprocess.run import BLOCK_BYTES
 from megatron.data.formats.atomic_files import check_writable, storage_error, temporary_beside
 from megatron.data.formats.windows import WindowFacts, Windows, WindowWriter, is_shard_of, shard_name
 from megatron.errors import ConfigError, DataError, MegatronError, StorageError
+from megatron.secret_text import SecretText
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice
 
@@ -65,6 +66,7 @@ def featurize_with_beam(
         DataError: a bad line (unless they are skipped) or a damaged file.
         StorageError: the outputs cannot be written.
     """
+    _refuse_passwords(inputs)
     beam = _beam(words)
     pipeline_options = _pipeline_options(words)
     cutting = cutting_for_text(encoding, options)
@@ -96,6 +98,21 @@ def featurize_with_beam(
         _remove(temporaries)
     found = Tally(**{field.name: counts.get(field.name, 0) for field in fields(Tally)})
     return FeaturizeResult(tuple(finals), found, counts.get("empty", 0), counts.get("skipped", 0))
+
+
+def _refuse_passwords(inputs: Sequence[str]) -> None:
+    """Refuses an address with a password, which would become part of the job.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    secret = [path for path in inputs if isinstance(path, SecretText)]
+    if secret:
+        raise ConfigError(
+            f"--input {secret[0]} cannot be given to Beam: its password would be part of the job, which Beam's "
+            "services record. Name the database by a configuration file that the workers can read (db.json), or use "
+            "--runner local."
+        )
 
 
 def make_shard(element: str, job: str) -> None:

@@ -29,8 +29,8 @@ from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import check_writable, storage_error, write_atomically
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import Sidecar, check_replaceable, read_sidecar
-from megatron.data.stores.address import without_password
 from megatron.errors import ConfigError, DataError
+from megatron.secret_text import masked
 from megatron.tokenizers.record import TokenizerRecord
 
 _MANIFEST = "manifest.json"
@@ -138,8 +138,8 @@ def _description(shares: Shares, options: EncodeOptions, encoder: BlockEncoder) 
     paths = dict.fromkeys(entry.path for share in shares for entry in share)
     sentences = options.sentences
     description = {
-        "inputs": [[without_password(path), *_state(path)] for path in paths],
-        "shares": [[[without_password(part.path), part.start, part.stop] for part in share] for share in shares],
+        "inputs": [[masked(path), *_state(path)] for path in paths],
+        "shares": [[[masked(part.path), part.start, part.stop] for part in share] for share in shares],
         "keys": options.keys,
         "append_eod": options.append_eod,
         "document_separator": options.document_separator,

@@ -24,10 +24,10 @@ from megatron.corpus.inputs.sources import blocks, check_inputs, total_bytes
 from megatron.corpus.stores.writers import StoreWriter
 from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import check_writable, write_atomically
-from megatron.data.stores.address import without_password
 from megatron.data.stores.backend import ImportRecord, StoreBackend
 from megatron.data.stores.document_store import chosen_collections, open_store
 from megatron.errors import ConfigError, DataError, StorageError
+from megatron.secret_text import masked
 
 _BLOCK_BYTES = 4 << 20
 _READ_BYTES = 1 << 20
@@ -89,7 +89,7 @@ def import_files(
             if fingerprint is not None:
                 if _known(writer, fingerprint, options) is not None:
                     progress.leave_out(total_bytes([path]) or 0)
-                    yield ImportResult(without_password(path), None)
+                    yield ImportResult(masked(path), None)
                     continue
                 _refuse_changed(writer, path, fingerprint, options)
             yield _import_one(path, fingerprint, first, writer, collection, options, progress)
@@ -129,8 +129,8 @@ def _import_one(
     if fingerprint is None:
         fingerprint = running.hexdigest()
         if _known(writer, fingerprint, options) is not None:
-            return ImportResult(without_password(path), None)
-    record = ImportRecord(collection, without_password(path), fingerprint, "\t".join(options.keys), first, added)
+            return ImportResult(masked(path), None)
+    record = ImportRecord(collection, masked(path), fingerprint, "\t".join(options.keys), first, added)
     writer.commit(record)
     return ImportResult(record.source, record, skipped)
 

@@ -26,8 +26,8 @@ from megatron.data.order.old_index import read_old_index
 from megatron.data.order.plan import DataPlan, GroupPlan, Member, Phase, Segment, SourcePlan
 from megatron.data.order.resumed_plan import resumed_plan
 from megatron.data.order.splits import fraction_range, split_boundaries
-from megatron.data.stores.address import without_password
 from megatron.errors import ConfigError, DataError
+from megatron.secret_text import masked
 from megatron.tokenizers.tokenizer import Tokenizer
 
 _SPLIT_NAMES = ("train", "valid", "test")
@@ -93,7 +93,7 @@ def build_split_datasets(
 
 def data_fingerprint(data: DataConfig) -> dict[str, Any]:
     """What identifies the data, for a checkpoint's manifest: per prefix sizes and fingerprint."""
-    return {without_password(prefix): dict(source_facts(prefix)) for prefix in data_prefixes(data)}
+    return {masked(prefix): dict(source_facts(prefix)) for prefix in data_prefixes(data)}
 
 
 def data_prefixes(data: DataConfig) -> list[str]:

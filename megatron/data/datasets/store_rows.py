@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron import log
-from megatron.data.stores.address import without_password
 from megatron.data.stores.document_store import DocumentStore, open_store
 from megatron.errors import DataError
+from megatron.secret_text import masked
 from megatron.tokenizers.tokenizer import Tokenizer
 
 _SAMPLED_DOCUMENTS = 64
@@ -67,7 +67,7 @@ class StoreRows:
     chunk_rows = 1 << 16
 
     def __init__(self, prefix: str, encoder: DocumentEncoder) -> None:
-        self.prefix = without_password(prefix)
+        self.prefix = masked(prefix)
         self._store = open_store(prefix)
         self._encoder = encoder
         self._has_warned = False

@@ -4,22 +4,23 @@
     mongodb://host:27017/corpus?collection=web  the database after the host; other options go to the driver
     db.json, db.json?collection=web             a configuration file, or one of the collections it names
 
-`column=form` chooses another text column than `filt_text`.
+`column=form` chooses another text column than `filt_text`. An address may hold a password: as text it is masked
+(`megatron/secret_text.py`), and only the driver is given what was written.
 
 Source: the configuration file is dsGPT2's, with MONGO_CONNECTION_STRING, MONGO_CONNECTION_DB and COLLECTIONS.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from megatron.config.files.bounded_file import read_json
 from megatron.errors import ConfigError
+from megatron.secret_text import MASK, guarded, masked, reveal
 
 CONNECTION_KEY = "MONGO_CONNECTION_STRING"
 DATABASE_KEY = "MONGO_CONNECTION_DB"
@@ -30,7 +31,8 @@ _MONGODB = ("mongodb://", "mongodb+srv://")
 _COLLECTION_OPTIONS = ("table", "collection")
 _COLUMN_OPTIONS = ("column", "field")
 _LONGEST_CONFIG_BYTES = 1 << 16
-_PASSWORD = re.compile(r"(//[^:@/]*):[^@]*@")
+# What must be percent-encoded in a user name and a password, or else one cannot tell where they end.
+_UNESCAPED = re.compile(r"[@/?#\[\]\s]|:.*:|%(?![0-9A-Fa-f]{2})", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,11 @@ class StoreAddress:
 
     Args:
         kind: sqlite or mongodb.
-        place: path of the file, or the driver's connection string.
+        place: path of the file, or the driver's connection string, masked as text.
         database: MongoDB's database; empty for SQLite.
         collections: in the order of their documents; empty for all there are.
         column: that holds the texts; None for `filt_text` or, where there is none, `text`.
-        written: how it was given, without options of ours.
+        written: how it was given, without options of ours, masked as text.
     """
 
     kind: str
@@ -58,8 +60,10 @@ class StoreAddress:
         """Reads an address or the path of a configuration file.
 
         Raises:
-            ConfigError: it is neither, or an option is unknown.
+            ConfigError: it is neither, or an option is unknown, or its password was left out or cannot be told from
+                the rest.
         """
+        text = reveal(text)
         base, collections, column, rest = _without_our_options(text)
         if base.startswith(_SQLITE):
             address = _sqlite_address(base, rest)
@@ -75,13 +79,14 @@ class StoreAddress:
         options = [f"{self._option}={','.join(map(quote, self.collections))}"] if self.collections else []
         options += [f"column={quote(self.column)}"] if self.column is not None else []
         if not options:
-            return without_password(self.written)
-        return f"{without_password(self.written)}{'&' if '?' in self.written else '?'}{'&'.join(options)}"
+            return str(self.written)
+        return f"{self.written}{'&' if '?' in self.written else '?'}{'&'.join(options)}"
 
     def only(self, collection: str) -> str:
-        """The address of one collection of the store, as text; it holds the password if there is one."""
+        """The address of one collection of the store, guarded if it holds a secret."""
         column = "" if self.column is None else f"&column={quote(self.column)}"
-        return f"{self.written}{'&' if '?' in self.written else '?'}{self._option}={quote(collection)}{column}"
+        written = reveal(self.written)
+        return guarded(f"{written}{'&' if '?' in written else '?'}{self._option}={quote(collection)}{column}")
 
     @property
     def _option(self) -> str:
@@ -90,17 +95,13 @@ class StoreAddress:
 
 def is_store_address(text: str) -> bool:
     """Whether a text names a document store: by its scheme, or a JSON file by the keys in it."""
+    text = reveal(text)
     if text.startswith((_SQLITE, *_MONGODB)):
         return True
     if os.path.isfile(text):
         return _configuration(text) is not None
     base = text.rpartition("?")[0]
     return base.endswith(".json") and os.path.isfile(base) and _configuration(base) is not None
-
-
-def without_password(text: str) -> str:
-    """A connection string with `***` in place of a password."""
-    return _PASSWORD.sub(r"\1:***@", text)
 
 
 def _without_our_options(text: str) -> tuple[str, tuple[str, ...], str | None, str]:
@@ -122,13 +123,13 @@ def _without_our_options(text: str) -> tuple[str, tuple[str, ...], str | None, s
 
 def _refuse_options(options: str, text: str) -> None:
     if options:
-        raise ConfigError(
-            f"{text}: the option {options} is not known. A store's address takes table= (or collection=) and column=."
-        )
+        names = " and ".join(option.partition("=")[0] for option in options.split("&") if "=" in option)
+        what = f"the option {names} is not known" if names else "what follows the ? is not an option"
+        raise ConfigError(f"{masked(text)}: {what}. A store's address takes table= (or collection=) and column=.")
 
 
 def _sqlite_address(base: str, options: str) -> StoreAddress:
-    _refuse_options(options, base)
+    _refuse_options(options, f"{base}?{options}" if options else base)
     path = base.removeprefix(_SQLITE)
     if not path.startswith("/") or not path.strip("/"):
         raise ConfigError(
@@ -140,12 +141,27 @@ def _sqlite_address(base: str, options: str) -> StoreAddress:
 
 def _mongodb_address(base: str, options: str, database: str | None = None) -> StoreAddress:
     written = base + (f"?{options}" if options else "")
+    _check_user(written)
     found = unquote(base.partition("://")[2].partition("/")[2])
     if not (database or found):
+        raise ConfigError(f"{masked(base)} names no database. Write mongodb://host:27017/database?collection=name.")
+    return StoreAddress("mongodb", guarded(written), database or found, written=guarded(written))
+
+
+def _check_user(written: str) -> None:
+    """Checks that a connection string has its secrets, and that they can be told from the rest of it."""
+    shown, rest = masked(written), written.partition("://")[2]
+    user, at, _ = rest.rpartition("@")
+    if at and _UNESCAPED.search(user):
         raise ConfigError(
-            f"{without_password(base)} names no database. Write mongodb://host:27017/database?collection=name."
+            f"{shown}: the user name, the password or an option holds a character that must be percent-encoded. Write "
+            "%40 for @, %3A for :, %2F for /, %3F for ?, %23 for # and %25 for %."
         )
-    return StoreAddress("mongodb", written, database or found, written=written)
+    if MASK in written and shown == written:
+        raise ConfigError(
+            f"{shown} has {MASK} in place of its password: it was read from a record of a run, and records hold no "
+            "passwords. Give the whole address, or name the database by a configuration file (db.json)."
+        )
 
 
 def _configured(path: str, text: str, options: str) -> StoreAddress:
@@ -153,9 +169,8 @@ def _configured(path: str, text: str, options: str) -> StoreAddress:
     content = _configuration(path)
     if content is None:
         raise ConfigError(
-            f"{without_password(text)} is not a document store: neither sqlite:///file.db nor mongodb://host/database "
-            f"nor "
-            f"a JSON file with the keys {CONNECTION_KEY}, {DATABASE_KEY} and {COLLECTIONS_KEY}."
+            f"{masked(text)} is not a document store: neither sqlite:///file.db nor mongodb://host/database nor a JSON "
+            f"file with the keys {CONNECTION_KEY}, {DATABASE_KEY} and {COLLECTIONS_KEY}."
         )
     problems = _config_problems(path, content)
     if problems:
@@ -167,7 +182,7 @@ def _configured(path: str, text: str, options: str) -> StoreAddress:
         address = _mongodb_address(base, rest, content.get(DATABASE_KEY))
     else:
         raise ConfigError(
-            f"{path}: {CONNECTION_KEY} {without_password(base)!r} is not an address. Write mongodb://host:27017 or "
+            f"{path}: {CONNECTION_KEY} {masked(base)!r} is not an address. Write mongodb://host:27017 or "
             "sqlite:///file.db."
         )
     return replace(
@@ -183,7 +198,8 @@ def _config_problems(path: str, content: dict[str, Any]) -> list[str]:
     problems = [f"{path}: the key {key!r} is not known. Use {', '.join(known)}." for key in content if key not in known]
     for key in (CONNECTION_KEY, DATABASE_KEY, COLUMN_KEY):
         if not isinstance(content.get(key, ""), str):
-            problems.append(f"{path}: {key} holds {content[key]!r}; it must be a text.")
+            held = "another kind of value" if key == CONNECTION_KEY else repr(content[key])
+            problems.append(f"{path}: {key} holds {held}; it must be a text.")
     names = content.get(COLLECTIONS_KEY, [])
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         problems.append(
@@ -199,9 +215,7 @@ def _configuration(path: str) -> dict[str, Any] | None:
     if not path.endswith(".json"):
         return None
     try:
-        if os.path.getsize(path) > _LONGEST_CONFIG_BYTES:
-            return None
-        content = json.loads(Path(path).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = read_json(path, path, most_bytes=_LONGEST_CONFIG_BYTES)
+    except ConfigError:
         return None
     return content if isinstance(content, dict) and CONNECTION_KEY in content else None

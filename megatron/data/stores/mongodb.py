@@ -6,12 +6,13 @@ A client is made when a process first reads: it may be shared by threads, but no
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from megatron.data.stores.address import without_password
+from megatron import log
 from megatron.data.stores.backend import (
     IMPORT_COLLECTION,
     META_COLLECTION,
@@ -19,7 +20,8 @@ from megatron.data.stores.backend import (
     CollectionFacts,
     ImportRecord,
 )
-from megatron.errors import ConfigError, DataError, StorageError
+from megatron.errors import ConfigError, DataError, MegatronError, StorageError
+from megatron.secret_text import SecretText, masked, reveal, without_secret
 
 _SERVER_WAIT_MILLISECONDS = 10_000
 _BATCH_DOCUMENTS = 256
@@ -29,13 +31,14 @@ class MongoCollections:
     """The collections of a MongoDB database.
 
     Args:
-        connection: the driver's connection string.
+        connection: the driver's connection string, guarded if it holds a secret.
     """
 
     def __init__(self, connection: str, database: str) -> None:
-        self.shown = f"{without_password(connection).partition('?')[0].rstrip('/')}"
-        if not self.shown.endswith(f"/{database}"):
-            self.shown += f"/{database}"
+        shown = masked(connection).partition("?")[0].rstrip("/")
+        if not shown.endswith(f"/{database}"):
+            shown += f"/{database}"
+        self.shown: str = SecretText(shown, reveal(connection))  # so that messages of the driver can be searched
         self._connection = connection
         self._database_name = database
         self._clients: dict[int, Any] = {}
@@ -153,40 +156,59 @@ def connect(connection: str, shown: str) -> Any:
         {} if "serverSelectionTimeoutMS" in connection else {"serverSelectionTimeoutMS": _SERVER_WAIT_MILLISECONDS}
     )
     try:
-        return pymongo.MongoClient(connection, **options)
-    except (pymongo.errors.ConfigurationError, ValueError) as failure:
-        raise ConfigError(f"{shown}: {failure}. Write mongodb://host:27017/database?collection=name.") from failure
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            client = pymongo.MongoClient(reveal(connection), **options)
+    except Exception as failure:
+        reason = without_secret(str(failure), connection)
+        raise ConfigError(f"{shown}: {reason}. Write mongodb://host:27017/database?collection=name.") from None
+    for warning in (one for one in warned if not issubclass(one.category, ResourceWarning)):
+        log.warning(f"{shown}: {without_secret(str(warning.message), connection)}")
+    return client
 
 
 @contextmanager
 def explained(shown: str) -> Iterator[None]:
-    """Turns what the driver raises into an error with the address.
+    """Turns what the driver raises into an error with the address, and without what is secret of it.
+
+    Args:
+        shown: the address; if it is guarded, no message that repeats its secret is shown, nor is the driver's
+            exception kept, which a traceback would show.
 
     Raises:
         DataError: the server refused, two documents have the same idx, or one is too long.
         StorageError: the server cannot be reached.
     """
-    pymongo = _pymongo(shown)
-    import bson.errors
-
+    _pymongo(shown)
     try:
         yield
-    except (pymongo.errors.DuplicateKeyError, pymongo.errors.BulkWriteError) as failure:
-        raise DataError(
-            f"{shown}: a document could not be added: {_first_reason(failure)}. Another import may be writing the same "
-            "collection; run one at a time."
-        ) from failure
-    except pymongo.errors.ConnectionFailure as failure:
-        raise StorageError(
-            f"{shown} cannot be reached: {failure}. Check that the server runs and that the address is right."
-        ) from failure
-    except pymongo.errors.PyMongoError as failure:
-        raise DataError(f"{shown}: the server refused: {failure}.") from failure
-    except bson.errors.BSONError as failure:
-        raise DataError(
-            f"{shown}: a document cannot be sent or read: {failure}. MongoDB holds 16 MB a document, in UTF-8; divide "
+    except MegatronError:
+        raise
+    except Exception as failure:
+        raise _explanation(failure, shown) from None
+
+
+def _explanation(failure: Exception, shown: str) -> MegatronError:
+    import bson.errors
+
+    pymongo, reason = _pymongo(shown), without_secret(str(failure), shown)
+    if isinstance(failure, (pymongo.errors.DuplicateKeyError, pymongo.errors.BulkWriteError)):
+        return DataError(
+            f"{shown}: a document could not be added: {without_secret(_first_reason(failure), shown)}. Another import "
+            "may be writing the same collection; run one at a time."
+        )
+    if isinstance(failure, pymongo.errors.ConnectionFailure):
+        return StorageError(
+            f"{shown} cannot be reached: {reason}. Check that the server runs and that the address is right."
+        )
+    if isinstance(failure, bson.errors.BSONError):
+        return DataError(
+            f"{shown}: a document cannot be sent or read: {reason}. MongoDB holds 16 MB a document, in UTF-8; divide "
             "it, or keep it in a SQLite file."
-        ) from failure
+        )
+    if isinstance(failure, pymongo.errors.PyMongoError):
+        return DataError(f"{shown}: the server refused: {reason}.")
+    return DataError(f"{shown}: the driver failed ({type(failure).__name__}): {reason}.")
 
 
 def _first_reason(failure: Any) -> str:

@@ -43,7 +43,8 @@ def test_auto_and_equal_values_are_fine(tmp_path: Path) -> None:
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": "auto",
-        "zero_optimization": 3,
+        "zero_optimization": {"stage": "auto", "overlap_comm": "auto"},
+        "fp16": "auto",
     }
     assert with_file(tmp_path, tree).optim.clip_grad == 1.0
 
@@ -57,13 +58,13 @@ def test_auto_and_equal_values_are_fine(tmp_path: Path) -> None:
             r'"train_batch_size" is 16 there, and --global-batch-size is 8\. Make them equal',
         ),
         ({"gradient_clipping": 0.3}, "--clip-grad 1", r'"gradient_clipping" is 0\.3 there, and --clip-grad is 1\.0'),
-        ({"bf16": {"enabled": False}}, "--bf16", r'"bf16\.enabled" is false there, and --bf16 is True'),
+        ({"bf16": {"enabled": True}}, "--no-bf16", r'"bf16\.enabled" is true there, and --bf16 is False'),
         ({"bfloat16": {"enabled": True}}, "--fp16", "--fp16 and --bf16 are both given"),
         ({"fp16": {"loss_scale": 0}}, "--loss-scale 8", r'"fp16\.loss_scale" is 0 there, and --loss-scale is 8\.0'),
         (
             {"zero_optimization": {"stage": "two"}},
             "",
-            r'"zero_optimization\.stage" must be a whole number, not \'two\'',
+            r"zero_optimization\.stage\" \(--zero-stage\) must be a whole number from 0 to 3, or be omitted, not 'two'",
         ),
         ({"zero_optimization": {"stage": 2}}, "--pipeline-model-parallel-size 2", "--zero-stage 2 cannot be used"),
         ("{", "", r"ds\.json is not JSON"),
@@ -107,8 +108,27 @@ def test_a_misspelled_key_is_rejected(tmp_path: Path, tree: Any, key: str, meant
     ]
 
 
-def test_an_unknown_key_without_a_similar_one_is_a_notice(tmp_path: Path) -> None:
+def test_a_disabled_section_is_not_compared_with_flags(tmp_path: Path) -> None:
+    tree = {
+        "fp16": {"enabled": False, "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 5000},
+        "bf16": {"enabled": False},
+        "amp": {"enabled": False, "opt_level": "O1"},
+    }
+    config = with_file(tmp_path, tree, "--fp16 --loss-scale 8 --loss-scale-window 50")
+    assert (config.precision.fp16, config.precision.loss_scale, config.precision.loss_scale_window) == (True, 8, 50)
+    notices = [text for text in config.notices if "deepspeed_config" in text]
+    assert len(notices) == 1 and '"fp16.enabled" is false there, and --fp16 was given: the flag is used' in notices[0]
+    assert with_file(tmp_path, tree).precision.dtype_name == "float32"
+
+
+def test_an_unknown_key_without_a_similar_one_is_refused_too(tmp_path: Path) -> None:
     tree = {"warp_drive": 9, "zero_optimization": {"stage": 1, "zero_quantized_activations": True}, "_comment": "ours"}
-    notices = [text for text in with_file(tmp_path, tree).notices if "deepspeed_config" in text]
-    assert [text.split('"')[1] for text in notices] == ["warp_drive", "zero_optimization.zero_quantized_activations"]
-    assert notices[0].endswith("is not a known key; it is passed on to DeepSpeed unchanged.")
+    with pytest.raises(ConfigError, match=r"reads no such key: remove it") as caught:
+        with_file(tmp_path, tree)
+    keys = [text.split('"')[1] for text in caught.value.problems]
+    assert keys == ["warp_drive", "zero_optimization.zero_quantized_activations"]
+
+
+def test_what_has_no_effect_is_a_notice(tmp_path: Path) -> None:
+    notices = with_file(tmp_path, {"tensorboard": {"enabled": True, "output_path": "/x"}}).notices
+    assert [text for text in notices if '"tensorboard" is ignored: reports come from --tensorboard-dir' in text]

@@ -1,15 +1,114 @@
-"""The keys that DeepSpeed reads, and suggestions for misspelled keys."""
+"""Every key that DeepSpeed reads has a status, and every entry of a file is checked by it."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.config.files.deepspeed_file import GOVERNED
-from megatron.config.files.deepspeed_keys import SECTION_KEYS, TOP_LEVEL_KEYS, unknown_keys
+from megatron.config.files.deepspeed_keys import check_settings
+from megatron.config.files.deepspeed_table import GOVERNED as IS_GOVERNED
+from megatron.config.files.deepspeed_table import IGNORED, KEYS, REFUSED, SUPPORTED, key_table
+
+GOLDEN = Path(__file__).resolve().parents[1] / "deepspeed_keys.txt"
+# The classes that describe a section, and where it stands in the file.
+MODELS = {
+    "zero_optimization": ("runtime.zero.config", "DeepSpeedZeroConfig"),
+    "zero_optimization.offload_param": ("runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
+    "zero_optimization.offload_optimizer": ("runtime.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
+    "zero_optimization.zenflow": ("runtime.zenflow.zenflow_config", "ZenFlowConfig"),
+    "zero_optimization.leaf_module": ("runtime.zero.leaf_module_config", "DeepSpeedZeroLeafModuleConfig"),
+    "fp16": ("runtime.precision_config", "DeepSpeedFP16Config"),
+    "bf16": ("runtime.precision_config", "DeepSpeedBF16Config"),
+    "bfloat16": ("runtime.precision_config", "DeepSpeedBF16Config"),
+    "tensorboard": ("monitor.config", "TensorBoardConfig"),
+    "wandb": ("monitor.config", "WandbConfig"),
+    "csv_monitor": ("monitor.config", "CSVConfig"),
+    "comet": ("monitor.config", "CometConfig"),
+    "comms_logger": ("comm.config", "CommsLoggerConfig"),
+    "timers.throughput": ("utils.config", "DeepSpeedThroughputTimerConfig"),
+    "tensor_parallel": ("runtime.tensor_parallel.config", "TPTrainingConfig"),
+    "hybrid_engine": ("runtime.config", "HybridEngineConfig"),
+    "compile": ("compile.config", "CompileConfig"),
+    "weight_quantization": ("inference.config", "WeightQuantConfig"),
+}
+_NO_KEYS = {"train", "eval", "predict", "encode", "params", "type", "legacy_fusion", "ddp_bf16"}
+# Names of attributes and groups in `constants.py` that are no keys of the file.
+_NO_KEYS |= {"data_parallel_group", "global_rank"}
+
+
+def golden_text() -> str:
+    """The table of keys as the golden file shows it."""
+    rows = [(name, status, values or "-", reason or "-") for name, status, values, reason in key_table()]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "".join(
+        "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3]]) + "\n"
+        for row in rows
+    )
+
+
+def status_of(name: str) -> str | None:
+    """The status of a key, or of the ignored or refused section that it stands in."""
+    while name:
+        if name in KEYS:
+            return KEYS[name].status
+        name = name.rpartition(".")[0]
+        if name in KEYS and KEYS[name].status not in (IGNORED, REFUSED):
+            return None
+    return None
+
+
+def checked(tree: dict[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+    found = check_settings(tree, "ds.json")
+    return found.settings, found.problems, found.notices
+
+
+def test_the_golden_list_of_keys() -> None:
+    assert GOLDEN.read_text(encoding="utf-8") == golden_text(), "run: python -m tests.config.write_deepspeed_keys"
+
+
+def test_every_key_that_deepspeed_reads_has_a_status() -> None:
+    spec = importlib.util.find_spec("deepspeed")
+    if spec is None or spec.origin is None:
+        pytest.skip("deepspeed is not installed")
+    names = set()
+    for section, (module, model) in MODELS.items():
+        for name, facts in getattr(importlib.import_module(f"deepspeed.{module}"), model).model_fields.items():
+            names |= {f"{section}.{name}", f"{section}.{facts.alias or name}"}
+    assert len(names) > 100
+    folder = Path(spec.origin).parent
+    config = (folder / "runtime/config.py").read_text()
+    for removed, prefix in (
+        ("_REMOVED_TOP_LEVEL_CONFIG_KEYS", ""),
+        ("_REMOVED_ZERO_CONFIG_KEYS", "zero_optimization."),
+    ):
+        body = config.partition(f"{removed} = {{")[2].partition("\n}")[0]
+        found = re.findall(r'^    "(\w+)":', body, re.MULTILINE)
+        assert len(found) >= 3
+        names |= {prefix + name for name in found}
+        assert all(status_of(prefix + name) == REFUSED for name in found)
+    constants = dict(
+        re.findall(r"""^([A-Z_0-9]+) = ['"](\w+)['"]""", (folder / "runtime/constants.py").read_text(), re.M)
+    )
+    read = re.findall(r"(?:get_scalar_param\(\s*param_dict,\s*|param_dict\.get\(|param_dict\[)([A-Z_0-9]+)", config)
+    assert len({constants[one] for one in read if one in constants}) > 20
+    names |= {constants[one] for one in read if one in constants}
+    names |= set(re.findall(r"""param_dict(?:\.get\(|\[)['"](\w+)['"]""", config))
+    sections = {"data_types": "GRAD_ACCUM_DTYPE PARAM_DTYPE BUFFER_DTYPE KEEP_IN_FP32_MODULES"}
+    names |= {f"{section}.{constants[one]}" for section, ones in sections.items() for one in ones.split()}
+    assert sorted(name for name in names - _NO_KEYS if status_of(name) is None) == []
+
+
+def test_the_flags_that_govern_keys_are_those_of_the_table() -> None:
+    named = {name for name, key in KEYS.items() if key.status == IS_GOVERNED} - {"gradient_accumulation_steps"}
+    named -= {name for name in named if name.startswith("bfloat16")}
+    assert named == {".".join(place) for place in GOVERNED if place[0] != "bfloat16"}
+    assert all(key.reason for key in KEYS.values() if key.status != SUPPORTED)
 
 
 @pytest.mark.parametrize(
@@ -18,40 +117,141 @@ from megatron.config.files.deepspeed_keys import SECTION_KEYS, TOP_LEVEL_KEYS, u
         ("train_batch_sise", "train_batch_size"),
         ("zeroOptimization", "zero_optimization"),
         ("gradient_clip", "gradient_clipping"),
-        ("warp_drive", None),
     ],
 )
-def test_a_misspelled_key_is_recognized(key: str, meant: str | None) -> None:
-    assert unknown_keys({key: 1, "train_batch_size": 2, "_comment": "ours", "//": "too"}) == [(key, meant)]
+def test_a_misspelled_key_is_recognized(key: str, meant: str) -> None:
+    _, problems, _ = checked({key: 1, "train_batch_size": 2, "_comment": "ours", "//": "too"})
+    assert problems == [f'ds.json: "{key}" is not known. Did you mean "{meant}"?']
 
 
-def test_nested_sections_are_checked() -> None:
-    assert unknown_keys({"fp16": {"enable": True, "hysteresis": 1}}) == [("fp16.enable", "fp16.enabled")]
-    assert unknown_keys({"zero_optimization": 3}) == []
+def test_unknown_keys_are_refused_in_every_section() -> None:
+    _, problems, _ = checked(
+        {"warp_drive": 1, "fp16": {"enable": True}, "timers": {"throughput": {"on": 1}}, "x" * 10**6: 1}
+    )
+    assert problems[:3] == [
+        'ds.json: "warp_drive" is not known. DeepSpeed 0.19 reads no such key: remove it.',
+        'ds.json: "fp16.enable" is not known. Did you mean "fp16.enabled"?',
+        'ds.json: "timers.throughput.on" is not known. DeepSpeed 0.19 reads no such key: remove it.',
+    ]
+    assert len(problems) == 4 and len(problems[3]) < 200
+    _, problems, _ = checked({f"key{number}": 1 for number in range(10_000)})
+    assert len(problems) == 21 and problems[-1] == "ds.json: 9980 more keys are not known. Is it the right file?"
 
 
-def test_every_key_deepspeed_reads_is_known() -> None:
-    spec = importlib.util.find_spec("deepspeed")
-    if spec is None or spec.origin is None:
-        pytest.skip("deepspeed is not installed")
-    folder = Path(spec.origin).parent
-    zero = (folder / "runtime/zero/config.py").read_text()
-    fields = zero.partition("class DeepSpeedZeroConfig")[2]
-    keys = set(re.findall(r"^    ([a-z]\w*): ", fields, re.MULTILINE)) | set(re.findall(r'alias="(\w+)"', fields))
-    assert keys and keys <= SECTION_KEYS["zero_optimization"]
-    precision = (folder / "runtime/precision_config.py").read_text()
-    bf16, fp16 = precision.partition("class DeepSpeedFP16Config")[::2]
-    for section, text in (("bf16", bf16.partition("class DeepSpeedBF16Config")[2]), ("fp16", fp16)):
-        keys = set(re.findall(r"^    ([a-z]\w*): ", text, re.MULTILINE))
-        assert keys and keys <= SECTION_KEYS[section]
-    constants = (folder / "runtime/constants.py").read_text()
-    names = set(re.findall(r"get_scalar_param\(\s*param_dict,\s*([A-Z_]+)", (folder / "runtime/config.py").read_text()))
-    keys = {
-        found[1] for found in re.findall(r"^([A-Z_]+) = ['\"](\w+)['\"]", constants, re.MULTILINE) if found[0] in names
+SWITCHED_OFF: list[dict[str, Any]] = [
+    {name: {"enabled": False, "anything": {"deep": [1, 2]}}}
+    for name in (
+        "amp",
+        "progressive_layer_drop",
+        "elasticity",
+        "curriculum_learning",
+        "autotuning",
+        "flops_profiler",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "torch_autocast",
+        "data_efficiency",
+        "hybrid_engine",
+        "eigenvalue",
+    )
+] + [
+    {"sparse_gradients": False, "sparse_attention": None, "compression_training": {}, "optimizer": "auto"},
+    {
+        "compression_training": {
+            "weight_quantization": {"shared_parameters": {"enabled": False}, "different_groups": {"a": 1}}
+        }
+    },
+    {"zero_optimization": {"zero_quantized_weights": False, "zero_hpz_partition_size": 1, "mics_shard_size": -1}},
+    {"zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True}, "offload_param": None}},
+    {"zero_optimization": {"compute_grad_norm": True, "load_from_fp32_weights": True, "cpu_offload": False}},
+    {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None, "profile": False}},
+    {"gradient_allreduce_op": "mean", "sequence_parallel_size": 1, "managed_gradient_accumulation": True},
+]
+
+
+@pytest.mark.parametrize("tree", SWITCHED_OFF)
+def test_what_is_switched_off_is_accepted_in_silence(tree: dict[str, Any]) -> None:
+    settings, problems, notices = checked(tree)
+    assert (problems, notices) == ([], []) and not any(settings.values())
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        (
+            {"sparse_gradients": True},
+            r'"sparse_gradients" cannot be set here: gradients of embeddings are dense; DeepSpeed',
+        ),
+        ({"amp": {"enabled": True}}, r'"amp" cannot be set here: the precision is chosen by --fp16 or --bf16'),
+        ({"progressive_layer_drop": {"theta": 0.5}}, r'"progressive_layer_drop" cannot be set here: every layer'),
+        (
+            {"zero_optimization": {"zero_quantized_weights": True}},
+            r'"zero_optimization\.zero_quantized_weights" cannot',
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            r"offload_optimizer.*use a higher --zero-stage",
+        ),
+        ({"gradient_allreduce_op": "sum"}, r'"gradient_allreduce_op" cannot be set here: losses are means'),
+        ({"optimizer": {"type": "Lamb"}}, r'"optimizer" cannot be set here: .*--optimizer.*Remove it'),
+        (
+            {"pipeline": {"activation_checkpoint_interval": 2}},
+            r"activation_checkpoint_interval.*--checkpoint-activations",
+        ),
+        (
+            {"fp16": {"initial_scale_power": 5000}},
+            r'"fp16\.initial_scale_power" \(--initial-loss-scale\) must be a whole '
+            r"number from 0 to 127, or be omitted, not 5000",
+        ),
+        (
+            {"zero_optimization": {"stage": 4}},
+            r'"zero_optimization\.stage" \(--zero-stage\) must be a whole number from 0',
+        ),
+        ({"zero_optimization": True}, r'"zero_optimization" must be an object, or be omitted, not True'),
+        ({"zero_optimization": {"reduce_bucket_size": 10**20}}, r"reduce_bucket_size.*from 1 to 1000000000000"),
+        (
+            {"zero_optimization": {"overlap_comm": "yes"}},
+            r"overlap_comm\" must be true or false, or be omitted, not 'yes'",
+        ),
+        ({"zero_optimization": {"stage3_max_live_parameters": 1, "max_live_parameters": 2}}, r"sets the same as"),
+        ({"steps_per_print": 0}, r"steps_per_print.*from 1 to 2147483647"),
+        ({"steps_per_print": float("inf")}, r"steps_per_print.*not inf"),
+        ({"gradient_predivide_factor": float("nan")}, r"gradient_predivide_factor.*not nan"),
+        ({"communication_data_type": "fp8"}, r"must be one of fp32, bf16, fp16, or be omitted, not .fp8."),
+        ({"comms_logger": {"prof_ops": [1]}}, r"prof_ops.*must be a list of strings"),
+        ({"train_batch_size": True}, r"train_batch_size.*must be a whole number"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(tree: dict[str, Any], sentence: str) -> None:
+    _, problems, notices = checked(tree)
+    assert len(problems) == 1 and re.search(sentence, problems[0]) and problems[0].startswith("ds.json: "), problems
+    assert notices == []
+
+
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.status in (IGNORED, REFUSED)])
+def test_each_key_without_effect_says_why(name: str) -> None:
+    tree: Any = {"enabled": True, "value": 7}
+    for part in reversed(name.split(".")):
+        tree = {part: tree}
+    settings, problems, notices = checked(tree)
+    said = problems if KEYS[name].status == REFUSED else notices
+    assert len(problems) + len(notices) == 1 and KEYS[name].reason in said[0] and not any(settings.values())
+
+
+def test_supported_values_are_passed_on() -> None:
+    tree = {
+        "zero_optimization": {"reduce_bucket_size": 5e8, "overlap_comm": True, "stage": "auto"},
+        "fp16": {"enabled": False, "loss_scale": 128, "initial_scale_power": 9999},
+        "steps_per_print": 10,
+        "timers": {"throughput": {"enabled": True}},
+        "tensorboard": {"enabled": True, "output_path": "x"},
     }
-    assert len(keys) > 10 and keys <= TOP_LEVEL_KEYS
-
-
-def test_our_own_keys_are_known() -> None:
-    assert {place[0] for place in GOVERNED} <= TOP_LEVEL_KEYS
-    assert all(place[1] in SECTION_KEYS[place[0]] for place in GOVERNED if len(place) == 2)
+    settings, problems, notices = checked(tree)
+    assert settings == {
+        "zero_optimization": {"reduce_bucket_size": 500_000_000, "overlap_comm": True},
+        "fp16": {"enabled": False},
+        "steps_per_print": 10,
+        "timers": {"throughput": {"enabled": True}},
+    }
+    assert problems == [] and len(notices) == 1 and "--tensorboard-dir" in notices[0]

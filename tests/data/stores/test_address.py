@@ -11,6 +11,7 @@ import pytest
 from megatron.data.stores.address import StoreAddress, is_store_address
 from megatron.data.stores.document_store import open_store
 from megatron.errors import ConfigError
+from megatron.secret_text import reveal
 from tests.data.databases import NEWS, WEB, Database, write_web_and_news
 
 
@@ -19,13 +20,14 @@ def test_addresses(tmp_path: Path) -> None:
         "sqlite", "a b.db", "", ("web", "news", "x,y"), "form", "sqlite:///a%20b.db"
     )
     mongo = StoreAddress.of("mongodb://me:pw@host:1,other:2/corpus?authSource=admin&collection=web")
-    assert (mongo.place, mongo.database, mongo.collections) == (
+    assert (reveal(mongo.place), mongo.database, mongo.collections) == (
         "mongodb://me:pw@host:1,other:2/corpus?authSource=admin",
         "corpus",
         ("web",),
     )
     assert mongo.shown == "mongodb://me:***@host:1,other:2/corpus?authSource=admin&collection=web"
-    assert StoreAddress.of(mongo.only("n,s")).collections == ("n,s",)
+    assert StoreAddress.of(mongo.only("n,s")).collections == ("n,s",) and "pw" not in repr(mongo)
+    assert reveal(mongo.only("n,s")) == "mongodb://me:pw@host:1,other:2/corpus?authSource=admin&collection=n%2Cs"
     path = tmp_path / "db.json"
     path.write_text(
         json.dumps(
@@ -65,7 +67,7 @@ def test_a_configuration_file_may_name_a_sqlite_file(sqlite_database: Database, 
     [
         ("sqlite://file.db", r"sqlite://file\.db names no file\. Write sqlite:///file\.db"),
         ("sqlite:///", r"sqlite:/// names no file"),
-        ("sqlite:///f.db?tabel=web", r"sqlite:///f\.db: the option tabel=web is not known"),
+        ("sqlite:///f.db?tabel=web", r"sqlite:///f\.db\?tabel=\*\*\*: the option tabel is not known"),
         ("mongodb://u:pw@host?collection=web", r"mongodb://u:\*\*\*@host names no database"),
         ("corpus.jsonl", r"corpus\.jsonl is not a document store"),
     ],
