@@ -57,7 +57,7 @@ def decide(attempts: Sequence[Attempt], resumed_step: int, settings: str, safety
     if limit == 0 or len(failures) < limit:
         return Decision(None, passes)
     step = failures[-1].step or 0
-    is_poisoned = all(attempt.code == ExitCode.NUMERICS for attempt in failures[-limit:])
+    is_poisoned = all(attempt.code == ExitCode.NUMERICS and attempt.blames_step for attempt in failures[-limit:])
     if safety.resume_skip_poisoned and is_poisoned and passes.count(step) < limit:
         return Decision(None, (*passes, step))
     return Decision(_refusal(failures, step, limit, resumed_step, passes.count(step), is_poisoned))
@@ -71,7 +71,8 @@ def settings_digest(config: Mapping[str, Any]) -> str:
     """
     sections = {name: config.get(name) for name in _SECTIONS}
     fields = [config.get(section, {}).get(name) for section, name in _FIELDS]
-    return hashlib.sha256(json.dumps([__version__, sections, fields], default=str, sort_keys=True).encode()).hexdigest()[:16]
+    text = json.dumps([__version__, sections, fields], default=str, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _failures_in_a_row(
