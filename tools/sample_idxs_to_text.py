@@ -77,6 +77,7 @@ class Origin:
     Args:
         stood_at: the progress of the checkpoint; None without one.
         tokenizer: the tokenizer of the run; None if unknown.
+        passed: the steps before which a batch was passed over, as ranges.
     """
 
     order: SampleOrder
@@ -84,6 +85,7 @@ class Origin:
     control: ControlConfig
     stood_at: Progress | None = None
     tokenizer: TokenizerRecord | None = None
+    passed: tuple[tuple[int, int], ...] = ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,7 +130,8 @@ def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
     record = Record.from_json(read_record(found[0].path), found[0].path)
     config = laid_over(RunConfig.from_json(record.config), given)
     order = SampleOrder.of_plan(record.data_plan, config.data)
-    return Origin(order, config.optim, config.control, record.progress, record.tokenizer)
+    passed = tuple((batch["step"], batch["step"]) for batch in record.passed_batches)
+    return Origin(order, config.optim, config.control, record.progress, record.tokenizer, passed)
 
 
 def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
@@ -188,7 +191,8 @@ def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
     last = flags.end_step or flags.start_step
     if flags.run_dir is not None:
         return samples_of_logged_steps(flags.start_step, last, read_steps(flags.run_dir))
-    return samples_of_steps(flags.start_step, last, origin.optim, origin.control.skip_ranges, origin.stood_at)
+    ranges = (*origin.control.skip_ranges, *origin.passed)
+    return samples_of_steps(flags.start_step, last, origin.optim, ranges, origin.stood_at)
 
 
 def _tokenizer(origin: Origin) -> Tokenizer:

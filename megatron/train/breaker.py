@@ -15,7 +15,15 @@ from megatron.train.history import Attempt
 
 # What decides how a step goes; sizes of the machine may change from one restart to the next without a hand in it.
 _SECTIONS = ("model", "precision", "recompute", "documents", "loss", "random", "kernels", "optim", "data")
-_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "zero_stage")
+_FIELDS = (
+    ("parallel", "tensor_model_parallel_size"),
+    ("parallel", "pipeline_model_parallel_size"),
+    ("parallel", "zero_stage"),
+    ("control", "skip_train_iteration_range"),
+    ("safety", "max_bad_steps"),
+    ("safety", "skip_spikes"),
+)
+_MOST_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ def decide(attempts: Sequence[Attempt], resumed_step: int, settings: str, safety
     if limit == 0 or len(failures) < limit:
         return Decision(None, passes)
     step = failures[-1].step or 0
-    is_poisoned = all(attempt.code == ExitCode.NUMERICS for attempt in failures[-limit:])
+    is_poisoned = all(attempt.code == ExitCode.NUMERICS and attempt.blames_step for attempt in failures[-limit:])
     if safety.resume_skip_poisoned and is_poisoned and passes.count(step) < limit:
         return Decision(None, (*passes, step))
     return Decision(_refusal(failures, step, limit, resumed_step, passes.count(step), is_poisoned))
@@ -62,9 +70,9 @@ def settings_digest(config: Mapping[str, Any]) -> str:
         config: the resolved configuration as `RunConfig.to_json` gives it.
     """
     sections = {name: config.get(name) for name in _SECTIONS}
-    layout = [config.get("parallel", {}).get(name) for name in _LAYOUT]
-    values = [__version__, sections, layout, config.get("control", {}).get("skip_train_iteration_range")]
-    return hashlib.sha256(json.dumps(values, default=str, sort_keys=True).encode()).hexdigest()[:16]
+    fields = [config.get(section, {}).get(name) for section, name in _FIELDS]
+    text = json.dumps([__version__, sections, fields], default=str, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _failures_in_a_row(
@@ -103,12 +111,12 @@ def _refusal(
         f"--skip-train-iteration-range {step}-{step} (or a longer range) trains on later data",
         "--max-failed-starts 0 tries again without a limit",
     ]
-    times = "once" if len(failures) == 1 else f"{len(failures)} times"
+    times = "once" if len(failures) == 1 else f"{len(failures)} times in a row"
     return "\n".join(
         [
-            f"this run has ended at iteration {step} {times} in a row with no checkpoint newer than that of iteration "
-            f"{resumed_step}, so it would again (--max-failed-starts {limit}). It ended like this:",
-            *(f"  {attempt}" for attempt in failures),
+            f"this run has ended {times} at iteration {step} without a checkpoint newer than that of iteration "
+            f"{resumed_step}, and does not start again (--max-failed-starts {limit}):",
+            *(f"  {attempt}" for attempt in failures[-_MOST_SHOWN:]),
             "Mend the cause (a run whose settings have changed starts again), or choose:",
             *(f"  {way}" for way in ways),
         ]

@@ -26,7 +26,7 @@ from typing import Any
 from megatron import log
 from megatron.checkpoint.storage import Storage, opened, read_range
 from megatron.data.formats import exact
-from megatron.errors import ExitCode, MegatronError
+from megatron.errors import ExitCode, MegatronError, NumericsError
 
 HISTORY_NAME = "history.jsonl"
 STEP_NAME = ".run.step"
@@ -52,6 +52,7 @@ class Attempt:
         code: its exit code; None if it was killed.
         text: the first line of its error.
         was_asked: whether the end was asked for, by its flags or by a signal, or was the end of training.
+        blames_step: whether the error itself named the step, so that its batch may be the cause.
     """
 
     key: str
@@ -65,6 +66,7 @@ class Attempt:
     code: int | None = None
     text: str = ""
     was_asked: bool = False
+    blames_step: bool = False
 
     def __str__(self) -> str:
         place = "before training" if not self.entered_loop else f"at iteration {self.step}"
@@ -142,7 +144,7 @@ class History:
         Writes and syncs one line, which takes as long as the file system takes.
 
         Args:
-            step: the step that was trained; None for the one that `at` was told last.
+            step: the step whose result is the error; None for the one that `at` was told last.
             code: the exit code that the process ends with.
             text: the error; its first line is kept.
             asked: whether the end was wanted; by default, if it is success, or a signal that was obeyed. One that ended
@@ -153,8 +155,8 @@ class History:
         if asked is None:
             asked = code == ExitCode.DONE or (code == ExitCode.REQUEUE and not (text and self._in_loop))
         first_line = _shown(text.strip().partition("\n")[0])
-        reached = self._step if step is None else step
-        self._append("end", self._key, {"step": reached, "code": int(code), "text": first_line, "asked": asked})
+        reached, blamed = (self._step, {}) if step is None else (step, {"blamed": True})
+        self._append("end", self._key, {"step": reached, "code": int(code), "text": first_line, "asked": asked, **blamed})
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -168,7 +170,8 @@ class History:
             if isinstance(failure, MegatronError):
                 code = int(failure.exit_code)
             text = str(failure) or type(failure).__name__
-            self.ended(getattr(failure, "step", None), code, text, asked=is_interrupt)
+            step = failure.step if isinstance(failure, NumericsError) else None
+            self.ended(step, code, text, asked=is_interrupt)
             raise
         finally:
             forget()
@@ -252,6 +255,7 @@ def _add(value: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
             code=code if _is_count(code) else None,
             text=_shown(value.get("text")),
             was_asked=value.get("asked") is True,
+            blames_step=value.get("blamed") is True,
         )
 
 

@@ -39,7 +39,7 @@ def run_to_end(run: Run | None) -> ExitCode:
     if run is None:
         return ExitCode.DONE
     code = evaluate_only(run) if run.config.control.eval_only else train(run)
-    run.history.ended(run.progress.step, code)
+    run.history.ended(None, code)
     return code
 
 

@@ -14,13 +14,15 @@ from megatron.checkpoint.record import Progress, Record
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train import restore
-from megatron.train.restore import SavedRun, check_tokenizer, find_saved_run, load_tensors
+from megatron.train.identity import RunIdentity, read_identity, write_identity
+from megatron.train.restore import SavedRun, Start, check_tokenizer, find_saved_run, find_start, load_tensors
 from tests.checkpoint.fake_pieces import make_state, whole_sink
 from tests.checkpoint.records import make_record
 from tests.train.samples import control_config
 
 MESH = ParallelMesh.single()
 RECORD = make_record()
+ONE, TWO = "1" * 16, "2" * 16
 
 
 def saved(folder: Path, step: int = 4, **changes: Any) -> Path:
@@ -207,3 +209,148 @@ def damage(folder: Path, change: Callable[[bytes], bytes] = lambda tail: bytes(b
     for path in folder.glob("*.safetensors"):
         content = path.read_bytes()
         path.write_bytes(content[:-8] + change(content[-8:]))
+
+
+def started(folder: Path, **changes: Any) -> Start:
+    """A start with --save `folder`."""
+    return find_start(control_config(save=str(folder), save_interval=1, **changes), MESH)
+
+
+def test_a_new_run_gets_an_identity_that_its_folder_keeps(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    first = started(folder, load=str(folder))
+    assert first.saved is None and read_identity(folder) == first.identity
+    assert started(folder, load=str(folder)).identity == first.identity, "it has saved nothing, and is the same run"
+    assert started(folder).identity == first.identity
+    assert started(folder, from_scratch=True).identity.run_id != first.identity.run_id
+    assert find_start(control_config(), MESH).identity.run_id
+
+
+def test_a_resumed_run_keeps_its_identity_in_another_folder(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 4, run_id=ONE)
+    for folder in ("a", "b", "b"):
+        start = started(tmp_path / folder, load=str(tmp_path / "a"))
+        assert start.identity.run_id == ONE
+        assert read_identity(tmp_path / folder) == RunIdentity(ONE)
+    saved(tmp_path / "b", 6, run_id=ONE)
+    assert started(tmp_path / "b", load=str(tmp_path / "a")).identity.run_id == ONE
+    assert find_start(control_config(load=str(tmp_path / "a")), MESH).identity.run_id == ONE
+
+
+def test_a_run_of_an_older_version_gets_an_identity(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a", 4)
+    start = started(folder, load=str(folder))
+    assert start.saved is not None and start.identity.run_id
+    saved(folder, 6, run_id=start.identity.run_id)
+    assert started(folder, load=str(folder)).identity == start.identity
+    assert started(tmp_path / "b", load=str(saved(tmp_path / "old", 4))).identity != start.identity
+    elsewhere = started(tmp_path / "b", load=str(tmp_path / "old")).identity
+    assert elsewhere == read_identity(tmp_path / "b"), "the folder knows what the checkpoint does not"
+
+
+def test_the_checkpoint_of_another_run_is_skipped_unless_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path / "a", 4, run_id=ONE)
+    write_identity(folder, RunIdentity(ONE))
+    saved(folder, 8, run_id=TWO)
+    start = started(folder, load=str(folder))
+    assert start.saved is not None and start.saved.record.progress.step == 4
+    text = capsys.readouterr().err
+    assert f"skipping checkpoint {folder / 'iter_0000008'}: it belongs to run {TWO}, and {folder} to run {ONE}" in text
+    for flags in ({"load": str(folder / "iter_0000008")}, {"load": str(folder), "ckpt_step": 8}):
+        named = started(tmp_path / f"b{len(flags)}", **flags)
+        assert named.saved is not None and named.saved.record.run_id == named.identity.run_id == TWO
+        with pytest.raises(CheckpointError, match=rf"holds checkpoints of run {ONE} \(newest: .*continues run {TWO}"):
+            started(folder, **flags)
+
+
+def test_nothing_but_the_checkpoints_of_another_run_is_an_error(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a", 8, run_id=TWO)
+    write_identity(folder, RunIdentity(ONE))
+    with pytest.raises(CheckpointError, match=rf"none of the 1 checkpoints(.|\n)*belongs to run {TWO}, and .* {ONE}"):
+        started(folder, load=str(folder))
+
+
+def test_the_tensors_of_another_run_are_not_loaded_instead_of_damaged_ones(engine: FakeEngine, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a", 4, run_id=TWO)
+    write_identity(folder, RunIdentity(ONE))
+    saved(folder, 6, run_id=ONE)
+    start = started(folder, load=str(folder))
+    damage(folder / "iter_0000006")
+    with pytest.raises(
+        CheckpointError, match=rf"none of the 2 checkpoints(.|\n)*iter_0000004: it belongs to run {TWO}"
+    ):
+        load_tensors(start.control, engine, start.saved)
+
+
+def test_a_run_is_not_continued_into_the_folder_of_another(tmp_path: Path) -> None:
+    saved(tmp_path / "a", 4, run_id=ONE)
+    saved(tmp_path / "b", 6, run_id=TWO)
+    sentence = (
+        rf"b holds checkpoints of run {TWO} \(newest: iteration 6\), and --load .*a continues run {ONE}: .*another"
+    )
+    with pytest.raises(CheckpointError, match=sentence):
+        started(tmp_path / "b", load=str(tmp_path / "a"))
+    with pytest.raises(
+        CheckpointError, match=r"b holds checkpoints already \(newest: iteration 6\) and --load .* none"
+    ):
+        started(tmp_path / "b", load=str(tmp_path / "empty"))
+    evaluated = started(tmp_path / "b", load=str(tmp_path / "a"), eval_only=True)
+    assert evaluated.identity.run_id == ONE and read_identity(tmp_path / "b") is None
+    assert started(tmp_path / "b", load=str(tmp_path / "a"), from_scratch=True).identity.run_id not in (ONE, TWO)
+
+
+@pytest.mark.parametrize("run_id", [ONE, ""], ids=["run", "weights"])
+def test_a_fine_tuning_continues_its_own_progress(tmp_path: Path, run_id: str) -> None:
+    base, own = saved(tmp_path / "base", 4, run_id=run_id), tmp_path / "own"
+    flags = {"load": str(base), "finetune": True}
+    first = started(own, **flags)
+    assert first.control.finetune and first.saved is not None and first.identity.run_id not in (ONE, "")
+    again = started(own, **flags, no_load_optim=True)
+    assert again.control.finetune and again.identity == first.identity, "nothing is saved yet"
+    saved(own, 2, run_id=first.identity.run_id, finetuned_from=first.identity.finetuned_from)
+    for remove in (False, True):
+        if remove:
+            (own / "run.json").unlink()
+        resumed = started(own, **flags, no_load_optim=True, ckpt_step=4)
+        assert resumed.identity == first.identity == read_identity(own)
+        assert (resumed.control.finetune, resumed.control.load, resumed.control.load_step) == (False, str(own), None)
+        assert not resumed.control.no_load_optim
+        assert resumed.saved is not None and resumed.saved.record.progress.step == 2
+
+
+def test_a_fine_tuning_continues_when_its_base_has_moved_on(tmp_path: Path) -> None:
+    base, own = saved(tmp_path / "base", 4, run_id=ONE), tmp_path / "own"
+    first = started(own, load=str(base), finetune=True).identity
+    saved(own, 2, run_id=first.run_id, finetuned_from=first.finetuned_from)
+    saved(base, 6, run_id=ONE)
+    assert started(own, load=str(base), finetune=True).identity == first
+    for load, step in ((base, 6), (base / "iter_0000006", None)):
+        with pytest.raises(
+            CheckpointError, match=rf"fine-tuning of run {ONE} at iteration 4.*of run {ONE} at iteration 6"
+        ):
+            started(own, load=str(load), ckpt_step=step, finetune=True)
+
+
+def test_a_fine_tuning_is_not_mixed_with_another_run(tmp_path: Path) -> None:
+    base, other = saved(tmp_path / "base", 4, run_id=ONE), saved(tmp_path / "other", 6, run_id=TWO)
+    flags = {"load": str(base), "finetune": True}
+    sentence = rf"other holds checkpoints of run {TWO} \(newest: .*this is a fine-tuning of run {ONE} at iteration 4"
+    with pytest.raises(CheckpointError, match=sentence):
+        started(other, **flags)
+    with pytest.raises(CheckpointError, match=r"old holds checkpoints of a run of an older version, without identity"):
+        started(saved(tmp_path / "old", 6), **flags)
+    for load in (base, base / "iter_0000004"):
+        with pytest.raises(CheckpointError, match=r"--finetune with --load .* and --save .*mixed.*drop --finetune"):
+            started(base, load=str(load), finetune=True)
+    assert find_start(control_config(**flags), MESH).identity.finetuned_from["run_id"] == ONE
+    assert read_identity(base) is None, "the folder of the base is left alone"
+
+
+def test_a_folder_for_another_fine_tuning_that_saved_nothing_is_taken(tmp_path: Path) -> None:
+    one, two = saved(tmp_path / "one", 4, run_id=ONE), saved(tmp_path / "two", 4, run_id=TWO)
+    first = started(tmp_path / "own", load=str(one), finetune=True).identity
+    second = started(tmp_path / "own", load=str(two), finetune=True).identity
+    assert second.run_id != first.run_id and second.finetuned_from["run_id"] == TWO
+    assert started(tmp_path / "own").identity.finetuned_from == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.checkpoint.record import Progress
-from megatron.train.skip import skip_data
+from megatron.train.skip import pass_batches, skip_data
 from tests.train.samples import optim_config
 
 
@@ -35,3 +35,17 @@ def test_adjacent_ranges_are_skipped_separately() -> None:
     first = skip_data(Progress(step=1, consumed_samples=8), optim_config(), ranges, 1)
     assert first.consumed_samples == 16
     assert skip_data(first.after(8, 8), optim_config(), ranges, 1).consumed_samples == 40
+
+
+def test_a_batch_of_failed_starts_is_passed_over_like_a_range_of_one_step() -> None:
+    before = Progress(step=2, consumed_samples=16, consumed_tokens=160)
+    after, passed = pass_batches(before, optim_config(), (3, 7), 10)
+    assert after == skip_data(before, optim_config(), ((3, 3),), 10)
+    assert passed == ({"step": 3, "first_sample": 16, "last_sample": 23},)
+    assert pass_batches(after.after(8, 80), optim_config(), (3, 7), 10) == (after.after(8, 80), ())
+
+
+def test_two_batches_of_one_step_are_passed_over_one_after_the_other() -> None:
+    after, passed = pass_batches(Progress(), optim_config(), (1, 2, 1), 10)
+    assert after == Progress(0, 16, 160)
+    assert [(batch["first_sample"], batch["last_sample"]) for batch in passed] == [(0, 7), (8, 15)]

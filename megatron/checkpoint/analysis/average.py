@@ -108,11 +108,11 @@ def _check_fits(first: OpenCheckpoint, other: OpenCheckpoint) -> None:
 
 
 def _weights_only(record: Record) -> Record:
-    """The record of a checkpoint with the same progress and no optimizer state."""
+    """The record of a checkpoint with the same progress and no optimizer state, which is of no run."""
     sections = [name for name, entries in record.config.items() if _knows_saving(entries)] or ["control"]
     changed = {name: {**record.config.get(name, {}), "no_save_optim": True} for name in sections}
     config: dict[str, Any] = {**record.config, **changed}
-    return dataclasses.replace(record, config=config, optimizer_updates=0, loss_scale={})
+    return dataclasses.replace(record, config=config, optimizer_updates=0, loss_scale={}, run_id="", finetuned_from={})
 
 
 def _knows_saving(entries: Any) -> bool:
