@@ -10,6 +10,8 @@ import pytest
 
 from megatron import __version__
 from megatron.checkpoint.record import Progress
+from megatron.config.sections.safety import SafetyConfig
+from megatron.engine.update_gate import UpdateGate
 from megatron.errors import StorageError
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import checkpoints
@@ -47,13 +49,15 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
     """As much of a run as saving looks at."""
     mesh = ParallelMesh.at(standard_axes(2), rank)
+    gate = UpdateGate(mesh, spike_deviations=None, allows_overflow=False)
     return SimpleNamespace(
         config=SimpleNamespace(
             control=control_config(**{"save": "checkpoints", "save_interval": 2, **control}),
             data="data",
+            safety=SafetyConfig(check_replicas_interval=0),
             to_json=lambda: {"config": 1},
         ),
-        engine=SimpleNamespace(update_count=step - 1, loss_scale_state={"cur_scale": 2.0}),
+        engine=SimpleNamespace(update_count=step - 1, loss_scale_state={"cur_scale": 2.0}, gate=gate),
         mesh=mesh,
         lock="lock",
         plan=PLAN,
