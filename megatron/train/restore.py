@@ -121,9 +121,23 @@ def find_saved_run(control: ControlConfig, mesh: ParallelMesh) -> SavedRun | Non
             f"--load {control.load} holds no checkpoint and --exit-on-missing-checkpoint is set. Give the folder of an "
             "earlier run."
         )
-    missing = Path(control.load) / "latest"
-    log.info(f"no checkpoint in {control.load} yet: starting at iteration 0 (Unable to find latest file at {missing})")
+    if mesh.world.rank == 0:
+        _say_what_is_missing(control, Path(control.load).absolute())
     return None
+
+
+def _say_what_is_missing(control: ControlConfig, folder: Path) -> None:
+    """Says that a run starts anew; a warning, unless it will save there itself, as the first start of a run does."""
+    upstream = f"(Unable to find latest file at {folder / 'latest'})"  # scripts look for upstream's words
+    if control.save is not None and Path(control.save).absolute() == folder:
+        log.info(f"no checkpoint in {folder} yet: starting at iteration 0 {upstream}")
+        return
+    there = next((parent for parent in folder.parents if parent.is_dir()), folder.parent)
+    state = "exists but holds no checkpoint" if folder.is_dir() else f"does not exist; the nearest that does is {there}"
+    log.warning(
+        f"--load {control.load}: the folder {folder} {state}. The run starts at iteration 0 {upstream}. If it was to "
+        "continue from a checkpoint, stop it and correct the path; --exit-on-missing-checkpoint makes this an error."
+    )
 
 
 def check_tokenizer(control: ControlConfig, record: Record, tokenizer: Tokenizer) -> None:
