@@ -124,6 +124,7 @@ class FakeEngine:
         self.asked: list[bool] = []
         self.updates: list[int | None] = []
         self.loss_scales: list[Mapping[str, float]] = []
+        self.gate = SimpleNamespace(restore=lambda recent: None)
 
     def restore_loss_scale(self, state: Mapping[str, float]) -> None:
         self.loss_scales.append(state)
