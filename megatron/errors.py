@@ -30,18 +30,26 @@ class MegatronError(Exception):
     exit_code = ExitCode.HUMAN
 
 
-def printable(value: object, letters: int = 200) -> str:
+def printable(value: object, letters: int = 200, *, quoted: bool = True) -> str:
     """A value from a file as a message may show it: short, and with nothing in it that steers a terminal.
 
     A text is shown in quotes and with escapes, so that it can neither begin a line nor pass for words of the message.
+
+    Args:
+        quoted: false leaves out the quotes of a text, where the message is about a word or a path.
     """
     if isinstance(value, str):
         shown = repr(value[: letters + 1])
+        shown = shown if quoted else shown[1:-1]
     elif isinstance(value, (Mapping, list, tuple, set)):
-        shown = reprlib.repr(value)
+        shown = _SHORT.repr(value)
     else:
         shown = repr(value)
     return shown if len(shown) <= letters else shown[: letters - 3] + "..."
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 class ConfigError(MegatronError):

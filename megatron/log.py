@@ -4,6 +4,7 @@ Result lines go to standard output, everything else to standard error. Before `s
 Afterwards one rank prints `info` and one prints `line`; every rank prints `warning` and `error`, with its number.
 `copy_to` appends the messages of this process to a file, including result lines that another rank prints. A copy that
 cannot be written ends nothing; nor, after `make_optional`, do the standard streams.
+Characters that steer a terminal, which a text from a file may hold, are written as escapes.
 `exit_with` ends a program, and `end_process` ends it from a thread; both first show the error that was the reason.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -29,6 +31,9 @@ FailureListener = Callable[[int, str], bool]
 # How long another rank than 0 waits before it shows an error that all ranks may have: the launcher ends it meanwhile.
 _FIRST_RANK_SECONDS = 2.0
 
+# Control characters other than tab and line feed, marks that reverse the direction of writing, and lone surrogates,
+# which no output takes. As JSON's escapes they mean the same in a line that is JSON.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 
@@ -120,7 +125,7 @@ def line(text: str) -> None:
     if _OUTPUT.prints_lines:
         _write(sys.stdout, text)
     else:
-        _append(text)
+        _append(_visible(text))
 
 
 def info(text: str) -> None:
@@ -266,6 +271,7 @@ def _rank_prefix() -> str:
 
 
 def _write(stream: TextIO, text: str) -> None:
+    text = _visible(text)
     text = text if text.endswith("\n") else text + "\n"
     _OUTPUT.lost += not _flush(stream, text)
     _append(text)
@@ -282,6 +288,10 @@ def _flush(stream: TextIO, text: str = "") -> bool:
         _OUTPUT.reason = failure.strerror or str(failure)
         return False
     return True
+
+
+def _visible(text: str) -> str:
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 def _append(text: str) -> None:

@@ -26,6 +26,7 @@ from megatron import log
 from megatron.errors import CheckpointError, LaunchError, StorageError
 from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.processes import born_at, machine_id, process_namespace
 
 LOCK_NAME = ".run.lock"
 
@@ -54,10 +55,10 @@ class Holder:
         return cls(
             secrets.token_hex(8),
             socket.gethostname(),
-            _first_line(Path("/proc/sys/kernel/random/boot_id")) or f"host {socket.gethostname()}",
-            _link(Path("/proc/self/ns/pid")),
+            machine_id(),
+            process_namespace(),
             process_id,
-            _born(process_id),
+            born_at(process_id),
         )
 
     def __str__(self) -> str:
@@ -273,17 +274,7 @@ def _runs_here(holder: Holder) -> bool:
 
 def _is_gone(holder: Holder) -> bool:
     """Whether the holder is certainly dead: it ran here, and its process id is free or belongs to another process."""
-    return _runs_here(holder) and _born(holder.process_id) != holder.born
-
-
-def _born(process_id: int) -> str:
-    """When a process started, in clock ticks since boot, to tell reused ids apart; empty if it is gone."""
-    try:
-        text = Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
-        return ""
-    fields = text.rpartition(")")[2].split()  # field 22 of proc(5), counted from behind the name; Z is dead already
-    return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
+    return _runs_here(holder) and born_at(holder.process_id) != holder.born
 
 
 def _write_holder(handle: int, holder: Holder) -> None:
@@ -322,17 +313,3 @@ def _same_file(handle: int, path: Path) -> bool:
         return False
     here = os.fstat(handle)
     return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
-
-
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _link(path: Path) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""

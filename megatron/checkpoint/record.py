@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.data.order.plan import DataPlan
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, printable
 from megatron.tokenizers.record import TokenizerRecord
 
 
@@ -67,7 +67,7 @@ class Progress:
         wrong += sorted(name for name in names & set(value) if not _is_count(value[name]))
         if wrong:
             raise CheckpointError(
-                f"The stored progress {dict(value)!r} cannot be used: {', '.join(wrong)} missing, unknown or no whole "
+                f"The stored progress {printable(value)} cannot be used: {_names(wrong)} missing, unknown or no whole "
                 "number >= 0. Resume from another checkpoint of this run (--load)."
             )
         return cls(**value)
@@ -151,11 +151,11 @@ class Record:
             DataError: the same of the data plan's entries.
         """
         fields = _Fields(value, path)
-        return cls(
+        record = cls(
             progress=Progress.from_json(fields.mapping("progress")),
             optimizer_updates=fields.count("optimizer_updates"),
             loss_scale=fields.numbers("loss_scale"),
-            config=fields.mapping("config"),
+            config=fields.config("config"),
             data_plan=DataPlan.from_json(fields.mapping("data_plan")),
             data=fields.mapping("data"),
             tokenizer=fields.tokenizer("tokenizer"),
@@ -166,6 +166,13 @@ class Record:
             recent=fields.optional_series("recent"),
             passed_batches=fields.optional_batches("passed_batches"),
         )
+        planned, consumed = record.data_plan.train, record.progress.consumed_samples
+        if planned is not None and consumed > planned.available:
+            raise CheckpointError(
+                f"the record of {path} says that {consumed} samples were consumed of the {planned.available} that its "
+                "data plan has. Give another checkpoint of the run with --load."
+            )
+        return record
 
 
 @dataclass(frozen=True)
@@ -190,8 +197,15 @@ class _Fields:
     def numbers(self, name: str) -> Mapping[str, float]:
         entry = self.mapping(name)
         for key, number in entry.items():
-            if not isinstance(number, int | float):
+            if not _is_number(number):
                 raise self._wrong(f"{name}.{key}", number, "a number")
+        return entry
+
+    def config(self, name: str) -> Mapping[str, Any]:
+        entry = self.mapping(name)
+        for section, values in entry.items():
+            if not isinstance(values, Mapping):
+                raise self._wrong(f"{name}.{section}", values, "a JSON object")
         return entry
 
     def tokenizer(self, name: str) -> TokenizerRecord:
@@ -201,6 +215,8 @@ class _Fields:
                 raise self._wrong(f"{name}.{key}", entry.get(key), "a text")
         if not _is_count(entry.get("vocab_size")):
             raise self._wrong(f"{name}.vocab_size", entry.get("vocab_size"), "a whole number >= 0")
+        if entry.get("eod_id") is not None and not _is_count(entry["eod_id"]):
+            raise self._wrong(f"{name}.eod_id", entry["eod_id"], "a whole number >= 0 or null")
         return TokenizerRecord.from_json(entry)
 
     def version(self, name: str) -> str:
@@ -249,17 +265,16 @@ class _Fields:
     def _entry(self, name: str) -> Any:
         if name not in self.value:
             raise CheckpointError(
-                f"the record of {self.path} has no {name} (it has {', '.join(self.value) or 'nothing'}): it is not the "
+                f"the record of {self.path} has no {name} (it has {_names(self.value) or 'nothing'}): it is not the "
                 "checkpoint of a run. Give another one with --load."
             )
         return self.value[name]
 
     def _wrong(self, name: str, entry: Any, should_be: str) -> CheckpointError:
-        shown = repr(entry)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        place = printable(name, 80, quoted=False)
         return CheckpointError(
-            f"the record of {self.path} has {name} = {shown}, which should be {should_be}. Give another checkpoint of "
-            "the run with --load."
+            f"the record of {self.path} has {place} = {printable(entry, 80)}, which should be {should_be}. Give another "
+            "checkpoint of the run with --load."
         )
 
 
@@ -281,6 +296,7 @@ def finetuned_from_of(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}\Z")
 _FINGERPRINT = re.compile(r"([0-9a-f]{64})?\Z")
+_LARGEST_COUNT = 2**53
 _BATCH_KEYS = ("step", "first_sample", "last_sample")
 
 
@@ -290,5 +306,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is a whole number >= 0; JSON's true is not."""
-    return type(value) is int and value >= 0
+    """Whether a value is a whole number >= 0 that counts something; JSON's true is none."""
+    return type(value) is int and 0 <= value <= _LARGEST_COUNT
+
+
+def _names(names: Iterable[str]) -> str:
+    shown = [printable(name, 80, quoted=False) for name in names]
+    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")

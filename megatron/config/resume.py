@@ -14,7 +14,7 @@ from megatron.config.run import CHECKPOINT, RunConfig, fields_of, frozen, plain,
 from megatron.config.sections.blends import read_split, shown_split
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, printable
 
 # The learning-rate schedule; taken from the checkpoint with --use-checkpoint-lr-scheduler.
 SCHEDULE_FIELDS = (
@@ -29,6 +29,7 @@ SCHEDULE_FIELDS = (
     "lr_warmup_samples",
     "lr_warmup_tokens",
 )
+_LONGEST_SHOWN = 1000  # letters of a value
 # These may change, and a user who did not intend it will want to know.
 _NOTABLE = frozenset(
     {*SCHEDULE_FIELDS, "global_batch_size", "rampup_batch_size", "weight_decay", "clip_grad", "fp16", "bf16"}
@@ -206,4 +207,5 @@ def _must_match_sentence(section: str, field: dataclasses.Field[Any], then: Any,
 def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return text if text.isprintable() and len(text) <= _LONGEST_SHOWN else printable(text, _LONGEST_SHOWN)

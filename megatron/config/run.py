@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
 from megatron.config.sections.safety import SafetyConfig, SafetyRequest
 from megatron.config.sections.saving import SavingConfig
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, printable
 
 GIVEN = "given"
 FILE = "file"
@@ -100,7 +102,8 @@ class RunRequest:
         for section, name, value in saved_fields(saved):
             if name not in places:
                 raise ConfigError(
-                    f"the saved configuration has {section}.{name} = {value!r}, which this version does not know. It "
+                    f"the saved configuration has {printable(f'{section}.{name}', 80, quoted=False)} = "
+                    f"{printable(value, 80)}, which this version does not know. It "
                     "was written by a newer version; use that one."
                 )
             values[places[name]][name] = frozen(value)
@@ -136,11 +139,62 @@ def fields_of(section: type[ConfigSection]) -> tuple[dataclasses.Field[Any], ...
 
 
 def saved_fields(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(section, field, value) of a saved configuration, in whatever way its version divided the fields."""
+    """(section, field, value) of a saved configuration, in whatever way its version divided the fields.
+
+    Raises:
+        ConfigError: a section is no mapping, or a value is not of its field's type.
+    """
     for section, entries in saved.items():
-        if section != "provenance":
-            for name, value in entries.items():
+        if not isinstance(entries, Mapping):
+            raise ConfigError(
+                f"the saved configuration has {printable(section, 80, quoted=False)} = {printable(entries, 80)}, which "
+                "should hold fields by name. It is damaged; use another copy of it."
+            )
+        for name, value in entries.items():
+            if section == "provenance":
+                _check_saved(section, name, value, (str,))
+            else:
+                _check_saved(section, name, value, _field_types().get(name, ()))
                 yield section, name, value
+
+
+@functools.cache
+def _field_types() -> Mapping[str, tuple[Any, ...]]:
+    """What a saved value of each field may be: what it is in a request, or resolved; and for what is required null."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for cls in (RunRequest, RunConfig):
+        for section in sections_of(cls).values():
+            hints = typing.get_type_hints(section)
+            required = {flag.field for flag in flags_of(section) if flag.required and section is not ModelConfig}
+            for field in fields_of(section):
+                more = (type(None),) if field.name in required else ()
+                found[field.name] = (*found.get(field.name, ()), hints[field.name], *more)
+    return found
+
+
+def _check_saved(section: str, name: str, value: Any, hints: tuple[Any, ...]) -> None:
+    if hints and not any(_is_of_type(value, hint) for hint in hints):
+        wanted = " or ".join(dict.fromkeys(hint.__name__ if isinstance(hint, type) else str(hint) for hint in hints))
+        raise ConfigError(
+            f"the saved configuration has {printable(f'{section}.{name}', 80, quoted=False)} = {printable(value, 80)}, "
+            f"which should be {wanted}. It is damaged; use another copy of it."
+        )
+
+
+def _is_of_type(value: Any, hint: Any) -> bool:
+    """Whether a value as JSON gives it back is one of a field's type."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_is_of_type(value, part) for part in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        parts = typing.get_args(hint)
+        if not isinstance(value, list | tuple) or (parts[-1] is not Ellipsis and len(parts) != len(value)):
+            return False
+        return all(_is_of_type(item, parts[0]) for item in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return type(value) is int
+    return not isinstance(hint, type) or isinstance(value, hint)
 
 
 def _read_section(section: type[ConfigSection], values: dict[str, Any]) -> ConfigSection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,12 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     problems = _loss_scale_problems(config)
     path = config.parallel.deepspeed_config
     extra = {} if path is None else read_settings(path)
-    problems += [*_accumulation_problems(config, extra), *_accumulation_dtype_problems(config, extra)]
+    problems += [
+        *_accumulation_problems(config, extra),
+        *_accumulation_dtype_problems(config, extra),
+        *_offload_problems(config, extra),
+        *_scaling_problems(config, extra),
+    ]
     if problems:
         raise ConfigError(problems)
     base = _base(config)
@@ -55,6 +61,31 @@ def _accumulation_dtype_problems(config: RunConfig, extra: Mapping[str, Any]) ->
     return [
         f'--deepspeed_config {config.parallel.deepspeed_config}: "data_types.grad_accum_dtype" is {dtype} there, but '
         f"the run trains in {own}. It must be {' or '.join(dict.fromkeys(['fp32', own]))}, or be omitted."
+    ]
+
+
+def _offload_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
+    """Checks that the ZeRO stage has what is to be offloaded."""
+    zero, stage = extra.get("zero_optimization", {}), config.parallel.effective_zero_stage
+    found = []
+    for least, name, older in ((1, "offload_optimizer", "cpu_offload"), (3, "offload_param", "cpu_offload_param")):
+        if stage < least and (zero.get(name, {}).get("device", "none") != "none" or zero.get(older)):
+            found.append(
+                f'--deepspeed_config {config.parallel.deepspeed_config}: "zero_optimization.{name}" is set there, but '
+                f"ZeRO stage {stage} divides nothing that could be offloaded. Use --zero-stage {least} or remove it."
+            )
+    return found
+
+
+def _scaling_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
+    """Checks that gradients are not to be scaled where DeepSpeed cannot."""
+    path, stage = config.parallel.deepspeed_config, config.parallel.effective_zero_stage
+    usual = {"prescale_gradients": False, "gradient_predivide_factor": 1}
+    return [
+        f'--deepspeed_config {path}: "{key}" is {json.dumps(extra[key])} there, which ZeRO stage {stage} does not '
+        "support. Use --zero-stage 1 or remove it."
+        for key, value in usual.items()
+        if stage > 1 and extra.get(key, value) != value
     ]
 
 

@@ -8,6 +8,7 @@ All messages are CPU tensors sent over `mesh.control`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -101,7 +102,8 @@ def _raise_everywhere(mesh: ParallelMesh, failure: Exception | None) -> None:
     report = json.loads(broadcast_bytes(json.dumps(report).encode(), control, source=rank))
     if failure is not None and rank == control.rank:
         raise failure
-    where = f"rank {rank}: " if control.size > 1 else ""
+    has_rank = control.size == 1 or re.match(r"rank \d+: ", report[1])  # agreed on before, by other collectives
+    where = "" if has_rank else f"rank {rank}: "
     raise rebuild_failure(report, _KINDS, _FALLBACK, where) from failure
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.errors import ConfigError, DataError, MegatronError, printable
 
 if TYPE_CHECKING:
     from megatron.tokenizers.tokenizer import Tokenizer
@@ -75,7 +75,8 @@ def check_same_tokenizer(
     if record.is_of(tokenizer):
         return
     raise error(
-        f"{made} with another tokenizer ({record.name}, fingerprint {str(record.fingerprint)[:12]}, "
+        f"{made} with another tokenizer ({printable(record.name, quoted=False)}, fingerprint "
+        f"{printable(str(record.fingerprint)[:12], quoted=False)}, "
         f"{record.vocab_size} tokens) than this run's ({tokenizer.name}, {str(tokenizer.fingerprint)[:12]}, "
         f"{tokenizer.vocab_size} tokens): its ids would mean other words. Give the same --tokenizer-type, "
         f"--vocab-file, --merge-file or --tokenizer-name-or-path{advice}."

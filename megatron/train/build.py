@@ -99,9 +99,9 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         watch = closing.enter_context(Watch())
         lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history)
-        if run.writer is not None:
-            closing.push(run.writer)
         run.watch = watch
+        if run.writer is not None:
+            closing.enter_context(run.writer).beat = watch.beat
         run.engine.on_phase = watch.enter
         closing.callback(run.close)
         closing.callback(run.report.close)
@@ -142,6 +142,7 @@ def _build(
         config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
     engine = build_engine(config, mesh)
+    writer = open_writer(config.control, config.saving, engine, lock, is_required=config.was_given("saving.async_save"))
     check_layers(engine, config.model.num_layers)
     sizes = parameter_counts(engine)
     log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes))
@@ -172,7 +173,7 @@ def _build(
         progress=progress,
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=progress.step if is_resume else None,
-        writer=open_writer(config, engine, lock),
+        writer=writer,
         identity=start.identity,
         history=history,
         passes=passes,

@@ -13,7 +13,8 @@ from megatron.checkpoint import CheckpointLock, save
 from megatron.checkpoint.background.host_memory import available_memory_bytes, memory_problem
 from megatron.checkpoint.background.writer import BackgroundWriter, PreparedSave
 from megatron.checkpoint.record import Record
-from megatron.config import RunConfig
+from megatron.checkpoint.saving import AfterCommit
+from megatron.config import ControlConfig, SavingConfig
 from megatron.data.datasets.build import data_fingerprint
 from megatron.engine.engine import Engine
 from megatron.engine.state import owned_bytes, owned_pieces
@@ -25,19 +26,30 @@ from megatron.train.numerics import check_before_save
 from megatron.train.run import Run
 
 
-def open_writer(config: RunConfig, engine: Engine, lock: CheckpointLock | None) -> BackgroundWriter | None:
-    """The thread that saves a run in the background; None for a run that saves at once, or not at all; collective.
+def open_writer(
+    control: ControlConfig,
+    saving: SavingConfig,
+    engine: Engine,
+    lock: CheckpointLock | None,
+    *,
+    is_required: bool = False,
+    after_commit: AfterCommit | None = None,
+) -> BackgroundWriter | None:
+    """What saves a run in the background; None for a run that saves at once, or not at all; collective.
+
+    Args:
+        is_required: whether the user asked for it. Otherwise a run saves at once where memory is short.
+        after_commit: as for `BackgroundWriter`.
 
     Raises:
-        ConfigError: --async-save was given, and a copy of the state does not fit into host memory.
+        ConfigError: it is required, and a copy of the state does not fit into host memory.
     """
-    control = config.control
-    if control.save is None or control.eval_only or not config.saving.async_save:
+    if control.save is None or control.eval_only or not saving.async_save:
         return None
     size_bytes = owned_bytes(engine, with_optimizer=not control.no_save_optim)
     problem = memory_problem(size_bytes, engine.mesh, available_memory_bytes())
     if problem is not None:
-        if config.was_given("saving.async_save"):
+        if is_required:
             raise ConfigError(
                 f"--async-save: {problem}. Give --no-async-save, start fewer ranks on a machine, or use machines with "
                 "more memory."
@@ -45,7 +57,7 @@ def open_writer(config: RunConfig, engine: Engine, lock: CheckpointLock | None) 
         if engine.mesh.control.rank == 0:
             log.warning(f"{problem}: each save will hold up training until it is written, as with --no-async-save.")
         return None
-    writer = BackgroundWriter(Path(control.save), engine.mesh, lock=lock)
+    writer = BackgroundWriter(Path(control.save), engine.mesh, lock=lock, after_commit=after_commit)
     writer.reserve(size_bytes)
     engine.before_update(writer.wait_for_copy)
     return writer
@@ -148,10 +160,10 @@ def _wait_for_writer(run: Run, *, may_try_again: bool = False) -> None:
 
 
 def _save_at_once(run: Run, *, must_succeed: bool) -> None:
-    directory = Path(str(run.config.control.save))
+    directory, record = Path(str(run.config.control.save)), run_record(run).to_json()
     check_before_save(run)
     try:
-        save(directory, run.progress.step, _pieces(run), run_record(run).to_json(), run.mesh, lock=run.lock)
+        save(directory, run.progress.step, _pieces(run), record, run.mesh, lock=run.lock, beat=run.watch.beat)
     except StorageError as failure:
         if must_succeed or run.failed_saves > 0:
             raise

@@ -62,6 +62,7 @@ def train(run: Run) -> ExitCode:
 def train_steps(run: Run) -> Verdict:
     """Trains, evaluates and saves step by step; returns why it stopped, CONTINUE if all samples are consumed."""
     trained: deque[TrainedStep] = deque()
+    is_save_due = False
     while not run.is_done:
         run.skip_data_ranges()
         run.history.at(run.progress.step + 1)
@@ -79,7 +80,10 @@ def train_steps(run: Run) -> Verdict:
         if run.is_due(run.config.control.eval_interval):
             report_steps(run, trained)
             evaluate(run, f"iteration {run.progress.step}")
-        if run.is_due(run.config.control.save_interval):
+        is_save_due = is_save_due or run.is_due(run.config.control.save_interval)
+        # Not after a bad step: if the weights themselves are to blame, the last good checkpoint stays the newest.
+        if is_save_due and step.bad_in_a_row == 0:
+            is_save_due = False
             report_steps(run, trained)
             run.watch.enter("save")
             save_run(run)

@@ -157,6 +157,18 @@ def test_the_effective_zero_stage_overrides_the_requested_one(tmp_path: Path) ->
             {"data_types": {"grad_accum_dtype": "fp16"}},
             r"trains in bf16\. It must be fp32 or bf16, or be omitted",
         ),
+        (
+            "--zero-stage 2",
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            r"offload_param\" is set there, but ZeRO stage 2 .* Use --zero-stage 3 or remove it",
+        ),
+        (
+            "--zero-stage 0",
+            {"zero_optimization": {"cpu_offload": True}},
+            r"offload_optimizer\" is set .* --zero-stage 1",
+        ),
+        ("--zero-stage 2", {"prescale_gradients": True}, r"is true there, which ZeRO stage 2 does not support"),
+        ("--zero-stage 3", {"gradient_predivide_factor": 2}, r"is 2 there, .* Use --zero-stage 1 or remove it"),
         ("--fp16 --min-loss-scale 0.5", {}, r"--min-loss-scale 0\.5 is not a whole number.* Use 1 or more"),
     ],
 )

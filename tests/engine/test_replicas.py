@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from typing import Any
 
@@ -15,15 +14,13 @@ from megatron.engine.replicas import find_differences, replicas
 from megatron.engine.state import moments, slice_of
 from megatron.parallel.joining import open_mesh
 from megatron.train.build import build_engine
+from tests.engine.engine_runs import BF16, RECIPE, train
 from tests.helpers.ranks import run_ranks
-from tests.parity.layouts import layout_config, local_batches
-from tests.parity.reference import Recipe
+from tests.parity.layouts import layout_config
 
-RECIPE = dataclasses.replace(Recipe(), num_layers=2, steps=2, hidden_size=16)
 NORM, WORDS = "decoder.layers.0.input_layernorm.weight", "embedding.word_embeddings.weight"
 EXPERTS = ["--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "12"]
 RECOMPUTE = ["--checkpoint-activations"]
-BF16 = ["--bf16"]
 
 # (tp, pp, dp), then ZeRO stage and further flags of each run
 LAYOUTS: dict[str, tuple[tuple[int, int, int], list[tuple[int, list[str]]]]] = {
@@ -69,11 +66,6 @@ def differences(rank: int, layout: tuple[int, int, int], runs: list[tuple[int, l
         train(engine, config, 0, RECIPE.steps)
         found.append((find_differences(engine), sorted({(a.name, r.kind) for a, r in replicas(engine)})))
     return found
-
-
-def train(engine: Engine, config: Any, first: int, last: int) -> None:
-    for step in range(first, last):
-        engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, True), RECIPE.learning_rate)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -40,7 +40,6 @@ CPU_SECONDS = 2.0
 WALL_SECONDS = 120.0
 MEMORY_BYTES = 256 << 20
 ADDRESS_SPACE_BYTES = 6 << 30
-_NAMES = r"/case/|/undamaged?|split-paths|data prefix"  # files of a case, those it names, and the flag that does
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,26 @@ def _row(form: str, target: str, mutation: str, tally: Tally) -> str:
     )
 
 
+def _write_data_files(undamaged: Path) -> None:
+    write_undamaged(undamaged)
+    write_derived(undamaged)
+
+
+@dataclass(frozen=True)
+class Kit:
+    """What one campaign fuzzes.
+
+    Args:
+        write: writes the undamaged files into a folder.
+        load: makes what all cases share, before their processes are forked.
+    """
+
+    targets: Sequence[Target] = TARGETS
+    write: Callable[[Path], None] = _write_data_files
+    load: Callable[[Path], None] = load_before_fork
+    program: str = "tests.reliability.fuzz"
+
+
 @dataclass(frozen=True)
 class Case:
     """What a number stands for."""
@@ -129,10 +148,12 @@ class Cases:
         only: the targets whose name contains this.
     """
 
-    def __init__(self, undamaged: Path, seed: int, only: str | None = None) -> None:
+    def __init__(
+        self, undamaged: Path, seed: int, only: str | None = None, targets: Sequence[Target] = TARGETS
+    ) -> None:
         self.undamaged = undamaged
         self._seed = seed
-        self._targets = [target for target in TARGETS if (only or "") in target.name and self._has(target)]
+        self._targets = [target for target in targets if (only or "") in target.name and self._has(target)]
         self._files: dict[str, bytes] = {}
 
     def __getitem__(self, number: int) -> Case:
@@ -194,7 +215,7 @@ def _outcome(case: Case, place: Path, undamaged: Path) -> tuple[str, str]:
         return "failed", f"accepted, but {failure}"
     except MegatronError as failure:
         text = str(failure)
-        if not re.search(_NAMES, text):
+        if not re.search(case.target.names, text):
             return "failed", f"refused without naming the file: {text}"
         if not re.search(case.target.position, text):
             return "failed", f"refused without naming the place: {text}"
@@ -332,11 +353,11 @@ def _cpu_seconds(process_id: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def fuzz(flags: FuzzFlags) -> Fuzzing:
+def fuzz(flags: FuzzFlags, kit: Kit) -> Fuzzing:
     """Runs all cases of a run."""
     fuzzing = Fuzzing()
     with tempfile.TemporaryDirectory(prefix="fuzz-", dir=_fast_folder()) as folder:
-        cases = prepare(Path(folder), flags)
+        cases = prepare(Path(folder), flags, kit)
         numbers = iter(range(flags.cases))
         places = [Path(folder) / f"lane{place}" for place in range(flags.jobs)]
         for place in places:
@@ -352,7 +373,7 @@ def fuzz(flags: FuzzFlags) -> Fuzzing:
     return fuzzing
 
 
-def prepare(folder: Path, flags: FuzzFlags) -> Cases:
+def prepare(folder: Path, flags: FuzzFlags, kit: Kit) -> Cases:
     """Writes the undamaged files, in a process of its own since libraries start threads, and loads what all share."""
     undamaged = folder / "undamaged"
     child = os.fork()
@@ -360,8 +381,7 @@ def prepare(folder: Path, flags: FuzzFlags) -> Cases:
         code = 1
         try:
             undamaged.mkdir()
-            write_undamaged(undamaged)
-            write_derived(undamaged)
+            kit.write(undamaged)
             code = 0
         except BaseException:
             log.error(traceback.format_exc())
@@ -369,8 +389,8 @@ def prepare(folder: Path, flags: FuzzFlags) -> Cases:
             os._exit(code)
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
         raise RuntimeError("the undamaged files could not be written")
-    load_before_fork(undamaged)
-    return Cases(undamaged, flags.seed, flags.target)
+    kit.load(undamaged)
+    return Cases(undamaged, flags.seed, flags.target, kit.targets)
 
 
 def _fast_folder() -> str | None:
@@ -378,17 +398,17 @@ def _fast_folder() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def main() -> int:
+def main(kit: Kit = Kit(), description: str = __doc__ or "") -> int:
     """Runs the cases of the command line's flags; 1 if one of them failed."""
-    flags = parse_flags(FuzzFlags, sys.argv[1:], prog="python -m tests.reliability.fuzz", description=__doc__ or "")
+    flags = parse_flags(FuzzFlags, sys.argv[1:], prog=f"python -m {kit.program}", description=description)
     if flags.case is not None:
         with tempfile.TemporaryDirectory(prefix="fuzz-", dir=_fast_folder()) as folder:
-            cases = prepare(Path(folder), flags)
+            cases = prepare(Path(folder), flags, kit)
             answer = run_case(cases, flags.case, Path(folder))
             log.line("\n".join(f"{name}: {value}" for name, value in answer.items()))
         return int(answer["became"] == "failed")
     started_at = time.monotonic()
-    fuzzing = fuzz(flags)
+    fuzzing = fuzz(flags, kit)
     table = fuzzing.table()
     if flags.report:
         Path(flags.report).write_text(json.dumps({"table": table, "failures": fuzzing.failures}, indent=1))
@@ -397,7 +417,7 @@ def main() -> int:
     for failure in fuzzing.failures[:100]:
         log.error(
             f"{failure['target']}, {failure['mutation']}: {failure['text']}\n"
-            f"    again: python -m tests.reliability.fuzz --seed {flags.seed} --case {failure['case']}"
+            f"    again: python -m {kit.program} --seed {flags.seed} --case {failure['case']}"
             + (f" --target {flags.target!r}" if flags.target else "")
         )
     log.line(f"{flags.cases} cases of seed {flags.seed}, {time.monotonic() - started_at:.0f} s")

@@ -59,6 +59,7 @@ class Target:
         position: what a refusal must say beside the name of a file.
         share: of all cases, relative to the other targets.
         longest_letters: of a refusal.
+        names: what a refusal must say to name the file.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Target:
     position: str = ""
     share: float = 1.0
     longest_letters: int = 4000
+    names: str = r"/case/|/undamaged?|split-paths|data prefix"  # files of a case, those it names, the flag that does
 
 
 # --- token files ----------------------------------------------------------------------------------

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from megatron import __version__
+from megatron.checkpoint.background.writer import Outcome, PreparedSave
 from megatron.checkpoint.record import Progress
-from megatron.errors import StorageError
+from megatron.checkpoint.snapshot import Snapshot
+from megatron.errors import CheckpointError, NumericsError, StorageError
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import checkpoints
-from megatron.train.checkpoints import run_record, save_run
+from megatron.train.checkpoints import hear_of_save, raise_failed_save, run_record, save_run
 from megatron.train.identity import RunIdentity
 from tests.checkpoint.records import PLAN
 from tests.train.samples import control_config
@@ -27,7 +29,7 @@ class Disk:
         self.steps: list[int] = []
         self.calls: list[tuple[Any, ...]] = []
 
-    def save(self, directory: Path, step: int, pieces: Any, record: Any, mesh: Any, *, lock: Any) -> None:
+    def save(self, directory: Path, step: int, pieces: Any, record: Any, mesh: Any, *, lock: Any, beat: Any) -> None:
         self.calls.append((directory, pieces, record, lock))
         if self.refusals:
             self.refusals -= 1
@@ -47,13 +49,19 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
     """As much of a run as saving looks at."""
     mesh = ParallelMesh.at(standard_axes(2), rank)
+    gate = UpdateGate(mesh, spike_deviations=None, allows_overflow=False)
     return SimpleNamespace(
         config=SimpleNamespace(
             control=control_config(**{"save": "checkpoints", "save_interval": 2, **control}),
             data="data",
+            safety=SimpleNamespace(check_replicas_interval=0),
             to_json=lambda: {"config": 1},
         ),
-        engine=SimpleNamespace(update_count=step - 1, loss_scale_state={"cur_scale": 2.0}),
+        engine=SimpleNamespace(
+            update_count=step - 1,
+            loss_scale_state={"cur_scale": 2.0},
+            gate=SimpleNamespace(to_json=lambda: {"loss": [2.5]}),
+        ),
         mesh=mesh,
         lock="lock",
         plan=PLAN,
@@ -63,6 +71,9 @@ def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
         failed_saves=0,
         identity=RunIdentity("0123456789abcdef", {"run_id": "fedcba9876543210", "step": 3}),
         passed_batches=({"step": 2, "first_sample": 8, "last_sample": 15},),
+        writer=None,
+        save_failure=None,
+        watch=SimpleNamespace(beat=lambda: None),
     )
 
 
@@ -157,6 +168,7 @@ def test_the_record_contains_all_state_except_tensors(disk: Disk) -> None:
         "data": {"of": "data"},
         "tokenizer": {"fingerprint": "f", "vocab_size": 600, "name": "GPT2BPE"},
         "program": {"version": __version__},
+        "recent": {"loss": [2.5]},
         "run_id": "0123456789abcdef",
         "finetuned_from": {"run_id": "fedcba9876543210", "step": 3},
         "passed_batches": [{"step": 2, "first_sample": 8, "last_sample": 15}],
@@ -165,3 +177,105 @@ def test_the_record_contains_all_state_except_tensors(disk: Disk) -> None:
 
 def test_only_one_rank_reads_the_data_files(disk: Disk) -> None:
     assert run_record(run_at(4, rank=1)).data == {}
+
+
+class Writer:
+    """A stand-in for the thread: its saves end as they are told to, when somebody waits or `end` is called."""
+
+    def __init__(self) -> None:
+        self.began: list[int] = []
+        self.outcomes: list[Outcome] = []
+        self.next_failure: Exception | None = None
+        self.heard = True
+
+    def prepare(self, step: int, pieces: Any, record: Any) -> PreparedSave:
+        return PreparedSave(step, record, Snapshot((), ()))
+
+    def begin(self, save: PreparedSave) -> None:
+        self.began.append(save.step)
+
+    def wait(self) -> None:
+        if len(self.began) > len(self.outcomes):
+            self.end()
+
+    def end(self) -> None:
+        self.outcomes.append(Outcome(self.began[-1], self.next_failure, 0.1))
+        self.heard = False
+
+    def take_outcome(self) -> Outcome | None:
+        if not self.outcomes or self.heard:
+            return None
+        self.heard = True
+        return self.outcomes[-1]
+
+
+@pytest.fixture
+def run(disk: Disk) -> Any:
+    """A single rank that saves in the background."""
+    made = run_at(2)
+    made.mesh = ParallelMesh.single()
+    made.writer = Writer()
+    return made
+
+
+def test_only_what_is_committed_counts_as_saved(run: Any, disk: Disk) -> None:
+    save_run(run)
+    hear_of_save(run)
+    assert (run.writer.began, run.saved_step, disk.steps) == ([2], None, [])
+    run.writer.end()
+    hear_of_save(run)
+    assert run.saved_step == 2
+
+
+def test_a_save_waits_for_the_one_before(run: Any, disk: Disk) -> None:
+    save_run(run)
+    run.progress = Progress(4, 32, 320)
+    save_run(run)
+    assert (run.writer.began, run.saved_step) == ([2, 4], 2)
+    save_run(run, must_succeed=True)
+    assert (run.writer.began, run.saved_step, disk.steps) == ([2, 4], 4, [])
+    run.progress = Progress(5, 40, 400)
+    save_run(run, must_succeed=True)
+    assert (run.writer.began, run.saved_step, disk.steps) == ([2, 4], 5, [5])
+
+
+def test_a_save_in_the_background_that_fails_once(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run.writer.next_failure = StorageError("cannot write x: No space left on device.")
+    save_run(run)
+    run.writer.end()
+    hear_of_save(run)
+    hear_of_save(run)
+    assert capsys.readouterr().err.count("Training continues; the next attempt to save is at the next") == 1
+    assert (run.saved_step, run.failed_saves, run.save_failure) == (None, 1, None)
+    run.writer.next_failure = None
+    save_run(run)
+    run.writer.end()
+    hear_of_save(run)
+    assert (run.saved_step, run.failed_saves) == (2, 0)
+
+
+def test_the_second_failure_in_the_background_is_raised(run: Any, disk: Disk) -> None:
+    run.writer.next_failure = StorageError("cannot write x: No space left on device.")
+    for _ in range(2):
+        save_run(run)
+        run.writer.end()
+        hear_of_save(run)
+    assert run.save_failure is run.writer.next_failure
+    with pytest.raises(StorageError, match="cannot write x"):
+        raise_failed_save(run)
+    with pytest.raises(StorageError, match="cannot write x"):
+        save_run(run)
+    save_run(run, must_succeed=True)  # a run that stops for another reason tries once more
+    assert (disk.steps, run.saved_step) == ([2], 2)
+
+
+@pytest.mark.parametrize("failure", [NumericsError("tensor a holds nan"), CheckpointError("lost"), ValueError("bug")])
+def test_any_other_failure_in_the_background_ends_the_run_at_once(run: Any, failure: Exception) -> None:
+    run.writer.next_failure = failure
+    save_run(run)
+    run.writer.end()
+    hear_of_save(run)
+    assert run.save_failure is failure
+    for must_succeed in (False, True):
+        with pytest.raises(type(failure), match=str(failure)):
+            save_run(run, must_succeed=must_succeed)

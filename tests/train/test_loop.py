@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.record import Progress
+from megatron.config.sections.safety import SafetyConfig
 from megatron.errors import ExitCode, NumericsError
+from megatron.parallel.mesh import ParallelMesh
 from megatron.train import loop
 from megatron.train.history import History
-from megatron.train.loop import TrainedStep, check_numbers, run_to_end
+from megatron.train.loop import run_to_end
 from megatron.train.signals import StopSignals
 from megatron.train.stop import Verdict
 from megatron.train.watchdog import Watch
@@ -31,11 +33,12 @@ class FakeRun:
             control=control_config(**{"eval_interval": 2, **control}),
             optim=optim_config(train_iters=train_iters, lr=1.0, lr_decay_style="constant"),
             data=SimpleNamespace(seq_length=10),
-            precision=SimpleNamespace(fp16=False),
+            safety=SafetyConfig(),
         )
         self.progress = Progress()
         self.steps_in_flight = 0
         self.history = History()
+        self.mesh = ParallelMesh.single()
         self.engine = SimpleNamespace(train_batch=self._train)
         self.watch = Watch()
         self.report = SimpleNamespace(
@@ -81,6 +84,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> None:
         run.events.append(("save", run.progress.step, must_succeed))
 
     monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(loop, "hear_of_save", lambda run: None)
     monkeypatch.setattr(loop, "save_run", save_run)
     monkeypatch.setattr(loop, "hear_of_save", lambda run: None)
 
@@ -157,26 +161,30 @@ def test_a_skipped_step_is_counted_and_consumes_its_samples() -> None:
     assert run.progress == Progress(3, 24, 240, skipped_steps=3)
 
 
-@pytest.mark.parametrize(
-    ("loss", "norm", "sentence"),
-    [
-        (math.nan, 1.0, r"iteration 1: loss nan, gradient norm 1\.0\..*were not saved.*--lr"),
-        (math.inf, 1.0, r"iteration 1: loss inf, gradient norm 1\.0"),
-        (2.5, math.nan, r"iteration 1: loss 2\.5, gradient norm nan"),
-        (2.5, math.inf, r"iteration 1: loss 2\.5, gradient norm inf"),
-    ],
-)
-def test_non_finite_values_are_reported_and_end_the_run_unsaved(loss: float, norm: float, sentence: str) -> None:
-    run = FakeRun(outcome=Outcome(loss=loss, gradient_norm=norm), save="checkpoints", save_interval=1)
-    with pytest.raises(NumericsError, match=sentence):
+def test_a_bad_step_ends_the_run_unsaved() -> None:
+    run = FakeRun(outcome=Outcome(loss=math.nan, bad_in_a_row=1), save="checkpoints", save_interval=1)
+    with pytest.raises(NumericsError, match="iteration 1: loss nan"):
         run_to_end(run)
     assert run.events == [("started", 0), *one_step(1)]
 
 
-def test_an_overflow_in_fp16_is_left_to_the_loss_scaler() -> None:
-    run = FakeRun()
-    run.config.precision.fp16 = True
-    check_numbers(run, TrainedStep(Progress(1), Outcome(loss=math.inf, gradient_norm=math.nan), 1.0, 1.0))
+def test_a_save_waits_for_a_good_step() -> None:
+    run = FakeRun(train_iters=4, save="checkpoints", save_interval=2, eval_interval=100)
+    run.config.safety = SafetyConfig(max_bad_steps=1)
+    outcomes = iter([Outcome(), Outcome(loss=math.nan, bad_in_a_row=1), Outcome(), Outcome()])
+    run.engine.train_batch = lambda *given: next(outcomes)
+    assert run_to_end(run) is ExitCode.DONE
+    assert [event[1] for event in run.events if event[0] == "save"] == [3, 4, 4]
+    assert run.progress == Progress(4, 32, 320, bad_steps=1)
+
+
+def test_copies_are_compared_at_their_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = FakeRun(train_iters=5)
+    run.config.safety = SafetyConfig(check_replicas_interval=2)
+    compared: list[int] = []
+    monkeypatch.setattr(loop, "check_replicas", lambda run: compared.append(run.progress.step))
+    run_to_end(run)
+    assert compared == [2, 4]
 
 
 def test_pending_metrics_are_reported_one_step_later_but_before_saving() -> None:
@@ -199,7 +207,9 @@ def test_pending_metrics_are_reported_one_step_later_but_before_saving() -> None
 
 
 def test_a_non_finite_pending_step_is_detected_before_the_save() -> None:
-    run = FakeRun(outcome=Outcome(loss=math.nan), save="checkpoints", save_interval=1, eval_interval=100)
+    run = FakeRun(
+        outcome=Outcome(loss=math.nan, bad_in_a_row=1), save="checkpoints", save_interval=1, eval_interval=100
+    )
     run.steps_in_flight = 1
     with pytest.raises(NumericsError, match="iteration 1: loss nan"):
         run_to_end(run)

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.checkpoint import Found, save
 from megatron.checkpoint.record import Progress, Record
+from megatron.engine.update_gate import UpdateGate
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train import restore
@@ -124,7 +125,7 @@ class FakeEngine:
         self.asked: list[bool] = []
         self.updates: list[int | None] = []
         self.loss_scales: list[Mapping[str, float]] = []
-        self.gate = SimpleNamespace(restore=lambda recent: None)
+        self.gate = UpdateGate(MESH, spike_deviations=6.0, allows_overflow=False)
 
     def restore_loss_scale(self, state: Mapping[str, float]) -> None:
         self.loss_scales.append(state)

@@ -62,14 +62,17 @@ class PreparedSave:
 class BackgroundWriter:
     """Writes the checkpoints of a run, one at a time, on a thread that is started once.
 
-    How a save ends is the same on all ranks, but they hear of it at different times. A context manager: leaving it
-    waits for a save that is being written, unless the run ends because of another rank or by an interrupt.
+    How a save ends is the same on all ranks, but they hear of it at different times. A context manager: entering it
+    starts the thread, and leaving it waits for a save that is being written, unless the run ends because of another
+    rank or by an interrupt.
 
     Args:
         directory: where the checkpoints go.
         after_commit: as for `write_snapshot`; called on the thread.
-        beat: called at each part of the work, to show that it advances.
         storage: for tests.
+
+    Attributes:
+        beat: called about once a second, on the thread that waits for a save or a copy, if that has advanced.
     """
 
     def __init__(
@@ -79,14 +82,13 @@ class BackgroundWriter:
         *,
         lock: CheckpointLock | None = None,
         after_commit: AfterCommit | None = None,
-        beat: Callable[[], None] = lambda: None,
         storage: Storage | None = None,
     ) -> None:
         self._directory = directory
         self._mesh = dataclasses.replace(mesh, control=mesh.background)
         self._lock = lock
         self._after_commit = after_commit
-        self._beat = beat
+        self.beat: Callable[[], None] = lambda: None
         self._storage = storage
         self._buffer = device.host_buffer(0, mesh.device)
         self._copies = device.HostCopies(mesh.device)
@@ -95,10 +97,11 @@ class BackgroundWriter:
         self._idle = _set_event()
         self._outcome: Outcome | None = None
         self._is_abandoned = False
+        self._parts = 0
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
-        self._thread.start()
 
     def __enter__(self) -> BackgroundWriter:
+        self._thread.start()
         return self
 
     def __exit__(
@@ -165,8 +168,12 @@ class BackgroundWriter:
         return outcome
 
     def _wait(self, event: threading.Event) -> None:
+        seen = self._parts
         while not event.wait(_LOOK_SECONDS):
             self._check_thread()
+            if self._parts != seen:
+                seen = self._parts
+                self.beat()
 
     def _check_thread(self) -> None:
         if not self._thread.is_alive():
@@ -214,7 +221,7 @@ class BackgroundWriter:
     def _advance(self) -> None:
         if self._is_abandoned:
             raise CheckpointError("the run ended before the checkpoint was written.")
-        self._beat()
+        self._parts += 1
 
 
 def _leaves_no_time(failure: BaseException) -> bool:

@@ -77,11 +77,12 @@ def _check_section(section: Mapping[str, Any], prefix: str, name: str, found: Ch
 
 def _check_inside(section: Mapping[str, Any], prefix: str, name: str, found: CheckedSettings) -> dict[str, Any]:
     """What a section sets; of one that is switched off only that, whatever else it says."""
-    if section.get("enabled") is False and f"{prefix}enabled" in KEYS:
+    is_disabled = section.get("enabled") is False and f"{prefix}enabled" in KEYS
+    if is_disabled or (section.get("device") == "none" and f"{prefix}device" in KEYS):
         for key in section:
             if not key.startswith(("_", "/", "#")) and prefix + key not in KEYS:
                 _report_unknown(prefix + key, prefix, name, found)
-        return {"enabled": False}
+        return {"enabled": False} if is_disabled else {}
     return _check_section(section, prefix, name, found)
 
 
@@ -119,6 +120,8 @@ def _is_active(value: Any, off: str) -> bool:
 
 
 def _as_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
     return str(value).lower() if isinstance(value, (bool, int, str)) else ""
 
 

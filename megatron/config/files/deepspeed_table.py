@@ -28,7 +28,7 @@ _REASONS: Mapping[str, str] = types.MappingProxyType(
     {
         "@removed": "DeepSpeed 0.19 has removed it",
         "@old": "DeepSpeed 0.19 does not read it any more",
-        "@offload": "offloading weights or optimizer state is not supported; use a higher --zero-stage or more ranks",
+        "@disk": "weights and optimizer state are offloaded to the CPU's memory only",
         "@quantized": "weights and gradients are communicated as they are",
         "@masters": "the optimizer's weights and moments are float32, which checkpoints rely on",
         "@dtype": "the precision is chosen by --fp16 or --bf16",
@@ -71,7 +71,7 @@ log_level | supported | one of debug, info, warning, error, critical |
 gradient_allreduce_op | refused | off mean | losses are means over all tokens, which "mean" gives
 managed_gradient_accumulation | refused | off true | steps are counted by the batch sizes
 zero_allow_untested_optimizer | ignored | off true | the optimizers here are tested with ZeRO
-zero_force_ds_cpu_optimizer | refused | | @offload
+zero_force_ds_cpu_optimizer | refused | | the optimizers are those of PyTorch, on the CPU too
 amp | refused | | @dtype; @removed
 torch_autocast | refused | | @dtype
 sparse_gradients | refused | | gradients of embeddings are dense; @removed
@@ -99,7 +99,7 @@ datastates_ckpt | refused | | @checkpoints
 checkpoint | ignored | | @checkpoints
 checkpoint_serialization | ignored | off true | @checkpoints
 activation_checkpointing | ignored | | @recompute
-aio | ignored | | nothing is offloaded to a disk
+aio | ignored | | @disk
 flops_profiler | ignored | | @flops
 monitor_config | ignored | | @report
 tensorboard | ignored | | @report
@@ -139,10 +139,10 @@ _ZERO = """
 stage | governed | whole 0..3 | --zero-stage
 contiguous_gradients | supported | bool |
 reduce_scatter | supported | bool |
-reduce_bucket_size | supported | whole 1..1000000000000 |
+reduce_bucket_size | supported | whole 1..10000000000 |
 use_multi_rank_bucket_allreduce | supported | bool |
 allgather_partitions | supported | bool |
-allgather_bucket_size | supported | whole 0..1000000000000 |
+allgather_bucket_size | supported | whole 0..10000000000 |
 overlap_comm | supported | bool |
 sub_group_size | supported | whole 1..1000000000000000 |
 round_robin_gradients | supported | bool |
@@ -160,13 +160,30 @@ pipeline_loading_checkpoint | ignored | | @checkpoints
 gather_fp16_weights_on_model_save | ignored | | @checkpoints
 stage3_gather_fp16_weights_on_model_save | ignored | | @checkpoints
 save_muon_momentum_buffer_in_memory | ignored | | Muon is not among the optimizers
-offload_param | refused | off none | @offload
-offload_optimizer | refused | off none | @offload
-cpu_offload | refused | | @offload
-cpu_offload_param | refused | | @offload
-cpu_offload_params | refused | | @offload
-cpu_offload_use_pin_memory | ignored | | nothing is offloaded
-zenflow | refused | | @offload
+offload_param | supported | section |
+offload_param.device | supported | one of none, cpu |
+offload_param.pin_memory | supported | bool |
+offload_param.buffer_count | supported | whole 1..1000000 |
+offload_param.buffer_size | supported | whole 1..10000000000 |
+offload_param.max_in_cpu | supported | whole 0..1000000000000000 |
+offload_param.nvme_path | ignored | | @disk
+offload_optimizer | supported | section |
+offload_optimizer.device | supported | one of none, cpu |
+offload_optimizer.pin_memory | supported | bool |
+offload_optimizer.buffer_count | supported | whole 1..1000000 |
+offload_optimizer.nvme_path | ignored | | @disk
+offload_optimizer.pipeline | ignored | | @disk
+offload_optimizer.pipeline_read | ignored | | @disk
+offload_optimizer.pipeline_write | ignored | | @disk
+offload_optimizer.fast_init | ignored | | @disk
+offload_optimizer.cpuadam_cores_perc | ignored | off 0.8 | the optimizers are those of PyTorch, on the CPU too
+offload_optimizer.ratio | refused | off 1 | the state of the optimizer is offloaded as a whole
+offload_optimizer.super_offload | refused | | the optimizers are those of PyTorch, on the CPU too
+cpu_offload | supported | bool |
+cpu_offload_param | supported | bool |
+cpu_offload_params | refused | | @old; its name is offload_param now
+cpu_offload_use_pin_memory | supported | bool |
+zenflow | refused | | the optimizers are those of PyTorch, on the CPU too
 zero_hpz_partition_size | refused | off 1 | @layout
 zero_quantized_weights | refused | | @quantized
 zero_quantized_nontrainable_weights | refused | | @quantized
@@ -178,12 +195,12 @@ leaf_module | refused | | every layer's parameters are gathered on their own
 """
 # These are read with and without `stage3_` in front.
 _ZERO_STAGE3 = """
-prefetch_bucket_size | supported | whole 0..1000000000000 |
+prefetch_bucket_size | supported | whole 0..10000000000 |
 param_persistence_threshold | supported | whole 0..1000000000000 |
 model_persistence_threshold | supported | whole 0..9223372036854775807 |
 max_live_parameters | supported | whole 0..1000000000000000 |
 max_reuse_distance | supported | whole 0..1000000000000000 |
-module_granularity_threshold | supported | whole 0..1000000000000 |
+module_granularity_threshold | refused | | every layer's parameters are gathered on their own
 use_all_reduce_for_fetch_params | supported | bool |
 allgather_sequential | supported | bool |
 gather_16bit_weights_on_model_save | ignored | | @checkpoints

@@ -24,13 +24,16 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from megatron.data.order.index_map import plan_epochs
-from megatron.errors import DataError
+from megatron.data.order.index_map import SEPARATE_BELOW_RATIO, plan_epochs
+from megatron.errors import DataError, printable
 
 FORMAT_VERSION = 2
 _FORMAT_WITHOUT_PHASES = 1
 
 _BLEND_SURPLUS_RATIO = 1.005
+_LARGEST_SEED = 2**32 - 1
+_LARGEST_COUNT = 2**53
+_LARGEST_WEIGHT_SUM = 1 + 1e-6
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,14 @@ class GroupPlan:
     phases: tuple[Phase, ...]
     samples: int = 0
 
+    @property
+    def available(self) -> int:
+        """Samples from the start of the run up to where a source of the last phase must end."""
+        last = self.phases[-1]
+        return last.first + sum(
+            self.sources[member.source].rows - last.consumed_of(member.source) for member in last.members
+        )
+
     def length_of(self, phase: int) -> int:
         """Samples of the phase of that number."""
         ends = [*(phase.first for phase in self.phases[1:]), self.samples]
@@ -202,25 +213,21 @@ class DataPlan:
         """Reads what `to_json` gave.
 
         Raises:
-            DataError: another version, or fields are missing.
+            DataError: another version, or fields are missing, impossible, or at odds with each other.
         """
         version = value.get("format_version")
-        if version not in (_FORMAT_WITHOUT_PHASES, FORMAT_VERSION):
+        if type(version) is not int or version not in (_FORMAT_WITHOUT_PHASES, FORMAT_VERSION):
             raise DataError(
-                f"The stored data plan has format {version!r}; this version reads {_FORMAT_WITHOUT_PHASES} and "
-                f"{FORMAT_VERSION}. Continue with the version of the program that wrote it, or with --finetune."
+                f"The stored data plan has format {printable(version)}; this version reads "
+                f"{_FORMAT_WITHOUT_PHASES} and {FORMAT_VERSION}. Continue with the version of the program that wrote it, or with --finetune."
             )
         try:
-            return DataPlan(
-                sequence_length=int(value["sequence_length"]),
-                seed=int(value["seed"]),
-                epoch_rule=str(value["epoch_rule"]),
-                train=_group_from_json(value["train"]) if value["train"] else None,
-                valid=tuple(_group_from_json(group) for group in value["valid"]),
-                test=tuple(_group_from_json(group) for group in value["test"]),
-            )
+            return _plan_from_json(value)
         except (KeyError, TypeError, ValueError, AttributeError) as failure:
-            raise DataError(f"The stored data plan is incomplete ({type(failure).__name__}: {failure}).") from failure
+            raise DataError(
+                f"The stored data plan is incomplete or wrong ({type(failure).__name__}: {failure}). Continue from "
+                "another checkpoint of the run, or start a new order with --finetune."
+            ) from failure
 
 
 def segment_seed(seed: int, segment: int) -> int:
@@ -236,46 +243,134 @@ def _extended_source(source: SourcePlan, needed: int, sequence_length: int, seed
     missing = needed - source.rows
     if missing <= 0:
         return source
-    if source.is_rows:
-        epoch = source.last - source.first
-        rows = -(-missing // epoch) * epoch
-    else:
-        rows = plan_epochs(source.tokens, sequence_length, missing, epoch_rule).samples
+    rows = _planned_rows(source, missing, sequence_length, epoch_rule)
     segment = Segment(missing, segment_seed(seed, len(source.segments)), rows)
     return dataclasses.replace(source, segments=(*source.segments, segment))
 
 
+def _plan_from_json(value: Mapping[str, Any]) -> DataPlan:
+    rule = _text(value, "epoch_rule")
+    if rule not in SEPARATE_BELOW_RATIO:
+        raise ValueError(f"epoch_rule is {printable(rule)}, not one of {', '.join(SEPARATE_BELOW_RATIO)}")
+    plan = DataPlan(
+        sequence_length=_count(value, "sequence_length", 1),
+        seed=_count(value, "seed", most=_LARGEST_SEED),
+        epoch_rule=rule,
+        train=None if value["train"] is None else _group_from_json(value["train"]),
+        valid=tuple(_group_from_json(group) for group in _list(value, "valid")),
+        test=tuple(_group_from_json(group) for group in _list(value, "test")),
+    )
+    for group in [*([plan.train] if plan.train else []), *plan.valid, *plan.test]:
+        for source in group.sources:
+            _check_source(source, plan)
+        _check_phases(group)
+    return plan
+
+
 def _group_from_json(value: Mapping[str, Any]) -> GroupPlan:
-    sources = tuple(_source_from_json(source) for source in value["sources"])
+    listed = _list(value, "sources")
+    sources = tuple(_source_from_json(source) for source in listed)
     if "phases" in value:
-        phases = tuple(_phase_from_json(phase) for phase in value["phases"])
+        phases = tuple(_phase_from_json(phase) for phase in _list(value, "phases"))
     else:
-        members = tuple(Member(place, float(source["weight"])) for place, source in enumerate(value["sources"]))
-        phases = (Phase(0, members, blended=bool(value["blended"])),)
+        members = tuple(Member(place, _weight(source)) for place, source in enumerate(listed))
+        phases = (Phase(0, members, blended=_truth(value, "blended")),)
     if not phases or any(member.source not in range(len(sources)) for phase in phases for member in phase.members):
-        raise ValueError(f"group {value['name']} has {len(phases)} phases that name sources of {len(sources)}")
-    return GroupPlan(str(value["name"]), sources, phases, int(value["samples"]))
+        raise ValueError(f"a group has {len(phases)} phases that name sources of {len(sources)}")
+    return GroupPlan(_text(value, "name"), sources, phases, _count(value, "samples"))
 
 
 def _phase_from_json(value: Mapping[str, Any]) -> Phase:
+    counts = _list(value, "consumed")
     return Phase(
-        first=int(value["first"]),
-        members=tuple(Member(int(member["source"]), float(member["weight"])) for member in value["members"]),
-        consumed=tuple(int(count) for count in value["consumed"]),
-        blended=bool(value["blended"]),
+        first=_count(value, "first"),
+        members=tuple(Member(_count(member, "source"), _weight(member)) for member in _list(value, "members")),
+        consumed=tuple(_count({"consumed": count}, "consumed") for count in counts),
+        blended=_truth(value, "blended"),
     )
 
 
 def _source_from_json(value: Mapping[str, Any]) -> SourcePlan:
     return SourcePlan(
-        prefix=str(value["prefix"]),
-        fingerprint=str(value["fingerprint"]),
-        first=int(value["first"]),
-        last=int(value["last"]),
-        tokens=int(value["tokens"]),
+        prefix=_text(value, "prefix"),
+        fingerprint=_text(value, "fingerprint"),
+        first=_count(value, "first"),
+        last=_count(value, "last", 1),
+        tokens=_count(value, "tokens", 1),
         segments=tuple(
-            Segment(int(segment["samples"]), int(segment["seed"]), int(segment["rows"]))
-            for segment in value["segments"]
+            Segment(
+                _count(segment, "samples", 1), _count(segment, "seed", most=_LARGEST_SEED), _count(segment, "rows", 1)
+            )
+            for segment in _list(value, "segments")
         ),
-        is_rows=bool(value.get("is_rows", False)),
+        is_rows=_truth(value, "is_rows") if "is_rows" in value else False,
     )
+
+
+def _check_source(source: SourcePlan, plan: DataPlan) -> None:
+    """A segment must hold the whole epochs that its samples need, so that no count alone makes an order of any size."""
+    if source.first >= source.last:
+        raise ValueError(f"a source has the range [{source.first}, {source.last})")
+    for segment in source.segments:
+        rows = _planned_rows(source, segment.samples, plan.sequence_length, plan.epoch_rule)
+        if rows != segment.rows:
+            raise ValueError(
+                f"a segment of {segment.samples} samples has {segment.rows} rows, and its source gives it {rows}"
+            )
+
+
+def _check_phases(group: GroupPlan) -> None:
+    """Phases must follow each other, and their sources must have the samples that they take."""
+    ends = [*(phase.first for phase in group.phases[1:]), group.samples]
+    for phase, end in zip(group.phases, ends, strict=True):
+        if not phase.members or end < phase.first:
+            raise ValueError(f"a phase goes from sample {phase.first} to {end} with {len(phase.members)} sources")
+        if sum(phase.weights) > _LARGEST_WEIGHT_SUM or len(phase.consumed) > len(group.sources):
+            raise ValueError(f"the weights of a phase sum to {sum(phase.weights):.6g}")
+        left = [group.sources[member.source].rows - phase.consumed_of(member.source) for member in phase.members]
+        if min(left) < 0 or sum(left) < end - phase.first:
+            raise ValueError(f"a phase takes {end - phase.first} samples of sources that have {sum(left)}")
+    if group.phases[0].first:
+        raise ValueError(f"the first phase begins at sample {group.phases[0].first}")
+
+
+def _planned_rows(source: SourcePlan, samples: int, sequence_length: int, epoch_rule: str) -> int:
+    """The rows of the whole epochs that a number of samples needs."""
+    if not source.is_rows:
+        return plan_epochs(source.tokens, sequence_length, samples, epoch_rule).samples
+    epoch = source.last - source.first
+    return -(-samples // epoch) * epoch
+
+
+def _count(value: Mapping[str, Any], name: str, least: int = 0, most: int = _LARGEST_COUNT) -> int:
+    number = value[name]
+    if type(number) is not int or not least <= number <= most:
+        raise ValueError(f"{name} is {printable(number)}, not a whole number from {least} to {most}")
+    return number
+
+
+def _weight(value: Mapping[str, Any]) -> float:
+    weight = value["weight"]
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise ValueError(f"weight is {printable(weight)}, not a number from 0 on")
+    return float(weight)
+
+
+def _text(value: Mapping[str, Any], name: str) -> str:
+    text = value[name]
+    if not isinstance(text, str):
+        raise ValueError(f"{name} is {printable(text)}, not a text")
+    return text
+
+
+def _truth(value: Mapping[str, Any], name: str) -> bool:
+    if not isinstance(value[name], bool):
+        raise ValueError(f"{name} is {printable(value[name])}, not true or false")
+    return bool(value[name])
+
+
+def _list(value: Mapping[str, Any], name: str) -> list[Any]:
+    entries = value[name]
+    if not isinstance(entries, list | tuple):
+        raise ValueError(f"{name} is {printable(entries)}, not a list")
+    return list(entries)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from megatron import log
 from megatron.data.order.blend import blend_counts, blend_order
 from megatron.data.order.plan import DataPlan, GroupPlan, Member, Phase, SourcePlan
-from megatron.errors import DataError
+from megatron.errors import DataError, printable
 
 _SAME_WEIGHT_RATIO = 1e-9
 
@@ -113,6 +113,13 @@ def _in_terms_of(stored: GroupPlan, fresh: GroupPlan) -> tuple[GroupPlan, tuple[
         if place is None:
             place = len(sources)
             sources.append(found)
+        held = sources[place]
+        if (held.tokens, held.is_rows) != (found.tokens, found.is_rows):
+            raise DataError(
+                f"The stored data plan says that {found.prefix} [{found.first}, {found.last}) holds {held.tokens} "
+                f"tokens, but it holds {found.tokens}. Continue from another checkpoint of the run, or start a new "
+                "order with --finetune."
+            )
         sources[place] = dataclasses.replace(sources[place], prefix=found.prefix)
         members.append(Member(place, member.weight))
     return dataclasses.replace(stored, sources=tuple(sources)), tuple(members)
@@ -175,6 +182,7 @@ def _sources_text(group: GroupPlan | None) -> str:
         return "none"
     pairs = [(member.weight, group.sources[member.source]) for member in group.phases[-1].members]
     return ", ".join(
-        f"{weight:.4g} × {source.prefix} [{source.first}, {source.last}) {source.fingerprint[:12]}"
+        f"{weight:.4g} × {printable(source.prefix, quoted=False)} [{source.first}, {source.last}) "
+        f"{printable(source.fingerprint[:12], quoted=False)}"
         for weight, source in pairs
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron.parallel.watch.wire import Fields
 
 START, END = "init", "end"
 
@@ -27,12 +30,51 @@ class Position(NamedTuple):
     events: int
     at_seconds: float
 
+
+def first_position() -> Position:
+    """The position of a rank that starts."""
+    return Position(START, 0, 0, time.monotonic())
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rank's position as it tells the others.
+
+    Attributes:
+        idle_seconds: since its last progress.
+        is_starting: whether it has not finished its first step, which may take much longer than others.
+    """
+
+    phase: str = START
+    step: int = 0
+    events: int = 0
+    idle_seconds: float = 0.0
+    is_starting: bool = True
+
+    @classmethod
+    def read(cls, fields: Fields) -> Sample:
+        """Reads what `values` wrote.
+
+        Raises:
+            ValueError: no rank wrote it.
+        """
+        phase = PHASES[fields.whole("phase", len(PHASES) - 1)]
+        return cls(phase, fields.whole("step"), fields.whole("events"), fields.seconds("idle"), fields.flag("starting"))
+
+    def values(self) -> dict[str, Any]:
+        """The sample as parts of a message."""
+        return {
+            "phase": PHASES.index(self.phase),
+            "step": self.step,
+            "events": self.events,
+            "idle": round(self.idle_seconds, 3),
+            "starting": self.is_starting,
+        }
+
     def place(self) -> tuple[int, int, int]:
         """A value that is smaller for a rank that is behind; phases that alternate are compared by `events`."""
         phase = "forward" if self.phase in _ALTERNATING else self.phase
         return self.step, PHASES.index(phase), self.events
 
-
-def first_position() -> Position:
-    """The position of a rank that starts."""
-    return Position(START, 0, 0, time.monotonic())
+    def __str__(self) -> str:
+        return "start-up" if self.phase == START else f"phase {self.phase} of step {self.step}"

@@ -1,0 +1,88 @@
+"""Which process is meant, told so that a number that is used again, or another container's, is not mistaken for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process of a run.
+
+    Attributes:
+        machine: differs between kernels and their restarts.
+        namespace: differs between containers of one machine.
+        born: when it started, as `born_at` says it.
+    """
+
+    host: str
+    machine: str
+    namespace: str
+    process_id: int
+    born: str
+
+    @classmethod
+    def own(cls) -> ProcessIdentity:
+        """This process."""
+        process_id = os.getpid()
+        return cls(socket.gethostname(), machine_id(), process_namespace(), process_id, born_at(process_id))
+
+    def is_neighbour(self, other: ProcessIdentity) -> bool:
+        """Whether the two run where each can see the other: same kernel, same process ids."""
+        return (self.machine, self.namespace) == (other.machine, other.namespace)
+
+    def kill(self) -> bool:
+        """Sends SIGKILL to a neighbour of this process, if it still runs; returns whether it did."""
+        if not self.is_neighbour(ProcessIdentity.own()) or not self.born or born_at(self.process_id) != self.born:
+            return False
+        try:
+            os.kill(self.process_id, signal.SIGKILL)
+        except OSError:
+            return False
+        return True
+
+    def __str__(self) -> str:
+        return f"process {self.process_id} on {self.host}"
+
+
+def machine_id() -> str:
+    """A text that no other machine has, nor this one after a restart."""
+    return _first_line(Path("/proc/sys/kernel/random/boot_id")) or f"host {socket.gethostname()}"
+
+
+def process_namespace() -> str:
+    """A text that is the same for two processes of a machine if a process id means the same to both."""
+    return _link(Path("/proc/self/ns/pid"))
+
+
+def network_namespace() -> str:
+    """A text that is the same for two processes of a machine if they share its loopback interface."""
+    return _link(Path("/proc/self/ns/net"))
+
+
+def born_at(process_id: int) -> str:
+    """When a process started, in clock ticks since boot, to tell reused ids apart; empty if it is gone."""
+    try:
+        text = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return ""
+    fields = text.rpartition(")")[2].split()  # field 22 of proc(5), counted from behind the name; Z is dead already
+    return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""

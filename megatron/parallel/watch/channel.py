@@ -1,0 +1,326 @@
+"""The thread of a rank that tells the others where it is and learns from them when the run must end."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from megatron import log
+from megatron.errors import ExitCode
+from megatron.parallel.watch.hub import Failure, Hub
+from megatron.parallel.watch.limits import PING_SECONDS, TAKE_OVER_SECONDS, WIND_DOWN_SECONDS, Limits
+from megatron.parallel.watch.link import Link
+from megatron.parallel.watch.position import Position, Sample
+from megatron.parallel.watch.stacks import read_stacks
+from megatron.parallel.watch.verdict import Verdict
+from megatron.parallel.watch.wire import TEXT_CHARACTERS, Connection
+
+_BUSY_SECONDS = 0.1
+_FLUSH_SECONDS = 1.0
+
+
+class Watched(Protocol):
+    """What the thread asks of the rank that it runs on; all of it is called from the thread."""
+
+    def position(self) -> Position:
+        """Where the main thread is."""
+
+    def is_starting(self) -> bool:
+        """Whether the first step is not finished."""
+
+    def speak(self, verdict: Verdict) -> None:
+        """Shows the user why the run ends; only on the rank that decided it."""
+
+    def end(self, verdict: Verdict) -> None:
+        """Ends this rank."""
+
+
+class Channel:
+    """A rank's part in the watch over a run.
+
+    Args:
+        links: to the hubs on other ranks, the first hub first.
+        hub: the hub on this rank, if it has one, and the socket on which the other ranks connect to it.
+        size: ranks of the run.
+    """
+
+    def __init__(
+        self,
+        watched: Watched,
+        limits: Limits,
+        links: Sequence[Link],
+        hub: Hub | None,
+        listener: socket.socket | None,
+        rank: int,
+        size: int,
+    ) -> None:
+        self._watched = watched
+        self._limits = limits
+        self._links = tuple(links)
+        self._hub = hub
+        self._listener = listener
+        self._rank = rank
+        self._size = size
+        self._failure: Failure | None = None
+        self._told_failure = False
+        self._questions: list[Callable[[int], None]] = []
+        self._is_leaving = False
+        self._seen: Position | None = None
+        self._idle_from = 0.0
+        self._beat_at = 0.0
+        self._look_at = 0.0
+        self._blocked: set[Connection] = set()
+        self._writing: set[Connection] = set()
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        if self._listener is not None:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        for link in self._links:
+            link.connection.blocked = self._blocked
+            self._selector.register(link.connection, selectors.EVENT_READ, link)
+        self._thread.start()
+
+    def fail(self, failure: Failure) -> None:
+        """Tells all ranks of this one's error; returns at once. Only the first call counts."""
+        self._failure = self._failure or failure
+        self._wake()
+
+    def leave(self) -> None:
+        """Says that this rank ends as planned, and waits for the thread."""
+        self._is_leaving = True
+        self._wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * _FLUSH_SECONDS)
+
+    def count_silent(self) -> int | None:
+        """How many ranks give no sign of life when they are asked for one; None if no hub answers."""
+        found: list[int] = []
+        told = threading.Event()
+
+        def answer(count: int) -> None:
+            found.append(count)
+            told.set()
+
+        self._questions.append(answer)
+        self._wake()
+        told.wait(PING_SECONDS + 0.5)
+        return found[0] if found else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"w")
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception:  # whatever it is: training must not end because it is watched
+            log.warning(f"this rank is no longer watched:\n{traceback.format_exc()}")
+            self._say_goodbye()
+        finally:
+            self._close()
+
+    def _watch(self) -> None:
+        while True:
+            began_at = time.monotonic()
+            self._sleep_out(began_at, self._wait(began_at))
+            now = time.monotonic()
+            verdict = self._told_to_end()
+            if verdict is not None:
+                self._watched.end(verdict)
+                return
+            if self._is_leaving:
+                self._say_goodbye()
+                return
+            self._tell(self._sample(now), now)
+            verdict = self._decide(now)
+            if verdict is not None:
+                self._watched.speak(verdict)
+                if self._hub is not None:
+                    self._hub.tell_end(verdict)
+                    self._flush()
+                self._watched.end(verdict)
+                return
+
+    def _wait(self, now: float) -> float:
+        """Waits for messages or for what is due next, and reads them; returns how long it was to wait at most."""
+        limit_seconds = _BUSY_SECONDS if self._is_busy() else max(0.0, self._beat_at - now)
+        self._select_writers()
+        ready = self._selector.select(limit_seconds)
+        heard_at = time.monotonic()
+        # Links first: an order to end comes before the end of the connections of those who obeyed it.
+        for key, _ in sorted(ready, key=lambda entry: not isinstance(entry[0].data, Link)):
+            self._serve(key, heard_at)
+        return limit_seconds
+
+    def _is_busy(self) -> bool:
+        """Whether something is due within seconds, without a message that would announce it."""
+        if self._told_failure or any(link.lost_at is not None for link in self._links):
+            return True
+        return self._hub is not None and self._hub.is_busy
+
+    def _serve(self, key: selectors.SelectorKey, now: float) -> None:
+        if key.fileobj is self._woken:
+            with contextlib.suppress(BlockingIOError):
+                self._woken.recv(4096)
+        elif key.fileobj is self._listener:
+            self._accept(now)
+        elif isinstance(key.data, Link):
+            key.data.connection.flush()
+            key.data.hear(now, self._size)
+            if not key.data.is_open:
+                self._selector.unregister(key.fileobj)
+        elif isinstance(key.data, Connection) and self._hub is not None:
+            key.data.flush()
+            self._hub.hear(key.data, now)
+            if key.data.is_lost:
+                self._selector.unregister(key.fileobj)
+
+    def _accept(self, now: float) -> None:
+        if self._listener is None or self._hub is None:
+            return
+        with contextlib.suppress(OSError):
+            while True:
+                connection = Connection(self._listener.accept()[0])
+                connection.blocked = self._blocked
+                if self._hub.admit(connection, now):
+                    self._selector.register(connection, selectors.EVENT_READ, connection)
+
+    def _select_writers(self) -> None:
+        """Waits for writing only where something is left to send."""
+        for connection in self._blocked ^ self._writing:
+            if connection.is_lost:
+                continue
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection in self._blocked else 0)
+            self._selector.modify(connection, events, self._selector.get_key(connection).data)
+        self._writing = set(self._blocked)
+
+    def _sleep_out(self, began_at: float, limit_seconds: float) -> None:
+        """Leaves out of all counts a time in which the whole process was stopped, as a suspended job is."""
+        late_seconds = time.monotonic() - began_at - limit_seconds
+        if late_seconds < self._limits.nap_seconds:
+            return
+        self._idle_from += late_seconds
+        for link in self._links:
+            link.heard_at += late_seconds
+        if self._hub is not None:
+            self._hub.sleep(late_seconds)
+
+    def _sample(self, now: float) -> Sample:
+        position = self._watched.position()
+        if position is not self._seen:
+            self._seen, self._idle_from = position, position.at_seconds
+        idle_seconds = max(0.0, now - self._idle_from)
+        return Sample(position.phase, position.step, position.events, idle_seconds, self._watched.is_starting())
+
+    def _tell(self, sample: Sample, now: float) -> None:
+        """Sends the hubs what they wait for."""
+        is_due = now >= self._beat_at
+        stacks, waits = "", False
+        if any(link.wants_report for link in self._links) or (self._hub is not None and self._hub.wants_report):
+            stacks, waits = read_stacks(TEXT_CHARACTERS)
+        for link in self._links:
+            if not link.is_open:
+                continue
+            if link.wants_report:
+                link.tell_report(sample, waits, stacks)
+            elif is_due or link.wants_sample:
+                link.tell(sample)
+        if self._hub is not None:
+            self._hub.note(sample, now)
+            if self._hub.wants_report and stacks:
+                self._hub.note_report(waits, stacks)
+            if is_due:
+                self._hub.beat()
+        if is_due:
+            self._beat_at = now + self._limits.beat_seconds
+        self._ask(now)
+        self._tell_failure(now)
+
+    def _ask(self, now: float) -> None:
+        while self._questions:
+            answer = self._questions.pop()
+            link = next((link for link in self._links if link.is_open), None)
+            if self._hub is not None:
+                self._hub.ask_for_life(answer, now)
+            elif link is not None:
+                link.ask_for_life(answer)
+
+    def _tell_failure(self, now: float) -> None:
+        if self._failure is None or self._told_failure:
+            return
+        self._told_failure = True
+        for link in self._links:
+            if link.is_open:
+                link.tell_failure(self._failure)
+        if self._hub is not None:
+            self._hub.note_failure(self._failure, now)
+
+    def _told_to_end(self) -> Verdict | None:
+        return next((link.end for link in self._links if link.end is not None), None)
+
+    def _decide(self, now: float) -> Verdict | None:
+        """Why the run ends, if this rank is the one that must say it."""
+        if self._hub is not None:
+            if now < self._look_at and not self._hub.is_urgent:
+                return None
+            self._look_at = now + (_BUSY_SECONDS if self._hub.is_busy else 1.0)
+            return self._hub.tick(now)
+        lost = [link for link in self._links if link.lost_at is not None and not link.has_left]
+        there = [link for link in self._links if link.is_open]
+        numbers = " and ".join(str(link.hub) for link in self._links)
+        again = "Saved checkpoints are intact: run the same command again."
+        if lost and not there and now - max(link.lost_at or 0.0 for link in lost) > WIND_DOWN_SECONDS:
+            text = f"ranks {numbers} ended without a message, and nobody else speaks for the run. {again}"
+            return Verdict(ExitCode.REQUEUE, self._rank, text)
+        limit = self._limits.hang_seconds and self._limits.start_seconds + self._limits.answer_seconds
+        patience = limit + TAKE_OVER_SECONDS
+        if limit and there and all(now - link.heard_at > patience for link in there):
+            text = f"ranks {numbers} have not answered for {patience:.0f} s: they are stopped, or cut off. {again}"
+            return Verdict(ExitCode.HANG, self._rank, text, tuple(link.hub for link in there))
+        return None
+
+    def _say_goodbye(self) -> None:
+        for link in self._links:
+            if link.is_open:
+                link.send("bye")
+        if self._hub is not None:
+            self._hub.say_goodbye()
+        self._flush()
+
+    def _flush(self) -> None:
+        """Sends what is left, for as long as that may take at the end of a run."""
+        until = time.monotonic() + _FLUSH_SECONDS
+        while self._blocked and time.monotonic() < until:
+            for connection in list(self._blocked):
+                connection.flush()
+            time.sleep(0.01)
+
+    def _close(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Connection):
+                key.data.close()
+        for link in self._links:
+            link.connection.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._selector.close()
+        self._waker.close()
+        self._woken.close()

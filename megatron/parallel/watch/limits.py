@@ -1,0 +1,39 @@
+"""How long ranks may be silent or without progress, and the intervals that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# For ranks that meet an error because of another rank's: so long they may close their files before they are ended.
+WIND_DOWN_SECONDS = 3.0
+# After which the second hub acts in the place of the first one, and a rank by itself in the place of both.
+TAKE_OVER_SECONDS = 5.0
+PING_SECONDS = 1.5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The time limits of a run.
+
+    Attributes:
+        hang_seconds: without progress for so long, a rank hangs; 0 for no limit.
+        start_seconds: the same until all ranks have finished their first step.
+    """
+
+    hang_seconds: float
+    start_seconds: float
+
+    @property
+    def beat_seconds(self) -> float:
+        """Between two signs of life of a rank."""
+        return max(1.0, self.hang_seconds / 10) if self.hang_seconds else 5.0
+
+    @property
+    def answer_seconds(self) -> float:
+        """How long all ranks have for their stacks."""
+        return min(5.0, max(1.0, self.hang_seconds / 4))
+
+    @property
+    def nap_seconds(self) -> float:
+        """A process that wakes up so much too late was stopped with the whole job, and counts that time as none."""
+        return max(1.0, self.hang_seconds / 4)

@@ -1,0 +1,94 @@
+"""A rank's connection to a hub on another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.parallel.watch.hub import Failure
+from megatron.parallel.watch.position import Sample
+from megatron.parallel.watch.verdict import Verdict
+from megatron.parallel.watch.wire import Connection
+
+
+class Link:
+    """What a rank knows of a hub, and what it tells it.
+
+    Attributes:
+        hub: the hub's rank.
+        heard_at: when the hub was last heard of.
+        has_left: the hub's rank ended as planned.
+        end: the verdict that the hub sent.
+    """
+
+    def __init__(self, connection: Connection, hub: int, now: float) -> None:
+        self.connection = connection
+        self.hub = hub
+        self.heard_at = now
+        self.lost_at: float | None = None
+        self.has_left = False
+        self.end: Verdict | None = None
+        self.wants_sample = False
+        self.wants_report = False
+        self._questions: list[Callable[[int], None]] = []
+
+    def greet(self, token: str, rank: int) -> None:
+        """Says which rank this is, and that it belongs to the run."""
+        self.send("hello", token=token, rank=rank)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the hub can still be reached."""
+        return self.lost_at is None and not self.has_left
+
+    def send(self, kind: str, **values: Any) -> None:
+        """Sends a message of that kind."""
+        self.connection.send({"kind": kind, **values})
+
+    def tell(self, sample: Sample) -> None:
+        """Tells the hub where this rank is."""
+        self.wants_sample = False
+        self.send("beat", **sample.values())
+
+    def tell_report(self, sample: Sample, waits: bool, stacks: str) -> None:
+        """Sends the hub the stacks of this rank."""
+        self.wants_report = False
+        self.send("report", **sample.values(), waits=waits, stacks=stacks)
+
+    def tell_failure(self, failure: Failure) -> None:
+        """Tells the hub how this rank fails."""
+        self.send("failure", code=failure.code, text=failure.text)
+
+    def ask_for_life(self, answer: Callable[[int], None]) -> None:
+        """Asks for a sign of life of all ranks; `answer` is given the number of those that gave none."""
+        self._questions.append(answer)
+        self.send("ask")
+
+    def hear(self, now: float, size: int) -> None:
+        """Reads what has arrived from the hub of a run of `size` ranks."""
+        for message in self.connection.receive():
+            self.heard_at = now
+            try:
+                kind = message.kind
+                if kind == "ping":
+                    self.wants_sample = True
+                elif kind == "report":
+                    self.wants_report = True
+                elif kind == "life":
+                    for answer in self._questions:
+                        answer(message.whole("silent", size))
+                    self._questions = []
+                elif kind == "bye":
+                    self.has_left = True
+                elif kind == "end" and self.end is None:
+                    self.end = Verdict(
+                        message.whole("code", 255),
+                        message.whole("rank", size - 1),
+                        message.text("text"),
+                        tuple(message.wholes("silent", size - 1, 1024)),
+                    )
+            except ValueError:
+                self.connection.is_lost = True
+        if self.connection.is_lost and self.lost_at is None:
+            self.lost_at = now
+            self.connection.close()

@@ -1,0 +1,159 @@
+"""Messages between the watching threads: JSON objects over TCP, each behind its length; nothing received is trusted.
+
+A message that is longer than allowed, or no JSON object, ends the connection. `Fields` reads one value at a time and
+raises `ValueError` for what a rank cannot have sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+MESSAGE_BYTES = 65_536
+TEXT_CHARACTERS = 16_384
+_LENGTH_BYTES = 4
+_UNSENT_BYTES = 16 * MESSAGE_BYTES
+_READ_BYTES = 65_536
+
+
+class Connection:
+    """One end of a connection, which never blocks.
+
+    Args:
+        opened: the socket, owned from now on.
+        limit_bytes: the longest message that is accepted; it may be raised later.
+
+    Attributes:
+        blocked: the connections, of those that share this set, that have something left to send.
+    """
+
+    def __init__(self, opened: socket.socket, limit_bytes: int = MESSAGE_BYTES) -> None:
+        opened.setblocking(False)
+        with contextlib.suppress(OSError):
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.limit_bytes = limit_bytes
+        self.is_lost = False
+        self.blocked: set[Connection] = set()
+        self._socket = opened
+        self._unsent = bytearray()
+        self._unread = bytearray()
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message as far as that is possible now; `flush` sends the rest."""
+        content = json.dumps(message).encode()
+        if self.is_lost or len(content) > MESSAGE_BYTES or len(self._unsent) > _UNSENT_BYTES:
+            self.is_lost = self.is_lost or len(self._unsent) > _UNSENT_BYTES
+            return
+        self._unsent += len(content).to_bytes(_LENGTH_BYTES, "big") + content
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends as much as can be sent without waiting."""
+        while self._unsent and not self.is_lost:
+            try:
+                sent = self._socket.send(self._unsent)
+            except (BlockingIOError, InterruptedError):
+                self.blocked.add(self)
+                return
+            except OSError:
+                self.is_lost = True
+                break
+            del self._unsent[:sent]
+        self.blocked.discard(self)
+
+    def receive(self) -> list[Fields]:
+        """All messages that have arrived; afterwards `is_lost` says whether no more can come."""
+        self._read()
+        messages: list[Fields] = []
+        while len(self._unread) >= _LENGTH_BYTES:
+            size = int.from_bytes(self._unread[:_LENGTH_BYTES], "big")
+            if size > self.limit_bytes:
+                self.is_lost = True
+                break
+            if len(self._unread) < _LENGTH_BYTES + size:
+                break
+            content = bytes(self._unread[_LENGTH_BYTES : _LENGTH_BYTES + size])
+            del self._unread[: _LENGTH_BYTES + size]
+            try:
+                value = json.loads(content)
+            except (ValueError, RecursionError):
+                value = None
+            if not isinstance(value, dict):
+                self.is_lost = True
+                break
+            messages.append(Fields(value))
+        return messages
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self.is_lost = True
+        self.blocked.discard(self)
+        self._socket.close()
+
+    def _read(self) -> None:
+        """Reads what is there, but no more than a message at a time, so that nobody can fill this rank's memory."""
+        while not self.is_lost and len(self._unread) < _LENGTH_BYTES + self.limit_bytes:
+            try:
+                content = self._socket.recv(_READ_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                content = b""
+            if not content:
+                self.is_lost = True
+            self._unread += content
+
+
+class Fields:
+    """The values of a received message."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    @property
+    def kind(self) -> str:
+        """What the message is."""
+        return self.text("kind", 16)
+
+    def whole(self, name: str, limit: int = 2**53) -> int:
+        """A whole number from 0 to `limit`."""
+        value = self._values.get(name)
+        if type(value) is not int or not 0 <= value <= limit:
+            raise ValueError(f"{name} is no whole number up to {limit}")
+        return value
+
+    def seconds(self, name: str) -> float:
+        """A time that is finite and not negative."""
+        value = self._values.get(name)
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is no time")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        """A truth value."""
+        value = self._values.get(name)
+        if type(value) is not bool:
+            raise ValueError(f"{name} is no truth value")
+        return value
+
+    def text(self, name: str, limit: int = TEXT_CHARACTERS) -> str:
+        """A text, without characters that a terminal would obey."""
+        value = self._values.get(name)
+        if type(value) is not str or len(value) > limit:
+            raise ValueError(f"{name} is no text of at most {limit} characters")
+        return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in value)
+
+    def wholes(self, name: str, limit: int, most: int) -> list[int]:
+        """A list of at most `most` whole numbers from 0 to `limit`."""
+        value = self._values.get(name)
+        if type(value) is not list or len(value) > most:
+            raise ValueError(f"{name} is no list of at most {most} numbers")
+        return [Fields({name: item}).whole(name, limit) for item in value]

@@ -1,0 +1,199 @@
+"""A step that is bad on one rank is applied on none, in every layout; and what counts as a spike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.engine.engine import Engine
+from megatron.engine.state import owned_pieces
+from megatron.engine.update_gate import LEAST_STEPS, WINDOW_STEPS, Decision, RecentSteps, UpdateGate
+from megatron.parallel.joining import open_mesh
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.shard_spec import shard_spec_of
+from megatron.train.build import build_engine
+from tests.engine.engine_runs import BF16, RECIPE
+from tests.helpers.ranks import run_ranks
+from tests.parity.layouts import layout_config, local_batches
+
+# (tp, pp, dp), then ZeRO stage and further flags of each run
+LAYOUTS: dict[str, tuple[tuple[int, int, int], list[tuple[int, list[str]]]]] = {
+    "tp2": ((2, 1, 1), [(0, []), (1, BF16)]),
+    "dp2": ((1, 1, 2), [(0, []), (1, []), (2, BF16), (3, []), (3, BF16)]),
+    "pp2dp2": ((1, 2, 2), [(0, []), (1, []), (1, BF16)]),
+}
+
+
+def bad_steps(rank: int, layout: tuple[int, int, int], runs: list[tuple[int, list[str]]]) -> list[list[Any]]:
+    """What each step of each run did: steps in a row, updates so far, whether the state changed, updates announced."""
+    found = []
+    for stage, flags in runs:
+        config = layout_config(RECIPE, layout, stage, flags)
+        engine = build_engine(config, open_mesh(config.parallel))
+        announced: list[int] = []
+        engine.before_update(lambda announced=announced: announced.append(1))
+        rows = []
+        for step, spoil in enumerate((_spoil_reduced_gradient, None, _spoil_loss, _spoil_gradient, None)):
+            restore = spoil(engine) if spoil is not None and rank == engine.mesh.world.size - 1 else lambda: None
+            before, count = _state(engine), len(announced)
+            result = engine.train_batch(local_batches(RECIPE, config, engine.mesh, step, False), 1e-2)
+            restore()
+            changed = not all(torch.equal(*pair) for pair in zip(before, _state(engine), strict=True))
+            rows.append((result.bad_in_a_row, engine.update_count, changed, len(announced) > count, result.skipped))
+        found.append(rows)
+    return found
+
+
+def _state(engine: Engine) -> list[torch.Tensor]:
+    """Copies of masters and moments, and of the weights that the network computes with."""
+    weights = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
+    return [tensor.detach().clone() for tensor in (*(values for _, values in owned_pieces(engine)), *weights)]
+
+
+def _spoil_loss(engine: Engine) -> Any:
+    """Only the reported loss of this rank becomes NaN; its gradients stay as they are."""
+    own = engine._loss
+
+    def spoiled(*given: Any) -> torch.Tensor:
+        loss = own(*given)
+        engine._totals._sums[0] = math.nan
+        return loss
+
+    engine._loss = spoiled  # type: ignore[method-assign]
+    return lambda: setattr(engine, "_loss", own)
+
+
+def _spoil_gradient(engine: Engine) -> Any:
+    """A gradient of this rank becomes infinite before ranks sum it.
+
+    It is one that counts in the norm: that of a tensor-parallel copy does not, but then the copies differ.
+    """
+    parameter = [each for each in engine.module.parameters() if shard_spec_of(each).is_counted(engine.mesh)][-1]
+    return parameter.register_hook(lambda gradient: gradient + math.inf).remove
+
+
+def _spoil_reduced_gradient(engine: Engine) -> Any:
+    """A gradient of this rank becomes NaN after ranks have summed it, so that the other replicas do not see it."""
+    wrapper = engine.deepspeed.optimizer
+    place, name = (wrapper, "step") if engine.zero_stage else (engine.deepspeed, "clip_fp32_gradients")
+    own = getattr(place, name)
+
+    def spoiled(*given: Any) -> Any:
+        if engine.zero_stage == 0:
+            next(p for p in engine.module.parameters() if p.grad is not None).grad.mul_(math.nan)
+        elif hasattr(wrapper, "averaged_gradients"):
+            next(part for parts in wrapper.averaged_gradients.values() for part in parts or ()).mul_(math.nan)
+        else:
+            wrapper.fp32_groups_gradients_flat[0].mul_(math.nan)
+        return own(*given)
+
+    setattr(place, name, spoiled)
+    return lambda: setattr(place, name, own)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_that_is_bad_on_one_rank_is_applied_on_none(name: str) -> None:
+    layout, runs = LAYOUTS[name]
+    ranks = run_ranks(bad_steps, math.prod(layout), layout, runs)
+    for (stage, flags), *rows in zip(runs, *ranks, strict=True):
+        for rank, steps in enumerate(rows):
+            expected = [
+                (1, 0, False, False, False),
+                (0, 1, True, True, False),
+                (1, 1, False, False, False),
+                (2, 1, False, False, False),
+                (0, 2, True, True, False),
+            ]
+            assert steps == expected, (stage, flags, rank)
+
+
+def filled(count: int) -> RecentSteps:
+    """Losses that alternate between 1 and 3 (mean 2), norms ten times as large."""
+    recent = RecentSteps()
+    for step in range(count):
+        recent.add(1.0 + 2.0 * (step % 2), 10.0 + 20.0 * (step % 2))
+    return recent
+
+
+def test_a_spike_is_so_many_deviations_above_the_mean() -> None:
+    recent, deviation = filled(64), math.sqrt(64 / 63)
+    assert not recent.is_spike(2.0 + 2.99 * deviation, 20.0, 3.0)
+    assert recent.is_spike(2.0 + 3.01 * deviation, 20.0, 3.0)
+    assert not recent.is_spike(2.0, 20.0 + 29.9 * deviation, 3.0)
+    assert recent.is_spike(2.0, 20.0 + 30.1 * deviation, 3.0)
+    assert not recent.is_spike(-100.0, 0.0, 3.0)
+
+
+def test_few_or_equal_values_tell_no_spike() -> None:
+    assert not filled(LEAST_STEPS - 1).is_spike(1e9, 1e9, 1.0)
+    assert filled(LEAST_STEPS).is_spike(1e9, 1e9, 1.0)
+    equal = RecentSteps()
+    for _ in range(LEAST_STEPS):
+        equal.add(2.0, 1.0)
+    assert not equal.is_spike(2.1, 1.1, 1.0)
+
+
+def test_old_steps_are_forgotten() -> None:
+    recent = filled(10)
+    for step in range(WINDOW_STEPS):
+        recent.add(5.0 + 0.1 * (step % 2), 1.0)
+    assert recent.is_spike(6.0, 1.0, 3.0)
+    assert len(recent.to_json()["loss"]) == WINDOW_STEPS
+
+
+def gated(spike_deviations: float | None, *, allows_overflow: bool = False) -> tuple[UpdateGate, Any, torch.Tensor]:
+    """A gate in front of an optimizer, a function that makes a step with a loss and a norm, and the weight."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    gate = UpdateGate(ParallelMesh.single(), spike_deviations=spike_deviations, allows_overflow=allows_overflow)
+    gate.guard(optimizer, optimizer)
+
+    def step(loss: float, norm: float = 1.0) -> Decision | None:
+        weight.grad = torch.full((1,), -1.0)
+        gate.expect(lambda: (torch.tensor(loss), torch.tensor(norm)))
+        optimizer.step()
+        return gate.decision
+
+    return gate, step, weight
+
+
+def test_spikes_are_dropped_and_forgotten() -> None:
+    gate, step, weight = gated(3.0)
+    for number in range(LEAST_STEPS):
+        assert step(2.0 + 0.1 * (number % 2)) is Decision.APPLIED
+    known = gate.to_json()
+    assert step(9.0) is step(9.0) is Decision.SPIKE
+    assert step(math.nan) is Decision.NOT_FINITE
+    assert gate.bad_in_a_row == 3
+    assert gate.to_json() == {**known, "bad_in_a_row": [3.0]}
+    assert step(2.05) is Decision.APPLIED
+    assert gate.bad_in_a_row == 0 and float(weight.detach()) == LEAST_STEPS + 1
+
+
+def test_a_gate_continues_from_what_it_stored() -> None:
+    gate, step, _ = gated(3.0)
+    for number in range(LEAST_STEPS):
+        step(2.0 + 0.1 * (number % 2))
+    step(math.inf)
+    resumed, step_resumed, _ = gated(3.0)
+    resumed.restore(gate.to_json())
+    assert resumed.to_json() == gate.to_json()
+    assert step_resumed(9.0) is step(9.0) is Decision.SPIKE
+    assert resumed.bad_in_a_row == gate.bad_in_a_row == 2
+
+
+def test_without_a_limit_nothing_is_stored_and_no_spike_dropped() -> None:
+    gate, step, _ = gated(None)
+    for _ in range(LEAST_STEPS):
+        step(2.0)
+    assert step(1e9) is Decision.APPLIED
+    assert gate.to_json() == {}
+
+
+def test_an_overflow_in_fp16_is_left_to_the_loss_scaler() -> None:
+    gate, step, weight = gated(None, allows_overflow=True)
+    assert step(math.inf, math.nan) is Decision.APPLIED
+    assert (gate.bad_in_a_row, float(weight.detach())) == (0, 1.0)

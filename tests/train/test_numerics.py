@@ -1,0 +1,89 @@
+"""When bad steps end a run, and what a run says about copies that differ."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.record import Progress
+from megatron.config.sections.safety import SafetyConfig
+from megatron.errors import NumericsError
+from megatron.parallel.mesh import ParallelMesh, standard_axes
+from megatron.train import numerics
+from megatron.train.numerics import check_before_save, check_numbers, check_replicas
+from tests.train.samples import Outcome
+
+AFTER = Progress(7, 56, 560)
+
+
+def run_with(*, rank: int = 0, **safety: Any) -> Any:
+    """As much of a run as the checks look at."""
+    return SimpleNamespace(
+        config=SimpleNamespace(safety=SafetyConfig(**safety)),
+        mesh=ParallelMesh.at(standard_axes(2), rank),
+        engine="engine",
+        progress=AFTER,
+        is_due=lambda interval: bool(interval) and AFTER.step % interval == 0,
+    )
+
+
+def test_a_step_that_was_applied_passes() -> None:
+    check_numbers(run_with(), AFTER, Outcome(loss=math.nan))  # in fp16 the loss scaler lets it pass
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.5), (math.inf, 1.5), (2.5, math.nan), (2.5, math.inf)])
+def test_the_first_bad_step_ends_a_run_that_allows_none(loss: float, norm: float) -> None:
+    sentence = (
+        rf"^iteration 7: loss {loss}, gradient norm {norm}. The update was not applied \(samples 48 to 55\), and "
+        r"--max-bad-steps 0 allows no more such steps in a row\. The last checkpoint is intact\..*--lr"
+    )
+    with pytest.raises(NumericsError, match=sentence) as caught:
+        check_numbers(run_with(), AFTER, Outcome(loss=loss, gradient_norm=norm, bad_in_a_row=1))
+    assert caught.value.step == 7
+
+
+def test_allowed_bad_steps_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    step = Outcome(loss=math.nan, gradient_norm=1.5, bad_in_a_row=2)
+    check_numbers(run_with(max_bad_steps=2), AFTER, step)
+    check_numbers(run_with(max_bad_steps=2, rank=1), AFTER, step)
+    assert capsys.readouterr().err == (
+        "warning: iteration 7: loss nan, gradient norm 1.5. The update was not applied (samples 48 to 55); 2 of at "
+        "most 2 consecutive such steps.\n"
+    )
+    with pytest.raises(NumericsError, match=r"--max-bad-steps 2 allows no more"):
+        check_numbers(run_with(max_bad_steps=2), AFTER, Outcome(loss=math.nan, bad_in_a_row=3))
+
+
+def test_a_spike_is_called_one(capsys: pytest.CaptureFixture[str]) -> None:
+    step = Outcome(loss=9.5, gradient_norm=1.5, is_spike=True, bad_in_a_row=1)
+    check_numbers(run_with(max_bad_steps=2, skip_spikes=6.0), AFTER, step)
+    said = capsys.readouterr().err
+    assert "loss 9.5, gradient norm 1.5, more than 6 standard deviations above the recent mean (--skip-spikes)" in said
+
+
+def test_copies_that_differ_end_the_run_with_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(numerics, "find_differences", lambda engine: found)
+    check_replicas(run_with())
+    found += [f"tensor {number}" for number in range(7)]
+    sentence = (
+        r"^iteration 7: copies of the same values differ between ranks\. tensor 0; tensor 1; tensor 2; tensor 3; "
+        r"tensor 4; and 2 more\. They were not saved; earlier checkpoints are intact: .* --check-replicas-interval 0"
+    )
+    with pytest.raises(NumericsError, match=sentence) as caught:
+        check_replicas(run_with())
+    assert caught.value.step is None  # no batch is to blame
+
+
+@pytest.mark.parametrize(("interval", "is_checked"), [(None, True), (0, False), (5, True), (7, False)])
+def test_copies_are_checked_before_a_save(
+    monkeypatch: pytest.MonkeyPatch, interval: int | None, is_checked: bool
+) -> None:
+    """Unless that is turned off, or they were checked at the end of this step."""
+    checked: list[str] = []
+    monkeypatch.setattr(numerics, "find_differences", lambda engine: checked.append(engine) or [])
+    check_before_save(run_with(check_replicas_interval=interval))
+    assert checked == (["engine"] if is_checked else [])
