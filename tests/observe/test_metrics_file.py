@@ -39,7 +39,8 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
         file.step(metrics())
         file.interval(metrics())
         file.evaluation(Progress(7, 56, 896), "valid", 2.0)
-    start, step, evaluation = read_records(path)
+        file.passed(Progress(7, 64, 1024), {"step": 8, "first_sample": 56, "last_sample": 63}, 2)
+    start, step, evaluation, passed = read_records(path)
     assert (start["kind"], start["step"], start["world_size"], start["tensor_model_parallel_size"]) == (
         "start",
         6,
@@ -48,6 +49,8 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
     )
     assert (step["kind"], step["iteration"], step["lm_loss"], step["loss_scale"]) == ("step", 7, 9.87654321, None)
     assert (evaluation["kind"], evaluation["group"], evaluation["perplexity"]) == ("evaluation", "valid", math.exp(2.0))
+    assert (passed["kind"], passed["iteration"], passed["passed_batches"]) == ("passed", 8, 2)
+    assert (passed["first_sample"], passed["last_sample"]) == (56, 63)
 
 
 @given(loss=st.floats(allow_nan=False))

@@ -42,6 +42,9 @@ class Recorder:
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
         self.told.append(("evaluation", progress.step, group, loss))
 
+    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+        self.told.append(("passed", progress.consumed_samples, dict(batch), number))
+
     def close(self) -> None:
         self.told.append(("close",))
 
@@ -99,6 +102,15 @@ def test_evaluation_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str])
         in capsys.readouterr().out
     )
     assert recorder.told == [("evaluation", 2, "valid", 1.0)]
+
+
+def test_a_batch_that_is_passed_over_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder()
+    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, destinations=[recorder])
+    batch = {"step": 3, "first_sample": 16, "last_sample": 23}
+    report.passed(Progress(2, 24), batch, 1)
+    assert "passed over the batch of iteration 3 (samples 16 to 23)" in capsys.readouterr().out
+    assert recorder.told == [("passed", 24, batch, 1)]
 
 
 def test_every_destination_is_told_and_closed_even_if_one_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,10 +90,12 @@ def test_the_events_file_reads_back(tmp_path: Path) -> None:
     for step in (5, 6, 7, 8):
         writer.step(metrics(iteration=step, lm_loss=float(step)))
     writer.interval(metrics())
+    writer.passed(Progress(8, 72, 1152), {"step": 9}, 2)
     writer.evaluation(Progress(8, 64, 1024), "valid", 2.0)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("lm-loss-training/lm loss")] == [(6, 6.0), (8, 8.0)]
     assert [(event.step, event.value) for event in events.Scalars("iteration-time/world_size")] == [(4, 4.0), (5, 0.0)]
+    assert [(event.step, event.value) for event in events.Scalars("passed-batches")] == [(9, 2.0)]
     assert "seed/text_summary" in events.Tags()["tensors"]
     writer.close()
     assert len(list(tmp_path.glob("events*"))) == 1
