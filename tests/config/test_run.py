@@ -87,12 +87,16 @@ def test_a_saved_value_of_another_type_is_named(section: str, name: str | None, 
         saved[section] = value
     else:
         saved[section][name] = value
-    for read in (RunConfig.from_json, lambda saved: check_resume(saved, config)):
-        if text is None or ("does not know" in text and read is not RunConfig.from_json):  # a resume ignores what it
-            read(saved)  # has no field for
-            continue
+    if text is None or "does not know" in text:  # a resume ignores what it has no field for
+        check_resume(saved, config)
+    else:
         with pytest.raises(ConfigError, match=f"the saved configuration {text}"):
-            read(saved)
+            check_resume(saved, config)
+    if text is None:
+        RunConfig.from_json(saved)
+    else:
+        with pytest.raises(ConfigError, match=f"the saved configuration {text}"):
+            RunConfig.from_json(saved)
 
 
 def test_json_round_trip() -> None:
