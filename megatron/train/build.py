@@ -169,7 +169,7 @@ def _build(
             eod_mask_loss=config.documents.eod_mask_loss,
             segments=config.documents.needs_segments,
         ),
-        report=_open_report(config, mesh, sizes[1], names, is_resume=record is not None),
+        report=_open_report(config, mesh, sizes[1], names, is_resume=record is not None or start.is_restart),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
         progress=progress,

@@ -58,11 +58,13 @@ class Start:
         control: what was asked for; where a fine-tuning continues, changed to a resume from its own folder.
         saved: the checkpoint it continues from, or takes its weights from; None for a new run.
         identity: which run it is.
+        is_restart: whether the run has been started before, be it that it saved nothing.
     """
 
     control: ControlConfig
     saved: SavedRun | None
     identity: RunIdentity
+    is_restart: bool = False
 
 
 def find_start(control: ControlConfig, mesh: ParallelMesh) -> Start:
@@ -83,13 +85,15 @@ def find_start(control: ControlConfig, mesh: ParallelMesh) -> Start:
         identity = run_on_first(mesh, lambda: _identity(control, saved).to_json())
     settled = RunIdentity.from_json(identity) or RunIdentity()
 
-    def write() -> None:
-        if control.save is not None and read_identity(Path(control.save)) != settled:
+    def write() -> bool:
+        if control.save is None:
+            return False
+        is_known = read_identity(Path(control.save)) == settled
+        if not is_known:
             write_identity(Path(control.save), settled)
+        return is_known
 
-    if not control.eval_only:
-        run_on_first(mesh, write)
-    return Start(control, saved, settled)
+    return Start(control, saved, settled, not control.eval_only and run_on_first(mesh, write))
 
 
 def find_saved_run(control: ControlConfig, mesh: ParallelMesh) -> SavedRun | None:

@@ -1,9 +1,9 @@
-"""SIGKILL at random moments and at every kind of file operation of a save: `python -m tests.reliability.killing --cases 200`.
+"""SIGKILL at random moments and at all file operations of saves: `python -m tests.reliability.killing --cases 200`.
 
 In each case a run that saves in the background loses a rank, all ranks, its launcher or everything at once. Half of the
 kills come at a moment drawn between start and end, half at one of the operations on files of which a save consists. No
-committed checkpoint may be lost or damaged and no process may stay; the same command then continues to the end, with the
-metrics and the last checkpoint of a run that was left alone, and leaves no temporary folder behind.
+committed checkpoint may be lost or damaged and no process may stay; the same command then continues to the end, with
+the metrics and the last checkpoint of a run that was left alone, and leaves no temporary folder behind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment of a run that saves in the background loses nothing; a sample of the campaign in `killing.py`."""
+"""SIGKILL at any moment of a run that saves in the background loses nothing: a sample of what `killing.py` tries."""
 
 from __future__ import annotations
 
