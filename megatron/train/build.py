@@ -53,9 +53,9 @@ from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum, is_lost_peer
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron.train.breaker import decide, settings_digest
 from megatron.train.checkpoints import open_writer
-from megatron.train.history import History
+from megatron.train.restarts.breaker import decide, settings_digest
+from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals

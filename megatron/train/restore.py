@@ -1,6 +1,6 @@
 """Restores a run from a checkpoint: finds it, checks that it fits, and loads its tensors into the engine.
 
-Which run that is, and whether --save is its folder, is settled before anything is loaded (see identity.py).
+Which run that is, and whether --save is its folder, is settled before anything is loaded (see restarts/identity.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.identity import (
+from megatron.train.restarts.identity import (
     RunIdentity,
     base_of,
     base_text,

@@ -22,8 +22,8 @@ from megatron.observe.report import Report
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pending import PendingMaximum
 from megatron.tokenizers.tokenizer import Tokenizer
-from megatron.train.history import History
-from megatron.train.identity import RunIdentity
+from megatron.train.restarts.history import History
+from megatron.train.restarts.identity import RunIdentity
 from megatron.train.skip import PassedBatch, pass_batches, skip_data
 from megatron.train.stop import StopRules, Verdict
 from megatron.train.watchdog import Watch

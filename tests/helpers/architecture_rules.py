@@ -58,6 +58,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "background", "analysis"),
+    "megatron.train": ("restarts", "."),
     "megatron.convert": (
         "pickles",
         "hugging_face",

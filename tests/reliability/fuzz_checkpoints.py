@@ -40,7 +40,7 @@ from megatron.errors import CheckpointError, MegatronError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from megatron.train.identity import RunIdentity, only_of_run
+from megatron.train.restarts.identity import RunIdentity, only_of_run
 from megatron.train.sample_order import SampleOrder, samples_of_steps
 from tests.checkpoint.fake_pieces import make_state, whole_sink
 from tests.helpers.tiny_run import VOCAB_SIZE, TinyCorpus, write_tiny_corpus

@@ -24,6 +24,7 @@ from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, train_here,
 
 pytestmark = pytest.mark.slow
 FIELDS = ("lm_loss", "gradient_norm", "learning_rate", "consumed_samples")
+SYNCHRONOUS = "--no-async-save"  # so that a kill finds the same checkpoints each time
 POISON = 17  # the number of a sample; with batches of 4, that of step 5
 
 
@@ -81,7 +82,7 @@ def start_and_kill(flags: Sequence[str], step: int | None) -> None:
 
 def test_a_batch_of_nan_is_passed_over_after_three_ends(corpus: TinyCorpus, tmp_path: Path) -> None:
     """The other steps are those of a run that skips this step's data, wherever the run is interrupted."""
-    flags = corpus.flags(folder=tmp_path / "poisoned", save_interval=2)
+    flags = corpus.flags(SYNCHRONOUS, folder=tmp_path / "poisoned", save_interval=2)
     for _ in range(3):
         ((code, text),) = run_ranks(train_poisoned, 1, flags, None)
         assert code == ExitCode.NUMERICS and "iteration 5: loss nan" in text
@@ -102,7 +103,7 @@ def test_a_batch_of_nan_is_passed_over_after_three_ends(corpus: TinyCorpus, tmp_
 
 
 def test_a_run_that_is_killed_at_one_step_is_refused_in_the_end(corpus: TinyCorpus, tmp_path: Path) -> None:
-    flags = corpus.flags(folder=tmp_path, save_interval=4)
+    flags = corpus.flags(SYNCHRONOUS, folder=tmp_path, save_interval=4)
     for step in (6, None, 6, None, 6):
         start_and_kill(flags, step)
     for world_size in (1, 2):
@@ -114,7 +115,7 @@ def test_a_run_that_is_killed_at_one_step_is_refused_in_the_end(corpus: TinyCorp
 
 
 def test_a_run_that_gets_further_each_time_is_never_refused(corpus: TinyCorpus, tmp_path: Path) -> None:
-    flags = corpus.flags(folder=tmp_path, save_interval=1, max_failed_starts=2)
+    flags = corpus.flags(SYNCHRONOUS, folder=tmp_path, save_interval=1, max_failed_starts=2)
     for step in (3, 4, 5, 6):
         start_and_kill(flags, step)
     assert train(flags) == (0, "")
@@ -127,7 +128,7 @@ def test_an_interrupted_fine_tuning_continues_with_the_same_command(corpus: Tiny
     def tuning(name: str, load: Path = base) -> list[str]:
         folder = tmp_path / name
         places = {"save": folder / "checkpoints", "run_dir": folder / "run", "load": load}
-        return corpus.flags("--finetune", "--no-load-optim", save_interval=2, hidden_dropout=0.1, **places)
+        return corpus.flags("--finetune", "--no-load-optim", SYNCHRONOUS, save_interval=2, hidden_dropout=0.1, **places)
 
     assert train(tuning("whole")) == (0, "")
     start_and_kill(tuning("cut"), 1)

@@ -16,7 +16,7 @@ from megatron.errors import CheckpointError, NumericsError, StorageError
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import checkpoints
 from megatron.train.checkpoints import hear_of_save, raise_failed_save, run_record, save_run
-from megatron.train.identity import RunIdentity
+from megatron.train.restarts.identity import RunIdentity
 from tests.checkpoint.records import PLAN
 from tests.train.samples import control_config
 

@@ -13,8 +13,8 @@ from megatron.config.sections.safety import SafetyConfig
 from megatron.errors import ExitCode, NumericsError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train import loop
-from megatron.train.history import History
 from megatron.train.loop import run_to_end
+from megatron.train.restarts.history import History
 from megatron.train.signals import StopSignals
 from megatron.train.stop import Verdict
 from megatron.train.watchdog import Watch

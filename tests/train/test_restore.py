@@ -15,7 +15,7 @@ from megatron.engine.update_gate import UpdateGate
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train import restore
-from megatron.train.identity import RunIdentity, read_identity, write_identity
+from megatron.train.restarts.identity import RunIdentity, read_identity, write_identity
 from megatron.train.restore import SavedRun, Start, check_tokenizer, find_saved_run, find_start, load_tensors
 from tests.checkpoint.fake_pieces import make_state, whole_sink
 from tests.checkpoint.records import make_record

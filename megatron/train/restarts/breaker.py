@@ -11,7 +11,7 @@ from typing import Any
 from megatron import __version__
 from megatron.config import SafetyConfig
 from megatron.errors import ExitCode
-from megatron.train.history import Attempt
+from megatron.train.restarts.history import Attempt
 
 # What decides how a step goes; sizes of the machine may change from one restart to the next without a hand in it.
 _SECTIONS = ("model", "precision", "recompute", "documents", "loss", "random", "kernels", "optim", "data")

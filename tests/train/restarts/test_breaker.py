@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from megatron.config.sections.safety import SafetyRequest
-from megatron.train.breaker import Decision, decide, settings_digest
-from megatron.train.history import Attempt
+from megatron.train.restarts.breaker import Decision, decide, settings_digest
+from megatron.train.restarts.history import Attempt
 
 
 def end(step: int | None, resumed: int = 4, code: int | None = 77, **changes: object) -> Attempt:

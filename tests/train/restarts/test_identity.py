@@ -13,7 +13,7 @@ from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.record import Record
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.mesh import ParallelMesh
-from megatron.train.identity import (
+from megatron.train.restarts.identity import (
     IDENTITY_NAME,
     RunIdentity,
     base_of,

@@ -12,8 +12,8 @@ import pytest
 
 from megatron import log
 from megatron.errors import ExitCode, NumericsError, PeerLostError
-from megatron.train import history as history_module
-from megatron.train.history import HISTORY_NAME, STEP_NAME, Attempt, History, read_attempts
+from megatron.train.restarts import history as history_module
+from megatron.train.restarts.history import HISTORY_NAME, STEP_NAME, Attempt, History, read_attempts
 
 RUN = "0123456789abcdef"
 
