@@ -52,6 +52,7 @@ def save(
     storage: Storage | None = None,
     after_commit: AfterCommit | None = None,
     check_finite: bool = True,
+    beat: Callable[[], None] = lambda: None,
 ) -> Path:
     """Takes a snapshot and writes it at once, in constant memory; collective over the whole mesh.
 
@@ -74,6 +75,7 @@ def save(
         storage=storage,
         after_commit=after_commit,
         check_finite=check_finite,
+        beat=beat,
     )
 
 

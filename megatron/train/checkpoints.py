@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -25,8 +25,13 @@ from megatron.train.numerics import check_before_save
 from megatron.train.run import Run
 
 
-def open_writer(config: RunConfig, engine: Engine, lock: CheckpointLock | None) -> BackgroundWriter | None:
+def open_writer(
+    config: RunConfig, engine: Engine, lock: CheckpointLock | None, beat: Callable[[], None] = lambda: None
+) -> BackgroundWriter | None:
     """The thread that saves a run in the background; None for a run that saves at once, or not at all; collective.
+
+    Args:
+        beat: called at each part that is written.
 
     Raises:
         ConfigError: --async-save was given, and a copy of the state does not fit into host memory.
@@ -45,7 +50,7 @@ def open_writer(config: RunConfig, engine: Engine, lock: CheckpointLock | None) 
         if engine.mesh.control.rank == 0:
             log.warning(f"{problem}: each save will hold up training until it is written, as with --no-async-save.")
         return None
-    writer = BackgroundWriter(Path(control.save), engine.mesh, lock=lock)
+    writer = BackgroundWriter(Path(control.save), engine.mesh, lock=lock, beat=beat)
     writer.reserve(size_bytes)
     engine.before_update(writer.wait_for_copy)
     return writer
@@ -151,7 +156,8 @@ def _save_at_once(run: Run, *, must_succeed: bool) -> None:
     directory = Path(str(run.config.control.save))
     check_before_save(run)
     try:
-        save(directory, run.progress.step, _pieces(run), run_record(run).to_json(), run.mesh, lock=run.lock)
+        record, beat = run_record(run).to_json(), run.watch.beat
+        save(directory, run.progress.step, _pieces(run), record, run.mesh, lock=run.lock, beat=beat)
     except StorageError as failure:
         if must_succeed or run.failed_saves > 0:
             raise
