@@ -79,6 +79,7 @@ class _Output:
     listeners: list[FailureListener] = field(default_factory=list)
     recorders: list[FailureListener] = field(default_factory=list)
     shown: BaseException | None = None
+    is_program: bool = False
     is_optional: bool = False
     lost: int = 0
     reason: str = ""
@@ -146,9 +147,13 @@ def warning(text: str) -> None:
         _write(sys.stderr, f"{_rank_prefix()}warning: {text}")
 
 
-def error(text: str) -> None:
-    """Prints an error to standard error, from any rank."""
-    _write(sys.stderr, f"{_rank_prefix()}error: {text}")
+def error(text: str, rank: int | None = None) -> None:
+    """Prints an error to standard error, from any rank.
+
+    Args:
+        rank: the rank whose error it is; this one if left out.
+    """
+    _write(sys.stderr, f"{_rank_prefix(rank)}error: {text}")
 
 
 def terminal_writer() -> Callable[[str], object] | None:
@@ -216,10 +221,19 @@ def showing_failures() -> Iterator[None]:
         raise
 
 
-def end_process(code: int, text: str) -> NoReturn:
-    """Ends the process from any thread, even if the main thread is stuck, after showing why."""
-    _show(code, text)
+def end_process(code: int, text: str, *, is_shown: bool = False) -> NoReturn:
+    """Ends the process from any thread, even if the main thread is stuck, after showing why.
+
+    Args:
+        is_shown: the error has been shown, or another rank shows it.
+    """
+    _show(code, text, is_shown=is_shown)
     _leave(code)
+
+
+def is_program() -> bool:
+    """Whether `exit_with` runs this process, so that an error that leaves its entry point ends it."""
+    return _OUTPUT.is_program
 
 
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
@@ -228,6 +242,7 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
     A `MegatronError` is shown as its text, anything else with its traceback. A process that failed ends without running
     exit handlers: there a distributed one would wait for ranks that have ended.
     """
+    _OUTPUT.is_program = True
     try:
         code = int(main() or 0)
     except (Exception, KeyboardInterrupt) as failure:
@@ -249,8 +264,8 @@ def _describe(failure: BaseException) -> tuple[int, str]:
     return 1, masked("".join(traceback.format_exception(failure)))
 
 
-def _show(code: int, text: str) -> None:
-    shown_elsewhere = any([listener(code, text) for listener in list(_OUTPUT.listeners)])
+def _show(code: int, text: str, *, is_shown: bool = False) -> None:
+    shown_elsewhere = any([listener(code, text) for listener in list(_OUTPUT.listeners)]) or is_shown
     if _OUTPUT.rank and not shown_elsewhere:
         time.sleep(_FIRST_RANK_SECONDS)
     for recorder in list(_OUTPUT.recorders):
@@ -266,8 +281,8 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _rank_prefix() -> str:
-    return "" if _OUTPUT.rank is None else f"[rank {_OUTPUT.rank}] "
+def _rank_prefix(rank: int | None = None) -> str:
+    return "" if _OUTPUT.rank is None else f"[rank {_OUTPUT.rank if rank is None else rank}] "
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -59,7 +59,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
-    problems.extend(_hang_timeout_problems(request))
+    problems.extend(_hang_timeout_problems(request, machine))
     if problems:
         raise ConfigError(problems)
     same: dict[str, Any] = {field.name: getattr(request, field.name) for field in dataclasses.fields(RunRequest)}
@@ -75,7 +75,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
             "model": _resolved(ModelConfig, request.model, vocab_size=vocabulary, padded_vocab_size=padded),
             "parallel": _resolved(ParallelConfig, request.parallel, **parallel),
             "optim": optim,
-            "safety": _resolved(SafetyConfig, request.safety, hang_timeout_seconds=_hang_timeout(request)),
+            "safety": _resolved(SafetyConfig, request.safety, hang_timeout_seconds=_hang_timeout(request, machine)),
             "provenance": provenance,
             "notices": (*request.notices, *vocabulary_notices, *backend_notices, *stage_notices),
         }
@@ -213,14 +213,19 @@ def _length_problems(request: OptimRequest, optim: OptimConfig) -> Iterator[str]
         )
 
 
-def _hang_timeout(request: RunRequest) -> float:
-    """Seconds without progress after which the run ends; before a collective times out, whose error names no cause."""
+def _hang_timeout(request: RunRequest, machine: Machine) -> float:
+    """Seconds without progress after which the run ends; before a collective times out, whose error names no cause.
+
+    A single process makes nobody wait, so it has a limit only if one is given.
+    """
     asked = request.safety.hang_timeout_seconds
-    return request.parallel.distributed_timeout_minutes * 30.0 if asked is None else asked
+    if asked is None:
+        return request.parallel.distributed_timeout_minutes * 30.0 if machine.world_size > 1 else 0.0
+    return asked
 
 
-def _hang_timeout_problems(request: RunRequest) -> Iterator[str]:
-    minutes, seconds = request.parallel.distributed_timeout_minutes, _hang_timeout(request)
+def _hang_timeout_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
+    minutes, seconds = request.parallel.distributed_timeout_minutes, _hang_timeout(request, machine)
     if seconds >= minutes * 60:
         yield (
             f"--hang-timeout-seconds {seconds:g} is not less than the {minutes * 60} seconds of "

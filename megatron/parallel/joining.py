@@ -61,6 +61,11 @@ def count_ranks(parallel: ParallelRequest) -> int:
     return ranks.world_size
 
 
+def rendezvous() -> tuple[str, int]:
+    """Host and port at which the ranks of an open mesh found each other."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
 def close_mesh(mesh: ParallelMesh) -> None:
     """Leaves the process group; does nothing for a mesh that has none."""
     if mesh.world.group is not None and dist.is_initialized():

@@ -49,9 +49,11 @@ from megatron.observe.metrics import Workload
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
 from megatron.parallel.agreement import run_on_all, run_on_first
-from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
+from megatron.parallel.joining import close_mesh, count_ranks, open_mesh, rendezvous
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum, is_lost_peer
+from megatron.parallel.watch.limits import Limits
+from megatron.parallel.watch.position import END
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.checkpoints import open_writer
 from megatron.train.restarts.breaker import decide, settings_digest
@@ -93,20 +95,22 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
             signals = StopSignals()
             if config.control.exit_on_signal:
                 closing.enter_context(signals.installed())
+        watch = closing.enter_context(Watch())
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
         run_on_first(mesh, lambda: check_packages(config.control))
         _show_notices(config.notices, mesh)
         save = config.control.save
-        watch = closing.enter_context(Watch())
+        watch.open(mesh, rendezvous(), _time_limits(config))
+        watch.report_folder = None if save is None else Path(save)
         lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
-        run = _build(config, mesh, tokenizer, lock, signals, started_at, history)
-        run.watch = watch
+        run = _build(config, mesh, tokenizer, lock, signals, started_at, history, watch)
         if run.writer is not None:
-            closing.enter_context(run.writer).beat = watch.beat
+            closing.enter_context(run.writer).beat = lambda: watch.beat("save")
         run.engine.on_phase = watch.enter
         closing.callback(run.close)
         closing.callback(run.report.close)
+        closing.callback(watch.enter, END)
         yield run
 
 
@@ -134,6 +138,7 @@ def _build(
     signals: StopSignals,
     started_at: float,
     history: History,
+    watch: Watch,
 ) -> Run:
     start = find_start(config.control, mesh)
     config, saved = dataclasses.replace(config, control=start.control), start.saved
@@ -169,13 +174,14 @@ def _build(
             eod_mask_loss=config.documents.eod_mask_loss,
             segments=config.documents.needs_segments,
         ),
-        report=_open_report(config, mesh, sizes[1], names, is_resume=record is not None or start.is_restart),
+        report=_open_report(config, mesh, sizes[1], names, watch, is_resume=record is not None or start.is_restart),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
         progress=progress,
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=progress.step if is_resume else None,
         writer=writer,
+        watch=watch,
         identity=start.identity,
         history=history,
         passes=passes,
@@ -271,6 +277,12 @@ def step_settings(config: RunConfig) -> StepSettings:
     )
 
 
+def _time_limits(config: RunConfig) -> Limits:
+    """When a run hangs. Start-up, with its indices to build, may take as long as a collective may."""
+    hang_seconds = config.safety.hang_timeout_seconds
+    return Limits(hang_seconds, max(hang_seconds, 60.0 * config.parallel.distributed_timeout_minutes))
+
+
 def _show_notices(notices: Sequence[str], mesh: ParallelMesh) -> None:
     for notice in notices if mesh.world.rank == 0 else ():
         log.warning(notice)
@@ -312,6 +324,7 @@ def _open_report(
     mesh: ParallelMesh,
     parameters_without_embeddings: int,
     source_names: Sequence[str],
+    watch: Watch,
     *,
     is_resume: bool,
 ) -> Report:
@@ -336,7 +349,8 @@ def _open_report(
         destinations.extend(open_destinations(config.control, workload, opened, is_resume=is_resume))
         return str(opened.path)
 
-    log.info(f"run directory: {run_on_first(mesh, open_files)}")
+    watch.report_folder = Path(run_on_first(mesh, open_files))
+    log.info(f"run directory: {watch.report_folder}")
     return Report(
         config.control,
         config.optim,

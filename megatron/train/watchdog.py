@@ -1,24 +1,78 @@
-"""The watchdog: no rank of a run hangs or ends in silence."""
+"""The watchdog: no rank of a run hangs or ends in silence.
+
+A rank that makes no progress for `--hang-timeout-seconds` ends the run with code 76 and one message that names it; one
+that ends without a word or with an error ends it within seconds, and the error that came first is shown once.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import final
 
+from megatron import log
+from megatron.errors import ExitCode
+from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.watch.channel import Channel
+from megatron.parallel.watch.hub import Failure, Hub
+from megatron.parallel.watch.limits import PING_SECONDS, TAKE_OVER_SECONDS, WIND_DOWN_SECONDS, Limits
+from megatron.parallel.watch.link import Link
+from megatron.parallel.watch.opening import Meeting, meet
 from megatron.parallel.watch.position import END, START, Position, first_position
+from megatron.parallel.watch.verdict import Verdict
+from megatron.parallel.watch.wire import TEXT_CHARACTERS
+
+# Ending may block, for example on a file system that hangs; then the process ends without the rest.
+_LAST_SECONDS = 5.0
+_FILE_SECONDS = 2.0
+_PATIENCE_SECONDS = WIND_DOWN_SECONDS + 2 * TAKE_OVER_SECONDS + PING_SECONDS
 
 
 @final
 class Watch:
     """Says where this rank is, and shares with the other ranks how it fails; a context manager.
 
-    All but `enter` may be called from any thread.
+    Without `open` it watches nothing. All methods but `open` and `enter` may be called from any thread.
+
+    Attributes:
+        report_folder: where the stacks of all ranks are written when the run hangs, if the folder exists.
     """
 
     def __init__(self) -> None:
+        self.report_folder: Path | None = None
         self._position = first_position()
         self._longest_seconds = 0.0
+        self._is_starting = True
+        self._meeting: Meeting | None = None
+        self._channel: Channel | None = None
+        self._forget: Callable[[], None] | None = None
+
+    def open(self, mesh: ParallelMesh, meeting_at: tuple[str, int], limits: Limits) -> None:
+        """Connects the ranks and starts to watch them; collective over the mesh.
+
+        Args:
+            meeting_at: host and port at which the ranks found each other.
+        """
+        rank, size = mesh.world.rank, mesh.world.size
+        if size == 1 and not limits.hang_seconds:
+            return
+        self._meeting = meeting = meet(mesh, meeting_at)
+        if meeting is None:
+            return
+        now, hub = time.monotonic(), None
+        if rank in meeting.hubs:
+            first = None if rank == 0 else 0
+            hub = Hub(rank, first, meeting.processes, meeting.token, limits, now)
+        links = [Link.open(connected, address, rank, now) for address, connected in meeting.connected]
+        self._channel = Channel(self, limits, links, hub, meeting.listener, rank, size)
+        self._channel.start()
+        if size > 1 and log.is_program():
+            self._forget = log.on_failure(self._on_failure)
 
     def __enter__(self) -> Watch:
         return self
@@ -26,7 +80,16 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._forget is not None and isinstance(error, Exception | KeyboardInterrupt):
+            self._leave_with(error)
+            return
         self.enter(END)
+        if self._forget is not None:
+            self._forget()
+            self._forget = None
+        if self._channel is not None:
+            self._channel.leave()
+            self._channel = None
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Says that the main thread enters a phase, one of `position.PHASES`; that is progress.
@@ -37,30 +100,42 @@ class Watch:
         before, now = self._position, time.monotonic()
         if now - before.at_seconds > self._longest_seconds and before.phase != START:
             self._longest_seconds = now - before.at_seconds
+        if self._is_starting and (phase in ("evaluation", "save") or (phase == "data" and before.phase != START)):
+            self._is_starting = False
         self._position = Position(phase, before.step if step is None else step, before.events + 1, now)
 
-    def beat(self) -> None:
-        """Says that long work in the present phase makes progress."""
-        self.enter(self._position.phase)
+    def beat(self, phase: str | None = None) -> None:
+        """Says that long work makes progress.
+
+        Args:
+            phase: counts only if the main thread is in this phase; a thread that works beside it must say which.
+        """
+        if phase is None or phase == self._position.phase:
+            self.enter(self._position.phase)
 
     def fail(self, code: int, text: str) -> bool:
         """Tells the other ranks that this one ends with an error.
 
         Where there are others, this does not return: one of them shows the error that came first, and every rank,
-        this one included, ends with its code. A process that is alone returns at once and must show its error itself.
+        this one included, ends with its code.
 
         Args:
             code: the exit code; `ExitCode.REQUEUE` gives way to an error of another rank, which may be its cause.
             text: what the user is to see, without a prefix.
 
         Returns:
-            False: nobody else shows the error.
+            False: nobody else shows the error, because this process is alone or no rank answers.
         """
+        if self._tell(code, text, is_ready=True):
+            self._await_end()
         return False
 
     def peers_answer(self) -> bool:
         """Asks all other ranks for a sign of life, and waits for it for at most two seconds."""
-        return True
+        channel, meeting = self._channel, self._meeting
+        if channel is None or meeting is None or len(meeting.processes) == 1:
+            return True
+        return channel.count_silent() == 0
 
     def seconds_without_progress(self) -> float:
         """Seconds since the main thread of this rank entered a phase or made progress in one."""
@@ -69,3 +144,90 @@ class Watch:
     def longest_seconds(self) -> float:
         """The longest that this rank went without progress after start-up before it made some again, in seconds."""
         return self._longest_seconds
+
+    def position(self) -> Position:
+        """Where the main thread of this rank is."""
+        return self._position
+
+    def is_starting(self) -> bool:
+        """Whether this rank has not finished its first step."""
+        return self._is_starting
+
+    def speak(self, verdict: Verdict) -> None:
+        """Shows why the run ends; called on the one rank that decides it, before any of them ends."""
+        self._end_later(verdict.code)
+        path = self._write_stacks(verdict.stacks) if verdict.stacks else None
+        more = "" if path is None else f"\nThe stacks of all ranks are in {path}."
+        log.error(verdict.text + more, rank=verdict.rank)
+
+    def end(self, verdict: Verdict) -> None:
+        """Ends this rank, and those on this machine that do not answer."""
+        self._end_later(verdict.code)
+        for rank in verdict.silent:
+            if self._meeting is not None:
+                self._meeting.processes[rank].kill()
+        log.end_process(verdict.code, verdict.text, is_shown=True)
+
+    def _leave_with(self, error: BaseException) -> None:
+        """Leaves the run with an error, when everything else is closed.
+
+        If another rank will show the error, this one ends at once, so that ranks that communicate with it notice it;
+        but one whose error may be the result of another's learns first with which code the run ends.
+        """
+        code = log.show_failure(error)
+        channel = self._channel
+        if self._tell(code, str(error), is_ready=True) and channel is not None:
+            if channel.has_first_hub and code != ExitCode.REQUEUE:
+                return
+            self._await_end()
+        log.error(str(error))
+
+    def _tell(self, code: int, text: str, *, is_ready: bool) -> bool:
+        """Tells the other ranks of an error, if there are any; not from the thread that watches them."""
+        channel, meeting = self._channel, self._meeting
+        if channel is None or meeting is None or len(meeting.processes) == 1:
+            return False
+        return channel.fail(Failure(code, text[:TEXT_CHARACTERS], is_ready))
+
+    def _on_failure(self, code: int, text: str) -> bool:
+        """Hears of the error that ends this process; the main thread first closes what it has open."""
+        if threading.current_thread() is threading.main_thread():
+            return self._tell(code, text, is_ready=False)
+        return self.fail(code, text)
+
+    def _await_end(self) -> None:
+        """Waits until the thread that watches ends the process; returns if it does not."""
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < until and self._channel is not None and self._channel.is_alive:
+            time.sleep(0.02)
+
+    def _end_later(self, code: int) -> None:
+        timer = threading.Timer(_LAST_SECONDS, os._exit, [code])
+        timer.daemon = True
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            timer.start()
+
+    def _write_stacks(self, text: str) -> Path | None:
+        """Writes the stacks to a new file; None if there is no folder for it, or none that answers."""
+        written: list[Path] = []
+
+        def write() -> None:
+            folder = self.report_folder
+            if folder is None or not folder.is_dir():
+                return
+            for number in range(1, 1000):
+                path = folder / f"hang-{number}.txt"
+                with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+                    file.write(text + "\n")
+                    written.append(path)
+                    return
+
+        def try_to_write() -> None:
+            with contextlib.suppress(OSError):
+                write()
+
+        thread = threading.Thread(target=try_to_write, daemon=True)
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            thread.join(_FILE_SECONDS)
+        return written[0] if written else None

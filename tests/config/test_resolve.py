@@ -216,8 +216,10 @@ def test_a_vocabulary_may_leave_out_tokens_that_the_data_do_not_contain() -> Non
 
 
 def test_a_hang_is_found_before_collectives_time_out() -> None:
-    assert resolved().safety.hang_timeout_seconds == 300
-    assert resolved("--distributed-timeout-minutes 4").safety.hang_timeout_seconds == 120
+    assert resolved().safety.hang_timeout_seconds == 0  # nobody waits for a process that is alone
+    assert resolved("--hang-timeout-seconds 20").safety.hang_timeout_seconds == 20
+    assert resolved(world=2).safety.hang_timeout_seconds == 300
+    assert resolved("--distributed-timeout-minutes 4", world=2).safety.hang_timeout_seconds == 120
     assert resolved("--hang-timeout-seconds 0").safety.hang_timeout_seconds == 0
     with pytest.raises(ConfigError, match=r"--hang-timeout-seconds 120 is not less than the 120 seconds .* at most 60"):
         resolved("--hang-timeout-seconds 120 --distributed-timeout-minutes 2")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from megatron.parallel.watch.position import PHASES
 from megatron.train.watchdog import Watch
 
 
@@ -23,21 +22,6 @@ def test_a_phase_is_progress_and_keeps_the_step() -> None:
     after = watch._position
     assert (after.phase, after.step, after.events) == ("forward", 3, before.events + 1)
     assert after.at_seconds >= before.at_seconds
-
-
-def test_alternating_phases_are_compared_by_their_progress() -> None:
-    watch = Watch()
-    places = []
-    for phase in PHASES:
-        watch.enter(phase, 1)
-        places.append(watch._position.place())
-    assert places == sorted(places)
-    watch.enter("backward", 1)
-    backward = watch._position.place()
-    watch.enter("forward")
-    assert watch._position.place() > backward
-    watch.enter("data", 2)
-    assert watch._position.place() > backward
 
 
 def test_a_process_alone_has_nobody_to_tell() -> None:

@@ -15,8 +15,8 @@ class SafetyRequest(ConfigSection):
 
     hang_timeout_seconds: float | None = flag(
         None,
-        "seconds without progress on any rank after which the run ends with code 76; half of "
-        "--distributed-timeout-minutes if unset, 0 for no limit",
+        "seconds without progress on any rank after which the run ends with code 76, 0 for no limit; if unset, half of "
+        "--distributed-timeout-minutes, and no limit for a single process",
         at_least=0,
     )
     check_replicas_interval: int | None = flag(

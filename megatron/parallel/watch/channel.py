@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import selectors
 import socket
 import threading
@@ -68,7 +69,7 @@ class Channel:
         self._rank = rank
         self._size = size
         self._failure: Failure | None = None
-        self._told_failure = False
+        self._told: Failure | None = None
         self._questions: list[Callable[[int], None]] = []
         self._is_leaving = False
         self._seen: Position | None = None
@@ -93,10 +94,21 @@ class Channel:
             self._selector.register(link.connection, selectors.EVENT_READ, link)
         self._thread.start()
 
-    def fail(self, failure: Failure) -> None:
-        """Tells all ranks of this one's error; returns at once. Only the first call counts."""
-        self._failure = self._failure or failure
+    def fail(self, failure: Failure) -> bool:
+        """Tells the hubs of this rank's error; later calls only change whether it is ready. Whether it was told."""
+        if not self.is_alive or self._thread is threading.current_thread():
+            return False
+        self._failure = dataclasses.replace(self._failure or failure, is_ready=failure.is_ready)
         self._wake()
+        until = time.monotonic() + _FLUSH_SECONDS
+        while self._told != self._failure and time.monotonic() < until:
+            time.sleep(0.005)
+        return self._told == self._failure
+
+    @property
+    def has_first_hub(self) -> bool:
+        """Whether the first hub is on another rank and can be reached, so that the run does not need this rank."""
+        return any(link.hub == 0 and link.is_open for link in self._links)
 
     def leave(self) -> None:
         """Says that this rank ends as planned, and waits for the thread."""
@@ -172,7 +184,7 @@ class Channel:
 
     def _is_busy(self) -> bool:
         """Whether something is due within seconds, without a message that would announce it."""
-        if self._told_failure or any(link.lost_at is not None for link in self._links):
+        if self._told is not None or any(link.lost_at is not None for link in self._links):
             return True
         return self._hub is not None and self._hub.is_busy
 
@@ -264,14 +276,15 @@ class Channel:
                 link.ask_for_life(answer)
 
     def _tell_failure(self, now: float) -> None:
-        if self._failure is None or self._told_failure:
+        failure = self._failure
+        if failure is None or self._told == failure:
             return
-        self._told_failure = True
         for link in self._links:
             if link.is_open:
-                link.tell_failure(self._failure)
+                link.tell_failure(failure)
         if self._hub is not None:
-            self._hub.note_failure(self._failure, now)
+            self._hub.note_failure(failure, now)
+        self._told = failure
 
     def _told_to_end(self) -> Verdict | None:
         return next((link.end for link in self._links if link.end is not None), None)

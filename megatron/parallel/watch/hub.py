@@ -6,6 +6,7 @@ Pure state: time is an argument, and sockets are only read and written when the 
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,15 @@ _MOST_STRANGERS = 64
 
 @dataclass(frozen=True)
 class Failure:
-    """An error with which a rank ends."""
+    """An error with which a rank ends.
+
+    Attributes:
+        is_ready: whether the rank has closed what it had open, so that it may be ended.
+    """
 
     code: int
     text: str
+    is_ready: bool = False
 
 
 @dataclass
@@ -197,7 +203,8 @@ class Hub:
     def _limit(self) -> float:
         if not self._limits.hang_seconds:
             return 0.0
-        starting = any(member.is_present and member.sample.is_starting for member in self.members)
+        # One rank that has finished a step shows that all have; what the others said of it may be older.
+        starting = all(member.sample.is_starting for member in self.members if member.is_present)
         return self._limits.start_seconds if starting else self._limits.hang_seconds
 
     def _is_suspect(self, member: Member, now: float) -> bool:
@@ -214,9 +221,7 @@ class Hub:
         self._send({"kind": "report"})
 
     def _has_all_reports(self, now: float) -> bool:
-        return not self._unheard or (
-            self._asked_at is not None and now - self._asked_at >= self._limits.answer_seconds
-        )
+        return not self._unheard or (self._asked_at is not None and now - self._asked_at >= self._limits.answer_seconds)
 
     def _judge_hang(self, now: float, limit: float) -> Verdict | None:
         self._asked_at, self._look_at = None, now + max(self._limits.beat_seconds, limit / 10)
@@ -239,11 +244,18 @@ class Hub:
         if self._asked_at is not None and self._has_all_reports(now):
             found = self._judge_hang(now, max(self._limits.hang_seconds, 2 * self._limits.answer_seconds) / 2)
             return found or self._verdict_on(self._earliest(causes))
-        waiting = any(member.is_present for member in self.members)
-        if waiting and self._oldest_cause(now) < WIND_DOWN_SECONDS:
+        cause, waited_seconds = self._earliest(causes), self._oldest_cause(now)
+        is_unclear = cause.failure is not None and cause.failure.code == ExitCode.REQUEUE
+        present = any(member.is_present for member in self.members)
+        # Only the first rank has files of the run open, and it hears of another one's end where they communicate.
+        if (present if is_unclear else self.members[0].is_present) and waited_seconds < WIND_DOWN_SECONDS:
             return None
-        cause = self._earliest(causes)
-        if waiting and cause.failure is not None and cause.failure.code == ExitCode.REQUEUE:
+        is_lost = any(member.lost_at is not None and member.failure is None for member in causes)
+        if waited_seconds < (WIND_DOWN_SECONDS if is_lost else self._limits.closing_seconds) and any(
+            member.failure is not None and not member.failure.is_ready and member.lost_at is None for member in causes
+        ):
+            return None
+        if present and is_unclear:
             if self._asked_at is None:
                 self._ask_for_stacks(now)
             return None
@@ -265,7 +277,9 @@ class Hub:
         )
         if cause.failure is not None:
             return Verdict(cause.failure.code, cause.rank, cause.failure.text, silent)
-        verdict = lost_verdict(cause.rank, self._processes[cause.rank], cause.sample)
+        others = [member.sample for member in self.members if member is not cause]
+        furthest = max(others, key=Sample.place, default=cause.sample)
+        verdict = lost_verdict(cause.rank, self._processes[cause.rank], furthest)
         return Verdict(verdict.code, verdict.rank, verdict.text, silent)
 
     def _greet(self, connection: Connection, message: Fields, now: float) -> None:
@@ -288,7 +302,8 @@ class Hub:
             member.sample = Sample.read(message)
             self._on_report(member, message.flag("waits"), message.text("stacks"))
         elif kind == "failure":
-            self._on_failure(member, Failure(message.whole("code", 255), message.text("text")), now)
+            failure = Failure(message.whole("code", 255), message.text("text"), message.flag("ready"))
+            self._on_failure(member, failure, now)
         elif kind == "bye":
             member.has_left = True
         elif kind == "ask":
@@ -305,8 +320,9 @@ class Hub:
 
     def _on_failure(self, member: Member, failure: Failure, now: float) -> None:
         if member.failure is None:
-            member.failure, member.failed_at = failure, now
-            self._on_cause(now)
+            member.failed_at = now
+        member.failure = dataclasses.replace(member.failure or failure, is_ready=failure.is_ready)
+        self._on_cause(now)
 
     def _on_lost(self, member: Member, now: float) -> None:
         if not member.has_left and member.lost_at is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# For ranks that meet an error because of another rank's: so long they may close their files before they are ended.
-WIND_DOWN_SECONDS = 3.0
+# How long a rank that meets an error because another one ended may take to close its files before it is ended.
+WIND_DOWN_SECONDS = 2.0
 # After which the second hub acts in the place of the first one, and a rank by itself in the place of both.
 TAKE_OVER_SECONDS = 5.0
 PING_SECONDS = 1.5
@@ -32,6 +32,11 @@ class Limits:
     def answer_seconds(self) -> float:
         """How long all ranks have for their stacks."""
         return min(5.0, max(1.0, self.hang_seconds / 4))
+
+    @property
+    def closing_seconds(self) -> float:
+        """How long ranks that failed, all of which are there, may take to finish a save that is being written."""
+        return max(WIND_DOWN_SECONDS, self.hang_seconds or 60.0)
 
     @property
     def nap_seconds(self) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
 from megatron.parallel.watch.hub import Failure
+from megatron.parallel.watch.opening import HubAddress
 from megatron.parallel.watch.position import Sample
 from megatron.parallel.watch.verdict import Verdict
 from megatron.parallel.watch.wire import Connection
@@ -32,9 +34,12 @@ class Link:
         self.wants_report = False
         self._questions: list[Callable[[int], None]] = []
 
-    def greet(self, token: str, rank: int) -> None:
-        """Says which rank this is, and that it belongs to the run."""
-        self.send("hello", token=token, rank=rank)
+    @classmethod
+    def open(cls, connected: socket.socket, hub: HubAddress, rank: int, now: float) -> Link:
+        """Says on a connection to a hub which rank this is, and that it belongs to the run."""
+        link = cls(Connection(connected), hub.rank, now)
+        link.send("hello", token=hub.token, rank=rank)
+        return link
 
     @property
     def is_open(self) -> bool:
@@ -57,7 +62,7 @@ class Link:
 
     def tell_failure(self, failure: Failure) -> None:
         """Tells the hub how this rank fails."""
-        self.send("failure", code=failure.code, text=failure.text)
+        self.send("failure", code=failure.code, text=failure.text, ready=failure.is_ready)
 
     def ask_for_life(self, answer: Callable[[int], None]) -> None:
         """Asks for a sign of life of all ranks; `answer` is given the number of those that gave none."""

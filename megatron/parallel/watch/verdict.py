@@ -87,11 +87,15 @@ def hang_verdict(culprit: Account, accounts: Sequence[Account]) -> Verdict:
     )
 
 
-def lost_verdict(rank: int, process: ProcessIdentity, sample: Sample) -> Verdict:
-    """The end of a run because of a rank that has ended without a word."""
+def lost_verdict(rank: int, process: ProcessIdentity, others: Sample) -> Verdict:
+    """The end of a run because of a rank that has ended without a word.
+
+    Args:
+        others: where the other ranks are; what the lost one said last may be older.
+    """
     text = (
-        f"rank {rank} ({process}) ended without a message; it was last seen in {sample}. It was killed, for example by "
-        f"the kernel because memory ran out (see dmesg or the scheduler's log), or it crashed. {_AGAIN}"
+        f"rank {rank} ({process}) ended without a message, while the others were in {others}. It was killed, for "
+        f"example by the kernel because memory ran out (see dmesg or the scheduler's log), or it crashed. {_AGAIN}"
     )
     return Verdict(ExitCode.REQUEUE, rank, text)
 
@@ -100,7 +104,7 @@ def _hang_text(culprit: Account, accounts: Sequence[Account]) -> str:
     if culprit.silent_seconds is not None:
         told = (
             f"rank {culprit.rank} ({culprit.process}) has not answered for {culprit.silent_seconds:.0f} s: it is "
-            f"stopped, or stuck outside Python. It was last seen in {culprit.sample}."
+            f"stopped, or stuck outside Python. Its last report came from {culprit.sample}."
         )
     else:
         told = (

@@ -133,7 +133,7 @@ class Fields:
     def seconds(self, name: str) -> float:
         """A time that is finite and not negative."""
         value = self._values.get(name)
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{name} is no time")
         return float(value)
 
