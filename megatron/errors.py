@@ -42,14 +42,12 @@ def printable(value: object, letters: int = 200, *, quoted: bool = True) -> str:
         shown = repr(value[: letters + 1])
         shown = shown if quoted else shown[1:-1]
     elif isinstance(value, (Mapping, list, tuple, set)):
-        shown = _SHORT.repr(value)
+        short = reprlib.Repr()
+        short.maxstring = short.maxother = 80
+        shown = short.repr(value)
     else:
         shown = repr(value)
     return shown if len(shown) <= letters else shown[: letters - 3] + "..."
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 80
 
 
 class ConfigError(MegatronError):

@@ -13,6 +13,7 @@ from megatron.errors import (
     MegatronError,
     StorageError,
     describe_failure,
+    printable,
     raise_on_all_ranks,
     rebuild_failure,
 )
@@ -69,3 +70,25 @@ def test_an_interrupt_is_raised_as_it_is() -> None:
     reports = [FailureReport("KeyboardInterrupt", ""), FailureReport("DataError", "line 3")]
     with pytest.raises(KeyboardInterrupt):
         raise_on_all_ranks(reports, 0, KeyboardInterrupt(), KINDS, StorageError)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("name", "'name'"),
+        ("a\x1b]0;b\x07\n", r"'a\x1b]0;b\x07\n'"),
+        ("\u202e\ud800\x9b", r"'\u202e\ud800\x9b'"),
+        ("x" * 1000, "'" + "x" * 196 + "..."),
+        (2**62, "4611686018427387904"),
+        (None, "None"),
+        ([0] * 10**6, "[0, 0, 0, 0, 0, 0, ...]"),
+        ({"a": {"b": ["\x1b"]}}, r"{'a': {'b': ['\x1b']}}"),
+    ],
+)
+def test_values_of_files_are_shown_short_and_escaped(value: object, shown: str) -> None:
+    assert printable(value) == shown
+
+
+def test_a_word_may_be_shown_without_quotes() -> None:
+    assert printable("a b\x1b", quoted=False) == r"a b\x1b"
+    assert printable("x" * 30, 20, quoted=False) == "x" * 17 + "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -160,3 +161,18 @@ def test_a_rank_that_is_ended_meanwhile_repeats_no_error(monkeypatch: pytest.Mon
         assert waits == [log._FIRST_RANK_SECONDS]
     finally:
         log.set_rank(0, 1)
+
+
+def test_characters_that_steer_a_terminal_are_escaped(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name from a file may hold anything, lone surrogates included, which no stream would take."""
+    hostile = "\x1b]0;owned\x07\x9b2J\r\u202ename\ud800"
+    visible = r"\u001b]0;owned\u0007\u009b2J\u000d\u202ename\ud800"
+    log.line(hostile)
+    log.warning(f"two\n\tlines, é 字 🙂 {hostile}")
+    log.set_rank(0, 2)
+    log.line(hostile)
+    shown = capsys.readouterr()
+    assert shown.out == visible + "\n"
+    assert shown.err == f"warning: two\n\tlines, é 字 🙂 {visible}\n"
+    assert copy.read_text() == f"{visible}\nwarning: two\n\tlines, é 字 🙂 {visible}\n{visible}\n"
+    assert json.loads(visible.join('""')) == hostile

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.checks.finite import first_not_finite
-from megatron.checkpoint.checks.header import LENGTH_BYTES, header_problem, longest_header_bytes
+from megatron.checkpoint.checks.header import LENGTH_BYTES, HeaderEntry, header_problem, longest_header_bytes
 from megatron.checkpoint.copies import Copies, Integers
 from megatron.checkpoint.layout import Catalogue, StoredPiece, plan_piece
 from megatron.checkpoint.manifest import Manifest, StoredFile, unreadable
-from megatron.checkpoint.snapshot import TORCH_TYPES
+from megatron.checkpoint.snapshot import TORCH_TYPES, piece_name
 from megatron.checkpoint.storage import Storage, read_range
 from megatron.errors import DamagedError
 from megatron.parallel.pieces import PieceKey
@@ -273,21 +273,22 @@ def check_files(folder: Path, manifest: Manifest, storage: Storage) -> None:
     Raises:
         DamagedError: a file is missing, not plain, has another size, or its header differs from the manifest.
     """
-    held: dict[int, list[StoredPiece]] = {}
+    held: dict[int, dict[str, HeaderEntry]] = {}
     for piece in manifest.pieces:
-        held.setdefault(piece.file, []).append(piece)
+        entry = HeaderEntry(piece.dtype, piece.key.numel, piece.begin_bytes, piece.end_bytes)
+        held.setdefault(piece.file, {})[piece_name(piece.key)] = entry
     with _OpenFiles(folder, manifest.files, storage) as files:
         for number, stored in enumerate(manifest.files):
-            pieces = held[number]
+            entries = held[number]
             length = memoryview(bytearray(LENGTH_BYTES))
             files.read(number, length, 0)
             announced = int.from_bytes(length, "little")
-            expected = min(piece.begin_bytes for piece in pieces) - LENGTH_BYTES
+            expected = min(entry.begin_bytes for entry in entries.values()) - LENGTH_BYTES
             problem: str | None = f"its header has {announced} bytes, and the manifest leaves {expected} for it"
-            if announced == expected <= longest_header_bytes(pieces):
+            if announced == expected <= longest_header_bytes(entries):
                 header = bytearray(announced)
                 files.read(number, memoryview(header), LENGTH_BYTES)
-                problem = header_problem(header, pieces)
+                problem = header_problem(header, entries)
             if problem is not None:
                 raise DamagedError(f"{folder / stored.name} is damaged: {problem}. Use another checkpoint.")
 

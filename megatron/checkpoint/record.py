@@ -273,8 +273,8 @@ class _Fields:
     def _wrong(self, name: str, entry: Any, should_be: str) -> CheckpointError:
         place = printable(name, 80, quoted=False)
         return CheckpointError(
-            f"the record of {self.path} has {place} = {printable(entry, 80)}, which should be {should_be}. Give another "
-            "checkpoint of the run with --load."
+            f"the record of {self.path} has {place} = {printable(entry, 80)}, which should be {should_be}. Give "
+            "another checkpoint of the run with --load."
         )
 
 

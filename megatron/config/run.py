@@ -165,10 +165,11 @@ def _field_types() -> Mapping[str, tuple[Any, ...]]:
     for cls in (RunRequest, RunConfig):
         for section in sections_of(cls).values():
             hints = typing.get_type_hints(section)
-            required = {flag.field for flag in flags_of(section) if flag.required and section is not ModelConfig}
-            for field in fields_of(section):
-                more = (type(None),) if field.name in required else ()
-                found[field.name] = (*found.get(field.name, ()), hints[field.name], *more)
+            required = {
+                flag.field for flag in flags_of(section) if flag.required and not issubclass(section, ModelRequest)
+            }
+            for name in (entry.name for entry in fields_of(section)):
+                found[name] = (*found.get(name, ()), hints[name], *([type(None)] if name in required else []))
     return found
 
 

@@ -10,6 +10,8 @@ Copies are compared by digests: one all-reduce per group of ranks, and no values
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,8 +27,8 @@ from megatron.parallel.messages import all_gather_json, all_reduce_max, all_redu
 from megatron.parallel.pieces import Kind
 from megatron.parallel.shard_spec import shard_spec_of
 
-# How many differing tensors of a group of ranks are described.
-_DESCRIBED = 3
+# Of the differing tensors of a group of ranks, so many are compared by value, and those that differ most described.
+_COMPARED, _DESCRIBED = 64, 3
 
 
 @dataclass(frozen=True)
@@ -154,20 +156,25 @@ def _compare(copies: _Shared, digester: Digester, known: dict[tuple[str, Kind, i
 
 
 def _describe_all(copies: _Shared) -> list[str]:
-    """What differs between the ranks of an axis, told by the first of them; collective over the axis."""
+    """What differs most between the ranks of an axis, told by the first of them; collective over the axis.
+
+    A difference spreads to other parameters within a step, so the one that differs most is likely where it began.
+    """
     texts = []
-    for place in copies.differing[:_DESCRIBED]:
+    for place in copies.differing[:_COMPARED]:
         texts.append(_describe(copies.replicas[place], int(copies.digests[place]), copies.axis))
-    left = len(copies.differing) - _DESCRIBED
+    texts = sorted(texts, reverse=True, key=lambda entry: entry[0])[:_DESCRIBED]
+    told = [text for _, text in texts]
+    left = len(copies.differing) - len(told)
     if left > 0:
-        texts.append(f"{left} more tensors differ between ranks {_listed(copies.axis.ranks)}")
-    return texts if copies.axis.rank == 0 else []
+        told.append(f"{left} more tensors differ between ranks {_listed(copies.axis.ranks)}")
+    return told if copies.axis.rank == 0 else []
 
 
-def _describe(replica: Replica, digest: int, axis: Axis) -> str:
-    """Who holds what of one replica, and the first element that differs."""
+def _describe(replica: Replica, digest: int, axis: Axis) -> tuple[float, str]:
+    """How much the copies of one replica differ, and who holds what; collective over the axis."""
     difference = _difference_to_first(replica.values, axis) if replica.divided_over is None else None
-    rows = all_gather_json([digest, difference], axis)
+    rows = all_gather_json([digest, None if difference is None else dataclasses.astuple(difference)], axis)
     holders: dict[int, list[int]] = {}
     for rank, (held, _) in zip(axis.ranks, rows, strict=True):
         holders.setdefault(held, []).append(rank)
@@ -176,30 +183,48 @@ def _describe(replica: Replica, digest: int, axis: Axis) -> str:
         for held, ranks in holders.items()
     )
     text = f"{replica.name} ({replica.kind}): by digest, {shown}"
-    for rank, (_, found) in zip(axis.ranks, rows, strict=True):
-        if found is not None:
-            count, place, own, expected = found
-            return (
-                f"{text}; {count} of {replica.values.numel()} elements differ between rank {axis.ranks[0]} and rank "
-                f"{rank}, the first at {place}: {expected} and {own}"
+    for rank, (_, fields) in zip(axis.ranks, rows, strict=True):
+        if fields is not None:
+            found = _Difference(*fields)
+            return found.ratio, (
+                f"{text}; {found.count} of {replica.values.numel()} elements differ between rank {axis.ranks[0]} and "
+                f"rank {rank}, the first at {found.place}: {found.first_value} and {found.own_value}"
             )
-    return text
+    return 0.0, text
 
 
-def _difference_to_first(values: torch.Tensor, axis: Axis) -> tuple[int, int, str, str] | None:
-    """How a copy differs from that of the first rank of the axis: number of elements, place and both values of the
-    first one; None if it does not.
+@dataclass(frozen=True)
+class _Difference:
+    """How a copy differs from that of the first rank of the axis: the number of elements, and one of them.
+
+    Attributes:
+        ratio: the largest difference of an element, in times of the largest value; infinite if one is not finite.
     """
-    count, place, own, expected = 0, 0, "", ""
+
+    count: int
+    place: int
+    first_value: str
+    own_value: str
+    ratio: float
+
+
+def _difference_to_first(values: torch.Tensor, axis: Axis) -> _Difference | None:
+    """The difference of this rank's copy, None if there is none; collective over the axis."""
+    found: _Difference | None = None
     for number, chunk in enumerate(values.detach().view(-1).split(CHUNK)):
         reference = broadcast(chunk.clone(), axis)
         differs = (reference.view(torch.uint8) != chunk.view(torch.uint8)).view(len(chunk), -1).any(dim=1)
-        here = int(differs.sum())
-        if here and not count:
+        count = int(differs.sum())
+        if not count:
+            continue
+        gap = float((reference.double() - chunk.double()).abs().max() / reference.double().abs().max().clamp(min=1e-38))
+        ratio = gap if math.isfinite(gap) else math.inf
+        if found is None:
             first = int(differs.nonzero()[0])
-            place, own, expected = number * CHUNK + first, repr(chunk[first].item()), repr(reference[first].item())
-        count += here
-    return (count, place, own, expected) if count else None
+            shown = repr(reference[first].item()), repr(chunk[first].item())
+            found = _Difference(0, number * CHUNK + first, *shown, ratio)
+        found = dataclasses.replace(found, count=found.count + count, ratio=max(found.ratio, ratio))
+    return found
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -20,8 +20,8 @@ from megatron.observe.metrics import Interval, Metrics, StepOutcome, Workload, m
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.run_directory import RunDirectory
 from megatron.observe.safeguard import Destination, Safeguard
-from megatron.observe.tensorboard import TensorBoard
-from megatron.observe.weights_and_biases import WeightsAndBiases
+from megatron.observe.tensorboard import TensorBoard, check_tensorboard
+from megatron.observe.weights_and_biases import WeightsAndBiases, check_wandb
 
 
 class Report:
@@ -145,6 +145,18 @@ class Report:
             destination.close()
         self.destinations = ()
         log.warn_of_lost_output()
+
+
+def check_packages(control: ControlConfig) -> None:
+    """Checks that the packages of the requested destinations are installed, before anything heavy is built.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    if control.tensorboard_dir:
+        check_tensorboard(control.tensorboard_dir)
+    if control.wandb_project:
+        check_wandb(control.wandb_project)
 
 
 def open_destinations(

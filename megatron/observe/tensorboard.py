@@ -7,6 +7,7 @@ Source: tags of bigscience-workshop/Megatron-DeepSpeed, megatron/training.py.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,10 +37,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as failure:
-            raise ConfigError(
-                f"--tensorboard-dir {directory} needs the package tensorboard, which cannot be imported ({failure}). "
-                "Install it with: pip install tensorboard"
-            ) from failure
+            raise _missing(directory, f"cannot be imported ({failure})") from failure
         self.name = f"TensorBoard in {directory}"
         self.control = control
         self.workload = workload
@@ -84,6 +82,23 @@ class TensorBoard:
     def _write(self, scalars: Mapping[str, tuple[float, int]]) -> None:
         for tag, (value, x) in scalars.items():
             self._writer.add_scalar(tag, value, x)
+
+
+def check_tensorboard(directory: str) -> None:
+    """Checks that TensorBoard is installed, without the second that importing it takes.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise _missing(directory, "is not installed")
+
+
+def _missing(directory: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"--tensorboard-dir {directory} needs the package tensorboard, which {what}. Install it with: pip install "
+        "tensorboard"
+    )
 
 
 def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -> dict[str, tuple[float, int]]:

@@ -5,6 +5,8 @@ Without network access, WANDB_MODE=offline keeps all data in --wandb-save-dir; `
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,10 +35,7 @@ class WeightsAndBiases:
         try:
             import wandb
         except ImportError as failure:
-            raise ConfigError(
-                f"--wandb-project {project} needs the package wandb, which cannot be imported ({failure}). Install it "
-                "with: pip install wandb"
-            ) from failure
+            raise _missing(project, f"cannot be imported ({failure})") from failure
         self.name = f"Weights & Biases project {project}"
         try:
             self._run: Any = wandb.init(project=project, name=name or None, dir=directory or None)
@@ -70,6 +69,22 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Ends the W&B run."""
         self._run.finish()
+
+
+def check_wandb(project: str) -> None:
+    """Checks that the package is installed, without the seconds that importing it takes.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if sys.modules.get("wandb") is None and importlib.util.find_spec("wandb") is None:
+        raise _missing(project, "is not installed")
+
+
+def _missing(project: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"--wandb-project {project} needs the package wandb, which {what}. Install it with: pip install wandb"
+    )
 
 
 def interval_values(metrics: Metrics) -> dict[str, float]:

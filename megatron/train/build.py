@@ -31,6 +31,7 @@ from megatron.data.datasets.build import (
     build_split_datasets,
     data_prefixes,
     describe,
+    empty_splits,
 )
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.data.loader import BatchOptions
@@ -45,7 +46,7 @@ from megatron.model.interface.step_context import MaskKind, Recompute, StepSetti
 from megatron.objective.language_model import LanguageModelObjective
 from megatron.observe.console import argument_lines, size_line
 from megatron.observe.metrics import Workload
-from megatron.observe.report import Destination, Report, open_destinations
+from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
@@ -94,6 +95,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
                 closing.enter_context(signals.installed())
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
+        run_on_first(mesh, lambda: check_packages(config.control))
         _show_notices(config.notices, mesh)
         save = config.control.save
         watch = closing.enter_context(Watch())
@@ -167,7 +169,7 @@ def _build(
             eod_mask_loss=config.documents.eod_mask_loss,
             segments=config.documents.needs_segments,
         ),
-        report=_open_report(config, mesh, sizes[1], names, is_resume=record is not None),
+        report=_open_report(config, mesh, sizes[1], names, is_resume=record is not None or start.is_restart),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
         progress=progress,
@@ -301,6 +303,7 @@ def _open_data(
     datasets, plan = built[0] if built else build(False)
     for text in describe(datasets, plan):
         log.info(text)
+    _show_notices(empty_splits(config.data, plan) if valid else [], mesh)
     return datasets, plan
 
 

@@ -58,11 +58,13 @@ class Start:
         control: what was asked for; where a fine-tuning continues, changed to a resume from its own folder.
         saved: the checkpoint it continues from, or takes its weights from; None for a new run.
         identity: which run it is.
+        is_restart: whether the run has been started before, be it that it saved nothing.
     """
 
     control: ControlConfig
     saved: SavedRun | None
     identity: RunIdentity
+    is_restart: bool = False
 
 
 def find_start(control: ControlConfig, mesh: ParallelMesh) -> Start:
@@ -83,13 +85,15 @@ def find_start(control: ControlConfig, mesh: ParallelMesh) -> Start:
         identity = run_on_first(mesh, lambda: _identity(control, saved).to_json())
     settled = RunIdentity.from_json(identity) or RunIdentity()
 
-    def write() -> None:
-        if control.save is not None and read_identity(Path(control.save)) != settled:
+    def write() -> bool:
+        if control.save is None:
+            return False
+        is_known = read_identity(Path(control.save)) == settled
+        if not is_known:
             write_identity(Path(control.save), settled)
+        return is_known
 
-    if not control.eval_only:
-        run_on_first(mesh, write)
-    return Start(control, saved, settled)
+    return Start(control, saved, settled, not control.eval_only and run_on_first(mesh, write))
 
 
 def find_saved_run(control: ControlConfig, mesh: ParallelMesh) -> SavedRun | None:
@@ -121,9 +125,23 @@ def find_saved_run(control: ControlConfig, mesh: ParallelMesh) -> SavedRun | Non
             f"--load {control.load} holds no checkpoint and --exit-on-missing-checkpoint is set. Give the folder of an "
             "earlier run."
         )
-    missing = Path(control.load) / "latest"
-    log.info(f"no checkpoint in {control.load} yet: starting at iteration 0 (Unable to find latest file at {missing})")
+    if mesh.world.rank == 0:
+        _say_what_is_missing(control, Path(control.load).absolute())
     return None
+
+
+def _say_what_is_missing(control: ControlConfig, folder: Path) -> None:
+    """Says that a run starts anew; a warning, unless it will save there itself, as the first start of a run does."""
+    upstream = f"(Unable to find latest file at {folder / 'latest'})"  # scripts look for upstream's words
+    if control.save is not None and Path(control.save).absolute() == folder:
+        log.info(f"no checkpoint in {folder} yet: starting at iteration 0 {upstream}")
+        return
+    there = next((parent for parent in folder.parents if parent.is_dir()), folder.parent)
+    state = "exists but holds no checkpoint" if folder.is_dir() else f"does not exist; the nearest that does is {there}"
+    log.warning(
+        f"--load {control.load}: the folder {folder} {state}. The run starts at iteration 0 {upstream}. If it was to "
+        "continue from a checkpoint, stop it and correct the path; --exit-on-missing-checkpoint makes this an error."
+    )
 
 
 def check_tokenizer(control: ControlConfig, record: Record, tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tarfile
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.record import Progress, Record
+from megatron.data.order.plan import GroupPlan, Member, Phase, SourcePlan
 from megatron.errors import CheckpointError, DataError
-from tests.checkpoint.records import make_record
+from tests.checkpoint.records import PLAN, make_record
 
 PATH = Path("run/iter_0000004")
 
@@ -111,6 +113,16 @@ def test_a_missing_entry_is_named(name: str) -> None:
         ("optimizer_updates", 1.5, "optimizer_updates = 1.5, which"),
         ("loss_scale", {"cur_scale": "big"}, "loss_scale.cur_scale = 'big', which should be a number"),
         ("config", [], r"config = \[\], which should be a JSON object"),
+        ("config", {"model": -1}, "config.model = -1, which should be a JSON object"),
+        ("config", {"a\x1b[2J": 1}, r"config.a\\x1b\[2J = 1, which should be a JSON object"),
+        ("tokenizer", "", "tokenizer = '', which should be a JSON object"),
+        (
+            "tokenizer",
+            {"fingerprint": "f", "vocab_size": 2, "name": "a", "eod_id": "x"},
+            "tokenizer.eod_id = 'x', which",
+        ),
+        ("optimizer_updates", 2**53 + 1, "optimizer_updates = 9007199254740993, which"),
+        ("loss_scale", {"cur_scale": True}, "loss_scale.cur_scale = True, which should be a number"),
         ("config", "x" * 500, "config = 'x{76}\\.\\.\\., which"),
         ("data", None, "data = None, which should be a JSON object"),
         ("tokenizer", {"fingerprint": 1, "vocab_size": 2, "name": "a"}, "tokenizer.fingerprint = 1, which should be a"),
@@ -129,6 +141,26 @@ def test_an_invalid_plan_or_progress_is_rejected_by_its_own_type() -> None:
         Record.from_json({**make_record().to_json(), "data_plan": {}}, PATH)
     with pytest.raises(CheckpointError, match="step missing, unknown or no whole number"):
         Record.from_json({**make_record().to_json(), "progress": {"step": "4"}}, PATH)
+
+
+def test_more_samples_than_the_plan_has_cannot_have_been_consumed() -> None:
+    source = SourcePlan("corpus", "f" * 64, 0, 100, 1000)
+    train = GroupPlan("train", (source,), (Phase(0, (Member(0, 1.0),), blended=False),))
+    plan = dataclasses.replace(PLAN, train=train).extended((40, 0, 0))
+    assert plan.train is not None and plan.train.available == 62
+    assert Record.from_json(make_record(7, data_plan=plan).to_json(), PATH).progress.consumed_samples == 56
+    with pytest.raises(CheckpointError, match=rf"record of {PATH} says that 64 samples were consumed of the 62 that"):
+        Record.from_json(make_record(8, data_plan=plan).to_json(), PATH)
+
+
+def test_names_of_a_hostile_record_are_escaped_and_few() -> None:
+    value = {f"\x1b]0;owned\x07{number}": 1 for number in range(1000)}
+    with pytest.raises(CheckpointError, match=r"has no progress \(it has \\x1b\]0;owned\\x070, .* and 980 more\)"):
+        Record.from_json(value, PATH)
+    with pytest.raises(
+        CheckpointError, match=r"progress \{.*\} cannot be used: .*\\x1b\]0;owned.* and \d+ more missing"
+    ):
+        Progress.from_json(value)
 
 
 def test_progress_counts_steps_samples_tokens_and_skips() -> None:

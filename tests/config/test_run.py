@@ -15,6 +15,7 @@ from megatron.config import (
     RunConfig,
     RunRequest,
     TokenizerFacts,
+    check_resume,
     resolve,
 )
 from megatron.config.run import sections_of
@@ -57,6 +58,45 @@ def test_a_damaged_record_names_what_it_lacks() -> None:
     del saved["model"]["num_layers"]
     with pytest.raises(ConfigError, match="the saved configuration lacks num_layers"):
         RunConfig.from_json(saved)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value", "text"),
+    [
+        ("model", None, -1, "has model = -1, which should hold fields by name"),
+        ("model", "num_layers", "4", r"has model.num_layers = '4', which should be int\. It is damaged"),
+        ("model", "num_layers", None, "has model.num_layers = None, which should be int"),
+        ("model", "num_layers", True, "has model.num_layers = True, which should be int"),
+        ("optim", "lr", True, "has optim.lr = True, which should be float"),
+        ("optim", "lr", [1], r"has optim.lr = \[1\], which should be float"),
+        ("optim", "train_samples", 1.5, r"has optim.train_samples = 1.5, which should be int \| None"),
+        ("optim", "rampup_batch_size", [1, 2], r"has optim.rampup_batch_size = \[1, 2\], which should be tuple\[int"),
+        ("data", "data_path", ["a", {}], r"has data.data_path = \['a', {}\], which should be tuple\[str"),
+        ("data", "split", 5, "has data.split = 5, which should be str"),
+        ("control", "log_path", "x\x1b[2J", None),
+        ("control", "x\x1b[2J", "y", r"has control.x\\x1b\[2J = 'y', which this version does not know"),
+        ("provenance", "model.num_layers", 5, "has provenance.model.num_layers = 5, which should be str"),
+        ("provenance", None, [], r"has provenance = \[\], which should hold fields"),
+    ],
+)
+def test_a_saved_value_of_another_type_is_named(section: str, name: str | None, value: Any, text: str | None) -> None:
+    """Whoever checks such a configuration further would stumble over it."""
+    config = resolved()
+    saved: dict[str, Any] = json.loads(json.dumps(config.to_json()))
+    if name is None:
+        saved[section] = value
+    else:
+        saved[section][name] = value
+    if text is None or "does not know" in text:  # a resume ignores what it has no field for
+        check_resume(saved, config)
+    else:
+        with pytest.raises(ConfigError, match=f"the saved configuration {text}"):
+            check_resume(saved, config)
+    if text is None:
+        RunConfig.from_json(saved)
+    else:
+        with pytest.raises(ConfigError, match=f"the saved configuration {text}"):
+            RunConfig.from_json(saved)
 
 
 def test_json_round_trip() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.metrics import Metrics
 from megatron.observe.metrics_file import read_records, read_steps
-from megatron.observe.report import Report, open_destinations
+from megatron.observe.report import Report, check_packages, open_destinations
 from megatron.observe.run_directory import RunDirectory
 from tests.train.samples import WORKLOAD, Outcome, control_config, optim_config
 
@@ -163,6 +164,17 @@ def test_a_missing_tensorboard_is_named_and_the_metrics_file_is_closed(
     with pytest.raises(ConfigError, match=f"--tensorboard-dir {tmp_path} needs .*pip install tensorboard"):
         open_destinations(control_config(tensorboard_dir=str(tmp_path)), WORKLOAD, RunDirectory(tmp_path))
     open_destinations(control_config(), WORKLOAD, RunDirectory(tmp_path))[0].close()
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_missing_package_is_named_before_anything_is_built(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    controls = {"tensorboard": control_config(tensorboard_dir="t"), "wandb": control_config(wandb_project="toys")}
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    check_packages(control_config())
+    with pytest.raises(ConfigError, match=f"needs the package {package}, which is not installed.*install {package}"):
+        check_packages(controls[package])
 
 
 def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,13 +27,13 @@ STEPS, SAVE_INTERVAL = 8, 2
 
 # name, ranks and flags of each layout
 LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
-    "tp2-zero0": (2, {"tensor_model_parallel_size": 2}, ()),
+    "tp2-zero0": (2, {"tensor_model_parallel_size": 2, "zero_stage": 0}, ()),
     "tp2-zero1-bf16": (2, {"tensor_model_parallel_size": 2, "zero_stage": 1}, ("--bf16",)),
-    "dp2-zero0": (2, {}, ()),
+    "dp2-zero0": (2, {"zero_stage": 0}, ()),
     "dp2-zero1": (2, {"zero_stage": 1}, ()),
     "dp2-zero2-bf16": (2, {"zero_stage": 2}, ("--bf16",)),
     "dp2-zero3": (2, {"zero_stage": 3}, ()),
-    "pp2-zero0": (2, {"pipeline_model_parallel_size": 2}, ()),
+    "pp2-zero0": (2, {"pipeline_model_parallel_size": 2, "zero_stage": 0}, ()),
     "pp2-zero1-bf16": (2, {"pipeline_model_parallel_size": 2, "zero_stage": 1}, ("--bf16",)),
     "pp2dp2-zero1-bf16": (4, {"pipeline_model_parallel_size": 2, "zero_stage": 1}, ("--bf16",)),
     "tp2pp2-zero1": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "zero_stage": 1}, ()),

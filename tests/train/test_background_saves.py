@@ -78,6 +78,14 @@ def test_values_that_are_not_finite_are_never_saved(corpus: TinyCorpus, tmp_path
     assert sorted(losses(tmp_path)) == list(range(1, 9))
 
 
+def test_a_run_that_ended_before_its_first_save_starts_again_in_its_folders(corpus: TinyCorpus, tmp_path: Path) -> None:
+    code, _ = train(corpus.flags(folder=tmp_path, save_interval=1, lr=1e38, lr_warmup_fraction=None))
+    assert code == ExitCode.NUMERICS
+    assert not list((tmp_path / "checkpoints").glob("iter_*"))
+    assert train(corpus.flags(folder=tmp_path)) == (0, "")
+    assert sorted(losses(tmp_path)) == list(range(1, 9))
+
+
 class Disk:
     """Replaces the writing of files: refuses it from a step on, or holds it up until a gate opens."""
 

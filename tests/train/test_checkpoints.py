@@ -49,7 +49,6 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
     """As much of a run as saving looks at."""
     mesh = ParallelMesh.at(standard_axes(2), rank)
-    gate = UpdateGate(mesh, spike_deviations=None, allows_overflow=False)
     return SimpleNamespace(
         config=SimpleNamespace(
             control=control_config(**{"save": "checkpoints", "save_interval": 2, **control}),

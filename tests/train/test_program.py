@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
+import pretrain_gpt
 from megatron.checkpoint.record import Progress
 from megatron.errors import ExitCode
 from megatron.train.build import warn_if_done
+from tests.helpers.programs import forking_python
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus
 from tests.train.samples import optim_config
 
@@ -236,6 +240,31 @@ def test_tensorboard_folder_that_is_a_file(corpus: TinyCorpus, tmp_path: Path) -
     code, text = train(corpus.flags(run_dir=tmp_path / "run", tensorboard_dir=tmp_path / "file"))
     assert code == ExitCode.STORAGE
     assert "--tensorboard-dir" in text
+
+
+def test_what_a_run_says_before_it_starts(corpus: TinyCorpus, tmp_path: Path) -> None:
+    """A missing checkpoint and empty splits are warnings; a missing package ends the run before anything is built."""
+    few = write_tiny_corpus(tmp_path, documents=2)
+    flags = few.flags(train_iters=1, split="969,30,1", load=tmp_path / "chekpoints", run_dir=tmp_path / "run")
+    program = [forking_python(), str(Path(pretrain_gpt.__file__))]
+    done = subprocess.run([*program, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for sentence in (
+        f"warning: --load {tmp_path}/chekpoints: the folder {tmp_path}/chekpoints does not exist; the nearest that",
+        "warning: the valid split is empty: --split 969,30,1 gives it none of the sequences of",
+        "warning: the test split is empty",
+    ):
+        assert done.stderr.count(sentence) == 1, done.stderr
+    flags = few.flags(train_iters=1, wandb_project="p", run_dir=tmp_path / "other")
+    code = (
+        "import sys; sys.modules['wandb'] = None; sys.argv[0] = 'x'; import pretrain_gpt as p; p.log.exit_with(p.main)"
+    )
+    (tmp_path / "without.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(Path(pretrain_gpt.__file__).parent)}
+    words = [forking_python(), str(tmp_path / "without.py"), *flags]
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "needs the package wandb" in done.stderr) == (64, True), done.stderr
+    assert "DeepSpeed" not in done.stderr and not (tmp_path / "other").exists()
 
 
 def test_missing_data_is_detected_before_anything_is_built(corpus: TinyCorpus, tmp_path: Path) -> None:

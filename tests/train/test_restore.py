@@ -77,11 +77,23 @@ def test_a_run_from_an_older_step_saves_elsewhere(tmp_path: Path) -> None:
     assert find_saved_run(control_config(**elsewhere, ckpt_step=4), MESH) is not None
 
 
-def test_a_missing_checkpoint_starts_a_new_run_with_a_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_missing_checkpoint_starts_a_new_run_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert find_saved_run(control_config(load=str(tmp_path / "none")), MESH) is None
-    assert f"Unable to find latest file at {tmp_path / 'none' / 'latest'}" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "absent" / "checkpoints"
+    for load, more in (("absent/checkpoints", {}), (str(folder), {"save": "elsewhere", "save_interval": 1})):
+        assert find_saved_run(control_config(load=load, **more), MESH) is None
+        said = capsys.readouterr().err
+        assert said.startswith(f"warning: --load {load}: the folder {folder} does not exist; the nearest that does is ")
+        assert f"is {tmp_path}. The run starts at iteration 0 (Unable to find latest file at {folder}/latest)" in said
+        assert "--exit-on-missing-checkpoint makes this an error" in said
+    folder.mkdir(parents=True)
+    assert find_saved_run(control_config(load=str(folder)), MESH) is None
+    assert f"{folder} exists but holds no checkpoint" in capsys.readouterr().err
+    assert find_saved_run(control_config(load=str(folder), save="absent/checkpoints", save_interval=1), MESH) is None
+    said = capsys.readouterr().err  # the first start of a run that is to be resumed by the same command
+    assert said.startswith(f"no checkpoint in {folder} yet: starting at iteration 0") and "warning" not in said
 
 
 def test_a_missing_checkpoint_can_be_an_error(tmp_path: Path) -> None:

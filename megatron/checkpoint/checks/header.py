@@ -6,28 +6,37 @@ into a header or outside the data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from megatron.checkpoint.checks.bounded_json import parse_bounded
-from megatron.checkpoint.layout import StoredPiece
-from megatron.checkpoint.snapshot import piece_name
 
 LENGTH_BYTES = 8
 _METADATA = "__metadata__"
+_LONGEST_METADATA_BYTES = 2**16
+_LONGEST_ENTRY_BYTES = 150  # beside its name
 
 
-def longest_header_bytes(pieces: Iterable[StoredPiece]) -> int:
-    """More than a header of these pieces has, so that none is read that cannot be one."""
-    return 2**16 + 2 * sum(len(piece_name(piece.key)) + 150 for piece in pieces)
+@dataclass(frozen=True)
+class HeaderEntry:
+    """What the header of a safetensors file should say of a flat tensor; offsets count from the start of the file."""
+
+    dtype: str
+    numel: int
+    begin_bytes: int
+    end_bytes: int
 
 
-def header_problem(content: bytes | bytearray, pieces: Sequence[StoredPiece]) -> str | None:
-    """What is wrong with the header of a file, or None if it lists exactly the pieces that the manifest has there.
+def longest_header_bytes(names: Collection[str]) -> int:
+    """More than a header with these names has, so that none is read that cannot be one."""
+    return _LONGEST_METADATA_BYTES + sum(2 * len(name) + _LONGEST_ENTRY_BYTES for name in names)
+
+
+def header_problem(content: bytes | bytearray, expected: Mapping[str, HeaderEntry]) -> str | None:
+    """What is wrong with the header of a file, or None if it lists exactly what is expected.
 
     Args:
-        content: of the file between the length of the header and the first piece.
-        pieces: those in the file.
+        content: of the file between the length of the header and the first tensor.
 
     Source: safetensors README, "Format": 8 bytes little-endian header length, JSON header, the tensors without holes.
     """
@@ -38,18 +47,15 @@ def header_problem(content: bytes | bytearray, pieces: Sequence[StoredPiece]) ->
     if not isinstance(header, dict):
         return "its header is no object"
     listed = len(header) - (_METADATA in header)
-    if listed != len(pieces):
-        return f"its header lists {listed} pieces, and the manifest has {len(pieces)} in it"
+    if listed != len(expected):
+        return f"its header lists {listed} pieces, and the manifest has {len(expected)} in it"
     start = LENGTH_BYTES + len(content)
-    for piece in pieces:
-        if header.get(piece_name(piece.key)) != _entry(piece, start):
-            return f"its header says otherwise than the manifest of piece {piece_name(piece.key)}"
+    for name, entry in expected.items():
+        described = {
+            "dtype": entry.dtype,
+            "shape": [entry.numel],
+            "data_offsets": [entry.begin_bytes - start, entry.end_bytes - start],
+        }
+        if header.get(name) != described:
+            return f"its header says otherwise than the manifest of piece {name}"
     return None
-
-
-def _entry(piece: StoredPiece, start: int) -> dict[str, Any]:
-    return {
-        "dtype": piece.dtype,
-        "shape": [piece.key.numel],
-        "data_offsets": [piece.begin_bytes - start, piece.end_bytes - start],
-    }

@@ -91,6 +91,30 @@ def build_split_datasets(
     return datasets, current
 
 
+def empty_splits(data: DataConfig, plan: DataPlan) -> list[str]:
+    """A sentence for each validation or test split that was asked for and has nothing in it."""
+    found = []
+    for name, share, asked, planned in (
+        ("valid", data.split_shares[1], data.valid_groups, plan.valid),
+        ("test", data.split_shares[2], data.test_groups, plan.test),
+    ):
+        advice = f"Give it data of its own (--{name}-data-path), or --eval-iters 0 to evaluate nothing."
+        for group in asked:
+            if group.name not in [one.name for one in planned]:
+                found.append(
+                    f"the {name} group {group.name} is empty: no sequence lies in the ranges of its sources, so it is "
+                    f"not evaluated. Widen the ranges. {advice}"
+                )
+        if data.data_path and share and not asked and not planned:
+            taken = sum(source.last - source.first for source in plan.train.sources) if plan.train else 0
+            found.append(
+                f"the {name} split is empty: --split {shown_split(data.split)} gives it none of the sequences of "
+                f"--data-path {' '.join(data.data_path)} ({taken} are for training), so it is not evaluated. Use a "
+                f"larger share or a corpus with more documents. {advice}"
+            )
+    return found
+
+
 def data_fingerprint(data: DataConfig) -> dict[str, Any]:
     """What identifies the data, for a checkpoint's manifest: per prefix sizes and fingerprint."""
     return {masked(prefix): dict(source_facts(prefix)) for prefix in data_prefixes(data)}

@@ -218,14 +218,14 @@ class DataPlan:
         version = value.get("format_version")
         if type(version) is not int or version not in (_FORMAT_WITHOUT_PHASES, FORMAT_VERSION):
             raise DataError(
-                f"The stored data plan has format {printable(version)}; this version reads "
-                f"{_FORMAT_WITHOUT_PHASES} and {FORMAT_VERSION}. Continue with the version of the program that wrote it, or with --finetune."
+                f"The stored data plan has format {printable(version)}; this version reads {_FORMAT_WITHOUT_PHASES} "
+                f"and {FORMAT_VERSION}. Continue with the version of the program that wrote it, or with --finetune."
             )
         try:
             return _plan_from_json(value)
         except (KeyError, TypeError, ValueError, AttributeError) as failure:
             raise DataError(
-                f"The stored data plan is incomplete or wrong ({type(failure).__name__}: {failure}). Continue from "
+                f"The stored data plan is incomplete ({type(failure).__name__}: {failure}). Continue from "
                 "another checkpoint of the run, or start a new order with --finetune."
             ) from failure
 
@@ -276,7 +276,8 @@ def _group_from_json(value: Mapping[str, Any]) -> GroupPlan:
         members = tuple(Member(place, _weight(source)) for place, source in enumerate(listed))
         phases = (Phase(0, members, blended=_truth(value, "blended")),)
     if not phases or any(member.source not in range(len(sources)) for phase in phases for member in phase.members):
-        raise ValueError(f"a group has {len(phases)} phases that name sources of {len(sources)}")
+        name = printable(value["name"], quoted=False)
+        raise ValueError(f"group {name} has {len(phases)} phases that name sources of {len(sources)}")
     return GroupPlan(_text(value, "name"), sources, phases, _count(value, "samples"))
 
 

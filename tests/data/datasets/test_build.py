@@ -10,7 +10,7 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.data.datasets import build as split_datasets
-from megatron.data.datasets.build import describe
+from megatron.data.datasets.build import describe, empty_splits
 from megatron.data.order.plan import DataPlan, segment_seed
 from megatron.errors import ConfigError, DataError, StorageError
 from tests.data.corpora import GOLDEN_LENGTHS, write_corpus
@@ -37,6 +37,24 @@ def test_evaluation_without_sequences_or_samples_is_absent(corpus):
     assert datasets.valid == {} and datasets.test == {}
     datasets, _ = build(config(corpus, split="5,3,2"), (0, 2, 0))
     assert datasets.train is None and list(datasets.valid) == ["valid"] and datasets.test == {}
+
+
+def test_a_split_that_was_asked_for_and_is_empty_is_named(tmp_path, corpus):
+    prefix = write_corpus(tmp_path / "two", [10, 10])
+    data = config(prefix, split="969, 30, 1")
+    valid, test = empty_splits(data, build(data, (2, 2, 2))[1])
+    asked = f"--split 969,30,1 gives it none of the sequences of --data-path {prefix} (2 are"
+    assert valid.startswith(f"the valid split is empty: {asked}")
+    assert "--valid-data-path" in valid and "--eval-iters 0" in valid and test.startswith("the test split is empty")
+    for split in ("1,0,0", "5,3,2"):
+        data = config(corpus, split=split)
+        assert empty_splits(data, build(data, (2, 2, 2))[1]) == []
+    valid = (f"v: 1 0:0.1 {prefix}", f"w: 1 0:1 {prefix}")
+    data = DataConfig(
+        seq_length=8, train_weighted_split_paths=(f"t: 1 0:0.9 {prefix}",), valid_weighted_split_paths=valid
+    )
+    (found,) = empty_splits(data, build(data, (2, 2, 2))[1])
+    assert found.startswith("the valid group v is empty: no sequence lies in the ranges of its sources")
 
 
 @pytest.mark.parametrize(("first", "then"), [(9, 12), (9, 40), (5, 9), (22, 23), (1, 200)])

@@ -55,10 +55,72 @@ def test_a_plan_without_phases_is_read() -> None:
     ("change", "text"),
     [
         ({"format_version": 9}, "has format 9; this version reads 1 and 2"),
-        ({"seed": "x"}, r"incomplete \(ValueError: invalid literal"),
+        ({"seed": "x"}, r"incomplete \(ValueError: seed is 'x', not a whole number from 0 to 4294967295\)"),
+        ({"seed": True}, "seed is True, not a whole number"),
+        ({"seed": 2**32}, "seed is 4294967296, not a whole number"),
+        ({"format_version": True}, "has format True; this version reads"),
+        ({"epoch_rule": 0}, "epoch_rule is 0, not a text"),
+        ({"epoch_rule": "x\x1b[2J"}, r"epoch_rule is 'x\\x1b\[2J', not one of bigscience, nvidia"),
+        ({"sequence_length": 0}, "sequence_length is 0, not a whole number from 1"),
+        ({"valid": None}, "valid is None, not a list"),
+        ({"test": [3]}, r"incomplete \(TypeError"),
         ({"train": {"name": "train", "sources": [], "phases": [], "samples": 0}}, "group train has 0 phases"),
     ],
 )
 def test_a_plan_that_cannot_be_read_is_named(change: dict[str, object], text: str) -> None:
     with pytest.raises(DataError, match=text):
         DataPlan.from_json({**PLAN.to_json(), **change})
+
+
+HOSTILE_GROUPS: list[tuple[tuple[object, ...], object, str]] = [
+    (("samples",), 2**31, r"a phase takes 2147483648 samples of sources that have \d+"),
+    (("samples",), 2**60, "samples is 1152921504606846976, not a whole number"),
+    (("samples",), 1.5, "samples is 1.5, not a whole number"),
+    (("name",), 5, "name is 5, not a text"),
+    (("sources",), {}, "sources is {}, not a list"),
+    (
+        ("sources", 0, "segments", 0, "samples"),
+        2**31,
+        r"a segment of 2147483648 samples has 124 rows, and its source gives",
+    ),
+    (
+        ("sources", 0, "segments", 0, "rows"),
+        2**31,
+        r"a segment of \d+ samples has 2147483648 rows, and its source gives",
+    ),
+    (("sources", 1, "segments", 0, "rows"), 41, r"a segment of \d+ samples has 41 rows, and its source gives it 40"),
+    (("sources", 0, "tokens"), 1, "a segment of"),
+    (("sources", 0, "tokens"), 0, "tokens is 0, not a whole number from 1"),
+    (("sources", 0, "first"), 100, r"a source has the range \[100, 100\)"),
+    (("sources", 1, "is_rows"), 1, "is_rows is 1, not true or false"),
+    (("sources", 0, "prefix"), None, "prefix is None, not a text"),
+    (("phases", 0, "first"), 7, r"a phase goes from sample 7 to|the first phase begins at sample 7"),
+    (("phases", 0, "members"), [], r"a phase goes from sample 0 to \d+ with 0 sources"),
+    (("phases", 0, "consumed"), [0, 0, 0], "the weights of a phase sum to 1"),
+    (("phases", 0, "consumed"), [10**6], "a phase takes"),
+    (("phases", 0, "consumed"), ["x"], "consumed is 'x', not a whole number"),
+    (("phases", 0, "members", 0, "weight"), -1, "weight is -1, not a number from 0 on"),
+    (("phases", 0, "members", 0, "weight"), 7, "the weights of a phase sum to 7.25"),
+    (("phases", 0, "members", 0, "weight"), True, "weight is True, not a number"),
+    (("phases", 0, "members", 0, "source"), 2, "group train has 1 phases that name sources of 2"),
+    (("phases", 0, "blended"), 0, "blended is 0, not true or false"),
+]
+
+
+@pytest.mark.parametrize(("place", "entry", "text"), HOSTILE_GROUPS, ids=range(len(HOSTILE_GROUPS)))
+def test_a_plan_that_contradicts_itself_is_refused_at_once(place: tuple[object, ...], entry: object, text: str) -> None:
+    """A count alone must not make the next run build an order of billions of samples."""
+    value = json.loads(json.dumps(PLAN.extended((100, 0, 7)).to_json()))
+    holder = value["train"]
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = entry
+    with pytest.raises(DataError, match=text):
+        DataPlan.from_json(value)
+
+
+def test_what_the_sources_hold_is_known() -> None:
+    group = PLAN.extended((100, 0, 0)).train
+    assert group is not None and group.available == 124 + 40
+    later = replace(group, phases=(*group.phases, Phase(30, (Member(1, 1.0),), (22, 8))))
+    assert later.available == 30 + 32

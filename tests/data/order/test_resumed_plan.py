@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.config import DataConfig
 from megatron.data.datasets.build import build_split_datasets, describe
+from megatron.data.order.index_map import plan_epochs
 from megatron.data.order.plan import DataPlan, GroupPlan, Member, Phase
 from megatron.errors import DataError
 from tests.data.corpora import write_corpus
@@ -131,6 +133,16 @@ def test_a_change_without_the_flag_is_refused(prefixes):
     message = r"it had 0\.75 × .*part0 .*now there is 0\.5 × .*add --change-data-blend to continue .*--finetune"
     with pytest.raises(DataError, match=message):
         build(blend("1", prefixes[0], "1", prefixes[1], change=False), 40, plan, consumed=20)
+
+
+def test_a_plan_that_counts_other_tokens_than_the_data_has_is_refused(prefixes):
+    _, plan = build(blend(prefixes[0]), 20)
+    (source,) = plan.train.sources
+    rows = plan_epochs(source.tokens + 1000, SEQUENCE_LENGTH, source.segments[0].samples, "bigscience").samples
+    segment = replace(source.segments[0], rows=rows)
+    forged = replace(plan.train, sources=(replace(source, tokens=source.tokens + 1000, segments=(segment,)),))
+    with pytest.raises(DataError, match=r"says that .*part0 \[0, 120\) holds 2230 tokens, but it holds 1230\."):
+        build(blend(prefixes[0]), 40, replace(plan, train=forged), consumed=20)
 
 
 def test_the_same_blend_in_another_order_or_location_is_not_a_change(prefixes, tmp_path):
