@@ -135,6 +135,8 @@ def test_an_interrupted_fine_tuning_continues_with_the_same_command(corpus: Tiny
     start_and_kill(tuning("cut"), 4)
     assert train(tuning("cut")) == (0, "")
     assert steps(tmp_path / "cut", *FIELDS) == steps(tmp_path / "whole", *FIELDS)
+    starts = [record["step"] for record in read_records(tmp_path / "cut" / "run") if record["kind"] == "start"]
+    assert starts == [0, 0, 2]
     assert sorted(losses(tmp_path / "cut")) == list(range(1, 9))
     ids = {record_of(path)["run_id"] for path in (tmp_path / "cut" / "checkpoints").glob("iter_*")}
     assert len(ids) == 1 and record_of(base / "iter_0000004")["run_id"] not in ids
@@ -143,13 +145,13 @@ def test_an_interrupted_fine_tuning_continues_with_the_same_command(corpus: Tiny
 
 
 def test_the_folder_of_another_run_at_the_same_step_is_skipped(corpus: TinyCorpus, tmp_path: Path) -> None:
-    for name, seed in (("one", 1), ("two", 2)):
-        assert train(corpus.flags(folder=tmp_path / name, seed=seed))[0] == 0
+    for name, lr in (("one", 5e-3), ("two", 4e-3)):
+        assert train(corpus.flags(folder=tmp_path / name, lr=lr))[0] == 0
     before = steps(tmp_path / "one", *FIELDS)
     mine, other = (tmp_path / name / "checkpoints" / "iter_0000008" for name in ("one", "two"))
     shutil.rmtree(mine)
     shutil.copytree(other, mine)
-    assert train(corpus.flags(folder=tmp_path / "one", seed=1), world_size=2)[0] == 0
+    assert train(corpus.flags(folder=tmp_path / "one"), world_size=2)[0] == 0
     assert steps(tmp_path / "one", *FIELDS).keys() == before.keys()
     records = read_records(tmp_path / "one" / "run")
     assert [record["step"] for record in records if record["kind"] == "start"] == [0, 4]
