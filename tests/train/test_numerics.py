@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.config.sections.safety import SafetyConfig
-from megatron.errors import NumericsError
+from megatron.errors import ExitCode, NumericsError
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import numerics
 from megatron.train.numerics import check_before_save, check_numbers, check_replicas
+from tests.helpers.tiny_run import steps, train, write_tiny_corpus
 from tests.train.samples import Outcome
 
 AFTER = Progress(7, 56, 560)
@@ -87,3 +89,21 @@ def test_copies_are_checked_before_a_save(
     monkeypatch.setattr(numerics, "find_differences", lambda engine: checked.append(engine) or [])
     check_before_save(run_with(check_replicas_interval=interval))
     assert checked == (["engine"] if is_checked else [])
+
+
+def test_a_resume_skips_the_same_spikes(tmp_path: Path) -> None:
+    """The window from which spikes are told, and the number of skipped steps in a row, are part of a checkpoint."""
+    corpus = write_tiny_corpus(tmp_path)
+    guards = {"max_bad_steps": 40, "skip_spikes": 0.7, "train_iters": 42, "lr_decay_iters": 46, "save_interval": 100}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = {"micro_batch_size": 1, "seq_length": 8, "eval_iters": 0, **guards}
+    assert train(corpus.flags(folder=whole, **flags)) == (0, "")
+    fields = ("lm_loss", "gradient_norm", "learning_rate", "skipped_iterations")
+    expected = steps(whole, *fields)
+    spikes = [step for step, values in expected.items() if values[-1]]
+    first = next(step for step in spikes if step + 1 in spikes)
+    assert train(corpus.flags(folder=parts, exit_interval=first, **flags)) == (0, "")
+    code, text = train(corpus.flags(folder=parts, **{**flags, "max_bad_steps": 1}))
+    assert (code, f"iteration {first + 1}: loss " in text) == (ExitCode.NUMERICS, True)
+    assert train(corpus.flags(folder=parts, **flags)) == (0, "")
+    assert steps(parts, *fields) == expected
