@@ -211,6 +211,12 @@ def show_failure(failure: BaseException) -> int:
     return code
 
 
+def record_failure(code: int, text: str) -> None:
+    """Tells those who registered with `only_if_shown` of an error that this rank shows, its own or another's."""
+    for recorder in list(_OUTPUT.recorders):
+        recorder(code, text)
+
+
 @contextlib.contextmanager
 def showing_failures() -> Iterator[None]:
     """Shows an error that leaves the block before what encloses the block is closed, which may wait for other ranks."""
@@ -266,11 +272,10 @@ def _describe(failure: BaseException) -> tuple[int, str]:
 
 def _show(code: int, text: str, *, is_shown: bool = False) -> None:
     shown_elsewhere = any([listener(code, text) for listener in list(_OUTPUT.listeners)]) or is_shown
-    if _OUTPUT.rank and not shown_elsewhere:
+    if _OUTPUT.rank and not shown_elsewhere:  # the launcher may end this rank before
         time.sleep(_FIRST_RANK_SECONDS)
-    for recorder in list(_OUTPUT.recorders):
-        recorder(code, text)
     if not shown_elsewhere:
+        record_failure(code, text)
         error(text)
 
 

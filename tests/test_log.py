@@ -144,7 +144,7 @@ def test_an_error_that_a_listener_shows_is_not_shown_here(capsys: pytest.Capture
         for taken_back in forget:
             taken_back()
     assert capsys.readouterr().err == ""
-    assert [code for code, _ in (*shows.told, *recorder.told)] == [1, 1]
+    assert [code for code, _ in shows.told] == [1] and recorder.told == []
     assert "RuntimeError: odd" in shows.told[0][1]
 
 

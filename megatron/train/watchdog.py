@@ -158,6 +158,7 @@ class Watch:
         self._end_later(verdict.code)
         path = self._write_stacks(verdict.stacks) if verdict.stacks else None
         more = "" if path is None else f"\nThe stacks of all ranks are in {path}."
+        log.record_failure(verdict.code, verdict.text + more)
         log.error(verdict.text + more, rank=verdict.rank)
 
     def end(self, verdict: Verdict) -> None:
