@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -47,7 +48,7 @@ class OptimizerSlice:
     offset: int
     is_counted: bool
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the part without vocabulary padding."""
         return max(0, min(self.master.numel(), self.spec.box_numel - self.first))
@@ -62,8 +63,9 @@ def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tup
     exactly once.
     """
     for part, first, last in _owned_slices(engine):
+        key = part.key("weight").narrowed(first, last)
         for kind, tensor in _tensors(engine, part, with_optimizer):
-            yield part.key(kind).narrowed(first, last), tensor[first:last].detach()
+            yield key.of_kind(kind), tensor[first:last].detach()
 
 
 def owned_bytes(engine: Engine, *, with_optimizer: bool = True) -> int:

@@ -56,6 +56,10 @@ class PieceKey:
         """The elements `first` to `last` of this piece."""
         return dataclasses.replace(self, first=self.first + first, last=self.first + last)
 
+    def of_kind(self, kind: Kind) -> PieceKey:
+        """The same elements of another kind; quicker than `dataclasses.replace`, since every save asks for it."""
+        return PieceKey(self.name, kind, self.shape, self.start, self.stop, self.first, self.last)
+
 
 def filling(
     targets: Iterable[tuple[PieceKey, torch.Tensor]],

@@ -80,18 +80,18 @@ def save_run(run: Run, *, must_succeed: bool = False) -> None:
     """
     if run.config.control.save is None:
         return
-    began_at = time.monotonic()
     if run.writer is None:
         if run.saved_step != run.progress.step:
             _save_at_once(run, must_succeed=must_succeed)
         return
+    began_at, waited_seconds = time.monotonic(), run.writer.stall_seconds
     prepared = run_on_all(run.mesh, lambda: _prepare(run, must_succeed=must_succeed))
     if prepared is not None:
         check_before_save(run)
         run.writer.begin(prepared)
     elif run.saved_step != run.progress.step:
         _save_at_once(run, must_succeed=True)
-    log.debug(f"saving held up iteration {run.progress.step} for {time.monotonic() - began_at:.4f} s")
+    run.writer.stall_seconds = waited_seconds + time.monotonic() - began_at
 
 
 def hear_of_save(run: Run) -> None:
@@ -102,7 +102,10 @@ def hear_of_save(run: Run) -> None:
     outcome = None if run.writer is None else run.writer.take_outcome()
     if outcome is None:
         return
-    log.debug(f"the checkpoint of iteration {outcome.step} was written in {outcome.seconds:.2f} s")
+    log.debug(
+        f"the save of iteration {outcome.step} took {outcome.seconds:.2f} s in the background; saves have held up "
+        f"training for {run.writer.stall_seconds if run.writer else 0.0:.3f} s so far"
+    )
     if outcome.failure is None:
         run.saved_step, run.failed_saves = outcome.step, 0
     elif isinstance(outcome.failure, StorageError) and run.failed_saves == 0:

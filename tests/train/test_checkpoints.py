@@ -186,6 +186,7 @@ class Writer:
         self.outcomes: list[Outcome] = []
         self.next_failure: Exception | None = None
         self.heard = True
+        self.stall_seconds = 0.0
 
     def prepare(self, step: int, pieces: Any, record: Any) -> PreparedSave:
         return PreparedSave(step, record, Snapshot((), ()))

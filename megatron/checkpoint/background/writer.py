@@ -72,6 +72,7 @@ class BackgroundWriter:
         storage: for tests.
 
     Attributes:
+        stall_seconds: how long training has waited for copies and for saves so far.
         beat: called about once a second, on the thread that waits for a save or a copy, if that has advanced.
     """
 
@@ -98,6 +99,7 @@ class BackgroundWriter:
         self._outcome: Outcome | None = None
         self._is_abandoned = False
         self._parts = 0
+        self.stall_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
 
     def __enter__(self) -> BackgroundWriter:
@@ -168,12 +170,15 @@ class BackgroundWriter:
         return outcome
 
     def _wait(self, event: threading.Event) -> None:
-        seen = self._parts
+        if event.is_set():
+            return
+        began_at, seen = time.monotonic(), self._parts
         while not event.wait(_LOOK_SECONDS):
             self._check_thread()
             if self._parts != seen:
                 seen = self._parts
                 self.beat()
+        self.stall_seconds += time.monotonic() - began_at
 
     def _check_thread(self) -> None:
         if not self._thread.is_alive():
