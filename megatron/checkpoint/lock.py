@@ -160,7 +160,7 @@ class CheckpointLock:
             name = errno.errorcode.get(failure.errno or 0, "unknown error")
             return None, (
                 f"cannot lock {self._path}: {failure.strerror or failure} ({name}). "
-                "--save must be a directory in which this user can write."
+                "It must lie in a directory in which this user can write."
             )
         if refusal is None:
             self._thread = threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True)

@@ -175,6 +175,21 @@ def read_manifest(folder: Path, storage: Storage | None = None, known: Manifest 
     return manifest
 
 
+def stored_digest(folder: Path, storage: Storage) -> str | None:
+    """The digest at the end of a manifest, by which one that was read before is known; its text is not compared.
+
+    None without a manifest that ends so.
+    """
+    try:
+        with opened(storage, folder / MANIFEST_NAME) as (handle, size_bytes):
+            tail = bytearray(min(size_bytes, _SEAL_BYTES))
+            read_range(storage, handle, memoryview(tail), size_bytes - len(tail))
+    except OSError:
+        return None
+    seal = _SEAL.search(tail)
+    return None if seal is None else seal.group(1).decode()
+
+
 def folder_step(name: str) -> int | None:
     """The step in a checkpoint folder's name, or None when the name is not one."""
     match = _FOLDER_NAME.match(name)

@@ -6,6 +6,8 @@ earlier checkpoint as it was.
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,14 +21,21 @@ HINT_NAME = "latest_checkpointed_iteration.txt"
 TEMPORARY_PREFIX = ".tmp-"
 ASIDE_PREFIX = ".old-"
 
+_TRASH = re.compile(r"\.trash-iter_[0-9]{7,18}-[0-9a-f]+\Z")
+
 
 def temporary_folder(directory: Path, step: int, run: str) -> Path:
     """Where the save `run` of a step is written before it is published."""
     return directory / f"{TEMPORARY_PREFIX}{folder_name(step)}-{run}"
 
 
-def open_temporary(temporary: Path, need_bytes: int, storage: Storage) -> None:
-    """Makes the folder of a save, after cleaning up what dead saves left in its directory.
+def open_temporary(temporary: Path, need_bytes: int, storage: Storage, flag: str = "--save") -> None:
+    """Makes the folder of a save, after cleaning up what dead saves and deletions left in its directory.
+
+    Room that the deletion of older checkpoints will make does not count: they are deleted after the save.
+
+    Args:
+        flag: what names the directory, for error texts.
 
     Raises:
         StorageError: the folder cannot be made, or the file system has not enough room.
@@ -38,12 +47,14 @@ def open_temporary(temporary: Path, need_bytes: int, storage: Storage) -> None:
         free = storage.free_bytes(directory)
         if free is not None and free < need_bytes:
             raise StorageError(
-                f"no room for a checkpoint in {directory}: it needs {need_bytes} bytes, {free} bytes are free there. "
-                "Earlier checkpoints are untouched. Free space there or give --save another directory."
+                f"no room for a checkpoint in {directory}: it needs {need_bytes} bytes, {free} bytes are free there, "
+                f"{need_bytes - free} too few. Earlier checkpoints are untouched; --keep-last deletes the older ones "
+                "only when the new one is complete, so there must be room for one more than it keeps. Free space "
+                f"there or give {flag} another directory."
             )
         storage.make_directory(temporary)
     except OSError as failure:
-        raise cannot_write(storage, temporary, need_bytes, failure) from failure
+        raise cannot_write(storage, temporary, need_bytes, failure, flag) from failure
 
 
 def publish(temporary: Path, final: Path, run: str, storage: Storage) -> None:
@@ -81,8 +92,25 @@ def write_hint(directory: Path, step: int, run: str, storage: Storage) -> None:
         _warn_on_failure(storage.remove_file, temporary)
 
 
+def remove_checkpoint(folder: Path, storage: Storage) -> None:
+    """Deletes a checkpoint: one rename makes it disappear, then its files go. What a kill leaves is swept later.
+
+    Raises:
+        OSError: the file system refused the rename; the checkpoint is whole.
+    """
+    gone = folder.with_name(f".trash-{folder.name}-{secrets.token_hex(4)}")
+    storage.rename(folder, gone)
+    storage.sync_directory(folder.parent)  # before its files go: a crash must not bring it back without them
+    discard(gone, storage)
+
+
+def is_trash(name: str) -> bool:
+    """Whether a folder's name is that of a deleted checkpoint whose files are still there."""
+    return _TRASH.match(name) is not None
+
+
 def sweep(directory: Path, storage: Storage) -> None:
-    """Removes what dead saves left behind, and puts back a checkpoint that one of them had moved aside."""
+    """Removes what dead saves and deletions left behind, and puts back a checkpoint that a save had moved aside."""
     for name in storage.names(directory):
         path = directory / name
         if name.startswith(TEMPORARY_PREFIX + "iter_"):
@@ -92,6 +120,9 @@ def sweep(directory: Path, storage: Storage) -> None:
             _warn_on_failure(storage.remove_file, path)
         elif name.startswith(ASIDE_PREFIX + "iter_"):
             _settle(path, storage)
+        elif is_trash(name):
+            log.warning(f"removing {path}, which an unfinished deletion left behind")
+            discard(path, storage)
 
 
 def discard(folder: Path, storage: Storage) -> None:

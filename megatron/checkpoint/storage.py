@@ -147,17 +147,17 @@ def write_file(storage: Storage, path: Path, content: bytes) -> None:
         storage.close(handle)
 
 
-def cannot_write(storage: Storage, path: Path, need_bytes: int, failure: OSError) -> StorageError:
-    """The error for a write that the file system refused."""
+def cannot_write(storage: Storage, path: Path, need_bytes: int, failure: OSError, flag: str = "--save") -> StorageError:
+    """The error for a write that the file system refused; `flag` names the directory."""
     try:
         free = storage.free_bytes(path.parent)
     except OSError:
         free = None
     name = errno.errorcode.get(failure.errno or 0, "unknown error")
     space = "an unknown number of" if free is None else str(free)
-    advice = "Free space there or give --save another directory."
+    advice = f"Free space there or give {flag} another directory."
     if failure.errno == errno.ENOENT:
-        advice = "All nodes must see the same --save directory; give one that is shared."
+        advice = f"All nodes must see the same {flag} directory; give one that is shared."
     return StorageError(
         f"cannot write {path}: {failure.strerror or failure} ({name}); this file needs {need_bytes} bytes, {space} "
         f"bytes are free there. Earlier checkpoints are untouched. {advice}"

@@ -57,7 +57,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.config": ("flags", "architecture", "sections", "files", "."),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
-    "megatron.checkpoint": ("checks", ".", "background", "analysis"),
+    "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
     "megatron.train": ("restarts", "."),
     "megatron.convert": (
         "pickles",

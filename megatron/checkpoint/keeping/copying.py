@@ -1,0 +1,160 @@
+"""Copies a checkpoint to another directory; every byte is compared with its digest on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredFile, read_manifest, stored_digest, unreadable
+from megatron.checkpoint.publish import discard, open_temporary, publish, temporary_folder, write_hint
+from megatron.checkpoint.storage import Storage, append, cannot_write, opened, read_range, write_file
+from megatron.errors import CheckpointError, DamagedError
+from megatron.parallel.agreement import run_on_all, run_on_first
+from megatron.parallel.mesh import ParallelMesh
+
+
+def copy_checkpoint(
+    source: Path,
+    directory: Path,
+    mesh: ParallelMesh,
+    *,
+    flag: str,
+    replaces: bool = False,
+    storage: Storage | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> Path | None:
+    """Copies the checkpoint folder `source` into a directory; collective over the whole mesh.
+
+    The ranks share the files. The copy appears by one rename when all of it is on the disk.
+
+    Args:
+        flag: what names the directory, for error texts.
+        replaces: whether another checkpoint of the same step there is replaced.
+        beat: called before each part that this rank copies.
+
+    Returns:
+        the copy, or None if the directory holds the same checkpoint already.
+
+    Raises:
+        DamagedError: the source is not what its manifest says.
+        CheckpointError: another checkpoint of that step is there.
+        StorageError: the file system refused; what was in the directory is untouched.
+    """
+    storage = storage or Storage()
+    manifest = run_on_all(mesh, lambda: read_manifest(source, storage))
+    final = directory / source.name
+    if run_on_first(mesh, lambda: _is_there(final, manifest, replaces, storage)):
+        return None
+    run = run_on_first(mesh, lambda: secrets.token_hex(8))
+    temporary = temporary_folder(directory, manifest.step, run)
+    need_bytes = sum(file.size_bytes for file in manifest.files)
+    run_on_first(mesh, lambda: open_temporary(temporary, need_bytes, storage, flag))
+    own = manifest.files[mesh.control.rank :: mesh.control.size]
+
+    def copy_own() -> None:
+        for file in own:
+            _copy_file(source, temporary, file, manifest.chunk_bytes, flag, storage, beat)
+
+    def commit() -> None:
+        target = temporary / MANIFEST_NAME
+        try:
+            write_file(storage, target, _manifest_text(source, manifest, storage))
+            storage.sync_directory(temporary)
+            publish(temporary, final, run, storage)
+        except OSError as failure:
+            raise cannot_write(storage, target, need_bytes, failure, flag) from failure
+
+    try:
+        run_on_all(mesh, copy_own)
+        run_on_first(mesh, commit)
+    except Exception:
+        if mesh.control.rank == 0:
+            discard(temporary, storage)
+        raise
+    if mesh.control.rank == 0:
+        write_hint(directory, manifest.step, run, storage)
+    return final
+
+
+def _is_there(final: Path, manifest: Manifest, replaces: bool, storage: Storage) -> bool:
+    """Whether the checkpoint was copied before.
+
+    Raises:
+        CheckpointError: there is another one, which is not to be replaced.
+    """
+    if not storage.exists(final):
+        return False
+    if stored_digest(final, storage) == manifest.digest:
+        return True
+    if not replaces:
+        raise CheckpointError(
+            f"{final} is another checkpoint of step {manifest.step} than the one to be copied. Copy it to another "
+            "directory, or remove the one that is there."
+        )
+    return False
+
+
+def _copy_file(
+    source: Path,
+    temporary: Path,
+    file: StoredFile,
+    chunk_bytes: int,
+    flag: str,
+    storage: Storage,
+    beat: Callable[[], None],
+) -> None:
+    buffer = memoryview(bytearray(min(chunk_bytes, file.size_bytes)))
+    target = temporary / file.name
+    try:
+        handle = storage.create(target)
+    except OSError as failure:
+        raise cannot_write(storage, target, file.size_bytes, failure, flag) from failure
+    try:
+        for number, digest in enumerate(file.chunks):
+            beat()
+            content = buffer[: min(chunk_bytes, file.size_bytes - number * chunk_bytes)]
+            _read_chunk(source / file.name, file, number * chunk_bytes, content, digest, storage)
+            try:
+                append(storage, handle, content)
+            except OSError as failure:
+                raise cannot_write(storage, target, file.size_bytes, failure, flag) from failure
+        try:
+            storage.sync(handle)
+        except OSError as failure:
+            raise cannot_write(storage, target, file.size_bytes, failure, flag) from failure
+    finally:
+        storage.close(handle)
+
+
+def _read_chunk(
+    path: Path, file: StoredFile, offset_bytes: int, content: memoryview, digest: str, storage: Storage
+) -> None:
+    """Fills `content` with a chunk and compares its digest."""
+    try:
+        with opened(storage, path) as (handle, size_bytes):
+            if size_bytes != file.size_bytes:
+                raise DamagedError(f"{path} has {size_bytes} bytes, but its manifest says {file.size_bytes}.")
+            read_range(storage, handle, content, offset_bytes)
+    except OSError as failure:
+        raise unreadable(path, failure) from failure
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise DamagedError(
+            f"{path} is damaged between bytes {offset_bytes} and {offset_bytes + len(content)}: the digest differs "
+            "from the manifest's. It was not copied."
+        )
+
+
+def _manifest_text(source: Path, manifest: Manifest, storage: Storage) -> bytes:
+    """The text of the manifest that was read before."""
+    path = source / MANIFEST_NAME
+    try:
+        with opened(storage, path) as (handle, size_bytes):
+            content = bytearray(size_bytes)
+            read_range(storage, handle, memoryview(content), 0)
+    except OSError as failure:
+        raise unreadable(path, failure) from failure
+    if stored_digest(source, storage) != manifest.digest:
+        raise DamagedError(f"{path} changed while it was being copied. Copy it again.")
+    return bytes(content)

@@ -1,0 +1,157 @@
+"""Which checkpoints of a folder are kept; the others are deleted, after a newer one is committed and never before.
+
+What is not certainly a checkpoint of this run is left alone: folders of other programs and runs, links, checkpoints
+that are damaged, and those that somebody put other files into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from megatron import log
+from megatron.checkpoint.keeping.summaries import Summaries, Summary, other_files, steps_in
+from megatron.checkpoint.publish import remove_checkpoint
+from megatron.checkpoint.storage import Storage
+from megatron.config import SavingConfig
+from megatron.errors import CheckpointError, StorageError
+
+
+@dataclass(frozen=True)
+class KeepRules:
+    """Which checkpoints of a run are not deleted.
+
+    Attributes:
+        last: so many of the newest.
+        every: those whose step is a multiple of this; None for no such.
+        best: the one with the lowest validation loss, the newest of equal ones.
+    """
+
+    last: int
+    every: int | None = None
+    best: bool = False
+
+    @classmethod
+    def of(cls, saving: SavingConfig) -> KeepRules | None:
+        """The rules that the flags ask for; None if nothing is to be deleted."""
+        return None if saving.keep_last is None else cls(saving.keep_last, saving.keep_every, saving.keep_best)
+
+    def keep_step(self, step: int) -> bool:
+        """Whether a checkpoint is kept for its step alone."""
+        return self.every is not None and step % self.every == 0
+
+    def superfluous(self, found: Sequence[Summary], counts: Callable[[Summary], bool]) -> list[Summary]:
+        """Those of some checkpoints that need not be kept.
+
+        Args:
+            found: newest first.
+            counts: whether a checkpoint can stand for older ones: one that does not may go, but lets no other go.
+        """
+        good = [summary for summary in found if counts(summary)]
+        kept = {summary.step for summary in good[: self.last]}
+        rated = [(summary.validation_loss, -summary.step) for summary in good if summary.validation_loss is not None]
+        if self.best and rated:
+            kept.add(-min(rated)[1])
+        if len(good) < self.last:
+            return []
+        return [summary for summary in found if summary.step not in kept and not self.keep_step(summary.step)]
+
+
+@final
+class Retention:
+    """Deletes what a folder need not keep; for one process, the first of a run or a tool.
+
+    Args:
+        resumed_step: the step the run continued from. Newer checkpoints were there already and were passed over when
+            it was loaded, so they do not count until the run has saved those steps itself.
+    """
+
+    def __init__(self, rules: KeepRules, storage: Storage, resumed_step: int | None = None) -> None:
+        self._rules = rules
+        self._storage = storage
+        self._resumed_step = resumed_step
+        self._summaries = Summaries(storage)
+        self._saved_steps: set[int] = set()
+        self._told: set[str] = set()
+
+    def apply(self, newest: Path) -> list[Path]:
+        """Deletes what is not kept beside the checkpoint that was just committed, and returns what is gone.
+
+        A failure is a warning.
+        """
+        try:
+            summary = self._summaries.of(newest)
+            self._saved_steps.add(summary.step)
+            doomed = self.plan(summary)
+        except (CheckpointError, StorageError, OSError) as failure:
+            log.warning(f"no checkpoint in {newest.parent} is deleted now, because it cannot be looked at: {failure}")
+            return []
+        gone = [summary.path for summary in doomed if self._remove(summary)]
+        if gone:
+            log.info(f"deleted {', '.join(path.name for path in gone)} in {newest.parent}, which need not be kept")
+        return gone
+
+    def plan(self, newest: Summary) -> list[Summary]:
+        """What would be deleted, newest first; checkpoints of later steps belong to another past and are left alone.
+
+        Raises:
+            OSError: the directory cannot be listed.
+        """
+        found = [newest]
+        counted = 1
+        for step, path in steps_in(newest.path.parent, self._storage).items():
+            is_kept = counted >= self._rules.last and self._rules.keep_step(step) and not self._rules.best
+            if step >= newest.step or is_kept:
+                continue
+            summary = self._look(path, newest.run_id)
+            if summary is not None:
+                found.append(summary)
+                counted += self._counts(summary)
+        self._tell_of_losses(found)
+        return [summary for summary in self._rules.superfluous(found, self._counts) if self._may_remove(summary)]
+
+    def _counts(self, summary: Summary) -> bool:
+        return self._resumed_step is None or summary.step <= self._resumed_step or summary.step in self._saved_steps
+
+    def _look(self, path: Path, run_id: str) -> Summary | None:
+        """A checkpoint of the same run that is good; None for anything else."""
+        try:
+            summary = self._summaries.of(path)
+        except (CheckpointError, StorageError) as failure:
+            self._tell_once(f"{path} does not count as a checkpoint to keep and is not deleted: {failure}")
+            return None
+        if run_id and summary.run_id and summary.run_id != run_id:
+            self._tell_once(f"{path} is of another run ({summary.run_id}) and is not deleted")
+            return None
+        return summary
+
+    def _may_remove(self, summary: Summary) -> bool:
+        others = other_files(summary, self._storage)
+        if others:
+            self._tell_once(
+                f"{summary.path} holds files that are not part of it ({', '.join(others[:3])}): not deleted"
+            )
+        return not others
+
+    def _remove(self, summary: Summary) -> bool:
+        try:
+            remove_checkpoint(summary.path, self._storage)
+        except OSError as failure:
+            log.warning(f"could not delete {summary.path}: {failure}. It is tried again after the next save.")
+            return False
+        self._summaries.forget(summary.path)
+        return True
+
+    def _tell_of_losses(self, found: Sequence[Summary]) -> None:
+        if self._rules.best and all(summary.validation_loss is None for summary in found):
+            self._tell_once(
+                "--keep-best keeps no checkpoint: none has a validation loss. It is that of an evaluation at the step "
+                "that is saved; let --save-interval be a multiple of --eval-interval."
+            )
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            log.warning(text)
