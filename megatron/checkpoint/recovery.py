@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,7 @@ def load_newest(
     *,
     known: Found | None = None,
     check: Check | None = None,
+    also: Sequence[Path] = (),
     storage: Storage | None = None,
 ) -> Found | None:
     """Loads the newest checkpoint that verifies on every rank; collective over the whole mesh.
@@ -138,6 +139,7 @@ def load_newest(
         wanted: called once for each attempt; must yield all tensors every time.
         known: what `newest_record` returned for this directory, so that rank 0 does not parse that manifest again.
         check: called with each folder and its record; one for which it raises DamagedError is skipped, too.
+        also: directories that are looked at as well; of two checkpoints of one step `directory` has the one taken.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged, or the newest good one does not fit the run.
@@ -148,16 +150,21 @@ def load_newest(
     def attempt(path: Path) -> Found:
         return Found(load(path, wanted(), mesh, known=parsed, check=check, storage=storage), path)
 
-    return _newest(Path(directory), attempt, mesh, storage or Storage())
+    return _newest((Path(directory), *also), attempt, mesh, storage or Storage())
 
 
 def newest_record(
-    directory: Path, mesh: ParallelMesh, *, check: Check | None = None, storage: Storage | None = None
+    directory: Path,
+    mesh: ParallelMesh,
+    *,
+    check: Check | None = None,
+    also: Sequence[Path] = (),
+    storage: Storage | None = None,
 ) -> Found | None:
     """The newest checkpoint whose manifest and file sizes are good; reads no tensors; collective over the whole mesh.
 
     Args:
-        check: as in `load_newest`.
+        check, also: as in `load_newest`.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged.
@@ -178,12 +185,14 @@ def newest_record(
         record = run_on_first(mesh, examine)
         return Found(record, path, parsed[0] if parsed else None)
 
-    return _newest(Path(directory), look, mesh, storage)
+    return _newest((Path(directory), *also), look, mesh, storage)
 
 
-def _newest(directory: Path, attempt: Callable[[Path], Found], mesh: ParallelMesh, storage: Storage) -> Found | None:
-    """The first success among the candidates of a directory, which only rank 0 lists."""
-    names = run_on_first(mesh, lambda: [str(candidate.path) for candidate in find(directory, storage=storage)])
+def _newest(
+    directories: Sequence[Path], attempt: Callable[[Path], Found], mesh: ParallelMesh, storage: Storage
+) -> Found | None:
+    """The first success among the candidates of some directories, which only rank 0 lists."""
+    names = run_on_first(mesh, lambda: _candidates(directories, storage))
     skipped: list[str] = []
     for path in map(Path, names):
         try:
@@ -194,14 +203,30 @@ def _newest(directory: Path, attempt: Callable[[Path], Found], mesh: ParallelMes
             skipped.append(f"{path.name}: {damage}")
             continue
         if mesh.control.rank == 0:
-            _compare_with_hint(directory, path, skipped, storage)
+            _compare_with_hint(path.parent, path, skipped, storage)
         return found
     if skipped:
         raise CheckpointError(
-            f"none of the {len(skipped)} checkpoints in {directory} can be used:\n" + "\n".join(skipped) + "\n"
+            f"none of the {len(skipped)} checkpoints in {' and '.join(map(str, directories))} can be used:\n"
+            + "\n".join(skipped)
+            + "\n"
             "Restore one from a copy, or give --load an empty directory to start from scratch."
         )
     return None
+
+
+def _candidates(directories: Sequence[Path], storage: Storage) -> list[str]:
+    """The checkpoint folders in some directories, newest first, and of one step in the order of the directories.
+
+    Any but the first may be out of reach; that is a warning.
+    """
+    found = find(directories[0], storage=storage)
+    for directory in directories[1:]:
+        try:
+            found += find(directory, storage=storage)
+        except (CheckpointError, StorageError) as failure:
+            log.warning(f"looking for checkpoints elsewhere only: {failure}")
+    return [str(candidate.path) for candidate in sorted(found, key=lambda candidate: -candidate.step)]
 
 
 def _compare_with_hint(directory: Path, path: Path, skipped: list[str], storage: Storage) -> None:

@@ -56,6 +56,7 @@ from megatron.parallel.watch.limits import Limits
 from megatron.parallel.watch.position import END
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.checkpoints import open_writer
+from megatron.train.keeping import Keeping
 from megatron.train.restarts.breaker import decide, settings_digest
 from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
@@ -140,7 +141,8 @@ def _build(
     history: History,
     watch: Watch,
 ) -> Run:
-    start = find_start(config.control, mesh)
+    secondary = config.saving.save_secondary
+    start = find_start(config.control, mesh, None if secondary is None else Path(secondary))
     config, saved = dataclasses.replace(config, control=start.control), start.saved
     passes = check_history(config, mesh, start, history)
     if saved is not None:
@@ -157,6 +159,9 @@ def _build(
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
         warn_if_done(config.optim, progress)
+    keeping = Keeping(config.saving, progress.step if is_resume else None, lambda: watch.beat("save"))
+    if writer is not None and keeping.has_work:
+        writer.after_commit = keeping
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
@@ -181,6 +186,7 @@ def _build(
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=progress.step if is_resume else None,
         writer=writer,
+        keeping=keeping,
         watch=watch,
         identity=start.identity,
         history=history,

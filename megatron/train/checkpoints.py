@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,6 @@ from megatron.checkpoint import CheckpointLock, save
 from megatron.checkpoint.background.host_memory import available_memory_bytes, memory_problem
 from megatron.checkpoint.background.writer import BackgroundWriter, PreparedSave
 from megatron.checkpoint.record import Record
-from megatron.checkpoint.saving import AfterCommit
 from megatron.config import ControlConfig, SavingConfig
 from megatron.data.datasets.build import data_fingerprint
 from megatron.engine.engine import Engine
@@ -33,13 +33,11 @@ def open_writer(
     lock: CheckpointLock | None,
     *,
     is_required: bool = False,
-    after_commit: AfterCommit | None = None,
 ) -> BackgroundWriter | None:
     """What saves a run in the background; None for a run that saves at once, or not at all; collective.
 
     Args:
         is_required: whether the user asked for it. Otherwise a run saves at once where memory is short.
-        after_commit: as for `BackgroundWriter`.
 
     Raises:
         ConfigError: it is required, and a copy of the state does not fit into host memory.
@@ -57,7 +55,7 @@ def open_writer(
         if engine.mesh.control.rank == 0:
             log.warning(f"{problem}: each save will hold up training until it is written, as with --no-async-save.")
         return None
-    writer = BackgroundWriter(Path(control.save), engine.mesh, lock=lock, after_commit=after_commit)
+    writer = BackgroundWriter(Path(control.save), engine.mesh, lock=lock)
     writer.reserve(size_bytes)
     engine.before_update(writer.wait_for_copy)
     return writer
@@ -138,7 +136,14 @@ def run_record(run: Run) -> Record:
         finetuned_from=run.identity.finetuned_from,
         passed_batches=run.passed_batches,
         recent=run.engine.gate.to_json(),
+        validation_loss=_validation_loss(run),
     )
+
+
+def _validation_loss(run: Run) -> float | None:
+    """The validation loss at the present step; None if it was not evaluated there, or is not finite."""
+    step, loss = run.validation or (None, math.nan)
+    return loss if step == run.progress.step and math.isfinite(loss) else None
 
 
 def _prepare(run: Run, *, must_succeed: bool) -> PreparedSave | None:
@@ -166,7 +171,16 @@ def _save_at_once(run: Run, *, must_succeed: bool) -> None:
     directory, record = Path(str(run.config.control.save)), run_record(run).to_json()
     check_before_save(run)
     try:
-        save(directory, run.progress.step, _pieces(run), record, run.mesh, lock=run.lock, beat=run.watch.beat)
+        save(
+            directory,
+            run.progress.step,
+            _pieces(run),
+            record,
+            run.mesh,
+            lock=run.lock,
+            after_commit=run.keeping,
+            beat=run.watch.beat,
+        )
     except StorageError as failure:
         if must_succeed or run.failed_saves > 0:
             raise

@@ -5,6 +5,7 @@ Every evaluation uses the same first samples, weights losses by tokens, and leav
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from megatron.data.datasets.sample import SampleDataset
@@ -15,7 +16,7 @@ def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, flo
     """Evaluates every named group of a split and reports its loss.
 
     Args:
-        run: the run; its progress and data position stay as they are.
+        run: the run; its progress and data position stay as they are. Its `validation` is the mean over the groups.
         prefix: the point in training, for the log ("iteration 100").
         split: "valid" or "test".
 
@@ -27,6 +28,8 @@ def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, flo
         run.watch.enter("evaluation", run.progress.step)
         losses[name] = mean_loss(run, dataset)
         run.report.evaluation(run.progress, name, prefix, losses[name])
+    if losses and split == "valid":
+        run.validation = (run.progress.step, math.fsum(losses.values()) / len(losses))
     return losses
 
 

@@ -43,11 +43,13 @@ class SavedRun:
 
     Attributes:
         folder_run_id: the run that the folder it was found in belongs to; empty if that does not matter.
+        secondary: the folder of copies that is looked at as well.
     """
 
     record: Record
     found: Found
     folder_run_id: str = ""
+    secondary: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -67,23 +69,28 @@ class Start:
     is_restart: bool = False
 
 
-def find_start(control: ControlConfig, mesh: ParallelMesh) -> Start:
+def find_start(control: ControlConfig, mesh: ParallelMesh, secondary: Path | None = None) -> Start:
     """What the run continues from and which run it is, written into its --save folder; collective over the mesh.
 
+    Args:
+        secondary: the folder of --save-secondary.
+
     Raises:
-        CheckpointError: as `find_saved_run`; the --save folder belongs to another run.
+        CheckpointError: as `find_saved_run`; the --save or --save-secondary folder belongs to another run.
     """
-    saved = find_saved_run(control, mesh)
+    saved = find_saved_run(control, mesh, None if control.finetune else secondary)
     if control.finetune and saved is not None:
         base = saved
         own = run_on_first(mesh, lambda: _own_finetuning(control, base))
         if own["continues"]:
             control = _resuming_itself(control)
-            saved = find_saved_run(control, mesh)
+            saved = find_saved_run(control, mesh, secondary)
         identity = own["identity"]
     else:
         identity = run_on_first(mesh, lambda: _identity(control, saved).to_json())
     settled = RunIdentity.from_json(identity) or RunIdentity()
+    if secondary is not None and not control.eval_only:
+        run_on_first(mesh, lambda: _settle_secondary(secondary, settled, control.from_scratch))
 
     def write() -> bool:
         if control.save is None:
@@ -96,8 +103,11 @@ def find_start(control: ControlConfig, mesh: ParallelMesh) -> Start:
     return Start(control, saved, settled, not control.eval_only and run_on_first(mesh, write))
 
 
-def find_saved_run(control: ControlConfig, mesh: ParallelMesh) -> SavedRun | None:
+def find_saved_run(control: ControlConfig, mesh: ParallelMesh, secondary: Path | None = None) -> SavedRun | None:
     """The checkpoint this run continues from, None for a new run; collective over the mesh.
+
+    Args:
+        secondary: a folder of copies; looked at as well unless --load names a single checkpoint.
 
     Raises:
         CheckpointError: `--load` holds no usable checkpoint although one is required, or `--save` holds another run's
@@ -110,10 +120,17 @@ def find_saved_run(control: ControlConfig, mesh: ParallelMesh) -> SavedRun | Non
             run_on_first(mesh, lambda: _reject_foreign_save(str(control.save)))
         return None
     source = _source(control, mesh)
-    folder_run_id = run_on_first(mesh, lambda: _run_id_of_folder(source))
-    found = newest_record(source, mesh, check=only_of_run(folder_run_id, source))
+    if control.load_step is not None or (source / MANIFEST_NAME).exists():
+        secondary = None
+    also = () if secondary is None else (secondary,)
+    folder_run_id = run_on_first(mesh, lambda: next(filter(None, map(_run_id_of_folder, (source, *also))), ""))
+    found = newest_record(source, mesh, check=only_of_run(folder_run_id, source), also=also)
     if found is not None:
-        return SavedRun(Record.from_json(found.record, found.path), found, folder_run_id)
+        if found.path.parent == secondary and mesh.world.rank == 0:
+            log.warning(
+                f"continuing from the copy {found.path}: --load {control.load} holds no checkpoint that is newer"
+            )
+        return SavedRun(Record.from_json(found.record, found.path), found, folder_run_id, secondary)
     for flag, is_set in (("--eval-only", control.eval_only), ("--finetune", control.finetune)):
         if is_set:
             raise CheckpointError(
@@ -178,6 +195,7 @@ def load_tensors(control: ControlConfig, engine: Engine, saved: SavedRun | None)
         engine.mesh,
         known=saved.found,
         check=only_of_run(saved.folder_run_id, source),
+        also=() if saved.secondary is None else (saved.secondary,),
     )
     if loaded is None:
         raise CheckpointError(f"the checkpoint in {control.load} disappeared while it was being loaded. Start again.")
@@ -225,6 +243,22 @@ def _run_id_of_folder(source: Path) -> str:
     """The run whose checkpoints a folder should hold; empty for the folder of one checkpoint, which is meant."""
     identity = None if (source / MANIFEST_NAME).exists() else identity_of(source)
     return "" if identity is None else identity.run_id
+
+
+def _settle_secondary(folder: Path, own: RunIdentity, replaces: bool) -> None:
+    """Makes the folder of copies that of this run.
+
+    Raises:
+        CheckpointError: it holds checkpoints of another run.
+    """
+    candidates, held = checkpoints_in(folder), identity_of(folder)
+    if candidates and held is not None and held.run_id != own.run_id and not replaces:
+        raise CheckpointError(
+            f"--save-secondary {folder} holds checkpoints of {held} (newest: iteration {candidates[0].step}), and this "
+            f"is {own}: their steps would be mixed in one folder. Give --save-secondary another folder."
+        )
+    if read_identity(folder) != own:
+        write_identity(folder, own)
 
 
 def _identity(control: ControlConfig, saved: SavedRun | None) -> RunIdentity:

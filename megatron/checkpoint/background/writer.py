@@ -72,6 +72,7 @@ class BackgroundWriter:
         storage: for tests.
 
     Attributes:
+        after_commit: may be set before the first save.
         stall_seconds: how long training has waited for copies and for saves so far.
         beat: called about once a second, on the thread that waits for a save or a copy, if that has advanced.
     """
@@ -88,7 +89,7 @@ class BackgroundWriter:
         self._directory = directory
         self._mesh = dataclasses.replace(mesh, control=mesh.background)
         self._lock = lock
-        self._after_commit = after_commit
+        self.after_commit = after_commit
         self.beat: Callable[[], None] = lambda: None
         self._storage = storage
         self._buffer = device.host_buffer(0, mesh.device)
@@ -211,7 +212,7 @@ class BackgroundWriter:
             self._mesh,
             lock=self._lock,
             storage=self._storage,
-            after_commit=self._after_commit,
+            after_commit=self.after_commit,
             beat=self._advance,
         )
 

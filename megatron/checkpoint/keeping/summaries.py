@@ -133,8 +133,9 @@ def _check_sizes(summary: Summary, storage: Storage) -> None:
 
 def _validation_loss(record: Mapping[str, Any]) -> float | None:
     entry = record.get("validation_loss")
-    is_number = isinstance(entry, int | float) and not isinstance(entry, bool)
-    return float(entry) if is_number and math.isfinite(entry) else None
+    if not isinstance(entry, int | float) or isinstance(entry, bool) or not math.isfinite(entry):
+        return None
+    return float(entry)
 
 
 def _layout(record: Mapping[str, Any]) -> dict[str, int]:

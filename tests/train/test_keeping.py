@@ -1,0 +1,70 @@
+"""Runs that keep some checkpoints and copy each to a second folder, and resume from there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import read_record
+from megatron.errors import ExitCode
+from tests.helpers.tiny_run import TinyCorpus, losses, train, write_tiny_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
+    return write_tiny_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def folders(path: Path) -> list[str]:
+    """The names of a folder's checkpoints."""
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+
+
+@pytest.mark.parametrize("saves", ["--async-save", "--no-async-save"])
+def test_a_run_keeps_what_it_should_and_resumes_from_the_copies(corpus: TinyCorpus, tmp_path: Path, saves: str) -> None:
+    alone = tmp_path / "alone"
+    assert train(corpus.flags(folder=alone)) == (0, "")
+
+    copies = tmp_path / "copies"
+    keep = ("--keep-last", "2", "--keep-every", "4", "--keep-best", "--save-secondary", str(copies), saves)
+    common = {"folder": tmp_path, "save_interval": 1}
+    assert (
+        train(corpus.flags(*keep, **common, exit_interval=7, eval_interval=3, tensor_model_parallel_size=2), 2)[0] == 0
+    )
+    saved = tmp_path / "checkpoints"
+    records = [read_record(saved / f"iter_{step:07d}") for step in (4, 6, 7)]
+    assert [record.get("validation_loss") is not None for record in records] == [False, True, False]
+    assert folders(saved) == folders(copies) == ["iter_0000004", "iter_0000006", "iter_0000007"]
+    for path in (saved / "iter_0000007").iterdir():
+        assert (copies / "iter_0000007" / path.name).read_bytes() == path.read_bytes()
+
+    shutil.rmtree(saved)  # a disk of the node is gone
+    code, text = train(corpus.flags(*keep, **common))
+    assert (code, text) == (0, "")
+    assert folders(saved) == ["iter_0000008"]
+    assert folders(copies) == ["iter_0000004", "iter_0000006", "iter_0000007", "iter_0000008"]
+    assert losses(tmp_path)[8] == pytest.approx(losses(alone)[8], rel=1e-5)
+
+
+def test_the_copies_of_another_run_are_not_mixed_with_ours(corpus: TinyCorpus, tmp_path: Path) -> None:
+    short = {"train_iters": 2, "save_interval": 2, "lr_warmup_fraction": None}
+    for name in ("first", "second"):
+        assert train(corpus.flags(folder=tmp_path / name, **short)) == (0, "")
+    others = tmp_path / "first" / "checkpoints"
+    flags = corpus.flags("--save-secondary", str(others), folder=tmp_path / "second", **{**short, "train_iters": 3})
+    code, text = train(flags)
+    assert code == ExitCode.STORAGE
+    assert "holds checkpoints of run" in text and "Give --save-secondary another folder" in text
+    assert folders(others) == ["iter_0000002"]
+
+
+def test_a_folder_for_copies_that_cannot_be_written_is_an_error_at_the_start(
+    corpus: TinyCorpus, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    code, text = train(corpus.flags("--save-secondary", str(tmp_path / "file" / "copies"), folder=tmp_path))
+    assert code == ExitCode.STORAGE
+    assert str(tmp_path / "file") in text
+    assert not (tmp_path / "checkpoints").exists() or folders(tmp_path / "checkpoints") == []
