@@ -361,14 +361,15 @@ def run(cases: int, seed: int = 1, orders: int = 10, logs: Sequence[Sequence[Ope
 
 
 def _spread(every: Iterator[tuple[Tree, int]], count: int, draw: Random) -> list[tuple[Tree, int]]:
-    """So many of the states, each with the same chance."""
+    """So many of the states, each with the same chance, and the last one."""
     chosen: list[tuple[Tree, int]] = []
+    state: tuple[Tree, int] = ({}, 0)
     for number, state in enumerate(every):
         if len(chosen) < count:
             chosen.append(state)
         elif (place := draw.randrange(number + 1)) < count:
             chosen[place] = state
-    return chosen
+    return [*chosen, state]
 
 
 @dataclass(frozen=True)
