@@ -15,13 +15,13 @@ from typing import Any
 from urllib.parse import quote, quote_plus, unquote, unquote_plus
 
 MASK = "***"
-_SCHEME = r"(?:(?i:mongodb(?:\+srv)?):/+|[A-Za-z][\w+.-]*://)"
+_SCHEME = r"(?:(?i:mongodb(?:\+srv)?):/+|[A-Za-z][\w+.-]*://|[\w+.-]*//(?=[^\s/:@]*:\S*@))"  # the last, mistyped
 _STARTS_AS_ADDRESS = re.compile(rf"\s*{_SCHEME}")
 # In a longer text an address ends at a blank; only a password may hold blanks, and then an @ follows.
 _ADDRESS = re.compile(rf"{_SCHEME}(?:[^\s:/@?]*:(?!\d*(?:[,/?\s]|$))[^@]*@\S*|\S*)")
 _WITHOUT_USER = ("sqlite:", "hf:", "file:")
 _USER_IS_NO_SECRET = "mongodb"
-_PLAIN_USER = re.compile(r"[^/?#&=@\s]*")
+_PLAIN_USER = re.compile(r"[\w.%+~$-]*")
 _WRONG_PORT = re.compile(r":(?!\d*$)(.*)$", re.DOTALL)
 # Options of a connection string that hold nothing secret, in small letters, and those of our own addresses.
 _HARMLESS = """
@@ -89,7 +89,7 @@ def masked(text: str) -> str:
     """A text with `***` in place of every secret of the addresses in it."""
     if isinstance(text, SecretText):
         return str(text)
-    if ":/" not in text:
+    if "//" not in text and ":/" not in text:
         return text
     if _STARTS_AS_ADDRESS.match(text):
         return _mask_address(text)[0]

@@ -68,6 +68,9 @@ def test_everything_made_of_a_secret_text_is_masked() -> None:
         ("mongodb://u:p:s3same@h/db", "mongodb://u:***@h/db"),
         ("mongodb:/u:s3same@h/db", "mongodb:/u:***@h/db"),
         ("MongoDB://u:s3same@h/db", "MongoDB://u:***@h/db"),
+        ("mongodb//u:s3same@h/db", "mongodb//u:***@h/db"),
+        ("//u:s3same@h/db", "//u:***@h/db"),
+        ("mongodb://u;s3same@h/db", "mongodb://***@h/db"),
         ("mongodb://u:s3same", "mongodb://u:***"),
         ("mongodb://u:s3same/db", "mongodb://u:***/db"),
         ("mongodb://h/db?tlsCertificateKeyFilePassword=s3same;w=1", "mongodb://h/db?tlsCertificateKeyFilePassword=***;w=1"),
@@ -91,7 +94,7 @@ def test_what_is_shown_of_an_address(written: str, shown: str) -> None:
     "text",
     ["mongodb://[::1]:27017/db?readPreference=nearest", "sqlite:////a@b:c/x.db?table=t", "hf://o/n@r:s",
      "a/b-?.parquet",
-     "mongodb://me@h/db", "train: 1 0:1 a, 1 0:1 b", "sub:/folder/x"],
+     "mongodb://me@h/db", "train: 1 0:1 a, 1 0:1 b", "sub:/folder/x", "/a//b:c/d", "//server/share@v2"],
 )  # fmt: skip
 def test_what_holds_no_secret_is_left_alone(text: str) -> None:
     assert masked(text) == text

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.errors import ConfigError
+from megatron.secret_text import masked
 
 MOST_BYTES = 4 << 20
 MOST_YAML_BYTES = 512 << 10  # PyYAML reads about 300 KB a second
@@ -21,6 +22,8 @@ MOST_VALUES = 100_000
 MOST_YAML_VALUES = 20_000
 MOST_LEVELS = 32
 _LONGEST_NUMBER = 400  # letters of a number in YAML; longer ones take time that grows with their square
+_LONGEST_REASON = 300
+_LONGEST_SHOWN = 60
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")
 _NUMBER_TAGS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _MERGE_TAG = "tag:yaml.org,2002:merge"
@@ -122,8 +125,8 @@ def read_yaml(path: str, name: str) -> Any:
             finally:
                 self.level -= 1
 
-    loader = BoundedLoader(text)
     try:
+        loader = BoundedLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -132,11 +135,19 @@ def read_yaml(path: str, name: str) -> Any:
     except RecursionError:
         raise ConfigError(_depth_text(name)) from None
     except (yaml.YAMLError, ValueError, OverflowError) as failure:
-        raise ConfigError(f"{name} is not YAML: {' '.join(str(failure).split())}. Fix the file.") from None
-    finally:
-        loader.dispose()
+        raise ConfigError(f"{name} is not YAML: {_reason(failure)}. Fix the file.") from None
     check_values(tree, name)
     return tree
+
+
+def _reason(failure: Exception) -> str:
+    """What is wrong with a YAML file, without the piece of it that PyYAML shows: a password may stand there."""
+    problem, mark = getattr(failure, "problem", None), getattr(failure, "problem_mark", None)
+    if problem is None:
+        return " ".join(str(failure).split()).partition(": '")[0][:_LONGEST_REASON]
+    context = getattr(failure, "context", None)
+    place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    return masked(f"{context + ', ' if context else ''}{problem}{place}"[:_LONGEST_REASON])
 
 
 def check_values(tree: Any, name: str) -> None:
@@ -224,4 +235,5 @@ def _kind(mode: int) -> str:
 
 
 def _shown(text: str) -> str:
-    return ascii(text if len(text) <= 60 else f"{text[:60]}...")[1:-1]
+    text = masked(text)
+    return ascii(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}...")[1:-1]

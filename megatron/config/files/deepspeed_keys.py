@@ -17,6 +17,7 @@ from megatron.config.flags.command_line import shown_value
 # A key may contain one typing error for this many letters, and always at least one.
 _LETTERS_PER_ERROR = 6
 _SHORTEST_BEGINNING = 4
+_LARGEST_WHOLE = 2**53
 _LONGEST_KEY = 80
 _MOST_UNKNOWN = 20
 _PREFIX = "stage3_"
@@ -144,7 +145,7 @@ def _checked_value(row: DeepSpeedKey, value: Any, name: str, found: CheckedSetti
     else:
         least, most = bounds.split("..")
         if _is_number(value, is_whole=kind == "whole") and float(least) <= value <= float(most):
-            return int(value) if kind == "whole" else value
+            return int(value) if kind == "whole" else value if abs(value) < _LARGEST_WHOLE else float(value)
         expected = f"a {'whole ' if kind == 'whole' else ''}number from {least} to {most}"
     found.problems.append(_wrong(name, row, expected, value))
     return None
