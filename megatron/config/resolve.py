@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron.config.flags.section import ConfigSection
 from megatron.config.layout import layout_problems
 from megatron.config.run import DEFAULT, PRESET, RunConfig, RunRequest, fields_of
-from megatron.config.schedule import planned_iterations, schedule
+from megatron.config.schedule import planned_iterations, ranges_at_the_end, schedule
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
@@ -59,6 +59,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
+    skip_notices = [] if request.control.eval_only else list(_skip_notices(optim, request.control.skip_ranges))
     problems.extend(_hang_timeout_problems(request, machine))
     if problems:
         raise ConfigError(problems)
@@ -77,7 +78,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
             "optim": optim,
             "safety": _resolved(SafetyConfig, request.safety, hang_timeout_seconds=_hang_timeout(request, machine)),
             "provenance": provenance,
-            "notices": (*request.notices, *vocabulary_notices, *backend_notices, *stage_notices),
+            "notices": (*request.notices, *vocabulary_notices, *backend_notices, *stage_notices, *skip_notices),
         }
     )
 
@@ -232,6 +233,16 @@ def _hang_timeout_problems(request: RunRequest, machine: Machine) -> Iterator[st
             f"--distributed-timeout-minutes {minutes}, after which a collective fails without naming the rank that "
             f"hangs. Use at most {minutes * 30}, or raise --distributed-timeout-minutes."
         )
+
+
+def _skip_notices(optim: OptimConfig, ranges: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Ranges of `--skip-train-iteration-range` that a run from the start does not get beyond."""
+    lengths = {"--train-samples": optim.train_samples, "--train-tokens": optim.train_tokens}
+    lengths["--train-iters"] = None if optim.is_counted_in_samples else optim.given_iters
+    length = " ".join(f"{name} {value}" for name, value in lengths.items() if value)
+    for (first, last), is_reached in ranges_at_the_end(optim, ranges):
+        effect = "it leaves no data, so the run ends" if is_reached else "the run ends"
+        yield f"--skip-train-iteration-range {first}-{last} has no effect: {effect} before step {first} ({length})."
 
 
 def _backend(request: RunRequest, machine: Machine) -> tuple[str, list[str]]:

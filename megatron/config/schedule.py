@@ -129,14 +129,17 @@ def samples_after(optim: OptimConfig, steps: int, consumed_samples: int = 0) -> 
     return consumed_samples + steps * optim.global_batch_size
 
 
-def is_done(optim: OptimConfig, step: int, consumed_samples: int) -> bool:
+def is_done(optim: OptimConfig, step: int, consumed_samples: int, ranges: Sequence[StepRange] = ()) -> bool:
     """Whether the planned steps, samples or tokens are used up.
 
     A batch that would exceed --train-samples is not started; --train-tokens is reached by the last step, which may
-    exceed it.
+    exceed it. Data that one of `ranges` passes over before the next step counts as used.
 
     Source: deepspeedai's Megatron-DeepSpeed `megatron/training.py`, `train`, for tokens.
     """
+    skipped = range_to_skip(ranges, step)
+    if skipped is not None and optim.is_limited_by_data:
+        consumed_samples = samples_after(optim, skipped[1] - skipped[0] + 1, consumed_samples)
     if optim.train_tokens is not None and consumed_samples * optim.tokens_per_sample >= optim.train_tokens:
         return True
     if not optim.is_counted_in_samples:
@@ -174,7 +177,8 @@ def planned_samples(
     """Samples that training, validation and test need over the whole run; what the index files are built for.
 
     Every evaluation sees the same first samples, so it needs those of one evaluation only (upstream continues
-    through its validation data and plans for all of them). Training also needs the data that it passes over.
+    through its validation data and plans for all of them). With --train-iters, training also needs the data that it
+    passes over; --train-samples and --train-tokens include it.
 
     Args:
         optim: the resolved optimizer section.
@@ -189,7 +193,8 @@ def planned_samples(
         last = optim.given_iters or planned_iterations(optim, step, consumed_samples)
         steps = last - step
         train = samples_after(optim, max(0, steps), consumed_samples)
-    train += skipped_steps(control.skip_ranges, after=step) * batch
+    if not optim.is_counted_in_samples:
+        train += skipped_steps(control.skip_ranges, after=step) * batch
     return train, control.eval_iters * batch, control.eval_iters * batch
 
 
@@ -205,6 +210,18 @@ def skipped_steps(ranges: Sequence[StepRange], after: int) -> int:
 def range_to_skip(ranges: Sequence[StepRange], step: int) -> StepRange | None:
     """The range of data to pass over before the next step, once `step` steps were taken."""
     return next((pair for pair in ranges if pair[0] == step + 1), None)
+
+
+def ranges_at_the_end(optim: OptimConfig, ranges: Sequence[StepRange]) -> Iterator[tuple[StepRange, bool]]:
+    """The ranges that a run from the start does not pass over, and whether it reaches them at all.
+
+    One that is reached and not passed over leaves no data to train on: the run ends before it.
+    """
+    for place, pair in enumerate(ranges):
+        step = pair[0] - 1
+        consumed = samples_after(optim, step + skipped_steps(ranges[:place], after=0))
+        if is_done(optim, step, consumed, [pair]):
+            yield pair, not is_done(optim, step, consumed)
 
 
 def samples_before_step(optim: OptimConfig, ranges: Sequence[StepRange], step: int) -> int:

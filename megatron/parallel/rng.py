@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron.config.architecture.dropout import DROPOUT_STEPS
 from megatron.device import default_generator
 from megatron.kernels.dropout import masked_scale
 from megatron.parallel.shard_spec import Distribution, ShardSpec
@@ -92,7 +93,8 @@ def hidden_dropout(
 ) -> torch.Tensor:
     """Zeroes entries of `x` with `probability` and scales up the others, using a hash of each entry's coordinates.
 
-    The probability is rounded to a multiple of 1/65536, and the scale uses the rounded value. The mask (one byte per
+    The probability is rounded to a multiple of 1/65536, and the scale uses the rounded value; the configuration
+    refuses one that this would change. The mask (one byte per
     entry) is kept for backward.
 
     Shapes: x `[b, s, h]`, sample_ids `[b]`.
@@ -101,7 +103,7 @@ def hidden_dropout(
         layer: the dropout site; unique to each call in a forward pass.
         first_position: position of the first entry in its sequence, if the rank holds a later part of it.
     """
-    threshold = round(probability * 65536)
+    threshold = round(probability * DROPOUT_STEPS)
     if not training or threshold == 0:
         return x
     states = sample_ids.to(x.device) ^ _signed(mix(_STREAM_ROW, seed, layer), 64)  # [b]
@@ -121,7 +123,7 @@ def attention_dropout(
     Args:
         first_head: global index of the first head that this rank holds.
     """
-    threshold = round(probability * 65536)
+    threshold = round(probability * DROPOUT_STEPS)
     if threshold == 0:
         return probabilities
     _, heads, queries, _ = probabilities.shape

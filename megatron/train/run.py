@@ -78,7 +78,8 @@ class Run:
     @property
     def is_done(self) -> bool:
         """Whether the planned training is finished."""
-        return is_done(self.config.optim, self.progress.step, self.progress.consumed_samples)
+        ranges = self.config.control.skip_ranges
+        return is_done(self.config.optim, self.progress.step, self.progress.consumed_samples, ranges)
 
     def train_batches(self) -> Sequence[Batch | None]:
         """This rank's micro-batches of the next global batch; None for each on middle pipeline stages."""

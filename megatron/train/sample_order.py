@@ -59,10 +59,8 @@ class SampleOrder:
                 "The order of samples depends on how many are planned. Give --train-samples (or --train-iters and "
                 "--global-batch-size) as training had it, or a checkpoint with --load."
             )
-        if optim.train_samples is None or control.skip_ranges:
-            counted = "--skip-train-iteration-range"
-            if optim.train_samples is None:
-                counted = "--train-iters" if optim.train_tokens is None else "--train-tokens"
+        if optim.train_samples is None:
+            counted = "--train-iters" if optim.train_tokens is None else "--train-tokens"
             samples = planned_samples(with_known_batch(optim, counted, sequence_length), control)[0]
         else:
             samples = optim.train_samples

@@ -19,6 +19,7 @@ from megatron.config.schedule import (
     planned_samples,
     ramp_up_batches,
     range_to_skip,
+    ranges_at_the_end,
     samples_after,
     samples_before_step,
     schedule,
@@ -65,6 +66,42 @@ def test_schedule_is_counted_in_samples(flags: dict[str, float], warmup: float, 
 def test_warmup_must_end_before_the_decay() -> None:
     with pytest.raises(ConfigError, match=r"--lr-warmup-iters 10 is not less than --train-iters 10"):
         optim_config(train_iters=10, lr_warmup_iters=10)
+
+
+@given(
+    length=st.sampled_from(["train_iters", "train_samples", "train_tokens", "steps and tokens"]),
+    size=st.integers(0, 20),
+    ranges=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), max_size=3),
+    ramp=st.sampled_from([None, (2, 2, 30)]),
+)
+def test_no_run_uses_more_data_than_is_planned(
+    length: str, size: int, ranges: list[tuple[int, int]], ramp: tuple[int, int, int] | None
+) -> None:
+    """Whatever is passed over; with --train-iters every step is taken."""
+    texts = tuple(f"{first}-{first + more}" for first, more in ranges)
+    control = control_config(skip_train_iteration_range=texts, eval_iters=0)
+    lengths = {
+        "train_iters": {"train_iters": size},
+        "train_samples": {"train_samples": size * 7 + 8, "rampup_batch_size": ramp},
+        "train_tokens": {"train_tokens": size * 200 + 1, "rampup_batch_size": ramp},
+        "steps and tokens": {"train_tokens": size * 200 + 1, "train_iters": 9, "most_iters": 9},
+    }
+    optim = optim_config(**TOKENS, **lengths[length])
+    planned = planned_samples(optim, control)[0]
+    step = consumed = 0
+    not_passed = dict(ranges_at_the_end(optim, control.skip_ranges))
+    while not is_done(optim, step, consumed, control.skip_ranges):
+        found = range_to_skip(control.skip_ranges, step)
+        assert found not in not_passed
+        consumed = samples_after(optim, found[1] - found[0] + 1 if found else 0, consumed)
+        consumed, step = consumed + global_batch_size(optim, consumed), step + 1
+        assert consumed <= planned
+        if optim.train_samples is not None:
+            assert consumed <= optim.train_samples
+    if length == "train_iters":
+        assert step == size
+    for (first, _), is_reached in not_passed.items():
+        assert is_reached == (first - 1 == step and not is_done(optim, step, consumed)), (first, step)
 
 
 @given(
@@ -192,7 +229,9 @@ def test_a_range_is_skipped_before_its_first_step() -> None:
 def test_skipped_data_is_planned() -> None:
     control = control_config(skip_train_iteration_range=("3-5", "8-8"), eval_iters=0)
     assert planned_samples(optim_config(train_iters=10), control)[0] == 14 * 8
-    assert planned_samples(optim_config(train_samples=80), control)[0] == 14 * 8
+    assert planned_samples(optim_config(train_samples=80), control)[0] == 80
+    tokens = optim_config(**TOKENS, train_tokens=80 * 32)
+    assert planned_samples(tokens, control)[0] == 80
     assert planned_samples(optim_config(train_iters=10), control, 3, 48)[0] == 48 + 7 * 8 + 8
 
 

@@ -119,6 +119,16 @@ def test_batch_size_ramps_up_and_resumes(corpus: TinyCorpus, tmp_path: Path) -> 
     assert steps(tmp_path / "cut", *FIELDS) == steps(tmp_path / "whole", *FIELDS)
 
 
+def test_a_range_beyond_the_samples_ends_the_run(corpus: TinyCorpus, tmp_path: Path) -> None:
+    """Its data counts towards --train-samples; a longer run passes over it and goes on."""
+    skip = ["--skip-train-iteration-range", "2-9"]
+    for samples, last in ((12, (1, 4)), (44, (3, 44))):
+        flags = corpus.flags(*skip, folder=tmp_path, train_iters=None, train_samples=samples, lr_decay_samples=100)
+        assert train(flags)[0] == 0
+        logged = steps(tmp_path, "consumed_samples")
+        assert (max(logged), *logged[max(logged)]) == last
+
+
 def test_skipped_iterations_consume_their_data(corpus: TinyCorpus, tmp_path: Path) -> None:
     assert train(corpus.flags("--skip-train-iteration-range", "2-2", "4-5", folder=tmp_path, train_iters=5))[0] == 0
     consumed = [count for (count,) in steps(tmp_path, "consumed_samples").values()]

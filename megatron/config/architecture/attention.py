@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.architecture.dropout import dropout_problems
 from megatron.config.flags.fields import MUST_MATCH, flag
 from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
+
+_LARGEST_POWER = 6
 
 
 def _head_width(model: AttentionFields) -> int:
@@ -31,16 +34,17 @@ def _softmax_scale(model: Any) -> float | None:
     """
     if not model.use_mup or not isinstance(model.kv_channels, int) or model.kv_channels < 1:
         return None
-    return float(math.sqrt(model.mup_base_head_dim or 1.0) / model.kv_channels**model.mup_attn_scale_power)
+    power = min(model.mup_attn_scale_power, _LARGEST_POWER)  # a greater one is refused, and would overflow here
+    return float(math.sqrt(model.mup_base_head_dim or 1.0) / model.kv_channels**power)
 
 
 @dataclass(frozen=True)
 class AttentionFields(ConfigSection):
     """Shape and scores of attention."""
 
-    num_layers: int = flag(help="transformer blocks in the whole model", at_least=1, resume=MUST_MATCH)
-    hidden_size: int = flag(help="width of the model", at_least=1, resume=MUST_MATCH)
-    num_attention_heads: int = flag(help="attention heads per block", at_least=1, resume=MUST_MATCH)
+    num_layers: int = flag(help="transformer blocks in the whole model", at_least=1, at_most=10_000, resume=MUST_MATCH)
+    hidden_size: int = flag(help="width of the model", at_least=1, at_most=2**24, resume=MUST_MATCH)
+    num_attention_heads: int = flag(help="attention heads per block", at_least=1, at_most=2**20, resume=MUST_MATCH)
     num_query_groups: int = flag(
         help="groups of query heads that share one key and value head; as many as heads if unset",
         computed=lambda model: model.num_attention_heads,
@@ -53,6 +57,7 @@ class AttentionFields(ConfigSection):
         help="width of an attention head; hidden size / heads if unset",
         computed=_head_width,
         at_least=1,
+        at_most=2**20,
         follows=("hidden_size", "num_attention_heads"),
         resume=MUST_MATCH,
     )
@@ -109,5 +114,6 @@ class AttentionFields(ConfigSection):
                 f"--num-attention-heads {heads} cannot be divided into --num-query-groups {groups}. The heads must be "
                 f"a multiple of the groups."
             )
+        yield from dropout_problems("--attention-dropout", self.attention_dropout)
         if self.attention_window_pattern and self.attention_window is None:
             yield "--attention-window-pattern needs --attention-window, the number of tokens."

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.architecture.attention import AttentionFields
+from megatron.config.architecture.dropout import dropout_problems
 from megatron.config.flags.fields import MUST_MATCH, flag
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu", "linear")
@@ -19,6 +20,7 @@ class FeedForwardFields(AttentionFields):
         help="inner width of the MLP; 4 x hidden size if unset (--swiglu: 8/3 x hidden size, down to a multiple of 64)",
         computed=lambda model: 4 * model.hidden_size,
         at_least=1,
+        at_most=2**28,
         follows=("hidden_size",),
         resume=MUST_MATCH,
     )
@@ -42,6 +44,10 @@ class FeedForwardFields(AttentionFields):
     )
     hidden_dropout: float = flag(0.1, "dropout on block outputs and on the embedding", at_least=0, below=1)
 
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from dropout_problems("--hidden-dropout", self.hidden_dropout)
+
 
 @dataclass(frozen=True)
 class ExpertFields(FeedForwardFields):
@@ -51,7 +57,12 @@ class ExpertFields(FeedForwardFields):
     """
 
     num_experts: int = flag(
-        1, "feed-forward networks per layer that tokens are routed to", at_least=1, repeated=True, resume=MUST_MATCH
+        1,
+        "feed-forward networks per layer that tokens are routed to",
+        at_least=1,
+        at_most=2**16,
+        repeated=True,
+        resume=MUST_MATCH,
     )
     moe_layer_pattern: tuple[int, ...] = flag(
         (),
@@ -64,11 +75,12 @@ class ExpertFields(FeedForwardFields):
         help="inner width of an expert; --ffn-hidden-size if unset",
         computed=lambda model: model.ffn_hidden_size,
         at_least=1,
+        at_most=2**28,
         follows=("ffn_hidden_size", "hidden_size"),
         resume=MUST_MATCH,
     )
     moe_shared_expert_intermediate_size: int = flag(
-        0, "inner width of an expert that sees every token; 0 for none", at_least=0, resume=MUST_MATCH
+        0, "inner width of an expert that sees every token; 0 for none", at_least=0, at_most=2**28, resume=MUST_MATCH
     )
     moe_router_score_function: str = flag(
         "softmax", "how router logits become scores", choices=("softmax", "sigmoid"), resume=MUST_MATCH

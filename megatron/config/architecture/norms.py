@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.flags.fields import MUST_MATCH, flag
+from megatron.config.flags.fields import MUST_MATCH, SMALLEST_FLOAT32, flag
 from megatron.config.flags.section import ConfigSection
 
 LAYER_NORM, RMS_NORM = "LayerNorm", "RMSNorm"
@@ -24,7 +24,7 @@ class NormFields(ConfigSection):
         resume=MUST_MATCH,
     )
     layernorm_epsilon: float = flag(
-        1e-5, "epsilon of every norm", above=0, spelled=("--norm-epsilon",), resume=MUST_MATCH
+        1e-5, "epsilon of every norm", at_least=SMALLEST_FLOAT32, spelled=("--norm-epsilon",), resume=MUST_MATCH
     )
     apply_layernorm_1p: bool = flag(
         False, "norm weights are stored as their difference from 1 (zero-centred)", resume=MUST_MATCH

@@ -31,6 +31,7 @@ class PositionFields(ConfigSection):
         "the network is made for, --seq-length if unset",
         computed=_needed_positions,
         at_least=1,
+        at_most=2**31 - 1,
         resume=MUST_MATCH,
     )
     position_embedding_type: str = flag(
@@ -53,7 +54,7 @@ class PositionFields(ConfigSection):
     rotary_base: float = flag(
         10000.0,
         "base of the rotation frequencies",
-        above=0,
+        at_least=1,
         spelled=("--rotary-position-embeddings-theta", "--rope-theta"),
         resume=MUST_MATCH,
     )
@@ -61,7 +62,7 @@ class PositionFields(ConfigSection):
         False, "rotate neighbouring channels instead of the two halves of a head", resume=MUST_MATCH
     )
     rotary_base_windowed: float | None = flag(
-        None, "base of the unscaled frequencies in layers with a sliding window", above=0, resume=MUST_MATCH
+        None, "base of the unscaled frequencies in layers with a sliding window", at_least=1, resume=MUST_MATCH
     )
     rope_layer_pattern: tuple[int, ...] = flag(
         (),
@@ -90,8 +91,10 @@ class PositionFields(ConfigSection):
         None, "yarn and longrope: factor of cosine and sine; from the context lengths if unset", above=0,
         resume=MUST_MATCH,
     )  # fmt: skip
-    rope_short_factors: tuple[float, ...] = flag((), "longrope: divisors up to the original context", resume=MUST_MATCH)
-    rope_long_factors: tuple[float, ...] = flag((), "longrope: divisors beyond it", resume=MUST_MATCH)
+    rope_short_factors: tuple[float, ...] = flag(
+        (), "longrope: divisors up to the original context", above=0, resume=MUST_MATCH
+    )
+    rope_long_factors: tuple[float, ...] = flag((), "longrope: divisors beyond it", above=0, resume=MUST_MATCH)
 
     @property
     def uses_rope(self) -> bool:

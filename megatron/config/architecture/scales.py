@@ -32,7 +32,7 @@ class ScaleFields(AttentionFields):
         False, "an output matrix of its own instead of the word embedding", resume=MUST_MATCH
     )
     init_method_std: float = flag(
-        0.02, "standard deviation of the normal distribution that weights are drawn from", at_least=0
+        0.02, "standard deviation of the normal distribution that weights are drawn from", at_least=0, at_most=1000
     )
     init_method_xavier_uniform: bool = flag(False, "the same as --init-method xavier_uniform")
     init_method: str = flag(
@@ -55,6 +55,7 @@ class ScaleFields(AttentionFields):
         None,
         "standard deviation of the embeddings' initial values, normally distributed; as --init-method if unset",
         at_least=0,
+        at_most=1000,
     )
     use_mup: bool = flag(
         False,
@@ -77,7 +78,11 @@ class ScaleFields(AttentionFields):
         resume=MUST_MATCH,
     )
     mup_attn_scale_power: float = flag(
-        1.0, "muP: attention scores are divided by the head width to this power", at_least=0, resume=MUST_MATCH
+        1.0,
+        "muP: attention scores are divided by the head width to this power",
+        at_least=0,
+        at_most=6,
+        resume=MUST_MATCH,
     )
     mup_output_mult: float = flag(
         1.0, "muP: factor of the logits; at 1, the inverse of the width in base widths", above=0, resume=MUST_MATCH

@@ -25,6 +25,7 @@ _TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
 _FALSE_WORDS = frozenset({"false", "no", "off", "0"})
 _LONGEST_SHOWN = 200
 _LARGEST_NUMBER = 2**63 - 1
+_LARGEST_FLOAT32 = 3.4028234663852886e38  # torch refuses a larger factor of a float32 tensor
 _NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(,-?\d+)*$")
 
 
@@ -159,8 +160,16 @@ def _convert(flag: Flag, option: str, word: str) -> Any:
     is_too_large = isinstance(value, int) and abs(value) > _LARGEST_NUMBER
     if is_too_large or not math.isfinite(value):
         kind = "a whole number" if flag.element is int else "a number"
-        raise ConfigError(f'{option} takes {kind}, not "{word}".')
+        most = f" of at most {_LARGEST_NUMBER}" if is_too_large else ""
+        shown = word if len(word) <= _LONGEST_SHOWN else f"{word[:_LONGEST_SHOWN]}..."
+        raise ConfigError(f'{option} takes {kind}{most}, not "{shown}".')
+    if abs(value) > _largest(flag):
+        raise ConfigError(f"{option} {word} is out of range. Its magnitude must be at most {_largest(flag)}.")
     return value
+
+
+def _largest(flag: Flag) -> float:
+    return _LARGEST_FLOAT32 if flag.element is float else _LARGEST_NUMBER
 
 
 def _from_file(flag: Flag, value: Any) -> Any:
@@ -171,8 +180,10 @@ def _from_file(flag: Flag, value: Any) -> Any:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
     if is_number and isinstance(value, int) and abs(value) > _LARGEST_NUMBER:
         raise ConfigError(f"must be a number of at most {_LARGEST_NUMBER}, not one of {value.bit_length()} bits")
-    if flag.element is float and is_number:
+    if flag.element is float and is_number and abs(value) <= _LARGEST_FLOAT32:
         return float(value)
+    if flag.element is float and is_number:
+        raise ConfigError(f"must be a number of at most {_LARGEST_FLOAT32} in magnitude, not {shown_value(value)}")
     if flag.element is int and is_number and value == int(value) and abs(value) <= _LARGEST_NUMBER:
         return int(value)
     if flag.element is str and isinstance(value, str):

@@ -18,6 +18,8 @@ MUST_MATCH = "must match"
 RUN_MUST_MATCH = "must match unless --finetune"
 FROM_CHECKPOINT = "from the checkpoint"
 
+SMALLEST_FLOAT32 = 2.0**-126  # anything below may count as 0 on the device
+
 
 class Unset(enum.Enum):
     """Stands in for a computed default until the section that holds the field is complete."""

@@ -26,12 +26,12 @@ def read_pattern(option: str, text: str, num_layers: int | None) -> int | tuple[
         found = _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         found = None
-    if isinstance(found, int) and found >= 1:
+    if isinstance(found, int) and 1 <= found <= _MOST_ENTRIES:
         return found
     if not isinstance(found, tuple) or not found or not set(found) <= {0, 1}:
         raise ConfigError(
-            f"{option} {text} is not a choice of layers. Write a number of at least 1, or a list of 0 and 1 such as "
-            "([0]*1+[1]*3)*2."
+            f"{option} {text} is not a choice of layers. Write a number from 1 to {_MOST_ENTRIES}, or a list of 0 and "
+            "1 such as ([0]*1+[1]*3)*2."
         )
     if num_layers is not None and len(found) != num_layers:
         raise ConfigError(

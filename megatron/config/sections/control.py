@@ -45,7 +45,10 @@ class ControlConfig(ConfigSection):
         None, "save and exit as soon as this file exists", spelled=("--kill-switch-file",)
     )
     skip_train_iteration_range: tuple[str, ...] = flag(
-        (), "ranges A-B of steps whose data is consumed without training on it", nargs="+"
+        (),
+        "ranges A-B of steps whose data is consumed without training on it; step A is then taken on the data of step "
+        "B + 1, unless that is beyond --train-samples or --train-tokens",
+        nargs="+",
     )
     run_dir: str | None = flag(None, "folder of this run's config.json, logs and metrics")
     metrics_file: str | None = flag(None, "JSON-lines file of metrics; metrics.jsonl in the run folder if unset")

@@ -29,7 +29,11 @@ class DataConfig(ConfigSection):
     """Token files, their split or blend, the length of a sample, and the tokenizer."""
 
     seq_length: int = flag(
-        help="tokens per sample", spelled=("--encoder-seq-length",), at_least=1, resume=RUN_MUST_MATCH
+        help="tokens per sample",
+        spelled=("--encoder-seq-length",),
+        at_least=1,
+        at_most=2**31 - 1,
+        resume=RUN_MUST_MATCH,
     )
     data_path: tuple[str, ...] = flag(
         (),

@@ -19,6 +19,7 @@ class ModelRequest(ScaleFields, NormFields, PositionFields, ExpertFields):
         None,
         "entries of the network's vocabulary; the tokenizer's tokens if unset",
         at_least=1,
+        at_most=2**31 - 1,
         resume=MUST_MATCH,
     )
 

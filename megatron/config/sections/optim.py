@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.flags.fields import RUN_MUST_MATCH, derived, flag
+from megatron.config.flags.fields import RUN_MUST_MATCH, SMALLEST_FLOAT32, derived, flag
 from megatron.config.flags.section import ConfigSection
+
+_MOST_RAMP_UP_STEPS = 1_000_000  # each is counted where the length of a run is planned
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class OptimRequest(ConfigSection):
     )
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", at_least=0, below=1)
     adam_beta2: float = flag(0.999, "decay of Adam's second moment", at_least=0, below=1)
-    adam_eps: float = flag(1e-8, "Adam's epsilon", above=0)
+    adam_eps: float = flag(1e-8, "Adam's epsilon", at_least=SMALLEST_FLOAT32)
     sgd_momentum: float = flag(0.9, "momentum of SGD", at_least=0, below=1)
     clip_grad: float = flag(1.0, "global gradient norm is clipped to this; 0 clips nothing", at_least=0)
 
@@ -108,6 +110,12 @@ class OptimRequest(ConfigSection):
         given = f"--rampup-batch-size {start} {increment} {samples}"
         if start <= 0 or increment <= 0 or samples < 0:
             yield f"{given}: start and increment must be positive and samples not negative."
+            return
+        if samples // start > _MOST_RAMP_UP_STEPS:
+            yield (
+                f"{given} could take {samples // start} steps. Give at most {start * _MOST_RAMP_UP_STEPS} samples, "
+                "or a larger start."
+            )
             return
         if self.global_batch_size is None:
             yield f"{given} needs --global-batch-size, the size the batch grows to."
@@ -171,6 +179,11 @@ class OptimRequest(ConfigSection):
     def given_iters(self) -> int | None:
         """The steps of --train-iters."""
         return self.train_iters
+
+    @property
+    def is_limited_by_data(self) -> bool:
+        """Whether the run ends when so much data is used; otherwise it ends after so many steps."""
+        return self.train_samples is not None or self.train_tokens is not None
 
     @property
     def is_counted_in_samples(self) -> bool:

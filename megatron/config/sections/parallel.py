@@ -27,7 +27,7 @@ class ParallelRequest(ConfigSection):
         None, "communication library; nccl on CUDA and gloo on CPU if unset", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: int = flag(
-        10, "minutes until a collective that waits for other ranks times out", at_least=1
+        10, "minutes until a collective that waits for other ranks times out", at_least=1, at_most=525_600
     )
     local_rank: int | None = flag(
         None, "device number of this process; filled in by launchers", spelled=("--local_rank",)
@@ -41,9 +41,14 @@ class ParallelRequest(ConfigSection):
         spelled=("--deepspeed_config", "--deepscale_config", "--deepscale-config"),
     )
     make_vocab_size_divisible_by: int = flag(
-        128, "the vocabulary is padded up to a multiple of this times the tensor-parallel size", at_least=1
+        128,
+        "the vocabulary is padded up to a multiple of this times the tensor-parallel size",
+        at_least=1,
+        at_most=2**20,
     )
-    pad_vocab_size_to: int | None = flag(None, "pad the vocabulary to exactly this size instead", at_least=1)
+    pad_vocab_size_to: int | None = flag(
+        None, "pad the vocabulary to exactly this size instead", at_least=1, at_most=2**31 - 1
+    )
 
     @property
     def model_parallel_size(self) -> int:

@@ -12,4 +12,10 @@ from megatron.config.flags.section import ConfigSection
 class RandomConfig(ConfigSection):
     """Randomness of a run."""
 
-    seed: int = flag(1234, "seed of weights, dropout and data order", at_least=1, resume=RUN_MUST_MATCH)
+    seed: int = flag(
+        1234,
+        "seed of weights, dropout and data order",
+        at_least=1,
+        at_most=2**32 - 1,  # NumPy's RandomState, which shuffles the data, takes no more
+        resume=RUN_MUST_MATCH,
+    )

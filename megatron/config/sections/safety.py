@@ -18,6 +18,7 @@ class SafetyRequest(ConfigSection):
         "seconds without progress on any rank after which the run ends with code 76, 0 for no limit; if unset, half of "
         "--distributed-timeout-minutes, and no limit for a single process",
         at_least=0,
+        at_most=31_536_000,
     )
     check_replicas_interval: int | None = flag(
         None,
@@ -59,5 +60,8 @@ class SafetyConfig(SafetyRequest):
     """The timeouts, comparisons and limits of a run."""
 
     hang_timeout_seconds: float = flag(
-        300.0, "seconds without progress on any rank after which the run ends with code 76; 0 for no limit", at_least=0
+        300.0,
+        "seconds without progress on any rank after which the run ends with code 76; 0 for no limit",
+        at_least=0,
+        at_most=31_536_000,
     )

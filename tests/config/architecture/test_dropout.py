@@ -1,0 +1,50 @@
+"""Probabilities of dropout that 16 bits cannot represent are refused, with those that can be had."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.architecture.dropout import DROPOUT_STEPS, dropout_problems
+from megatron.errors import ConfigError
+from megatron.parallel.rng import hidden_dropout
+from tests.train.samples import model_config
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.1, 0.5, 0.001, 0.9, 0.999, 1 / DROPOUT_STEPS, 1 - 1 / DROPOUT_STEPS])
+def test_what_is_usual_or_exact_is_accepted(probability: float) -> None:
+    assert not list(dropout_problems("--hidden-dropout", probability))
+
+
+@pytest.mark.parametrize(
+    ("probability", "sentence"),
+    [
+        (1e-6, r"--hidden-dropout 1e-06 cannot be had: .* of 1/65536, here to 0.0\. Use 0 or 1.52587890625e-05\."),
+        (2e-5, r"2e-05 cannot be had: .* to 1.52587890625e-05\. Use 1.52587890625e-05 or 3.0517578125e-05\."),
+        (0.999999, r"0.999999 cannot be had: .* here to 1\.0\. Use 0.9999847412109375\."),
+        (0.99998, r"0.99998 cannot be had: .* Use 0.999969482421875 or 0.9999847412109375\."),
+    ],
+)  # fmt: skip
+def test_what_rounding_would_change_is_refused(probability: float, sentence: str) -> None:
+    for name in ("hidden_dropout", "attention_dropout"):
+        with pytest.raises(ConfigError, match=sentence.replace("--hidden-dropout", f"--{name.replace('_', '-')}")):
+            model_config(**{name: probability})
+
+
+@given(
+    probability=st.one_of(st.floats(0, 1, exclude_max=True), st.floats(0, 1e-3), st.floats(0.999, 1, exclude_max=True))
+)
+def test_every_suggestion_is_accepted(probability: float) -> None:
+    for sentence in dropout_problems("--x", probability):
+        for text in sentence.partition("Use ")[2].rstrip(".").split(" or "):
+            assert not list(dropout_problems("--x", float(text))), text
+
+
+@pytest.mark.parametrize("probability", [0.001, 0.5, 0.999])
+def test_the_share_that_is_dropped_is_the_one_asked_for(probability: float) -> None:
+    x = torch.ones(4, 512, 512)
+    out = hidden_dropout(x, probability, seed=3, layer=1, sample_ids=torch.arange(4), training=True)
+    assert float((out == 0).float().mean()) == pytest.approx(probability, rel=0.1, abs=3e-4)
+    assert float(out.mean()) == pytest.approx(1.0, abs=0.05)

@@ -1,0 +1,139 @@
+"""Numbers that no one means: each is accepted or refused by a sentence, within a moment, and never a traceback."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+
+import pytest
+
+from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
+from megatron.config.flags.fields import Flag
+from megatron.config.flags.legacy import legacy_flags
+from megatron.config.flags.shorthands import shorthand_flags
+from megatron.config.parse import field_flags
+from megatron.config.schedule import global_batch_size, learning_rate, planned_iterations, planned_samples, weight_decay
+from megatron.errors import ConfigError, ExitCode
+
+MACHINE = Machine("cpu", 1, supports_fp16=True, supports_bf16=True)
+TOKENIZER = TokenizerFacts(600, 599, "none")
+REQUIRED = {
+    "--num-layers": "2", "--hidden-size": "32", "--num-attention-heads": "2", "--seq-length": "32",
+    "--max-position-embeddings": "32", "--micro-batch-size": "2", "--global-batch-size": "4", "--lr": "1e-3",
+    "--data-path": "x", "--vocab-file": "x", "--merge-file": "x",
+}  # fmt: skip
+LENGTHS = (("--train-iters", "8"), ("--train-samples", "64"), ("--train-tokens", "640"))
+AROUND = (
+    (), ("--use-mup",), ("--fp16",), ("--num-experts", "4"), ("--position-embedding-type", "rope"),
+    ("--lr-decay-style", "cosine", "--weight-decay-incr-style", "linear", "--start-weight-decay", "0",
+     "--end-weight-decay", "1"), ("--rampup-batch-size", "2", "2", "8"),
+    ("--skip-train-iteration-range", "2-9223372036854775807"),
+)  # fmt: skip
+HOSTILE = (
+    "-1", "0", "1", "3", "0.5", "0.999999", "1e-6", "nan", "inf", "-inf", "1e400", "1e300", "3e38", "1e-38", "1e-300",
+    "1e-400", "1000000", str(2**31), str(2**32), str(2**63 - 1), str(2**63), str(-(2**63)), "9" * 400, "9" * 5000,
+    "0x10", "1_0", "", " ", "\u0661",
+)  # fmt: skip
+LIMIT_SECONDS = 5.0  # of CPU; a parse takes 0.03
+
+
+def numeric_flags() -> list[Flag]:
+    others = (entry.flag for table in (shorthand_flags(), legacy_flags()) for entry in table.values())
+    return [flag for flag in (*field_flags().values(), *others) if flag.element in (int, float)]
+
+
+def use(argv: list[str]) -> None:
+    """Everything that is computed of a configuration before a model is built."""
+    config = resolve(parse(argv), MACHINE, TOKENIZER)
+    for consumed in (0, 7, 10**6):
+        learning_rate(config.optim, consumed)
+        weight_decay(config.optim, consumed)
+        global_batch_size(config.optim, consumed)
+    planned_iterations(config.optim)
+    planned_samples(config.optim, config.control)
+    text = json.dumps(config.to_json(), allow_nan=False)
+    assert RunConfig.from_json(json.loads(text)) == config or config.notices
+
+
+def test_hostile_numbers_are_refused_or_harmless(pytestconfig: pytest.Config) -> None:
+    """200 combinations; more with `--cases`, ten a case."""
+    flags = numeric_flags()
+    assert len(flags) > 80
+    every = list(itertools.product(flags, HOSTILE, LENGTHS, AROUND))
+    chosen = random.Random(pytestconfig.getoption("--fuzz-seed"))
+    refused = accepted = 0
+    for flag, word, length, around in chosen.sample(every, min(len(every), pytestconfig.getoption("--cases") // 10)):
+        pairs = {**REQUIRED, **dict([length])}
+        if flag.positive_name in pairs:
+            del pairs[flag.positive_name]
+        words = [text for pair in pairs.items() for text in pair]
+        argv = [*words, *around, flag.positive_name, *[word] * (flag.count or 1)]
+        began = time.process_time()
+        try:
+            use(argv)
+            accepted += 1
+        except ConfigError as failure:
+            refused += 1
+            assert all(0 < len(text) < 1500 for text in failure.problems), argv
+        except Exception as failure:
+            raise AssertionError(f"{type(failure).__name__} for {argv}") from failure
+        assert time.process_time() - began < LIMIT_SECONDS, argv
+    assert min(refused, accepted) > (refused + accepted) // 20
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--seed", "4294967296"], r"--seed 4294967296 is out of range\. It must be at most 4294967295\."),
+        (["--seed", "9" * 400], r"--seed takes a whole number of at most 9223372036854775807, not .9{200}\.\.\."),
+        (["--clip-grad", "1e300"], r"--clip-grad 1e300 is out of range\. Its magnitude must be at most 3\.40"),
+        (["--lr", "nan"], r"--lr takes a number, not .nan"),
+        (["--init-method-std", "1e38"], r"--init-method-std 1e\+38 is out of range\. It must be at most 1000"),
+        (["--adam-eps", "1e-300"], r"--adam-eps 1e-300 is out of range\. It must be at least 1\.17"),
+        (["--adam-eps", "-1"], r"--adam-eps -1\.0 is out of range"),
+        (["--use-mup", "--mup-attn-scale-power", "1e38"], r"--mup-attn-scale-power 1e\+38 is out of range.* at most 6"),
+        (["--expert-interval", "1000000"], r"--expert-interval 1000000 is not a choice of layers\. .* from 1 to 10000"),
+        (
+            ["--rampup-batch-size", "2", "2", str(2**62)],
+            r"could take 2305843009213693952 steps\. Give at most 2000000 ",
+        ),
+        (["--distributed-timeout-minutes", str(2**40)], r"--distributed-timeout-minutes .* at most 525600"),
+        (["--hidden-dropout", "1e-6"], r"--hidden-dropout 1e-06 cannot be had"),
+    ],
+)
+def test_numbers_that_used_to_pass_or_break(words: list[str], sentence: str) -> None:
+    pairs = {**REQUIRED, "--train-samples": "64"}
+    with pytest.raises(ConfigError, match=sentence) as refusal:
+        use([*[text for name, value in pairs.items() if name not in words for text in (name, value)], *words])
+    assert refusal.value.exit_code == ExitCode.USAGE
+
+
+def test_a_number_in_a_file_is_bounded_alike(tmp_path: object) -> None:
+    path = f"{tmp_path}/flags.json"
+    with open(path, "w") as file:
+        json.dump({"clip_grad": 1e300}, file)
+    words = [text for pair in {**REQUIRED, "--train-iters": "8"}.items() for text in pair]
+    with pytest.raises(ConfigError, match=r'"clip_grad" must be a number of at most 3\.40.* in magnitude, not 1e\+300'):
+        parse([*words, "--config", path])
+
+
+@pytest.mark.parametrize(
+    ("length", "ranges", "notices"),
+    [
+        (("--train-samples", "12"), ["2-100"], ["2-100 has no effect: it leaves no data, so the run ends befo"]),
+        (("--train-samples", "12"), ["2-2"], []),
+        (("--train-samples", "12"), ["2-2", "9-9"], ["9-9 has no effect: the run ends before step 9 (--train-sa"]),
+        (("--train-tokens", "384"), ["2-100"], ["2-100 has no effect: it leaves no data"]),
+        (("--train-iters", "3"), ["2-100"], []),
+        (("--train-iters", "3"), ["4-5"], ["4-5 has no effect: the run ends before step 4 (--train-iters 3)"]),
+    ],
+)  # fmt: skip
+def test_ranges_that_have_no_effect_are_announced(
+    length: tuple[str, str], ranges: list[str], notices: list[str]
+) -> None:
+    words = [text for pair in {**REQUIRED, **dict([length])}.items() for text in pair]
+    config = resolve(parse([*words, "--skip-train-iteration-range", *ranges]), MACHINE, TOKENIZER)
+    assert len(config.notices) == len(notices)
+    assert all(text in notice for text, notice in zip(notices, config.notices, strict=True)), config.notices
