@@ -14,6 +14,7 @@ import torch
 
 from megatron import __version__, device, log
 from megatron.checkpoint import CheckpointLock
+from megatron.checkpoint.publish import sweep_at_start
 from megatron.checkpoint.record import Progress
 from megatron.config import (
     ControlConfig,
@@ -104,6 +105,8 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         watch.open(mesh, rendezvous(), _time_limits(config))
         watch.report_folder = None if save is None else Path(save)
         lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
+        if save is not None:
+            sweep_at_start(Path(save), mesh)
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history, watch)
         if run.writer is not None:
             closing.enter_context(run.writer).beat = lambda: watch.beat("save")

@@ -166,7 +166,16 @@ def _save_at_once(run: Run, *, must_succeed: bool) -> None:
     directory, record = Path(str(run.config.control.save)), run_record(run).to_json()
     check_before_save(run)
     try:
-        save(directory, run.progress.step, _pieces(run), record, run.mesh, lock=run.lock, beat=run.watch.beat)
+        save(
+            directory,
+            run.progress.step,
+            _pieces(run),
+            record,
+            run.mesh,
+            lock=run.lock,
+            after_commit=run.after_commit,
+            beat=run.watch.beat,
+        )
     except StorageError as failure:
         if must_succeed or run.failed_saves > 0:
             raise

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from megatron.checkpoint import CheckpointLock
 from megatron.checkpoint.background.writer import BackgroundWriter
 from megatron.checkpoint.record import Progress
+from megatron.checkpoint.saving import AfterCommit
 from megatron.config import RunConfig
 from megatron.config.schedule import global_batch_size, is_done
 from megatron.data.datasets.build import SplitDatasets
@@ -40,6 +41,7 @@ class Run:
         writer: saves in the background; None if each save holds up training until it is written.
         saved_step: step of the last checkpoint that is committed.
         failed_saves: consecutive failures of the file system.
+        after_commit: what follows each save, on every rank: in the writer's thread, or in this one without a writer.
         save_failure: why no more checkpoints can be saved in the background; this rank may know before others do.
         passes: the steps before which a batch is passed over, because starts of the run ended on it in NaN.
         passed_batches: those that were, in order; part of the record.
@@ -61,6 +63,7 @@ class Run:
     failed_saves: int = 0
     writer: BackgroundWriter | None = None
     save_failure: Exception | None = None
+    after_commit: AfterCommit | None = None
     _ahead: ReadAhead = field(default_factory=ReadAhead)
     identity: RunIdentity = field(default_factory=RunIdentity)
     history: History = field(default_factory=History)
