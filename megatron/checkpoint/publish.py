@@ -16,6 +16,8 @@ from megatron.checkpoint.manifest import folder_name, folder_step, read_manifest
 from megatron.checkpoint.reader import check_files
 from megatron.checkpoint.storage import Storage, cannot_write, write_file
 from megatron.errors import CheckpointError, StorageError
+from megatron.parallel.agreement import run_on_first
+from megatron.parallel.mesh import ParallelMesh
 
 HINT_NAME = "latest_checkpointed_iteration.txt"
 TEMPORARY_PREFIX = ".tmp-"
@@ -123,6 +125,21 @@ def sweep(directory: Path, storage: Storage) -> None:
         elif is_trash(name):
             log.warning(f"removing {path}, which an unfinished deletion left behind")
             discard(path, storage)
+
+
+def sweep_at_start(directory: Path, mesh: ParallelMesh, storage: Storage | None = None) -> None:
+    """Sweeps the directory of a run that starts and holds its lock; collective.
+
+    Each save sweeps too, but a run that has nothing left to save would leave what its predecessor left.
+    """
+
+    def work() -> None:
+        try:
+            sweep(directory, storage or Storage())
+        except OSError as failure:
+            log.warning(f"could not clean up {directory}: {failure}. It does no harm.")
+
+    run_on_first(mesh, work)
 
 
 def discard(folder: Path, storage: Storage) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from megatron import __version__, device, log
 from megatron.checkpoint import CheckpointLock
+from megatron.checkpoint.publish import sweep_at_start
 from megatron.checkpoint.record import Progress
 from megatron.config import (
     ControlConfig,
@@ -105,6 +106,8 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         watch.open(mesh, rendezvous(), _time_limits(config))
         watch.report_folder = None if save is None else Path(save)
         lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
+        if save is not None:
+            sweep_at_start(Path(save), mesh)
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history, watch)
         if run.writer is not None:
             closing.enter_context(run.writer).beat = lambda: watch.beat("save")
@@ -186,7 +189,7 @@ def _build(
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=progress.step if is_resume else None,
         writer=writer,
-        keeping=keeping,
+        after_commit=keeping if keeping.has_work else None,
         watch=watch,
         identity=start.identity,
         history=history,

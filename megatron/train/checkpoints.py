@@ -178,7 +178,7 @@ def _save_at_once(run: Run, *, must_succeed: bool) -> None:
             record,
             run.mesh,
             lock=run.lock,
-            after_commit=run.keeping,
+            after_commit=run.after_commit,
             beat=run.watch.beat,
         )
     except StorageError as failure:

@@ -41,7 +41,7 @@ class Run:
         writer: saves in the background; None if each save holds up training until it is written.
         saved_step: step of the last checkpoint that is committed.
         failed_saves: consecutive failures of the file system.
-        keeping: what follows a commit.
+        after_commit: what follows each save, on every rank: in the writer's thread, or in this one without a writer.
         validation: step and loss of the last evaluation of the validation split.
         save_failure: why no more checkpoints can be saved in the background; this rank may know before others do.
         passes: the steps before which a batch is passed over, because starts of the run ended on it in NaN.
@@ -64,7 +64,7 @@ class Run:
     failed_saves: int = 0
     writer: BackgroundWriter | None = None
     save_failure: Exception | None = None
-    keeping: AfterCommit | None = None
+    after_commit: AfterCommit | None = None
     validation: tuple[int, float] | None = None
     _ahead: ReadAhead = field(default_factory=ReadAhead)
     identity: RunIdentity = field(default_factory=RunIdentity)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import Found, find, load, load_newest
-from megatron.checkpoint.publish import sweep
+from megatron.checkpoint.publish import sweep, sweep_at_start
 from megatron.checkpoint.storage import Storage
 from tests.checkpoint.fake_pieces import make_state, whole_sink
 from tests.checkpoint.saved_state import MESH, RECORD, save_state
@@ -58,6 +58,16 @@ def test_leftovers_are_removed_and_other_files_are_kept(tmp_path: Path, capsys: 
         *(".old-iter_x", ".run.lock", "latest_checkpointed_iteration.txt", "notes.txt")
     ]
     assert f"removing {tmp_path}/.tmp-iter_0000003-0af, which an unfinished save left behind" in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_listed_is_only_a_warning_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".tmp-latest-0af").touch()
+    sweep_at_start(tmp_path, MESH)
+    assert not list(tmp_path.iterdir())
+    sweep_at_start(tmp_path / "none", MESH)
+    assert f"could not clean up {tmp_path}/none: " in capsys.readouterr().err
 
 
 def test_a_failed_cleanup_is_only_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

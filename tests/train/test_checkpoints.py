@@ -29,8 +29,19 @@ class Disk:
         self.steps: list[int] = []
         self.calls: list[tuple[Any, ...]] = []
 
-    def save(self, directory: Path, step: int, pieces: Any, record: Any, mesh: Any, *, lock: Any, beat: Any) -> None:
-        self.calls.append((directory, pieces, record, lock))
+    def save(
+        self,
+        directory: Path,
+        step: int,
+        pieces: Any,
+        record: Any,
+        mesh: Any,
+        *,
+        lock: Any,
+        after_commit: Any,
+        beat: Any,
+    ) -> None:
+        self.calls.append((directory, pieces, record, lock, after_commit))
         if self.refusals:
             self.refusals -= 1
             raise StorageError(f"cannot write {directory}: No space left on device.")
@@ -72,6 +83,7 @@ def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
         passed_batches=({"step": 2, "first_sample": 8, "last_sample": 15},),
         writer=None,
         save_failure=None,
+        after_commit="after",
         watch=SimpleNamespace(beat=lambda: None),
     )
 
@@ -82,8 +94,8 @@ def test_a_step_is_saved_once(disk: Disk) -> None:
     save_run(run, must_succeed=True)
     assert disk.steps == [4]
     assert run.saved_step == 4
-    directory, pieces, record, lock = disk.calls[0]
-    assert (directory, pieces, lock) == (Path("checkpoints"), ("pieces", True), "lock")
+    directory, pieces, record, lock, after = disk.calls[0]
+    assert (directory, pieces, lock, after) == (Path("checkpoints"), ("pieces", True), "lock", "after")
     assert record == run_record(run).to_json()
 
 
