@@ -75,6 +75,9 @@ def test_random_damage(corpus: TinyCorpus, tmp_path: Path, pytestconfig: pytest.
                 clean[layout] = run_poisoned(corpus, tmp_path / layout, layout, None)
             is_same = ending.state == clean[layout].state
             assert is_same or poison.value not in ("nan", "inf"), (number, layout, poison, flags)
+            # a weight that ZeRO copies from its master again leaves nothing but its part in one gradient
+            is_refreshed = poison.target == "weight" and "zero0" not in layout
+            assert is_same or is_refreshed or not ending.is_shared, (number, layout, poison, flags)
             kind += ", no trace" if is_same else ", changed"
         row[kind] = row.get(kind, 0) + 1
     for case, row in sorted(table.items()):
