@@ -83,6 +83,7 @@ def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
         passed_batches=({"step": 2, "first_sample": 8, "last_sample": 15},),
         writer=None,
         save_failure=None,
+        validation=(step, 2.25),
         after_commit="after",
         watch=SimpleNamespace(beat=lambda: None),
     )
