@@ -184,7 +184,15 @@ def test_the_record_contains_all_state_except_tensors(disk: Disk) -> None:
         "run_id": "0123456789abcdef",
         "finetuned_from": {"run_id": "fedcba9876543210", "step": 3},
         "passed_batches": [{"step": 2, "first_sample": 8, "last_sample": 15}],
+        "validation_loss": 2.25,
     }
+
+
+@pytest.mark.parametrize("validation", [None, (3, 2.25), (4, float("nan"))])
+def test_a_validation_loss_is_that_of_the_saved_step(disk: Disk, validation: tuple[int, float] | None) -> None:
+    run = run_at(4)
+    run.validation = validation
+    assert run_record(run).validation_loss is None
 
 
 def test_only_one_rank_reads_the_data_files(disk: Disk) -> None:
