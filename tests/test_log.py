@@ -176,3 +176,27 @@ def test_characters_that_steer_a_terminal_are_escaped(copy: Path, capsys: pytest
     assert shown.err == f"warning: two\n\tlines, é 字 🙂 {visible}\n"
     assert copy.read_text() == f"{visible}\nwarning: two\n\tlines, é 字 🙂 {visible}\n{visible}\n"
     assert json.loads(visible.join('""')) == hostile
+
+
+def test_an_error_that_is_shown_already_is_told_and_not_repeated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(log, "_leave", codes.append)
+    recorder = Listener()
+    forget = log.on_failure(recorder, only_if_shown=True)
+    try:
+        log.end_process(76, "rank 3 hangs", is_shown=True)
+    finally:
+        forget()
+    assert (codes, recorder.told) == ([76], [(76, "rank 3 hangs")])
+    assert capsys.readouterr().err == ""
+
+
+def test_the_error_of_another_rank_carries_its_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log._OUTPUT, "rank", 0)
+    log.error("bad data", rank=3)
+    log.error("bad data")
+    assert capsys.readouterr().err == "[rank 3] error: bad data\n[rank 0] error: bad data\n"

@@ -20,7 +20,7 @@ from megatron.errors import ExitCode
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.watch.channel import Channel
 from megatron.parallel.watch.hub import Failure, Hub
-from megatron.parallel.watch.limits import PING_SECONDS, TAKE_OVER_SECONDS, WIND_DOWN_SECONDS, Limits
+from megatron.parallel.watch.limits import Limits
 from megatron.parallel.watch.link import Link
 from megatron.parallel.watch.opening import Meeting, meet
 from megatron.parallel.watch.position import END, START, Position, first_position
@@ -30,7 +30,8 @@ from megatron.parallel.watch.wire import TEXT_CHARACTERS
 # Ending may block, for example on a file system that hangs; then the process ends without the rest.
 _LAST_SECONDS = 5.0
 _FILE_SECONDS = 2.0
-_PATIENCE_SECONDS = WIND_DOWN_SECONDS + 2 * TAKE_OVER_SECONDS + PING_SECONDS
+# How much longer than the others may take to close their files a rank waits for the word that ends it.
+_PATIENCE_SECONDS = 10.0
 
 
 @final
@@ -50,6 +51,7 @@ class Watch:
         self._is_starting = True
         self._meeting: Meeting | None = None
         self._channel: Channel | None = None
+        self._closing_seconds = 0.0
         self._forget: Callable[[], None] | None = None
 
     def open(self, mesh: ParallelMesh, meeting_at: tuple[str, int], limits: Limits) -> None:
@@ -64,6 +66,7 @@ class Watch:
         self._meeting = meeting = meet(mesh, meeting_at)
         if meeting is None:
             return
+        self._closing_seconds = limits.closing_seconds
         now, hub = time.monotonic(), None
         if rank in meeting.hubs:
             first = None if rank == 0 else 0
@@ -198,7 +201,7 @@ class Watch:
 
     def _await_end(self) -> None:
         """Waits until the thread that watches ends the process; returns if it does not."""
-        until = time.monotonic() + _PATIENCE_SECONDS
+        until = time.monotonic() + self._closing_seconds + _PATIENCE_SECONDS
         while time.monotonic() < until and self._channel is not None and self._channel.is_alive:
             time.sleep(0.02)
 

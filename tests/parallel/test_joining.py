@@ -83,3 +83,18 @@ def test_an_unknown_host_in_a_node_list_is_reported_at_once(monkeypatch: pytest.
     with pytest.raises(LaunchError, match=r"Rank 1 of 4 cannot look up 'node001\.invalid'.*Set MASTER_ADDR"):
         joining._join(ranks, "gloo", timedelta(minutes=1))
     assert waits == [1, 1]
+
+
+def _wait_for_nobody(rank: int) -> str:
+    if rank == 1:
+        return ""
+    ranks = Ranks(0, 2, 0, "127.0.0.1", int(os.environ["MASTER_PORT"]), "environment")
+    with pytest.raises(LaunchError) as refused:
+        joining._join(ranks, "gloo", timedelta(seconds=2))
+    return str(refused.value)
+
+
+def test_a_rank_that_never_joins_is_waited_for_no_longer_than_the_timeout() -> None:
+    text = run_ranks(_wait_for_nobody, 2)[0]
+    assert "Rank 0 of 2 could not join the others at 127.0.0.1" in text
+    assert "Check that every rank is running and can reach that address" in text

@@ -15,7 +15,7 @@ from typing import Protocol
 from megatron import log
 from megatron.errors import ExitCode
 from megatron.parallel.watch.hub import Failure, Hub
-from megatron.parallel.watch.limits import PING_SECONDS, TAKE_OVER_SECONDS, WIND_DOWN_SECONDS, Limits
+from megatron.parallel.watch.limits import ALONE_SECONDS, PING_SECONDS, WIND_DOWN_SECONDS, Limits
 from megatron.parallel.watch.link import Link
 from megatron.parallel.watch.position import Position, Sample
 from megatron.parallel.watch.stacks import read_stacks
@@ -97,6 +97,8 @@ class Channel:
     def fail(self, failure: Failure) -> bool:
         """Tells the hubs of this rank's error; later calls only change whether it is ready. Whether it was told."""
         if not self.is_alive or self._thread is threading.current_thread():
+            return False
+        if self._hub is None and not any(link.is_open for link in self._links):
             return False
         self._failure = dataclasses.replace(self._failure or failure, is_ready=failure.is_ready)
         self._wake()
@@ -304,7 +306,7 @@ class Channel:
             text = f"ranks {numbers} ended without a message, and nobody else speaks for the run. {again}"
             return Verdict(ExitCode.REQUEUE, self._rank, text)
         limit = self._limits.hang_seconds and self._limits.start_seconds + self._limits.answer_seconds
-        patience = limit + TAKE_OVER_SECONDS
+        patience = limit + ALONE_SECONDS
         if limit and there and all(now - link.heard_at > patience for link in there):
             text = f"ranks {numbers} have not answered for {patience:.0f} s: they are stopped, or cut off. {again}"
             return Verdict(ExitCode.HANG, self._rank, text, tuple(link.hub for link in there))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from megatron.errors import ExitCode
 from megatron.parallel.processes import ProcessIdentity
-from megatron.parallel.watch.limits import PING_SECONDS, TAKE_OVER_SECONDS, WIND_DOWN_SECONDS, Limits
+from megatron.parallel.watch.limits import PING_SECONDS, WIND_DOWN_SECONDS, Limits
 from megatron.parallel.watch.position import END, Sample
 from megatron.parallel.watch.verdict import Account, Verdict, find_culprit, hang_verdict, lost_verdict
 from megatron.parallel.watch.wire import MESSAGE_BYTES, Connection, Fields
@@ -190,11 +190,12 @@ class Hub:
         if self._first is None:
             return True
         first = self.members[self._first]
-        if not first.is_present:
-            return first.failure is None or self._oldest_cause(now) > WIND_DOWN_SECONDS + TAKE_OVER_SECONDS
+        if first.has_left or first.lost_at is not None:
+            return True
+        if self._first_cause_at is not None:  # all were asked for a sign of life then
+            return first.heard_at < self._first_cause_at and self._oldest_cause(now) > WIND_DOWN_SECONDS
         limit = self._limit()
-        is_silent = limit > 0 and now - first.heard_at >= limit
-        return is_silent or self._oldest_cause(now) > WIND_DOWN_SECONDS + TAKE_OVER_SECONDS
+        return limit > 0 and now - first.heard_at >= limit
 
     def _oldest_cause(self, now: float) -> float:
         """Seconds since the first error or loss of a rank."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 # How long a rank that meets an error because another one ended may take to close its files before it is ended.
 WIND_DOWN_SECONDS = 2.0
-# After which the second hub acts in the place of the first one, and a rank by itself in the place of both.
-TAKE_OVER_SECONDS = 5.0
+# How much longer a rank waits for both hubs than a hub waits for a rank, before it speaks for itself.
+ALONE_SECONDS = 5.0
 PING_SECONDS = 1.5
 
 

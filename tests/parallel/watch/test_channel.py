@@ -18,7 +18,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.watch import opening
 from megatron.parallel.watch.channel import Channel
 from megatron.parallel.watch.hub import Hub
-from megatron.parallel.watch.limits import TAKE_OVER_SECONDS, WIND_DOWN_SECONDS, Limits
+from megatron.parallel.watch.limits import ALONE_SECONDS, WIND_DOWN_SECONDS, Limits
 from megatron.parallel.watch.link import Link
 from megatron.parallel.watch.opening import meet
 from megatron.parallel.watch.position import first_position
@@ -121,7 +121,7 @@ def test_a_rank_whose_hubs_do_not_answer_ends_them_and_itself(links: list[Link])
     channel = third_rank(links)
     links[1].heard_at = 3.0
     assert channel._decide(100.0) is None
-    verdict = channel._decide(109.0 + TAKE_OVER_SECONDS)
+    verdict = channel._decide(109.0 + ALONE_SECONDS)
     assert verdict is not None and (verdict.code, verdict.silent) == (ExitCode.HANG, (0, 1))
     assert "ranks 0 and 1 have not answered for 110 s" in verdict.text
 
