@@ -176,12 +176,7 @@ def _build(
         engine=engine,
         datasets=datasets,
         plan=plan,
-        options=BatchOptions(
-            eod_id=tokenizer.eod_id,
-            vocab_size=config.model.vocab_size,
-            eod_mask_loss=config.documents.eod_mask_loss,
-            segments=config.documents.needs_segments,
-        ),
+        options=_batch_options(config, tokenizer),
         report=_open_report(config, mesh, sizes[1], names, watch, is_resume=record is not None or start.is_restart),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
@@ -227,6 +222,15 @@ def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: 
     if refusal:
         raise MegatronError(refusal)
     return tuple(passes)
+
+
+def _batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
+    return BatchOptions(
+        eod_id=tokenizer.eod_id,
+        vocab_size=config.model.vocab_size,
+        eod_mask_loss=config.documents.eod_mask_loss,
+        segments=config.documents.needs_segments,
+    )
 
 
 def warn_if_done(optim: OptimConfig, progress: Progress) -> None:

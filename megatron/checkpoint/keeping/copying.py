@@ -51,20 +51,19 @@ def copy_checkpoint(
     temporary = temporary_folder(directory, manifest.step, run)
     need_bytes = sum(file.size_bytes for file in manifest.files)
     run_on_first(mesh, lambda: open_temporary(temporary, need_bytes, storage, flag))
-    own = manifest.files[mesh.control.rank :: mesh.control.size]
 
     def copy_own() -> None:
-        for file in own:
+        for file in manifest.files[mesh.control.rank :: mesh.control.size]:
             _copy_file(source, temporary, file, manifest.chunk_bytes, flag, storage, beat)
 
     def commit() -> None:
-        target = temporary / MANIFEST_NAME
+        text = _manifest_text(source, manifest, storage)
         try:
-            write_file(storage, target, _manifest_text(source, manifest, storage))
+            write_file(storage, temporary / MANIFEST_NAME, text)
             storage.sync_directory(temporary)
             publish(temporary, final, run, storage)
         except OSError as failure:
-            raise cannot_write(storage, target, need_bytes, failure, flag) from failure
+            raise cannot_write(storage, final, len(text), failure, flag) from failure
 
     try:
         run_on_all(mesh, copy_own)
