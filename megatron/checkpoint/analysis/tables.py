@@ -20,11 +20,11 @@ def summary_lines(summary: CheckpointSummary) -> Iterator[str]:
     checkpoint = summary.checkpoint
     yield from _heading(checkpoint)
     files = checkpoint.manifest.files
-    kinds = ", ".join(f"{kind} {_size(size)}" for kind, size in summary.bytes_by_kind.items())
-    yield f"  files      {len(files)}, {_size(sum(file.size_bytes for file in files))}: {kinds}"
+    kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in summary.bytes_by_kind.items())
+    yield f"  files      {len(files)}, {size_text(sum(file.size_bytes for file in files))}: {kinds}"
     yield ""
     rows = [row for tensor in summary.tensors for row in _tensor_rows(tensor)]
-    yield from _table(("tensor", "shape", "kind", "type", "norm", "mean", "smallest", "largest"), rows, texts=4)
+    yield from table(("tensor", "shape", "kind", "type", "norm", "mean", "smallest", "largest"), rows, texts=4)
     norm = "" if summary.norm is None else f", norm of the weights {summary.norm:.6g}"
     yield f"{len(summary.tensors)} tensors, {summary.elements:,} elements{norm}"
     yield ""
@@ -54,7 +54,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
             for entry in different
         ]
         heading = ("tensor", "kind", "elements", "largest absolute", "largest relative", "norm ratio")
-        yield from _table(heading, rows, texts=2)
+        yield from table(heading, rows, texts=2)
     for change in (*comparison.config, *comparison.progress):
         yield f"{change.field}: {_value(change.first)} and {_value(change.second)}"
     if comparison.holds_same_tensors:
@@ -66,6 +66,25 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
         f"DIFFERENT: {len(different)} of the {len(comparison.differences)} tensors that were compared (largest "
         f"absolute difference {largest:.3g}), and {len(apart)} that could not be compared"
     )
+
+
+def table(heading: Sequence[str], rows: Sequence[Sequence[str]], texts: int) -> Iterator[str]:
+    """Columns of equal width; the first `texts` are aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
+    for place, row in enumerate((heading, *rows)):
+        cells = [
+            cell.ljust(width) if number < texts else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield " | ".join(cells).rstrip()
+        if place == 0:
+            yield "-" * (sum(widths) + 3 * (len(widths) - 1))
+
+
+def size_text(size_bytes: float) -> str:
+    """A size with its unit, to four digits."""
+    power = min(len(_UNITS) - 1, int(math.log10(size_bytes) // 3)) if size_bytes >= 1 else 0
+    return f"{size_bytes / 1000**power:.4g} {_UNITS[power]}"
 
 
 def _heading(checkpoint: OpenCheckpoint) -> Iterator[str]:
@@ -112,26 +131,8 @@ def _config_lines(checkpoint: OpenCheckpoint) -> Iterator[str]:
             yield f"{name} = {_value(value)}"
 
 
-def _table(heading: Sequence[str], rows: Sequence[Sequence[str]], texts: int) -> Iterator[str]:
-    """Columns of equal width; the first `texts` are aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    for place, row in enumerate((heading, *rows)):
-        cells = [
-            cell.ljust(width) if number < texts else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield " | ".join(cells).rstrip()
-        if place == 0:
-            yield "-" * (sum(widths) + 3 * (len(widths) - 1))
-
-
 def _shape(shape: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
-
-
-def _size(size_bytes: float) -> str:
-    power = min(len(_UNITS) - 1, int(math.log10(size_bytes) // 3)) if size_bytes >= 1 else 0
-    return f"{size_bytes / 1000**power:.4g} {_UNITS[power]}"
 
 
 def _value(value: Any) -> str:

@@ -7,8 +7,18 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, StoredFile, read_manifest, stored_digest, unreadable
-from megatron.checkpoint.publish import discard, open_temporary, publish, temporary_folder, write_hint
+from megatron import log
+from megatron.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    StoredFile,
+    folder_name,
+    read_manifest,
+    stored_digest,
+    unreadable,
+)
+from megatron.checkpoint.publish import discard, open_temporary, publish, sweep, temporary_folder, write_hint
+from megatron.checkpoint.reader import check_files
 from megatron.checkpoint.storage import Storage, append, cannot_write, opened, read_range, write_file
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.agreement import run_on_all, run_on_first
@@ -44,26 +54,28 @@ def copy_checkpoint(
     """
     storage = storage or Storage()
     manifest = run_on_all(mesh, lambda: read_manifest(source, storage))
-    final = directory / source.name
-    if run_on_first(mesh, lambda: _is_there(final, manifest, replaces, storage)):
+    final = directory / folder_name(manifest.step)
+    if run_on_first(mesh, lambda: _is_there(final, manifest, replaces, flag, storage)):
         return None
     run = run_on_first(mesh, lambda: secrets.token_hex(8))
     temporary = temporary_folder(directory, manifest.step, run)
     need_bytes = sum(file.size_bytes for file in manifest.files)
     run_on_first(mesh, lambda: open_temporary(temporary, need_bytes, storage, flag))
+    own = manifest.files[mesh.control.rank :: mesh.control.size]
 
     def copy_own() -> None:
-        for file in manifest.files[mesh.control.rank :: mesh.control.size]:
+        for file in own:
             _copy_file(source, temporary, file, manifest.chunk_bytes, flag, storage, beat)
 
     def commit() -> None:
-        text = _manifest_text(source, manifest, storage)
+        target = temporary / MANIFEST_NAME
         try:
-            write_file(storage, temporary / MANIFEST_NAME, text)
+            write_file(storage, target, _manifest_text(source, manifest, storage))
             storage.sync_directory(temporary)
             publish(temporary, final, run, storage)
         except OSError as failure:
-            raise cannot_write(storage, final, len(text), failure, flag) from failure
+            raise cannot_write(storage, target, need_bytes, failure, flag) from failure
+        write_hint(directory, manifest.step, run, storage)
 
     try:
         run_on_all(mesh, copy_own)
@@ -72,20 +84,30 @@ def copy_checkpoint(
         if mesh.control.rank == 0:
             discard(temporary, storage)
         raise
-    if mesh.control.rank == 0:
-        write_hint(directory, manifest.step, run, storage)
     return final
 
 
-def _is_there(final: Path, manifest: Manifest, replaces: bool, storage: Storage) -> bool:
-    """Whether the checkpoint was copied before.
+def _is_there(final: Path, manifest: Manifest, replaces: bool, flag: str, storage: Storage) -> bool:
+    """Whether the checkpoint was copied before; looks at the sizes and headers of its files, not at their data.
 
     Raises:
         CheckpointError: there is another one, which is not to be replaced.
+        StorageError: the directory, or the copy that is there, cannot be read.
     """
+    try:
+        if storage.exists(final.parent):
+            sweep(final.parent, storage)  # may put another checkpoint of the step back in its place
+    except OSError as failure:
+        raise cannot_write(storage, final, 0, failure, flag) from failure
     if not storage.exists(final):
         return False
-    if stored_digest(final, storage) == manifest.digest:
+    is_same = not storage.is_link(final) and stored_digest(final, storage) == manifest.digest
+    if is_same:
+        try:
+            check_files(final, manifest, storage)
+        except DamagedError as damage:
+            log.warning(f"copying to {final} again: {damage}")
+            return False
         return True
     if not replaces:
         raise CheckpointError(

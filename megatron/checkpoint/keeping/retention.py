@@ -13,10 +13,12 @@ from typing import final
 
 from megatron import log
 from megatron.checkpoint.keeping.summaries import Summaries, Summary, other_files, steps_in
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.publish import remove_checkpoint
+from megatron.checkpoint.reader import verify_files
 from megatron.checkpoint.storage import Storage
 from megatron.config import SavingConfig
-from megatron.errors import CheckpointError, StorageError
+from megatron.errors import CheckpointError, DamagedError, StorageError
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,37 @@ class Retention:
         self._tell_of_losses(found)
         return [summary for summary in self._rules.superfluous(found, self._counts) if self._may_remove(summary)]
 
+    def newest_in(self, directory: Path, run_id: str) -> Summary:
+        """The newest checkpoint of a folder that is whole: every byte is compared, since others are deleted for it.
+
+        Args:
+            run_id: the run that the folder belongs to; empty if it names none.
+
+        Raises:
+            CheckpointError: no checkpoint there is whole.
+            StorageError: the folder or a file cannot be read.
+        """
+        try:
+            folders = steps_in(directory, self._storage)
+        except OSError as failure:
+            raise StorageError(
+                f"cannot list {directory}: {failure.strerror or failure}. Nothing is deleted."
+            ) from failure
+        for path in folders.values():
+            summary = self._look(path, run_id)
+            if summary is None:
+                continue
+            try:
+                verify_files(path, read_manifest(path, self._storage), self._storage)
+            except DamagedError as damage:
+                self._tell_once(f"{path} does not count as a checkpoint to keep and is not deleted: {damage}")
+                continue
+            return summary
+        raise CheckpointError(
+            f"no checkpoint in {directory} is whole and of its run, so none is deleted. tools/checkpoints.py list and "
+            "verify say what is wrong."
+        )
+
     def _counts(self, summary: Summary) -> bool:
         return self._resumed_step is None or summary.step <= self._resumed_step or summary.step in self._saved_steps
 
@@ -122,7 +155,7 @@ class Retention:
         except (CheckpointError, StorageError) as failure:
             self._tell_once(f"{path} does not count as a checkpoint to keep and is not deleted: {failure}")
             return None
-        if run_id and summary.run_id and summary.run_id != run_id:
+        if summary.run_id and summary.run_id != run_id:
             self._tell_once(f"{path} is of another run ({summary.run_id}) and is not deleted")
             return None
         return summary

@@ -1,0 +1,115 @@
+"""Small checkpoints of runs, and file systems that fail or after which nothing more happens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import load_newest, save
+from megatron.checkpoint.saving import AfterCommit
+from megatron.checkpoint.storage import Storage
+from megatron.parallel.mesh import ParallelMesh
+from tests.checkpoint.fake_pieces import cut_for_ranks, make_state, whole_sink
+
+MESH = ParallelMesh.single()
+RUN = "0123456789abcdef"
+OTHER_RUN = "fedcba9876543210"
+
+
+def save_step(
+    directory: Path,
+    step: int,
+    *,
+    seed: int | None = None,
+    run_id: str = RUN,
+    loss: Any = None,
+    storage: Storage | None = None,
+    after_commit: AfterCommit | None = None,
+) -> Path:
+    """Saves the random state of a seed, which is the step if not given, as a checkpoint of a run."""
+    seed = step if seed is None else seed
+    record = {"seed": seed, "run_id": run_id, "validation_loss": loss}
+    pieces = cut_for_ranks(make_state(seed=seed), 1, seed)[0]
+    return save(
+        directory, step, pieces, record, MESH, chunk_bytes=512, storage=storage, after_commit=after_commit
+    )  # fmt: skip
+
+
+def loaded_seed(directory: Path) -> int:
+    """Loads what recovery takes and checks every value against the seed in its record."""
+    sink = whole_sink(make_state(seed=0))
+    found = load_newest(directory, sink.wanted, MESH)
+    assert found is not None
+    sink.expected = whole_sink(make_state(seed=found.record["seed"])).expected
+    sink.check()
+    return int(found.record["seed"])
+
+
+def steps(directory: Path) -> list[int]:
+    """The steps of the checkpoint folders that have their final name."""
+    return sorted(int(path.name[5:]) for path in directory.glob("iter_*"))
+
+
+def hidden(directory: Path) -> list[str]:
+    """Names of what saves, copies and deletions leave behind when they die."""
+    return [path.name for path in directory.iterdir() if path.name.startswith(".")]
+
+
+class Death(BaseException):
+    """The process ended here."""
+
+
+class MortalStorage(Storage):
+    """Fails, or dies with all that would follow, at one of its operations that change something."""
+
+    def __init__(self, end_at: int | None = None, *, dies: bool = True) -> None:
+        self.operations: list[str] = []
+        self._end_at = end_at
+        self._dies = dies
+
+    def _step(self, name: str) -> None:
+        here = len(self.operations)
+        self.operations.append(name)
+        if self._end_at is None or here < self._end_at:
+            return
+        if self._dies:
+            raise Death(f"at operation {self._end_at}, {name}")
+        if here == self._end_at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def make_directory(self, path: Path) -> None:
+        self._step("mkdir")
+        super().make_directory(path)
+
+    def create(self, path: Path) -> int:
+        self._step("create")
+        return super().create(path)
+
+    def write(self, handle: int, content: memoryview) -> int:
+        self._step("write")
+        return super().write(handle, content[: max(1, len(content) // 2)] if len(content) > 300 else content)
+
+    def sync(self, handle: int) -> None:
+        self._step("sync")
+
+    def sync_directory(self, path: Path) -> None:
+        self._step("sync directory")
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._step("rename")
+        super().rename(source, target)
+
+    def remove_file(self, path: Path) -> None:
+        self._step("remove file")
+        super().remove_file(path)
+
+    def remove_tree(self, path: Path) -> None:
+        """Removes file by file, the manifest last."""
+        for entry in sorted(path.iterdir(), reverse=True) if path.is_dir() else ():
+            self._step("remove")
+            entry.unlink()
+        self._step("remove")
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,275 @@
+"""Lists, verifies, deletes and copies the checkpoints of a folder.
+
+    python tools/checkpoints.py list checkpoints/gpt2
+    python tools/checkpoints.py verify checkpoints/gpt2 --all
+    python tools/checkpoints.py copy checkpoints/gpt2 /archive/gpt2 --step 5000
+    python tools/checkpoints.py prune checkpoints/gpt2 --keep-last 3 --keep-every 10000 --keep-best --dry-run
+
+`list` reads no tensors. `verify` reads every byte of the newest checkpoint, or of those that are asked for. `copy`
+compares every byte with its digest on the way, and never replaces another checkpoint. `prune` deletes what the same
+flags of pretrain_gpt.py would not keep, but only after it has read every byte of the newest checkpoint; it refuses the
+folder of a run that is running. The exit code is 74 if a checkpoint is damaged or a folder cannot be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.errors import CheckpointError, ConfigError, ExitCode, LaunchError, StorageError, printable
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.keeping.listing import Entry
+    from megatron.checkpoint.keeping.summaries import Summary
+
+
+@dataclass(frozen=True)
+class FolderFlags(ConfigSection):
+    """Flags of every command."""
+
+    load: str = flag(help="folder of checkpoints, or one checkpoint; the flag's name may be left out")
+
+
+@dataclass(frozen=True)
+class ListFlags(FolderFlags):
+    """Flags of `list`."""
+
+    json: bool = flag(False, "print one JSON object")
+
+
+@dataclass(frozen=True)
+class VerifyFlags(FolderFlags):
+    """Flags of `verify`."""
+
+    all: bool = flag(False, "verify all checkpoints, not only the newest")
+    steps: tuple[int, ...] = flag((), "verify the checkpoints of these steps", nargs="+", at_least=0)
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if self.all and self.steps:
+            yield "--all verifies every checkpoint, and --steps names some. Drop one of them."
+
+
+@dataclass(frozen=True)
+class PruneFlags(FolderFlags):
+    """Flags of `prune`."""
+
+    keep_last: int = flag(help="so many of the newest checkpoints are kept", at_least=1)
+    keep_every: int | None = flag(None, "checkpoints whose step is a multiple of this are kept, too", at_least=1)
+    keep_best: bool = flag(False, "the checkpoint with the lowest validation loss is kept, too")
+    dry_run: bool = flag(False, "only say what would be deleted")
+
+
+@dataclass(frozen=True)
+class CopyFlags(FolderFlags):
+    """Flags of `copy`."""
+
+    save: str = flag(help="folder that receives the copy; the flag's name may be left out")
+    step: int | None = flag(None, "which checkpoint to copy; the newest if unset", at_least=0)
+
+
+_COMMANDS: dict[str, type[FolderFlags]] = {
+    "list": ListFlags,
+    "verify": VerifyFlags,
+    "prune": PruneFlags,
+    "copy": CopyFlags,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns the exit code."""
+    command, *words = (sys.argv[1:] if argv is None else argv) or [""]
+    if command in ("-h", "--help"):
+        log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_COMMANDS)}; each has --help.")
+        return ExitCode.DONE
+    section = _COMMANDS.get(command)
+    if section is None:
+        raise ConfigError(
+            f"checkpoints.py: the command {printable(command)} is not known. Use one of: {', '.join(_COMMANDS)}."
+        )
+    named = ["--load", "--save"] if section is CopyFlags else ["--load"]
+    given = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    folders = [word for pair in zip(named, words[:given], strict=False) for word in pair]
+    words = [*folders, *words[min(given, len(named)) :]]
+    flags = parse_flags(section, words, prog=f"checkpoints.py {command}", description=__doc__ or "")
+    if isinstance(flags, VerifyFlags):
+        return _verify(flags)
+    if isinstance(flags, PruneFlags):
+        return _prune(flags)
+    if isinstance(flags, CopyFlags):
+        return _copy(flags)
+    return _list(Path(flags.load), as_json=isinstance(flags, ListFlags) and flags.json)
+
+
+def _list(directory: Path, *, as_json: bool) -> int:
+    from megatron.checkpoint import find
+    from megatron.checkpoint.analysis.tables import table
+    from megatron.checkpoint.keeping.listing import entries_in
+    from megatron.checkpoint.storage import Storage
+
+    entries = entries_in(directory, Storage())
+    if not entries:
+        find(directory)  # says so if another program's checkpoint is there
+    if as_json:
+        content = {"directory": str(directory), "checkpoints": [entry.to_json() for entry in entries]}
+        log.line(json.dumps(content))
+        return ExitCode.DONE
+    if not entries:
+        log.line(f"{directory} holds no checkpoint")
+        return ExitCode.DONE
+    heading = ("checkpoint", "state", "layout", "run", "step", "size", "validation loss")
+    for line in table(heading, [_row(entry) for entry in entries], texts=4):
+        log.line(line)
+    for entry in entries:
+        if entry.problem:
+            log.line(f"{entry.path.name}: {entry.problem}")
+    return ExitCode.DONE
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    from megatron.checkpoint.analysis.tables import size_text
+
+    known = entry.summary
+    size = "" if entry.size_bytes is None else size_text(entry.size_bytes)
+    name = printable(entry.path.name, quoted=False)
+    if known is None:
+        return name, entry.state, "", "", str(entry.step), size, ""
+    layout = " ".join(f"{axis} {ranks}" for axis, ranks in known.layout.items())
+    loss = "" if known.validation_loss is None else f"{known.validation_loss:.6g}"
+    return name, entry.state, layout, known.run_id[:8], str(entry.step), size, loss
+
+
+def _verify(flags: VerifyFlags) -> int:
+    from megatron.checkpoint import verify
+    from megatron.checkpoint.analysis.tables import size_text
+
+    paths = _checkpoints(Path(flags.load), flags.steps)
+    wrong = 0
+    for path in paths if flags.all or flags.steps else paths[:1]:
+        try:
+            manifest = verify(path)
+        except (CheckpointError, StorageError) as failure:
+            log.error(f"{path}: {failure}")
+            wrong += 1
+            continue
+        size = size_text(sum(file.size_bytes for file in manifest.files))
+        log.line(f"{path} is good: every byte of its {len(manifest.files)} files ({size}) was compared")
+    return ExitCode.STORAGE if wrong else ExitCode.DONE
+
+
+def _prune(flags: PruneFlags) -> int:
+    from megatron.checkpoint.keeping.listing import entries_in
+    from megatron.checkpoint.keeping.retention import KeepRules, Retention
+    from megatron.checkpoint.publish import sweep
+    from megatron.checkpoint.storage import Storage
+    from megatron.train.restarts.identity import identity_of
+
+    directory, storage = Path(flags.load), Storage()
+    if directory in _checkpoints(directory):
+        raise CheckpointError(f"{directory} is one checkpoint. Give the folder that holds it and others.")
+    identity = identity_of(directory)
+    run_id = "" if identity is None else identity.run_id
+    retention = Retention(KeepRules(flags.keep_last, flags.keep_every, flags.keep_best), storage)
+    if flags.dry_run:
+        doomed = retention.plan(retention.newest_in(directory, run_id))
+        leftovers = [entry for entry in entries_in(directory, storage) if entry.is_leftover]
+        for entry in leftovers:
+            log.line(f"would settle {entry.path} ({entry.state})")
+        _tell("would delete", doomed)
+        return ExitCode.DONE
+    with _locked(directory, "nothing was deleted"):
+        sweep(directory, storage)
+        newest = retention.newest_in(directory, run_id)
+        doomed = retention.plan(newest)
+        gone = retention.apply(newest.path)
+    _tell("deleted", [summary for summary in doomed if summary.path in gone])
+    return ExitCode.DONE if len(gone) == len(doomed) else ExitCode.STORAGE
+
+
+def _tell(verb: str, summaries: Sequence[Summary]) -> None:
+    from megatron.checkpoint.analysis.tables import size_text
+
+    for summary in summaries:
+        log.line(f"{verb} {summary.path} ({size_text(summary.size_bytes)})")
+    if not summaries:
+        log.line("every checkpoint is kept")
+
+
+def _copy(flags: CopyFlags) -> int:
+    from megatron.checkpoint import read_record
+    from megatron.checkpoint.keeping.copying import copy_checkpoint
+    from megatron.parallel.mesh import ParallelMesh
+    from megatron.train.restarts.identity import RunIdentity, identity_of, read_identity, write_identity
+
+    directory, target, mesh = Path(flags.load), Path(flags.save), ParallelMesh.single()
+    source = _checkpoints(directory, () if flags.step is None else (flags.step,))[0]
+    identity = RunIdentity.from_json(read_record(source)) or read_identity(source.parent)
+    with _locked(target, "nothing was copied"):
+        held = identity_of(target)
+        if held is not None and identity is not None and held.run_id != identity.run_id:
+            raise CheckpointError(
+                f"{target} holds checkpoints of run {held.run_id}, and {source} is of run {identity.run_id}: their "
+                "steps would be mixed in one folder. Copy it to another folder."
+            )
+        made = copy_checkpoint(source, target, mesh, flag="--save")
+        if identity is not None and held is None:
+            write_identity(target, identity)
+    log.line(f"{source} is in {target} already" if made is None else f"copied {source} to {made}")
+    return ExitCode.DONE
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, refusal: str) -> Iterator[None]:
+    """Keeps runs from saving to a folder meanwhile.
+
+    Raises:
+        LaunchError: a run is using the folder.
+    """
+    from megatron.checkpoint import CheckpointLock
+    from megatron.parallel.mesh import ParallelMesh
+
+    lock = CheckpointLock(directory, ParallelMesh.single())
+    try:
+        lock.acquire()
+    except LaunchError as failure:
+        raise LaunchError(f"{refusal}: {failure}") from failure
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _checkpoints(directory: Path, steps: Sequence[int] = ()) -> list[Path]:
+    """The checkpoints of a folder, newest first, or those of some steps in the order given.
+
+    Raises:
+        CheckpointError: there is none, or none of a step.
+    """
+    from megatron.checkpoint import find
+
+    found = find(directory)
+    if not found:
+        raise CheckpointError(f"there is no checkpoint in {directory}. Give a folder to which a run saved checkpoints.")
+    if not steps:
+        return [candidate.path for candidate in found]
+    by_step = {candidate.step: candidate.path for candidate in reversed(found)}
+    missing = [str(step) for step in steps if step not in by_step]
+    if missing:
+        raise CheckpointError(
+            f"{directory} holds no checkpoint of step {', '.join(missing)}. It holds these steps: "
+            f"{', '.join(map(str, sorted(by_step)))}."
+        )
+    return [by_step[step] for step in steps]
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
