@@ -156,7 +156,9 @@ class History:
             asked = code == ExitCode.DONE or (code == ExitCode.REQUEUE and not (text and self._in_loop))
         first_line = _shown(text.strip().partition("\n")[0])
         reached, blamed = (self._step, {}) if step is None else (step, {"blamed": True})
-        self._append("end", self._key, {"step": reached, "code": int(code), "text": first_line, "asked": asked, **blamed})
+        self._append(
+            "end", self._key, {"step": reached, "code": int(code), "text": first_line, "asked": asked, **blamed}
+        )
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

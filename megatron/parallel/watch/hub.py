@@ -214,9 +214,7 @@ class Hub:
         self._send({"kind": "report"})
 
     def _has_all_reports(self, now: float) -> bool:
-        return not self._unheard or (
-            self._asked_at is not None and now - self._asked_at >= self._limits.answer_seconds
-        )
+        return not self._unheard or (self._asked_at is not None and now - self._asked_at >= self._limits.answer_seconds)
 
     def _judge_hang(self, now: float, limit: float) -> Verdict | None:
         self._asked_at, self._look_at = None, now + max(self._limits.beat_seconds, limit / 10)

@@ -24,9 +24,7 @@ def read_stacks(limit_characters: int) -> tuple[str, bool]:
     main = threading.main_thread().ident
     frames = {number: frame for number, frame in sys._current_frames().items() if number != threading.get_ident()}
     order = sorted(frames, key=lambda number: (number != main, number))
-    text = "\n".join(
-        f"thread {names.get(number, number)}:\n" + "\n".join(_lines(frames[number])) for number in order
-    )
+    text = "\n".join(f"thread {names.get(number, number)}:\n" + "\n".join(_lines(frames[number])) for number in order)
     waits = main in frames and (
         _is_in(frames[main], _WAITING)
         or (
