@@ -33,9 +33,8 @@ def save_step(
     seed = step if seed is None else seed
     record = {"seed": seed, "run_id": run_id, "validation_loss": loss}
     pieces = cut_for_ranks(make_state(seed=seed), 1, seed)[0]
-    return save(
-        directory, step, pieces, record, MESH, chunk_bytes=512, storage=storage, after_commit=after_commit
-    )  # fmt: skip
+    storage = storage or Unsynced()
+    return save(directory, step, pieces, record, MESH, chunk_bytes=2048, storage=storage, after_commit=after_commit)
 
 
 def loaded_seed(directory: Path) -> int:
@@ -56,6 +55,16 @@ def steps(directory: Path) -> list[int]:
 def hidden(directory: Path) -> list[str]:
     """Names of what saves, copies and deletions leave behind when they die."""
     return [path.name for path in directory.iterdir() if path.name.startswith(".")]
+
+
+class Unsynced(Storage):
+    """Waits for no disk: what a test needs on it is there for every process."""
+
+    def sync(self, handle: int) -> None:
+        """Does nothing."""
+
+    def sync_directory(self, path: Path) -> None:
+        """Does nothing."""
 
 
 class Death(BaseException):
@@ -90,7 +99,7 @@ class MortalStorage(Storage):
 
     def write(self, handle: int, content: memoryview) -> int:
         self._step("write")
-        return super().write(handle, content[: max(1, len(content) // 2)] if len(content) > 300 else content)
+        return super().write(handle, content)
 
     def sync(self, handle: int) -> None:
         self._step("sync")
