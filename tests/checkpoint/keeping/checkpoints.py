@@ -12,7 +12,7 @@ from megatron.checkpoint import load_newest, save
 from megatron.checkpoint.saving import AfterCommit
 from megatron.checkpoint.storage import Storage
 from megatron.parallel.mesh import ParallelMesh
-from tests.checkpoint.fake_pieces import cut_for_ranks, make_state, whole_sink
+from tests.checkpoint.fake_pieces import State, cut_for_ranks, make_state, whole_sink
 
 MESH = ParallelMesh.single()
 RUN = "0123456789abcdef"
@@ -32,19 +32,23 @@ def save_step(
     """Saves the random state of a seed, which is the step if not given, as a checkpoint of a run."""
     seed = step if seed is None else seed
     record = {"seed": seed, "run_id": run_id, "validation_loss": loss}
-    pieces = cut_for_ranks(make_state(seed=seed), 1, seed)[0]
+    pieces = cut_for_ranks(_state(seed), 1, seed)[0]
     storage = storage or Unsynced()
-    return save(directory, step, pieces, record, MESH, chunk_bytes=2048, storage=storage, after_commit=after_commit)
+    return save(directory, step, pieces, record, MESH, chunk_bytes=1024, storage=storage, after_commit=after_commit)
 
 
 def loaded_seed(directory: Path) -> int:
     """Loads what recovery takes and checks every value against the seed in its record."""
-    sink = whole_sink(make_state(seed=0))
+    sink = whole_sink(_state(0))
     found = load_newest(directory, sink.wanted, MESH)
     assert found is not None
-    sink.expected = whole_sink(make_state(seed=found.record["seed"])).expected
+    sink.expected = whole_sink(_state(found.record["seed"])).expected
     sink.check()
     return int(found.record["seed"])
+
+
+def _state(seed: int) -> State:
+    return make_state(kinds=("master",), seed=seed)
 
 
 def steps(directory: Path) -> list[int]:

@@ -46,9 +46,9 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path, damage: str) -> None
     save_step(tmp_path / "copies", 2)
     file = source / "pieces_00000.safetensors"
     content = bytearray(file.read_bytes())
-    expected = rf"{file} is damaged between bytes 4096 and 6144: .* It was not copied"
+    expected = rf"{file} is damaged between bytes 1024 and 2048: .* It was not copied"
     if damage == "flip":
-        content[5000] ^= 1
+        content[1500] ^= 1
         file.write_bytes(content)
     elif damage == "short":
         file.write_bytes(content[:-1])
@@ -142,40 +142,39 @@ def test_too_little_room_is_told_with_the_sizes(tmp_path: Path) -> None:
         copy(source, tmp_path / "copies", storage=Small())
 
 
-def copy_part(rank: int, source: str, directory: str, stops: bool) -> tuple[list[str], str]:
-    """Saves with two ranks and copies; returns which files this rank made, and the result."""
+class Recording(Storage):
+    """Remembers the tensor files that this rank makes, and makes none if it is full."""
+
+    def __init__(self, is_full: bool) -> None:
+        self.created: list[str] = []
+        self._is_full = is_full
+
+    def create(self, path: Path) -> int:
+        if self._is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.created += [path.name] if path.name.startswith("pieces") else []
+        return super().create(path)
+
+
+def copy_part(rank: int, source: str, directory: str) -> tuple[str, str, list[str]]:
+    """Saves with two ranks and copies twice, the first time with a full disk; returns what came of it."""
     mesh = open_mesh(ParallelRequest())
-    path = Path(source)
-    if not path.exists():
-        pieces = cut_for_ranks(make_state(seed=7), 2, 7)[rank]
-        save(path.parent, 7, pieces, {"seed": 7}, mesh, chunk_bytes=128)
-    created: list[str] = []
-
-    class Recording(Storage):
-        def create(self, target: Path) -> int:
-            created.append(target.name)
-            if stops and rank == 1:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return super().create(target)
-
-    try:
-        result = str(
-            copy_checkpoint(path, Path(directory), mesh, flag="--save-secondary", storage=Recording())
-        )  # fmt: skip
-    except StorageError as failure:
-        result = str(failure)
-    return [name for name in created if name.startswith("pieces")], result
+    pieces = cut_for_ranks(make_state(kinds=("master",), seed=7), 2, 7)[rank]
+    path = save(Path(source), 7, pieces, {"seed": 7}, mesh, chunk_bytes=128)
+    with pytest.raises(StorageError) as refused:
+        copy_checkpoint(path, Path(directory), mesh, flag="--save-secondary", storage=Recording(rank == 1))
+    storage = Recording(False)
+    copied = copy_checkpoint(path, Path(directory), mesh, flag="--save-secondary", storage=storage)
+    return str(refused.value), str(copied), storage.created
 
 
 def test_two_ranks_share_the_files(tmp_path: Path) -> None:
-    source, directory = tmp_path / "source" / "iter_0000007", tmp_path / "copies"
-    (_, refused), (_, reason) = run_ranks(copy_part, 2, str(source), str(directory), True)
+    (refused, first, own), (reason, second, others) = run_ranks(
+        copy_part, 2, str(tmp_path / "source"), str(tmp_path / "copies")
+    )
     assert "No space left on device" in reason and refused == f"rank 1: {reason}"
-    assert not list(directory.iterdir())
-    made = str(directory / "iter_0000007")
-    assert run_ranks(copy_part, 2, str(source), str(directory), False) == [
-        (["pieces_00000.safetensors"], made),
-        (["pieces_00001.safetensors"], made),
-    ]
-    assert contents(Path(made)) == contents(source)
-    assert verify(Path(made)).step == 7 and loaded_seed(directory) == 7
+    made = tmp_path / "copies" / "iter_0000007"
+    assert first == second == str(made)
+    assert (own, others) == (["pieces_00000.safetensors"], ["pieces_00001.safetensors"])
+    assert contents(made) == contents(tmp_path / "source" / "iter_0000007")
+    assert verify(made).step == 7 and loaded_seed(made.parent) == 7 and not hidden(made.parent)
