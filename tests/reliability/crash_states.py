@@ -1,4 +1,4 @@
-"""Every state that a power cut may leave on the disk while four ranks save, replace a step and remove an old one.
+"""Every state that a power cut may leave on the disk while four ranks save, replace a step and delete old ones.
 
     python -m tests.reliability.crash_states --cases 1000000        all states; fewer are spread over all of them
 
@@ -24,6 +24,8 @@ from random import Random
 
 from megatron import log
 from megatron.checkpoint import find, load_newest, newest_record, save
+from megatron.checkpoint.manifest import folder_name
+from megatron.checkpoint.publish import remove_checkpoint
 from megatron.config import ConfigSection, ParallelRequest, flag, parse_flags
 from megatron.errors import MegatronError
 from megatron.parallel.joining import open_mesh
@@ -36,8 +38,10 @@ RANKS = 4
 SECTOR_BYTES = 512
 MESH = ParallelMesh.single()
 SHAPES: dict[str, tuple[int, ...]] = {"a": (48, 40), "b": (90,)}
-SAVES = ((1, 1), (2, 2), (2, 3), (3, 4))
+SAVES = ((1, 1), (2, 2), (2, 3), (3, 4), (4, 5))
 """Step and seed of each save; the third one replaces the second."""
+DELETED = {3: (1,), 4: (2, 3)}
+"""Which steps are deleted after the save of one."""
 ROOT = Path("/run")
 _MOST_FOR_ALL_SUBSETS = 5  # of so many changes of a directory every subset is tried; of more, a part of them
 
@@ -67,6 +71,8 @@ def save_all(rank: int, directory: str) -> tuple[list[Operation], list[tuple[int
         pieces = cut_for_ranks(make_state(SHAPES, ("weight",), seed), RANKS, seed)[rank]
         save(Path(directory), step, pieces, {"seed": seed}, mesh, chunk_bytes=1024, storage=storage)
         returned.append((time.monotonic_ns(), seed))
+        for old in DELETED.get(step, ()) if rank == 0 else ():
+            remove_checkpoint(Path(directory) / folder_name(old), storage)
     return storage.log, returned
 
 

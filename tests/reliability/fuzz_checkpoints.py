@@ -285,7 +285,7 @@ TARGETS = (
         MUTATIONS,
         read_checkpoint,
         longest_letters=6000,
-        names=r"/case|stored data plan|checkpoint|saved|progress|The blend|training data|order of samples",
+        names=r"/case|stored data plan|checkpoint|saved|progress|The blend|training data|order of samples|^--",
     ),
     Target(
         "checkpoint as a whole",

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.train.identity import identity_of
 
 from megatron import log
 from megatron.checkpoint import (
@@ -46,6 +45,7 @@ from megatron.checkpoint.analysis.tables import summary_lines
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import LaunchError, MegatronError, StorageError
 from megatron.parallel.mesh import ParallelMesh
+from megatron.train.restarts.identity import identity_of
 from tests.checkpoint.fake_pieces import make_state, whole_sink
 from tests.checkpoint.records import make_record
 from tests.reliability.fuzz import memory_peak, reset_peak

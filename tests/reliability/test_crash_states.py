@@ -37,7 +37,7 @@ def logs() -> list[list[Operation]]:
 def test_a_sample_of_all_crash_states(logs: list[list[Operation]], pytestconfig: pytest.Config) -> None:
     campaign = run(pytestconfig.getoption("--cases") // 4, logs=logs, orders=2)
     assert campaign.failures == []
-    assert campaign.states > 300 and set(campaign.loaded) == {0, 1, 2, 3, 4}
+    assert campaign.states > 300 and set(campaign.loaded) >= {0, 2, 3, 5}
     assert campaign.saved_again > campaign.states // 10
 
 
@@ -49,8 +49,7 @@ def test_the_ranks_write_at_once_in_every_order(logs: list[list[Operation]]) -> 
     assert sorted(map(str, other.operations)) == sorted(map(str, happened.operations))
     assert other.committed == happened.committed
     tree = list(states(other, Random(0)))[-1][0]
-    assert sorted(tree) == ["iter_0000001", "iter_0000002", "iter_0000003", "latest_checkpointed_iteration.txt"]
-    assert len(tree["iter_0000003"]) == 5
+    assert sorted(tree) == ["iter_0000004", "latest_checkpointed_iteration.txt"] and len(tree["iter_0000004"]) == 5
 
 
 def tried(recording: Recording) -> Campaign:
@@ -105,12 +104,14 @@ def test_only_what_was_synced_is_certain() -> None:
 
 
 def test_a_lost_checkpoint_is_noticed(logs: list[list[Operation]]) -> None:
-    tree: Tree = list(states(merged(logs), Random(0)))[-1][0]
+    recording = merged(logs)
+    before, _ = recording.committed[-1]
+    tree: Tree = list(states(Recording(recording.operations[:before], ()), Random(0)))[-1][0]
+    assert recover(tree, 5) == 5
+    del tree["iter_0000004"]["pieces_00002.safetensors"]
     assert recover(tree, 4) == 4
-    del tree["iter_0000003"]["pieces_00002.safetensors"]
-    assert recover(tree, 3) == 3
-    with pytest.raises(Lost, match="seed 3 is loaded; seed 4 was committed"):
-        recover(tree, 4)
+    with pytest.raises(Lost, match="seed 4 is loaded; seed 5 was committed"):
+        recover(tree, 5)
     with pytest.raises(Lost, match="nothing is found; seed 4 was committed"):
         recover({}, 4)
 
