@@ -29,21 +29,31 @@ FLAGS = ["--bf16", "--optimizer", "sgd", "--sgd-momentum", "0", "--clip-grad", "
 LIMIT = 2.0e-3  # relative error of the whole gradient; accumulated in bfloat16 it is above 1e-2
 
 
-def masters(engine: Any) -> torch.Tensor:
-    """All fp32 weights, one after the other by name."""
-    pieces = sorted(owned_pieces(engine, with_optimizer=False), key=lambda piece: piece[0].name)
-    return torch.cat([tensor.clone() for _, tensor in pieces])
+Pieces = dict[tuple[str, int], torch.Tensor]
 
 
-def stepped(rank: int, stage: int, flags: list[str]) -> tuple[torch.Tensor, str]:
+def masters(engine: Any) -> Pieces:
+    """The fp32 weights that this rank owns, by name and first element."""
+    return {(key.name, key.first): tensor.clone() for key, tensor in owned_pieces(engine, with_optimizer=False)}
+
+
+def stepped(rank: int, ranks: int, stage: int, flags: list[str]) -> tuple[Pieces, str]:
     """How far one step of SGD at rate 1 moved the weights, which is minus the gradient; and what was logged."""
-    config = layout_config(RECIPE, (1, 1, 1), stage, [*FLAGS, *flags])
+    config = layout_config(RECIPE, (1, 1, ranks), stage, [*FLAGS, *flags])
     mesh = open_mesh(config.parallel)
     with contextlib.redirect_stderr(io.StringIO()) as logged:
         engine = build_engine(config, mesh)
     before = masters(engine)
     engine.train_batch(local_batches(RECIPE, config, mesh, 0, False), 1.0)
-    return before - masters(engine), logged.getvalue()
+    after = masters(engine)
+    return {place: tensor - after[place] for place, tensor in before.items()}, logged.getvalue()
+
+
+def step_of(ranks: int, stage: int, flags: list[str]) -> tuple[torch.Tensor, str]:
+    """The same for all ranks together: one tensor, one parameter after the other by name."""
+    results = run_ranks(stepped, ranks, ranks, stage, flags)
+    pieces = sorted(((place, tensor) for moved, _ in results for place, tensor in moved.items()), key=lambda p: p[0])
+    return torch.cat([tensor for _, tensor in pieces]), results[0][1]
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +85,11 @@ def test_bfloat16_accumulation_would_be_noticed(gradients: tuple[torch.Tensor, t
     assert error(gradients[1], gradients[0]) > 5 * LIMIT
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_stage_accumulates_in_float32(stage: int, gradients: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ((moved, logged),) = run_ranks(stepped, 1, stage, [])
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)])
+def test_every_stage_accumulates_in_float32(
+    ranks: int, stage: int, gradients: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    moved, logged = step_of(ranks, stage, [])
     assert error(moved, gradients[0]) < LIMIT
     assert "accumulated" not in logged
 
@@ -87,6 +99,6 @@ def test_a_deepspeed_file_may_say_otherwise_and_that_is_logged(
 ) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"data_types": {"grad_accum_dtype": "bf16"}}))
-    ((moved, logged),) = run_ranks(stepped, 1, 2, ["--deepspeed_config", str(path)])
+    moved, logged = step_of(1, 2, ["--deepspeed_config", str(path)])
     assert error(moved, gradients[0]) > LIMIT
     assert "gradients are accumulated in bf16" in logged

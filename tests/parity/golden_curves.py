@@ -1,0 +1,124 @@
+"""Loss curves of a tiny run in six layouts and three precisions, trained where arithmetic is the same on every CPU.
+
+`python -m tests.parity.golden_curves OUTPUT` trains them and writes a JSON object; `--write` writes the golden files
+beside this one. The program sets what must be set before PyTorch is loaded, and its ranks inherit it.
+
+float16 is not among the precisions: it does not train on CPUs. The third one is bfloat16 whose gradients are
+accumulated in bfloat16 too, as a DeepSpeed file may ask; it differs from the second in nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+GOLDEN = Path(__file__).parent / "golden"
+STEPS = 8
+REPEATED = "bf16"  # trained twice in every layout
+# The oldest code paths of ATen and MKL, which every x86-64 CPU has.
+ENVIRONMENT = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "dp2-zero1": (2, {"zero_stage": 1}),
+    "dp2-zero3": (2, {"zero_stage": 3}),
+    "tp2-pp2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+}
+Curve = list[tuple[float, float]]  # loss and gradient norm of each step
+
+
+def precisions(folder: Path) -> dict[str, list[str]]:
+    """The flags of every precision."""
+    path = folder / "bf16_accumulation.json"
+    path.write_text(json.dumps({"data_types": {"grad_accum_dtype": "bf16"}}))
+    return {"fp32": [], "bf16": ["--bf16"], "bf16-accumulated-in-bf16": ["--bf16", "--deepspeed_config", str(path)]}
+
+
+def train_runs(rank: int, runs: list[list[str]], ports: list[int]) -> None:
+    """Trains one command line after the other on this rank; each run meets at a port of its own."""
+    import torch
+
+    from tests.helpers.tiny_run import train_here
+
+    torch.backends.mkldnn.set_flags(False)  # oneDNN chooses its kernels by the CPU, whatever it is told
+    for flags, port in zip(runs, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+            code, text = train_here(rank, flags)
+        if code != 0:
+            raise RuntimeError(f"exit code {code}: {text}\n{said.getvalue()}")
+
+
+def train_all(folder: Path) -> dict[str, dict[str, Curve]]:
+    """The curves by layout and precision; the repeated one again under its name with `-again`."""
+    from megatron.observe.metrics_file import read_steps
+    from tests.helpers.ranks import free_port, run_ranks
+    from tests.helpers.tiny_run import write_tiny_corpus
+
+    corpus = write_tiny_corpus(folder)
+    flags = precisions(folder)
+    flags[f"{REPEATED}-again"] = flags[REPEATED]
+    found: dict[str, dict[str, Curve]] = {}
+    for layout, (ranks, changes) in LAYOUTS.items():
+        runs = [
+            corpus.flags(
+                *more, run_dir=folder / layout / name, train_iters=STEPS, global_batch_size=8, micro_batch_size=1,
+                eval_iters=0, **changes,
+            )
+            for name, more in flags.items()
+        ]  # fmt: skip
+        run_ranks(train_runs, ranks, runs, [free_port() for _ in runs])
+        found[layout] = {
+            name: [(step["lm_loss"], step["gradient_norm"]) for step in read_steps(folder / layout / name).values()]
+            for name in flags
+        }
+    return found
+
+
+def golden_text(curves: dict[str, Curve]) -> str:
+    """One layout as a golden file: each number as people read it, and exactly."""
+    exact = {
+        name: [{"loss": [loss, loss.hex()], "gradient_norm": [norm, norm.hex()]} for loss, norm in curve]
+        for name, curve in curves.items()
+        if not name.endswith("-again")
+    }
+    lines = [
+        f"  {json.dumps(name)}: [\n" + ",\n".join(f"    {json.dumps(step)}" for step in curve) + "\n  ]"
+        for name, curve in exact.items()
+    ]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def read_golden(layout: str) -> dict[str, Curve]:
+    """The curves of a layout as they are kept."""
+    kept = json.loads((GOLDEN / f"{layout}.json").read_text())
+    return {
+        name: [tuple(float.fromhex(step[key][1]) for key in ("loss", "gradient_norm")) for step in curve]  # type: ignore[misc]
+        for name, curve in kept.items()
+    }
+
+
+def main(words: list[str]) -> None:
+    """Trains all and writes what was found to a file, or the golden files."""
+    if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
+        os.execve(
+            sys.executable, [sys.executable, "-m", "tests.parity.golden_curves", *words], os.environ | ENVIRONMENT
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        found = train_all(Path(folder))
+    if words != ["--write"]:
+        Path(words[0]).write_text(json.dumps(found))
+        return
+    for layout, curves in found.items():
+        (GOLDEN / f"{layout}.json").write_text(golden_text(curves))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
