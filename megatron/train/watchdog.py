@@ -52,6 +52,7 @@ class Watch:
         self._meeting: Meeting | None = None
         self._channel: Channel | None = None
         self._closing_seconds = 0.0
+        self._own_error = ""
         self._forget: Callable[[], None] | None = None
 
     def open(self, mesh: ParallelMesh, meeting_at: tuple[str, int], limits: Limits) -> None:
@@ -178,13 +179,15 @@ class Watch:
         If another rank will show the error, this one ends at once, so that ranks that communicate with it notice it;
         but one whose error may be the result of another's learns first with which code the run ends.
         """
-        code = log.show_failure(error)
-        channel = self._channel
-        if self._tell(code, str(error), is_ready=True) and channel is not None:
+        code, channel, text = log.show_failure(error), self._channel, self._own_error
+        if not text:
+            return  # the others could not be told, and this rank has shown it
+        if self._tell(code, text, is_ready=True) and channel is not None:
             if channel.has_first_hub and code != ExitCode.REQUEUE:
+                log.record_failure(code, text)
                 return
             self._await_end()
-        log.error(str(error))
+        log.error(text)
 
     def _tell(self, code: int, text: str, *, is_ready: bool) -> bool:
         """Tells the other ranks of an error, if there are any; not from the thread that watches them."""
@@ -196,7 +199,8 @@ class Watch:
     def _on_failure(self, code: int, text: str) -> bool:
         """Hears of the error that ends this process; the main thread first closes what it has open."""
         if threading.current_thread() is threading.main_thread():
-            return self._tell(code, text, is_ready=False)
+            self._own_error = text if self._tell(code, text, is_ready=False) else ""
+            return bool(self._own_error)
         return self.fail(code, text)
 
     def _await_end(self) -> None:

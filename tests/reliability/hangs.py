@@ -20,7 +20,7 @@ from megatron.errors import ExitCode
 from tests.helpers.rank_processes import RankEnd, run_rank_processes
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 
-HANG_SECONDS = 4
+HANG_SECONDS = 3
 # Tensor and pipeline sizes, and ranks.
 LAYOUTS = {"tp2": (2, 1, 2), "dp2": (1, 1, 2), "pp2": (1, 2, 2), "tp2pp2": (2, 2, 4)}
 PHASES = ("data", "forward", "p2p", "backward", "step", "evaluation", "save")
@@ -130,17 +130,11 @@ def draw(number: int, drawn: random.Random) -> Fault:
     kind = kinds[number // len(LAYOUTS) % len(kinds)]
     world_size, pp_size = LAYOUTS[layout][2], LAYOUTS[layout][1]
     phases = [phase for phase in PHASES if pp_size > 1 or phase != "p2p"]
-    # `hold` keeps the interpreter lock from the moment it strikes; start-up has a limit of minutes.
-    places = phases if fault_is_slow_to_find(kind) else [*phases, "init"]
+    places = phases if kind in HANGS else [*phases, "init"]  # a hang in start-up is only found after minutes
     if kind in ("sleep", "spin", "error", "kill"):
         places.append("loader")
     rank = drawn.randrange(world_size)
     return Fault(layout, kind, rank, drawn.choice(places), 3)
-
-
-def fault_is_slow_to_find(kind: str) -> bool:
-    """Whether a rank that hangs like this in start-up is only found after --distributed-timeout-minutes."""
-    return kind in HANGS
 
 
 def campaign(folder: Path, cases: int, seed: int) -> list[Outcome]:

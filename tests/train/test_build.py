@@ -16,8 +16,10 @@ from megatron.config.run import sections_of
 from megatron.data.datasets.build import SplitDatasets
 from megatron.data.datasets.sample import Sample
 from megatron.data.loader import BatchOptions
+from megatron.errors import PeerLostError
 from megatron.model.interface.network import LayerCost, LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
+from megatron.train import build
 from megatron.train.build import open_run, parameter_counts
 from megatron.train.run import Run
 from megatron.train.stop import Verdict
@@ -148,3 +150,14 @@ def test_an_active_kill_switch_prevents_the_start(tmp_path: Path, capsys: pytest
     with open_run(small(f"--kill-switch-path {switch}")) as run:
         assert run is None
     assert capsys.readouterr().out == f"Detected kill switch at {switch}. Exiting\n"
+
+
+def test_a_lost_rank_is_one_sentence_that_asks_for_the_same_command() -> None:
+    text = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4781. This is typically"
+    with (
+        pytest.raises(PeerLostError, match=r"another rank of this run ended .* \(Connection closed by peer \[127"),
+        build._explain_lost_peers(),
+    ):
+        raise RuntimeError(text)
+    with pytest.raises(RuntimeError, match="shape"), build._explain_lost_peers():
+        raise RuntimeError("a wrong shape")

@@ -74,6 +74,7 @@ class Channel:
         self._is_leaving = False
         self._seen: Position | None = None
         self._idle_from = 0.0
+        self._last_nap = (0.0, 0.0)
         self._beat_at = 0.0
         self._look_at = 0.0
         self._blocked: set[Connection] = set()
@@ -228,10 +229,11 @@ class Channel:
 
     def _sleep_out(self, began_at: float, limit_seconds: float) -> None:
         """Leaves out of all counts a time in which the whole process was stopped, as a suspended job is."""
-        late_seconds = time.monotonic() - began_at - limit_seconds
+        now = time.monotonic()
+        late_seconds = now - began_at - limit_seconds
         if late_seconds < self._limits.nap_seconds:
             return
-        self._idle_from += late_seconds
+        self._idle_from, self._last_nap = self._idle_from + late_seconds, (late_seconds, now)
         for link in self._links:
             link.heard_at += late_seconds
         if self._hub is not None:
@@ -240,7 +242,10 @@ class Channel:
     def _sample(self, now: float) -> Sample:
         position = self._watched.position()
         if position is not self._seen:
-            self._seen, self._idle_from = position, position.at_seconds
+            nap_seconds, woken_at = self._last_nap
+            began_at = position.at_seconds
+            self._seen = position
+            self._idle_from = min(woken_at, began_at + nap_seconds) if began_at < woken_at else began_at
         idle_seconds = max(0.0, now - self._idle_from)
         return Sample(position.phase, position.step, position.events, idle_seconds, self._watched.is_starting())
 

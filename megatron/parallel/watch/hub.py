@@ -251,6 +251,8 @@ class Hub:
         # Only the first rank has files of the run open, and it hears of another one's end where they communicate.
         if (present if is_unclear else self.members[0].is_present) and waited_seconds < WIND_DOWN_SECONDS:
             return None
+        if waited_seconds < PING_SECONDS and self._mute():
+            return None  # all were asked for a sign of life
         is_lost = any(member.lost_at is not None and member.failure is None for member in causes)
         if waited_seconds < (WIND_DOWN_SECONDS if is_lost else self._limits.closing_seconds) and any(
             member.failure is not None and not member.failure.is_ready and member.lost_at is None for member in causes
@@ -271,17 +273,22 @@ class Hub:
         return min(causes, key=order)
 
     def _verdict_on(self, cause: Member) -> Verdict:
-        silent = tuple(
-            member.rank
-            for member in self.members
-            if member.is_present and member.rank != self.rank and member.heard_at < (self._first_cause_at or 0.0)
-        )
+        silent = self._mute()
         if cause.failure is not None:
             return Verdict(cause.failure.code, cause.rank, cause.failure.text, silent)
         others = [member.sample for member in self.members if member is not cause]
         furthest = max(others, key=Sample.place, default=cause.sample)
         verdict = lost_verdict(cause.rank, self._processes[cause.rank], furthest)
         return Verdict(verdict.code, verdict.rank, verdict.text, silent)
+
+    def _mute(self) -> tuple[int, ...]:
+        """The ranks that have given no sign of life since the run must end."""
+        since = self._first_cause_at or 0.0
+        return tuple(
+            member.rank
+            for member in self.members
+            if member.is_present and member.rank != self.rank and member.heard_at < since
+        )
 
     def _greet(self, connection: Connection, message: Fields, now: float) -> None:
         if message.kind != "hello" or not hmac.compare_digest(message.text("token", 64), self._token):

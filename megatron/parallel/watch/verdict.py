@@ -107,9 +107,10 @@ def _hang_text(culprit: Account, accounts: Sequence[Account]) -> str:
             f"stopped, or stuck outside Python. Its last report came from {culprit.sample}."
         )
     else:
+        flag = "--distributed-timeout-minutes" if culprit.sample.is_starting else "--hang-timeout-seconds"
         told = (
             f"rank {culprit.rank} ({culprit.process}) hangs: no progress for {culprit.sample.idle_seconds:.0f} s in "
-            f"{culprit.sample}. {main_stack(culprit.stacks)}"
+            f"{culprit.sample}. If that only takes long, raise {flag}. It is in {main_stack(culprit.stacks)}"
         )
     others = [str(account) for account in accounts if account is not culprit]
     more = [f"and {len(others) - _MOST_LINES} more ranks"] if len(others) > _MOST_LINES else []

@@ -141,6 +141,21 @@ def test_time_in_which_the_process_was_stopped_is_no_silence(links: list[Link]) 
     assert links[0].heard_at == pytest.approx(996, abs=5)
 
 
+def test_time_in_which_the_process_was_stopped_is_no_lack_of_progress(links: list[Link]) -> None:
+    """Whether the thread had seen the last progress before that, or the main thread made it meanwhile."""
+    for is_seen in (True, False):
+        channel, now = third_rank(links), time.monotonic()
+        if not is_seen:
+            channel._sample(now - 1020)
+        channel._watched.place = first_position()._replace(at_seconds=now - 1010)
+        if is_seen:
+            channel._sample(now - 1005)
+        channel._sleep_out(now - 1000, 0.0)
+        assert channel._sample(now).idle_seconds == pytest.approx(10, abs=5)
+        channel._watched.place = first_position()._replace(at_seconds=now + 2)
+        assert channel._sample(now + 3).idle_seconds == pytest.approx(1)
+
+
 def held_in(module: str, look: Callable[[], None], until: list[Any]) -> Callable[[], None]:
     """A function of a module of that name, which looks and stays in its own frame until there is something."""
     lines = ("def held():", "    look()", "    while not until:", "        pass")

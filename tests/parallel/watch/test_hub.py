@@ -13,7 +13,7 @@ import pytest
 from megatron.errors import ExitCode
 from megatron.parallel.processes import ProcessIdentity
 from megatron.parallel.watch.hub import Failure, Hub
-from megatron.parallel.watch.limits import WIND_DOWN_SECONDS, Limits
+from megatron.parallel.watch.limits import PING_SECONDS, WIND_DOWN_SECONDS, Limits
 from megatron.parallel.watch.position import PHASES, Sample
 from megatron.parallel.watch.verdict import Verdict
 from megatron.parallel.watch.wire import Connection
@@ -168,6 +168,7 @@ def test_without_a_limit_nobody_hangs_but_deaths_are_noticed() -> None:
     rig = Rig(limits=Limits(0, 600))
     assert rig.hub.tick(10_000.0) is None and not rig.hub.is_busy
     rig.die(2, 10_000.0)
+    rig.beat(1, 10_000.0)
     rig.hub.note_failure(Failure(ExitCode.REQUEUE, "lost", True), 10_000.1)
     verdict = rig.hub.tick(10_000.2)
     assert verdict is not None and (verdict.code, verdict.rank) == (ExitCode.REQUEUE, 2)
@@ -202,6 +203,7 @@ class TestErrors:
         rig.hub.note_failure(Failure(ExitCode.REQUEUE, "lost", False), 1.2)
         assert rig.hub.tick(1.3) is None
         rig.hub.note_failure(Failure(ExitCode.REQUEUE, "", True), 1.4)
+        rig.beat(1, 1.4)
         verdict = rig.hub.tick(1.5)
         assert verdict is not None and verdict.text == "bad data"
 
@@ -270,8 +272,17 @@ class TestSecondHub:
     def test_it_acts_if_the_first_has_died(self) -> None:
         rig = Rig(rank=1, first=0)
         rig.die(0, 1.0)
-        verdict = rig.hub.tick(1.1)
+        assert rig.hub.tick(1.1) is None  # does rank 2 answer?
+        rig.beat(2, 1.2)
+        verdict = rig.hub.tick(1.3)
         assert verdict is not None and (verdict.code, verdict.rank) == (ExitCode.REQUEUE, 0)
+        assert verdict.silent == ()
+
+    def test_it_does_not_wait_long_for_one_that_is_stopped(self) -> None:
+        rig = Rig(rank=1, first=0)
+        rig.die(0, 1.0)
+        verdict = rig.hub.tick(1.0 + PING_SECONDS)
+        assert verdict is not None and verdict.silent == (2,)
 
     def test_it_acts_if_the_first_does_not_answer(self) -> None:
         rig = Rig(rank=1, first=0)

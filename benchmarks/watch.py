@@ -1,0 +1,140 @@
+"""What it costs that the ranks of a run watch each other.
+
+    python benchmarks/watch.py
+
+Prints one JSON line per measurement: what the main thread of a rank pays to say that it enters a phase; and how much of
+a core the thread of rank 0 takes with so many other ranks, all of them simulated by another process, which report as
+often as real ones do: every second at most.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.figures import print_figure
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.parallel.processes import ProcessIdentity
+from megatron.parallel.watch.channel import Channel
+from megatron.parallel.watch.hub import Hub
+from megatron.parallel.watch.limits import Limits
+from megatron.parallel.watch.position import Position, Sample, first_position
+from megatron.parallel.watch.verdict import Verdict
+from megatron.parallel.watch.wire import Connection
+from megatron.train.watchdog import Watch
+
+_TOKEN = "0" * 32
+
+
+@dataclass(frozen=True)
+class WatchFlags(ConfigSection):
+    """Flags of this program."""
+
+    ranks: int = flag(256, "simulated ranks", at_least=1)
+    seconds: float = flag(10.0, "how long the thread is measured for each --hang-timeout-seconds", above=0)
+
+
+class Rank:
+    """A rank that is always somewhere else, and remembers how much of a core its watching thread took."""
+
+    def __init__(self) -> None:
+        self.thread: int | None = None
+
+    def position(self) -> Position:
+        self.thread = threading.get_native_id()
+        return first_position()
+
+    def is_starting(self) -> bool:
+        return False
+
+    def speak(self, verdict: Verdict) -> None:
+        raise RuntimeError(f"the run would have ended: {verdict.text}")
+
+    def end(self, verdict: Verdict) -> None:
+        raise RuntimeError(f"the run would have ended: {verdict.text}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints the figures."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    flags = parse_flags(WatchFlags, words, prog="watch.py", description=__doc__ or "")
+    print_figure("watch", "enter a phase", round(enter_nanoseconds()), "ns")
+    for hang_seconds in (10.0, 300.0):
+        percent = hub_percent(flags.ranks, Limits(hang_seconds, 600.0), flags.seconds)
+        name = f"thread of rank 0, {flags.ranks} other ranks, --hang-timeout-seconds {hang_seconds:g}"
+        print_figure("watch", name, round(percent, 2), "% of a core")
+    return 0
+
+
+def enter_nanoseconds(count: int = 200_000) -> float:
+    """The least time of five to enter a phase."""
+    watch = Watch()
+    times = []
+    for _ in range(5):
+        began_at = time.perf_counter()
+        for _ in range(count):
+            watch.enter("forward")
+        times.append((time.perf_counter() - began_at) / count * 1e9)
+    return min(times)
+
+
+def hub_percent(ranks: int, limits: Limits, seconds: float) -> float:
+    """How much of a core the thread of rank 0 takes beside an idle main thread."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
+    listener.setblocking(False)
+    ours, theirs = multiprocessing.Pipe()
+    port = listener.getsockname()[1]
+    process = multiprocessing.Process(target=simulate, args=(theirs, port, ranks, limits.beat_seconds), daemon=True)
+    process.start()
+    rank = Rank()
+    hub = Hub(0, None, [ProcessIdentity.own()] * (ranks + 1), _TOKEN, limits, time.monotonic())
+    channel = Channel(rank, limits, [], hub, listener, 0, ranks + 1)
+    channel.start()
+    ours.recv()  # all are connected
+    before = thread_seconds(rank)
+    time.sleep(seconds)
+    used = thread_seconds(rank) - before
+    channel.leave()
+    process.kill()
+    process.join()
+    return used / seconds * 100
+
+
+def simulate(pipe: Pipe, port: int, ranks: int, beat_seconds: float) -> None:
+    """Connects as so many ranks, each of which reports after each interval, evenly spread over it."""
+    connections = []
+    for number in range(1, ranks + 1):
+        connection = Connection(socket.create_connection(("127.0.0.1", port)))
+        connection.send({"kind": "hello", "token": _TOKEN, "rank": number})
+        connections.append(connection)
+    pipe.send(True)
+    message = {"kind": "beat", **Sample("forward", 1000, 123456, 0.01, False).values()}
+    began_at = time.monotonic()
+    count = 0
+    while True:
+        count += 1
+        time.sleep(max(0.0, began_at + count * beat_seconds / ranks - time.monotonic()))
+        connection = connections[count % ranks]
+        connection.send(message)
+        connection.receive()
+
+
+def thread_seconds(rank: Rank) -> float:
+    """Processor time that the thread has taken so far."""
+    while rank.thread is None:
+        time.sleep(0.01)
+    fields = Path(f"/proc/self/task/{rank.thread}/schedstat").read_text().split()
+    return int(fields[0]) / 1e9
+
+
+if __name__ == "__main__":
+    sys.exit(main())
