@@ -1,7 +1,7 @@
 """One thread of a run that writes its checkpoints while training continues.
 
-The main thread lists the pieces and hands them over (`begin`); the thread copies them to host memory and writes the copy.
-Weights, masters and moments only change in the optimizer's update, so the copy runs beside the next forward and
+The main thread lists the pieces and hands them over (`begin`); the thread copies them to host memory and writes the
+copy. Weights, masters and moments only change in the optimizer's update, so the copy runs beside the next forward and
 backward pass, and `wait_for_copy` is called before the update. The thread talks to those of the other ranks over
 `mesh.background`, which nothing else uses.
 """
