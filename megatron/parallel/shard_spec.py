@@ -10,6 +10,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 
@@ -107,17 +108,17 @@ class ShardSpec:
         """
         return cls((Dimension(name, size, axis),))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The logical global shape, without padding."""
         return tuple(dimension.size for dimension in self.dimensions)
 
-    @property
+    @cached_property
     def start(self) -> tuple[int, ...]:
         """The first global index that this rank holds, per dimension."""
         return tuple(dimension.bounds[0] for dimension in self.dimensions)
 
-    @property
+    @cached_property
     def stop(self) -> tuple[int, ...]:
         """One past the last global index that this rank holds, per dimension."""
         return tuple(dimension.bounds[1] for dimension in self.dimensions)

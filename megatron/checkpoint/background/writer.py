@@ -1,9 +1,9 @@
 """One thread of a run that writes its checkpoints while training continues.
 
-The main thread only says what to save (`begin`); the thread lists the pieces, copies them to host memory and writes the
-copy. Weights, masters and moments only change in the optimizer's update, so all of that but the writing runs beside the
-next forward and backward pass, and `wait_for_copy` is called before the update. The thread talks to those of the other
-ranks over `mesh.background`, which nothing else uses.
+The main thread lists the pieces and hands them over (`begin`); the thread copies them to host memory and writes the
+copy. Weights, masters and moments only change in the optimizer's update, so the copy runs beside the next forward and
+backward pass, and `wait_for_copy` is called before the update. The thread talks to those of the other ranks over
+`mesh.background`, which nothing else uses.
 """
 
 from __future__ import annotations
@@ -127,15 +127,17 @@ class BackgroundWriter:
         """Begins a save and returns at once; on every rank, after `wait`.
 
         Args:
-            pieces: iterated over by the thread. Until `wait_for_copy` returns, their values must not change.
+            pieces: listed at once, since DeepSpeed rearranges the optimizer before it calls `wait_for_copy`. Until
+                that returns, their values must not change.
         """
         if not self._idle.is_set():
             raise RuntimeError("a save is being written; wait for it before the next one begins")
+        listed = list(pieces)
         self._copies.mark()
         self._outcome = None
         self._copied.clear()
         self._idle.clear()
-        self._jobs.put(_Save(step, pieces, record, time.monotonic()))
+        self._jobs.put(_Save(step, listed, record, time.monotonic()))
 
     def wait_for_copy(self) -> None:
         """Returns when the values that are being saved may change."""
@@ -211,7 +213,7 @@ class BackgroundWriter:
     def _copy(self, pieces: Pieces) -> Snapshot:
         """A copy in host memory, after which the values may change."""
         try:
-            taken = take_snapshot(list(pieces))
+            taken = take_snapshot(pieces)
             self.reserve(taken.size_bytes)
             copied, copies = laid_out(taken, self._buffer)
             self._copies.copy(copies)

@@ -91,6 +91,20 @@ def test_the_files_are_those_of_a_save_at_once(tmp_path: Path) -> None:
         assert (tmp_path / "beside" / f"iter_000000{step}" / "pieces_00000.safetensors").read_bytes() == expected
 
 
+def test_the_pieces_are_listed_before_training_goes_on(tmp_path: Path) -> None:
+    """DeepSpeed rearranges the optimizer's groups, which the listing reads, before it calls the optimizer."""
+    listed: list[threading.Thread] = []
+
+    def pieces() -> Iterator[tuple[PieceKey, torch.Tensor]]:
+        listed.append(threading.current_thread())
+        yield key_of("a", 3), torch.ones(3)
+
+    with BackgroundWriter(tmp_path, MESH) as writer:
+        writer.begin(1, pieces(), {})
+        assert listed == [threading.main_thread()]
+        assert outcome_of(writer).failure is None
+
+
 def test_a_failure_is_heard_and_the_next_save_succeeds(tmp_path: Path, disk: SlowDisk) -> None:
     disk.gate.set()
     with BackgroundWriter(tmp_path, MESH, storage=disk) as writer:
