@@ -5,6 +5,7 @@ Only this file and `kernels/` call `torch.cuda`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 
@@ -132,53 +133,50 @@ class HostCopy:
 
 
 class HostCopies:
-    """Copies of tensors to host memory, made beside the computation that follows; used again for each set of copies.
+    """Copies of tensors to host memory, made by another thread beside the computation; used again for each set.
 
-    On a GPU, `start` queues the copies on a stream of their own, behind the work that was queued before. What is on the
-    CPU is copied by `copy_on_host`, on the thread that calls it.
+    On a GPU the copies have a stream of their own, so that they run beside the kernels that are queued later.
     """
 
     def __init__(self, source: torch.device) -> None:
         self._stream = torch.cuda.Stream(source) if source.type == "cuda" else None
-        self._event: torch.cuda.Event | None = None
-        self._left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._ready: torch.cuda.Event | None = None
+        self._done: torch.cuda.Event | None = None
 
-    def start(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Begins to copy flat tensors; the sources must keep their values until the copies are complete.
+    def mark(self) -> None:
+        """Says that what has been queued so far computes the values to be copied; on the thread that computes."""
+        self._done = None
+        if self._stream is not None:
+            self._ready = torch.cuda.current_stream(self._stream.device).record_event()
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copies flat tensors that are on the CPU, and queues the copies of those that are not.
+
+        One thread copies host memory as fast as several.
 
         Args:
-            pairs: target, in the memory of `host_buffer`, and source.
+            pairs: target, in the memory of `host_buffer`, and source, which keeps its values until `hold_device`.
         """
-        pairs = list(pairs)
-        self._left = [(target, source) for target, source in pairs if not source.is_cuda]
-        self._event = None
-        if self._stream is None:
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None and self._ready is not None:
+                self._stream.wait_event(self._ready)
             for target, source in pairs:
-                if source.is_cuda:
+                if source.is_cuda or not source.is_contiguous():
                     target.copy_(source, non_blocking=True)
-            self._event = self._stream.record_event()
-
-    def copy_on_host(self) -> None:
-        """Copies the sources that are on the CPU; on one core, since more do not copy faster."""
-        for target, source in self._left:
-            if source.is_contiguous():  # NumPy copies on this thread alone, where torch would start more
-                np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
-            else:
-                target.copy_(source)
-        self._left = []
+                else:  # NumPy copies on this thread alone, where torch would start more
+                    np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+            if self._stream is not None:
+                self._done = self._stream.record_event()
 
     def hold_device(self) -> None:
-        """Lets what the device is given from now on wait for the copies from it; the host does not wait."""
-        if self._event is not None and self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        """Lets what the device is given from now on wait for the copies; on the thread that computes, after `copy`."""
+        if self._done is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 
     def wait(self) -> None:
-        """Waits until the copies from the device have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
+        """Waits until the copies have arrived."""
+        if self._done is not None:
+            self._done.synchronize()
 
 
 def host_buffer(size_bytes: int, source: torch.device) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -60,3 +62,30 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.environment("PRESENT") == "1"
     assert device.environment("EMPTY", "default") == "default"
     assert device.environment("ABSENT_HERE") is None
+
+
+def test_copies_on_the_cpu_are_complete_when_they_return() -> None:
+    buffer = device.host_buffer(40, torch.device("cpu"))
+    sources = [torch.arange(4.0), torch.arange(12.0)[::2]]
+    targets = [buffer[:16].view(torch.float32), buffer[16:40].view(torch.float32)]
+    copies = device.HostCopies(torch.device("cpu"))
+    copies.mark()
+    copies.copy(zip(targets, sources, strict=True))
+    copies.hold_device()
+    copies.wait()
+    assert all(torch.equal(*pair) for pair in zip(targets, sources, strict=True))
+
+
+@pytest.mark.gpu
+def test_copies_from_a_gpu_hold_values_from_before_the_next_kernels() -> None:
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    values, copies = torch.ones(2**24, device=gpu), device.HostCopies(gpu)
+    target = device.host_buffer(2**26, gpu).view(torch.float32)
+    copies.mark()
+    thread = threading.Thread(target=copies.copy, args=([(target, values)],))
+    thread.start()
+    thread.join()
+    copies.hold_device()
+    values.zero_()
+    copies.wait()
+    assert target.is_pinned() and bool((target == 1).all())

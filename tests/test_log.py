@@ -183,13 +183,14 @@ def test_an_error_that_is_shown_already_is_told_and_not_repeated(
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr(log, "_leave", codes.append)
-    recorder = Listener()
-    forget = log.on_failure(recorder, only_if_shown=True)
+    listener, recorder = Listener(), Listener()
+    forget = [log.on_failure(listener), log.on_failure(recorder, only_if_shown=True)]
     try:
         log.end_process(76, "rank 3 hangs", is_shown=True)
     finally:
-        forget()
-    assert (codes, recorder.told) == ([76], [(76, "rank 3 hangs")])
+        for taken_back in forget:
+            taken_back()
+    assert (codes, listener.told, recorder.told) == ([76], [(76, "rank 3 hangs")], [])
     assert capsys.readouterr().err == ""
 
 

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ConfigSection, ControlConfig, DataConfig, OptimRequest, RandomConfig, RunConfig, flag
+from megatron.config.files.bounded_file import read_json
 from megatron.config.files.group_files import read_group_files
 from megatron.config.overlay import laid_over, parse_over
 from megatron.errors import CheckpointError, ConfigError, DataError
@@ -142,9 +143,10 @@ def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
 
     path = folder / "config.json"
     try:
-        saved = RunConfig.from_json(json.loads(path.read_bytes()))
-    except (OSError, ValueError) as failure:
-        raise DataError(f"{path} cannot be read: {failure}. Give the folder of a run (--run-dir).") from failure
+        content = read_json(str(path), str(path))
+    except ConfigError as failure:
+        raise DataError(f"{failure} Give the folder of a run (--run-dir).") from failure
+    saved = RunConfig.from_json(content)
     saves = Path(saved.control.save) if saved.control.save else None
     if saves is not None and find(saves):
         return _of_checkpoint(saves, given)

@@ -15,7 +15,7 @@ from megatron.parallel.pieces import Kind, PieceKey
 KINDS: tuple[Kind, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
 # Half precision stores the fp32 master only, fp32 the weight only: one can stand in for the other.
 _STAND_IN: dict[Kind, Kind] = {"weight": "master", "master": "weight"}
-_MOST_CORNERS = 2**18  # of the boxes of one tensor; the largest layouts have some thousands
+_MOST_CORNERS = 2**16  # of the boxes of one tensor; the largest layouts have some thousands
 _MOST_PAIRS = 10_000
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]

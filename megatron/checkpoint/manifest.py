@@ -32,7 +32,7 @@ import numpy as np
 from megatron.checkpoint.checks.bounded_json import LARGEST_BYTES, check_extent, parse_bounded
 from megatron.checkpoint.layout import KINDS, StoredPiece, as_kind, check_complete, key_problem
 from megatron.checkpoint.storage import Storage, opened, read_range
-from megatron.errors import CheckpointError, DamagedError, StorageError, printable
+from megatron.errors import CheckpointError, DamagedError, MegatronError, StorageError, printable
 from megatron.parallel.pieces import PieceKey
 
 FORMAT = "megatron-pieces"
@@ -158,6 +158,26 @@ def read_manifest(folder: Path, storage: Storage | None = None, known: Manifest 
         raise DamagedError(
             f"{folder} has no {MANIFEST_NAME}: it is not complete, or another program wrote it (then convert it first)."
         )
+    found = _read_or_refuse(path, storage, known)
+    if not isinstance(found, Manifest):
+        raise found
+    number = folder_step(folder.name)
+    if number is not None and number != found.step:
+        raise DamagedError(
+            f"{path} is of step {found.step}, not of its folder's step {number}. Use another checkpoint."
+        )
+    return found
+
+
+def _read_or_refuse(path: Path, storage: Storage, known: Manifest | None) -> Manifest | MegatronError:
+    """The manifest, or why it is refused: as a value, since a traceback would keep the text of a huge one alive."""
+    try:
+        return _read(path, storage, known)
+    except (CheckpointError, StorageError) as failure:
+        return type(failure)(str(failure))
+
+
+def _read(path: Path, storage: Storage, known: Manifest | None) -> Manifest:
     text = _read_whole(storage, path)
     seal = _SEAL.search(text[-_SEAL_BYTES:])
     if seal is None:
@@ -165,14 +185,7 @@ def read_manifest(folder: Path, storage: Storage | None = None, known: Manifest 
     digest = seal.group(1).decode()
     if hashlib.sha256(memoryview(text)[:-_SEAL_BYTES]).hexdigest() != digest:
         raise DamagedError(f"{path} is damaged: its content does not have the digest {digest}. Use another checkpoint.")
-    is_known = known is not None and known.digest == digest
-    manifest = known if known is not None and is_known else _checked(path, text, digest, storage)
-    number = folder_step(folder.name)
-    if number is not None and number != manifest.step:
-        raise DamagedError(
-            f"{path} is of step {manifest.step}, not of its folder's step {number}. Use another checkpoint."
-        )
-    return manifest
+    return known if known is not None and known.digest == digest else _checked(path, text, digest, storage)
 
 
 def stored_digest(folder: Path, storage: Storage) -> str | None:

@@ -104,14 +104,14 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         _show_notices(config.notices, mesh)
         save = config.control.save
         watch.open(mesh, rendezvous(), _time_limits(config))
-        watch.report_folder = None if save is None else Path(save)
+        watch.report_folder = _path(save)
         lock = closing.enter_context(CheckpointLock(Path(save), mesh)) if save else None
         if save is not None:
             sweep_at_start(Path(save), mesh)
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history, watch)
         if run.writer is not None:
             closing.enter_context(run.writer).beat = lambda: watch.beat("save")
-        run.engine.on_phase = watch.enter
+        run.watch, run.engine.on_phase = watch, watch.enter
         closing.callback(run.close)
         closing.callback(run.report.close)
         closing.callback(watch.enter, END)
@@ -144,8 +144,7 @@ def _build(
     history: History,
     watch: Watch,
 ) -> Run:
-    secondary = config.saving.save_secondary
-    start = find_start(config.control, mesh, None if secondary is None else Path(secondary))
+    start = find_start(config.control, mesh, _path(config.saving.save_secondary))
     config, saved = dataclasses.replace(config, control=start.control), start.saved
     passes = check_history(config, mesh, start, history)
     if saved is not None:
@@ -176,12 +175,7 @@ def _build(
         engine=engine,
         datasets=datasets,
         plan=plan,
-        options=BatchOptions(
-            eod_id=tokenizer.eod_id,
-            vocab_size=config.model.vocab_size,
-            eod_mask_loss=config.documents.eod_mask_loss,
-            segments=config.documents.needs_segments,
-        ),
+        options=_batch_options(config, tokenizer),
         report=_open_report(config, mesh, sizes[1], names, watch, is_resume=record is not None or start.is_restart),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
@@ -190,12 +184,15 @@ def _build(
         saved_step=progress.step if is_resume else None,
         writer=writer,
         after_commit=keeping if keeping.has_work else None,
-        watch=watch,
         identity=start.identity,
         history=history,
         passes=passes,
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
     )
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: History) -> tuple[int, ...]:
@@ -227,6 +224,15 @@ def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: 
     if refusal:
         raise MegatronError(refusal)
     return tuple(passes)
+
+
+def _batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
+    return BatchOptions(
+        eod_id=tokenizer.eod_id,
+        vocab_size=config.model.vocab_size,
+        eod_mask_loss=config.documents.eod_mask_loss,
+        segments=config.documents.needs_segments,
+    )
 
 
 def warn_if_done(optim: OptimConfig, progress: Progress) -> None:

@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron import __version__, log
 from megatron.checkpoint import CheckpointLock, save
 from megatron.checkpoint.background.host_memory import available_memory_bytes, memory_problem
-from megatron.checkpoint.background.writer import BackgroundWriter, PreparedSave
+from megatron.checkpoint.background.writer import BackgroundWriter
 from megatron.checkpoint.record import Record
 from megatron.config import ControlConfig, SavingConfig
 from megatron.data.datasets.build import data_fingerprint
@@ -83,10 +84,10 @@ def save_run(run: Run, *, must_succeed: bool = False) -> None:
             _save_at_once(run, must_succeed=must_succeed)
         return
     began_at, waited_seconds = time.monotonic(), run.writer.stall_seconds
-    prepared = run_on_all(run.mesh, lambda: _prepare(run, must_succeed=must_succeed))
-    if prepared is not None:
+    record = run_on_all(run.mesh, lambda: _record_to_save(run, must_succeed=must_succeed))
+    if record is not None:
         check_before_save(run)
-        run.writer.begin(prepared)
+        run.writer.begin(run.progress.step, _pieces(run), record)
     elif run.saved_step != run.progress.step:
         _save_at_once(run, must_succeed=True)
     run.writer.stall_seconds = waited_seconds + time.monotonic() - began_at
@@ -146,9 +147,9 @@ def _validation_loss(run: Run) -> float | None:
     return loss if step == run.progress.step and math.isfinite(loss) else None
 
 
-def _prepare(run: Run, *, must_succeed: bool) -> PreparedSave | None:
-    """Waits for the save that is being written; then lists the next one, unless it is to be made at once or there is
-    none to make.
+def _record_to_save(run: Run, *, must_succeed: bool) -> dict[str, Any] | None:
+    """Waits for the save that is being written; then makes the record of the next one, unless that is to be made at
+    once, or there is none to make.
 
     Raises:
         MegatronError: saving in the background has failed, and not for a reason that the next attempt may overcome.
@@ -156,7 +157,7 @@ def _prepare(run: Run, *, must_succeed: bool) -> PreparedSave | None:
     _wait_for_writer(run, may_try_again=must_succeed)
     if must_succeed or run.writer is None or run.saved_step == run.progress.step:
         return None
-    return run.writer.prepare(run.progress.step, _pieces(run), run_record(run).to_json())
+    return run_record(run).to_json()
 
 
 def _wait_for_writer(run: Run, *, may_try_again: bool = False) -> None:

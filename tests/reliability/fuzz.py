@@ -194,9 +194,9 @@ def run_case(cases: Cases, number: int, folder: Path) -> dict[str, Any]:
     place.mkdir()
     for name, data in case.files.items():
         (place / name).write_bytes(data)
-    held, started = _reset_peak(), time.process_time()
+    held, started = reset_peak(), time.process_time()
     became, text = _outcome(case, place, cases.undamaged)
-    seconds, grown = time.process_time() - started, max(0, _peak_bytes() - held)
+    seconds, grown = time.process_time() - started, max(0, memory_peak() - held)
     allowed = MEMORY_BYTES + 2 * sum(map(len, case.files.values()))
     if became != "failed" and seconds > CPU_SECONDS:
         became, text = "failed", f"took {seconds:.1f} s of processor time: {text}"
@@ -227,16 +227,16 @@ def _outcome(case: Case, place: Path, undamaged: Path) -> tuple[str, str]:
     return "accepted", ""
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Sets the peak of this process's memory to what it holds now, where the system can; returns what it holds."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        return _peak_bytes()
+        return memory_peak()
     return _memory_bytes("VmRSS")
 
 
-def _peak_bytes() -> int:
+def memory_peak() -> int:
     try:
         return _memory_bytes("VmHWM")
     except OSError:

@@ -141,7 +141,7 @@ def test_the_order_of_a_run_without_checkpoints_comes_from_its_folder(
     (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in metrics[:6]))
     assert tokens_of(capsys, "--run-dir", str(run), "--start-step", "5") == trained["seen"][4]
     (run / "config.json").write_text("{")
-    with pytest.raises(DataError, match=r"config.json cannot be read: .* Give the folder of a run"):
+    with pytest.raises(DataError, match=r"config.json is not JSON: .* Give the folder of a run"):
         tool.main(["--run-dir", str(run), "--start-step", "1"])
 
 

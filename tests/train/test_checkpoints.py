@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from megatron import __version__
-from megatron.checkpoint.background.writer import Outcome, PreparedSave
+from megatron.checkpoint.background.writer import Outcome
 from megatron.checkpoint.record import Progress
-from megatron.checkpoint.snapshot import Snapshot
 from megatron.errors import CheckpointError, NumericsError, StorageError
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import checkpoints
@@ -209,11 +208,8 @@ class Writer:
         self.heard = True
         self.stall_seconds = 0.0
 
-    def prepare(self, step: int, pieces: Any, record: Any) -> PreparedSave:
-        return PreparedSave(step, record, Snapshot((), ()))
-
-    def begin(self, save: PreparedSave) -> None:
-        self.began.append(save.step)
+    def begin(self, step: int, pieces: Any, record: Any) -> None:
+        self.began.append(step)
 
     def wait(self) -> None:
         if len(self.began) > len(self.outcomes):

@@ -1,9 +1,9 @@
 """One thread of a run that writes its checkpoints while training continues.
 
-The main thread lists the pieces (`prepare`) and hands them over (`begin`); the thread copies them to host memory and
-writes the copy. Weights, masters and moments only change in the optimizer's update, so the copy runs beside the next
-forward and backward pass, and `wait_for_copy` is called before the update. The thread talks to those of the other ranks
-over `mesh.background`, which nothing else uses.
+The main thread only says what to save (`begin`); the thread lists the pieces, copies them to host memory and writes the
+copy. Weights, masters and moments only change in the optimizer's update, so all of that but the writing runs beside the
+next forward and backward pass, and `wait_for_copy` is called before the update. The thread talks to those of the other
+ranks over `mesh.background`, which nothing else uses.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class PreparedSave:
-    """A save that is ready to begin: its step, its record, and this rank's pieces."""
+class _Save:
+    """What is to be saved, and when that was said."""
 
     step: int
+    pieces: Pieces
     record: Mapping[str, Any]
-    taken: Snapshot
+    began_at: float
 
 
 @final
@@ -94,7 +95,7 @@ class BackgroundWriter:
         self._storage = storage
         self._buffer = device.host_buffer(0, mesh.device)
         self._copies = device.HostCopies(mesh.device)
-        self._jobs: queue.SimpleQueue[tuple[PreparedSave, float] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Save | None] = queue.SimpleQueue()
         self._copied = _set_event()
         self._idle = _set_event()
         self._outcome: Outcome | None = None
@@ -122,28 +123,19 @@ class BackgroundWriter:
         if self._buffer.numel() < size_bytes:
             self._buffer = device.host_buffer(size_bytes, self._mesh.device)
 
-    def prepare(self, step: int, pieces: Pieces, record: Mapping[str, Any]) -> PreparedSave:
-        """Lists what this rank saves; not collective.
-
-        Raises:
-            CheckpointError: as `take_snapshot`.
-        """
-        return PreparedSave(step, record, take_snapshot(list(pieces)))
-
-    def begin(self, save: PreparedSave) -> None:
+    def begin(self, step: int, pieces: Pieces, record: Mapping[str, Any]) -> None:
         """Begins a save and returns at once; on every rank, after `wait`.
 
-        Until `wait_for_copy` returns, the values of the pieces must not change.
+        Args:
+            pieces: iterated over by the thread. Until `wait_for_copy` returns, their values must not change.
         """
         if not self._idle.is_set():
             raise RuntimeError("a save is being written; wait for it before the next one begins")
-        self.reserve(save.taken.size_bytes)
-        copied, copies = laid_out(save.taken, self._buffer)
-        self._copies.start(copies)
+        self._copies.mark()
         self._outcome = None
         self._copied.clear()
         self._idle.clear()
-        self._jobs.put((dataclasses.replace(save, taken=copied), time.monotonic()))
+        self._jobs.put(_Save(step, pieces, record, time.monotonic()))
 
     def wait_for_copy(self) -> None:
         """Returns when the values that are being saved may change."""
@@ -190,24 +182,23 @@ class BackgroundWriter:
 
     def _run(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
-                save, began_at = job
+            while (save := self._jobs.get()) is not None:
                 failure: Exception | None = None
                 try:
                     self._write(save)
                 except Exception as caught:  # of any type: it becomes an error of the run
                     failure = caught
-                self._outcome = Outcome(save.step, failure, time.monotonic() - began_at)
+                self._outcome = Outcome(save.step, failure, time.monotonic() - save.began_at)
                 self._idle.set()
         finally:
             self._copied.set()
 
-    def _write(self, save: PreparedSave) -> None:
-        run_on_all(self._mesh, self._copy)
+    def _write(self, save: _Save) -> None:
+        taken = run_on_all(self._mesh, lambda: self._copy(save.pieces))
         write_snapshot(
             self._directory,
             save.step,
-            save.taken,
+            taken,
             save.record,
             self._mesh,
             lock=self._lock,
@@ -217,12 +208,17 @@ class BackgroundWriter:
         )
 
     @torch.no_grad()
-    def _copy(self) -> None:
+    def _copy(self, pieces: Pieces) -> Snapshot:
+        """A copy in host memory, after which the values may change."""
         try:
-            self._copies.copy_on_host()
+            taken = take_snapshot(list(pieces))
+            self.reserve(taken.size_bytes)
+            copied, copies = laid_out(taken, self._buffer)
+            self._copies.copy(copies)
         finally:
             self._copied.set()
         self._copies.wait()
+        return copied
 
     def _advance(self) -> None:
         if self._is_abandoned:

@@ -144,8 +144,8 @@ def _check_structure(text: bytes | bytearray, more_bytes: Callable[[], int]) -> 
                 f"{extent.letters} letters would take about {estimate} bytes of memory, more than the {allowed} that "
                 "are allowed"
             )
-    if extent.deepest > _DEEPEST:
-        raise ValueError(f"it is nested {extent.deepest} levels deep; {_DEEPEST} are allowed")
+        if extent.deepest > _DEEPEST:
+            raise ValueError(f"it is nested {extent.deepest} levels deep or deeper; {_DEEPEST} are allowed")
 
 
 def _structure_blocks(text: bytes | bytearray, extent: _Extent) -> Iterator[np.ndarray]:

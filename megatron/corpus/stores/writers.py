@@ -90,6 +90,7 @@ def open_writer(address: StoreAddress, collection: str, takes_over: bool = False
             f"--collection {collection!r} cannot be the name of a collection: {', '.join(RESERVED_COLLECTIONS)} and "
             "what begins with sqlite_ or system. are taken, and $ is not allowed. Choose another."
         )
+    address.check_password()
     if address.kind == "sqlite":
         return _SqliteWriter(address.place, collection)
     return _MongoWriter(MongoCollections(address.place, address.database), collection, takes_over)

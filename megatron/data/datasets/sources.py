@@ -92,6 +92,7 @@ def check_source(prefix: str, sequence_length: int) -> None:
     """
     if is_store_address(prefix):
         address = StoreAddress.of(prefix)
+        address.check_password()
         if address.kind == "sqlite" and not os.path.isfile(address.place):
             open_store(address)  # raises the error
         return

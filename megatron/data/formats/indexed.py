@@ -163,7 +163,13 @@ class IndexedDataset:
         return self.get(sequence + len(self) if sequence < 0 else sequence)
 
     def _read(self, start: int, size: int) -> bytes:
-        data = read_exactly(lambda count, done: os.pread(self._bin.fileno(), count, start + done), size)
+        try:
+            data = read_exactly(lambda count, done: os.pread(self._bin.fileno(), count, start + done), size)
+        except OSError as failure:
+            raise StorageError(
+                f"{self.bin_path}: {size} bytes at byte offset {start} cannot be read: {failure.strerror}. Check the "
+                "file system and start again."
+            ) from failure
         if len(data) < size:
             raise DataError(
                 f"{self.bin_path}: the file ended {size - len(data)} bytes short of byte offset {start + size}. "

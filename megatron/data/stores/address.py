@@ -60,8 +60,7 @@ class StoreAddress:
         """Reads an address or the path of a configuration file.
 
         Raises:
-            ConfigError: it is neither, or an option is unknown, or its password was left out or cannot be told from
-                the rest.
+            ConfigError: it is neither, or an option is unknown, or its password cannot be told from the rest.
         """
         text = reveal(text)
         base, collections, column, rest = _without_our_options(text)
@@ -81,6 +80,18 @@ class StoreAddress:
         if not options:
             return str(self.written)
         return f"{self.written}{'&' if '?' in self.written else '?'}{'&'.join(options)}"
+
+    def check_password(self) -> None:
+        """Checks that the address was not read from a record, where a mask stands in place of its password.
+
+        Raises:
+            ConfigError: it was.
+        """
+        if MASK in reveal(self.place) and type(self.place) is str and self.kind == "mongodb":
+            raise ConfigError(
+                f"{self.shown} has {MASK} in place of its password: it was read from a record of a run, and records "
+                "hold no passwords. Give the whole address, or name the database by a configuration file (db.json)."
+            )
 
     def only(self, collection: str) -> str:
         """The address of one collection of the store, guarded if it holds a secret."""
@@ -149,18 +160,12 @@ def _mongodb_address(base: str, options: str, database: str | None = None) -> St
 
 
 def _check_user(written: str) -> None:
-    """Checks that a connection string has its secrets, and that they can be told from the rest of it."""
-    shown, rest = masked(written), written.partition("://")[2]
-    user, at, _ = rest.rpartition("@")
+    """Checks that the secrets of a connection string can be told from the rest of it."""
+    user, at, _ = written.partition("://")[2].rpartition("@")
     if at and _UNESCAPED.search(user):
         raise ConfigError(
-            f"{shown}: the user name, the password or an option holds a character that must be percent-encoded. Write "
-            "%40 for @, %3A for :, %2F for /, %3F for ?, %23 for # and %25 for %."
-        )
-    if MASK in written and shown == written:
-        raise ConfigError(
-            f"{shown} has {MASK} in place of its password: it was read from a record of a run, and records hold no "
-            "passwords. Give the whole address, or name the database by a configuration file (db.json)."
+            f"{masked(written)}: the user name, the password or an option holds a character that must be "
+            "percent-encoded. Write %40 for @, %3A for :, %2F for /, %3F for ?, %23 for # and %25 for %."
         )
 
 

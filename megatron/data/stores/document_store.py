@@ -187,7 +187,12 @@ def open_store(address: str | StoreAddress) -> DocumentStore:
 
 
 def open_backend(address: StoreAddress) -> StoreBackend:
-    """Opens the database beneath a store."""
+    """Opens the database beneath a store.
+
+    Raises:
+        ConfigError: the address lacks its password, or a driver is missing.
+    """
+    address.check_password()
     if address.kind == "sqlite":
         return SqliteCollections(address.place)
     return MongoCollections(address.place, address.database)

@@ -53,7 +53,7 @@ def disk() -> Iterator[SlowDisk]:
 
 
 def begin(writer: BackgroundWriter, step: int, tensor: torch.Tensor) -> None:
-    writer.begin(writer.prepare(step, [(key_of("a", tensor.numel()), tensor)], {"step": step}))
+    writer.begin(step, [(key_of("a", tensor.numel()), tensor)], {"step": step})
 
 
 def outcome_of(writer: BackgroundWriter) -> Any:
@@ -84,7 +84,7 @@ def test_the_files_are_those_of_a_save_at_once(tmp_path: Path) -> None:
     save(tmp_path / "once", 1, pieces, {}, MESH)
     with BackgroundWriter(tmp_path / "beside", MESH) as writer:
         for step in (1, 2):  # the buffer is used again
-            writer.begin(writer.prepare(step, iter(pieces), {}))
+            writer.begin(step, iter(pieces), {})
             writer.wait()
     expected = (tmp_path / "once" / "iter_0000001" / "pieces_00000.safetensors").read_bytes()
     for step in (1, 2):
@@ -145,7 +145,7 @@ def many_pieces(count: int) -> list[tuple[PieceKey, torch.Tensor]]:
 def test_a_run_that_lost_a_rank_or_is_interrupted_gives_up_its_save(tmp_path: Path, reason: BaseException) -> None:
     disk = CountingDisk(0.1)
     with pytest.raises(type(reason)), BackgroundWriter(tmp_path, MESH, storage=disk) as writer:
-        writer.begin(writer.prepare(1, many_pieces(200), {}))
+        writer.begin(1, many_pieces(200), {})
         assert disk.has_begun.wait(PATIENCE_SECONDS)
         raise reason
     assert disk.parts < 100
@@ -156,7 +156,7 @@ def test_who_waits_shows_that_the_save_advances(tmp_path: Path) -> None:
     beats: list[threading.Thread] = []
     with BackgroundWriter(tmp_path, MESH, storage=CountingDisk(0.1)) as writer:
         writer.beat = lambda: beats.append(threading.current_thread())
-        writer.begin(writer.prepare(1, many_pieces(13), {}))
+        writer.begin(1, many_pieces(13), {})
         time.sleep(0.1)
         assert not beats
         writer.wait()
@@ -230,7 +230,7 @@ def several_ranks(rank: int, directory: str) -> list[str]:
             disk.refuses = step == 1 and rank == 1
             values = torch.full((4000,), float("nan") if step == 2 and rank == 2 else float(rank))
             key = PieceKey("a", "weight", (3, 4000), (rank, 0), (rank + 1, 4000), 0, 4000)
-            writer.begin(writer.prepare(step, [(key, values)], {"rank": rank}))
+            writer.begin(step, [(key, values)], {"rank": rank})
             for _ in range(50):
                 total = torch.ones(10)
                 torch.distributed.all_reduce(total, group=mesh.world.group)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron.data.datasets.sources import check_source
 from megatron.data.stores.address import StoreAddress, is_store_address
 from megatron.data.stores.document_store import open_store
 from megatron.errors import ConfigError
@@ -62,6 +63,16 @@ def test_a_configuration_file_may_name_a_sqlite_file(sqlite_database: Database, 
     assert list(open_store(f"{path}?collection=news")) == NEWS
 
 
+def test_an_address_from_a_record_is_read_but_not_opened() -> None:
+    for text in ("mongodb://me:***@host/corpus", "mongodb://host/corpus?proxyPassword=***"):
+        address = StoreAddress.of(text)
+        assert address.database == "corpus"
+        with pytest.raises(ConfigError, match=r"has \*\*\* in place of its password: it was read from a record"):
+            open_store(address)
+        with pytest.raises(ConfigError, match=r"Give the whole address, or name the database by a configuration file"):
+            check_source(text, 8)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -69,6 +80,8 @@ def test_a_configuration_file_may_name_a_sqlite_file(sqlite_database: Database, 
         ("sqlite:///", r"sqlite:/// names no file"),
         ("sqlite:///f.db?tabel=web", r"sqlite:///f\.db\?tabel=\*\*\*: the option tabel is not known"),
         ("mongodb://u:pw@host?collection=web", r"mongodb://u:\*\*\*@host names no database"),
+        ("mongodb://u:p@w@host/d", r"mongodb://u:\*\*\*@host/d: the user name, the password .* Write %40 for @"),
+        ("mongodb://u:100%@host/d", r"mongodb://u:\*\*\*@host/d: .* and %25 for %"),
         ("corpus.jsonl", r"corpus\.jsonl is not a document store"),
     ],
 )
