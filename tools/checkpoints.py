@@ -158,7 +158,7 @@ def _verify(flags: VerifyFlags) -> int:
         try:
             manifest = verify(path)
         except (CheckpointError, StorageError) as failure:
-            log.error(f"{path}: {failure}")
+            log.error(str(failure))
             wrong += 1
             continue
         size = size_text(sum(file.size_bytes for file in manifest.files))
@@ -212,7 +212,9 @@ def _copy(flags: CopyFlags) -> int:
 
     directory, target, mesh = Path(flags.load), Path(flags.save), ParallelMesh.single()
     source = _checkpoints(directory, () if flags.step is None else (flags.step,))[0]
-    identity = RunIdentity.from_json(read_record(source)) or read_identity(source.parent)
+    identity, of_folder = RunIdentity.from_json(read_record(source)), read_identity(source.parent)
+    if identity is None or (of_folder is not None and of_folder.run_id == identity.run_id):
+        identity = of_folder
     with _locked(target, "nothing was copied"):
         held = identity_of(target)
         if held is not None and identity is not None and held.run_id != identity.run_id:

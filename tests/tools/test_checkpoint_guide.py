@@ -29,5 +29,8 @@ def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
     assert "EQUAL: all 28 tensors, bit for bit" in finished.stdout  # the same random tensors at every step
     assert (tmp_path / "checkpoints" / "mean" / "iter_0000150").is_dir()
     assert len((tmp_path / "mean.jsonl").read_text().splitlines()) == 1
+    assert "iter_0000100 is good: every byte of its 1 files" in finished.stdout
+    assert "would delete copies/demo/iter_0000100" in finished.stdout
+    assert [path.name for path in (tmp_path / "copies" / "demo").glob("iter_*")] == ["iter_0000150"]
     assert (tmp_path / "exported" / "universal" / "latest_universal").is_file()
     assert (tmp_path / "exported" / "megatron" / "iter_0000150" / "mp_rank_01_001" / "model_optim_rng.pt").is_file()
