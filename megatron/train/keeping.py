@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import final
 
 from megatron import log
+from megatron.checkpoint import CheckpointLock
 from megatron.checkpoint.keeping.copying import copy_checkpoint
 from megatron.checkpoint.keeping.retention import KeepRules, Retention
 from megatron.checkpoint.storage import Storage
 from megatron.config import SavingConfig
-from megatron.errors import CheckpointError, StorageError
+from megatron.errors import CheckpointError, LaunchError, StorageError
 from megatron.parallel.mesh import ParallelMesh
 
 
@@ -41,23 +42,29 @@ class Keeping:
 
     def __call__(self, path: Path, mesh: ParallelMesh) -> None:
         """Handles the checkpoint that was just committed; collective over `mesh.control`."""
-        copy = None if self._secondary is None else self._copy(path, self._secondary, mesh)
-        if mesh.control.rank > 0:
-            return
-        if self._retention is not None:
+        if self._secondary is not None:
+            self._copy(path, self._secondary, mesh)
+        if mesh.control.rank == 0 and self._retention is not None:
             self._retention.apply(path)
-        if self._secondary_retention is not None and copy is not None:
-            self._secondary_retention.apply(copy)
 
-    def _copy(self, path: Path, directory: Path, mesh: ParallelMesh) -> Path | None:
+    def _copy(self, path: Path, directory: Path, mesh: ParallelMesh) -> None:
+        """Copies, and deletes older copies; meanwhile no tool may clean up the folder."""
         try:
-            return copy_checkpoint(
-                path, directory, mesh, flag="--save-secondary", replaces=True, storage=self._storage, beat=self._beat
-            )
-        except (CheckpointError, StorageError) as failure:
+            with CheckpointLock(directory, mesh):
+                copy = copy_checkpoint(
+                    path,
+                    directory,
+                    mesh,
+                    flag="--save-secondary",
+                    replaces=True,
+                    storage=self._storage,
+                    beat=self._beat,
+                )
+                if mesh.control.rank == 0 and self._secondary_retention is not None and copy is not None:
+                    self._secondary_retention.apply(copy)
+        except (CheckpointError, LaunchError, StorageError) as failure:
             if mesh.control.rank == 0:
                 log.warning(
                     f"--save-secondary {directory} has no copy of {path.name}: {failure} To copy it later: "
                     f"tools/checkpoints.py copy {path.parent} {directory}"
                 )
-        return None

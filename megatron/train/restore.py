@@ -19,7 +19,7 @@ from megatron.checkpoint.record import Progress, Record
 from megatron.config import ControlConfig
 from megatron.engine.engine import Engine
 from megatron.engine.state import refresh_weights, wanted_pieces
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import check_same_tokenizer
@@ -81,7 +81,7 @@ def find_start(control: ControlConfig, mesh: ParallelMesh, secondary: Path | Non
     saved = find_saved_run(control, mesh, None if control.finetune else secondary)
     if control.finetune and saved is not None:
         base = saved
-        own = run_on_first(mesh, lambda: _own_finetuning(control, base))
+        own = run_on_first(mesh, lambda: _own_finetuning(control, base, secondary))
         if own["continues"]:
             control = _resuming_itself(control)
             saved = find_saved_run(control, mesh, secondary)
@@ -90,7 +90,7 @@ def find_start(control: ControlConfig, mesh: ParallelMesh, secondary: Path | Non
         identity = run_on_first(mesh, lambda: _identity(control, saved).to_json())
     settled = RunIdentity.from_json(identity) or RunIdentity()
     if secondary is not None and not control.eval_only:
-        run_on_first(mesh, lambda: _settle_secondary(secondary, settled, control.from_scratch))
+        run_on_first(mesh, lambda: _settle_secondary(secondary, settled, control))
 
     def write() -> bool:
         if control.save is None:
@@ -245,14 +245,20 @@ def _run_id_of_folder(source: Path) -> str:
     return "" if identity is None else identity.run_id
 
 
-def _settle_secondary(folder: Path, own: RunIdentity, replaces: bool) -> None:
+def _settle_secondary(folder: Path, own: RunIdentity, control: ControlConfig) -> None:
     """Makes the folder of copies that of this run.
 
     Raises:
+        ConfigError: it is the --save folder.
         CheckpointError: it holds checkpoints of another run.
     """
+    if control.save is not None and os.path.realpath(folder) == os.path.realpath(control.save):
+        raise ConfigError(
+            f"--save-secondary {folder} is the folder of --save {control.save}, so there would be no second copy. Give "
+            "another folder, best on another disk."
+        )
     candidates, held = checkpoints_in(folder), identity_of(folder)
-    if candidates and held is not None and held.run_id != own.run_id and not replaces:
+    if candidates and held is not None and held.run_id != own.run_id and not control.from_scratch:
         raise CheckpointError(
             f"--save-secondary {folder} holds checkpoints of {held} (newest: iteration {candidates[0].step}), and this "
             f"is {own}: their steps would be mixed in one folder. Give --save-secondary another folder."
@@ -289,8 +295,9 @@ def _identity(control: ControlConfig, saved: SavedRun | None) -> RunIdentity:
     return held or RunIdentity.new()
 
 
-def _own_finetuning(control: ControlConfig, base: SavedRun) -> dict[str, Any]:
-    """The identity of a fine-tuning of `base`, and whether --save holds its own progress, as JSON.
+def _own_finetuning(control: ControlConfig, base: SavedRun, secondary: Path | None) -> dict[str, Any]:
+    """The identity of a fine-tuning of `base`, and whether --save or else --save-secondary holds its own progress, as
+    JSON.
 
     Raises:
         CheckpointError: --save is the folder of the base, or holds checkpoints of something else.
@@ -305,23 +312,30 @@ def _own_finetuning(control: ControlConfig, base: SavedRun) -> dict[str, Any]:
             "with those of the run it begins with. Give --save another folder; to continue the run itself, drop "
             "--finetune."
         )
-    candidates, held = checkpoints_in(save), identity_of(save)
     of_any_step = control.load_step is None and base.found.path != Path(str(control.load))
-    continues = held is not None and is_same_base(held.finetuned_from, taken, at_any_step=of_any_step)
-    if held is not None and continues:
-        return {"identity": held.to_json(), "continues": bool(candidates)}
-    if candidates:
+
+    def is_own(held: RunIdentity | None) -> bool:
+        return held is not None and is_same_base(held.finetuned_from, taken, at_any_step=of_any_step)
+
+    candidates, held = checkpoints_in(save), identity_of(save)
+    if candidates and not is_own(held):
         raise CheckpointError(
             f"--save {save} holds checkpoints of {held or RunIdentity()} (newest: iteration {candidates[0].step}), and "
             f"this is a fine-tuning of {base_text(taken)} (--load {control.load}): their steps would be mixed in one "
             f"folder. Give --save another folder, or continue what is there with --load {save} and without --finetune."
         )
-    return {"identity": RunIdentity.new(taken).to_json(), "continues": False}
+    if not candidates and secondary is not None:  # the --save folder may be lost
+        copied = identity_of(secondary)
+        if is_own(copied):
+            candidates, held = checkpoints_in(secondary), copied
+    if held is None or not is_own(held):
+        held = RunIdentity.new(taken)
+    return {"identity": held.to_json(), "continues": bool(candidates)}
 
 
 def _resuming_itself(control: ControlConfig) -> ControlConfig:
     """The flags of a fine-tuning that has saved before, as those of a resume; what named the base does not apply."""
-    log.info(f"--save {control.save} holds the progress of this fine-tuning, which continues from there")
+    log.info(f"this fine-tuning has saved before (--save {control.save}) and continues from there")
     changes: Mapping[str, Any] = {"finetune": False, "no_load_optim": False, "ckpt_step": None, "load_tag": None}
     return dataclasses.replace(control, load=control.save, **changes)
 

@@ -234,7 +234,9 @@ def test_a_lost_lock_is_detected_and_nothing_is_published(
 
 def test_a_directory_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"cannot lock .*file/.run.lock: .*--save must be a directory"):
+    with pytest.raises(
+        StorageError, match=r"cannot lock .*file/.run.lock: .*It must lie in a directory in which this user can write"
+    ):
         lock(tmp_path / "file").acquire()
 
 

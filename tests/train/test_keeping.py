@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
 from megatron.checkpoint import read_record
-from megatron.errors import ExitCode
+from megatron.checkpoint.storage import Storage
+from megatron.config import SavingConfig
+from megatron.errors import ExitCode, LaunchError
+from megatron.train import keeping
+from tests.checkpoint.saved_state import MESH, save_state
 from tests.helpers.tiny_run import TinyCorpus, losses, train, write_tiny_corpus
+from tools import checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +52,59 @@ def test_a_run_keeps_what_it_should_and_resumes_from_the_copies(corpus: TinyCorp
     assert folders(saved) == ["iter_0000008"]
     assert folders(copies) == ["iter_0000004", "iter_0000006", "iter_0000007", "iter_0000008"]
     assert losses(tmp_path)[8] == pytest.approx(losses(alone)[8], rel=1e-5)
+
+
+def test_a_run_resumed_from_the_copies_is_equal_to_the_last_bit(corpus: TinyCorpus, tmp_path: Path) -> None:
+    assert train(corpus.flags(folder=tmp_path / "alone")) == (0, "")
+    keep = ("--keep-last", "1", "--save-secondary", str(tmp_path / "copies"))
+    assert train(corpus.flags(*keep, folder=tmp_path, save_interval=2, exit_interval=6)) == (0, "")
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert train(corpus.flags(*keep, folder=tmp_path, save_interval=2)) == (0, "")
+    assert losses(tmp_path) == losses(tmp_path / "alone")
+    ends = [
+        {file.name: file.read_bytes() for file in path.glob("iter_0000008/pieces_*")}
+        for path in (tmp_path / "alone" / "checkpoints", tmp_path / "checkpoints", tmp_path / "copies")
+    ]
+    assert ends[0] == ends[1] == ends[2] != {}
+
+
+class StoppedStorage(Storage):
+    """Waits in the first file that is written until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def sync(self, handle: int) -> None:
+        self.reached.set()
+        assert self.go_on.wait(60)
+        super().sync(handle)
+
+
+def test_tools_leave_a_copy_alone_that_is_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would remove its temporary folder, as that of a save that died."""
+    source, copies, storage = save_state(tmp_path / "run", 4), tmp_path / "copies", StoppedStorage()
+    save_state(copies, 2)
+    monkeypatch.setattr(keeping, "Storage", lambda: storage)
+    made = keeping.Keeping(SavingConfig(save_secondary=str(copies)), None, lambda: None)
+    copying = threading.Thread(target=made, args=(source, MESH))
+    copying.start()
+    try:
+        assert storage.reached.wait(60)
+        for words in (["copy", str(source), str(copies)], ["prune", str(copies), "--keep-last", "1"]):
+            with pytest.raises(LaunchError, match="copies is in use by run"):
+                checkpoints.main(words)
+    finally:
+        storage.go_on.set()
+        copying.join()
+    assert folders(copies) == ["iter_0000002", "iter_0000004"]
+    with checkpoints._locked(copies, ""):  # and the other way round
+        made(save_state(tmp_path / "run", 6), MESH)
+    said = capsys.readouterr().err
+    assert f"--save-secondary {copies} has no copy of iter_0000006: {copies} is in use by run" in said
+    made(save_state(tmp_path / "run", 8), MESH)
+    assert folders(copies) == ["iter_0000002", "iter_0000004", "iter_0000008"]
 
 
 def test_the_copies_of_another_run_are_not_mixed_with_ours(corpus: TinyCorpus, tmp_path: Path) -> None:

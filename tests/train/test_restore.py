@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from megatron.checkpoint import Found, save
 from megatron.checkpoint.record import Progress, Record
 from megatron.engine.update_gate import UpdateGate
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, ConfigError
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train import restore
 from megatron.train.restarts.identity import RunIdentity, read_identity, write_identity
@@ -332,6 +333,53 @@ def test_a_fine_tuning_continues_its_own_progress(tmp_path: Path, run_id: str) -
         assert (resumed.control.finetune, resumed.control.load, resumed.control.load_step) == (False, str(own), None)
         assert not resumed.control.no_load_optim
         assert resumed.saved is not None and resumed.saved.record.progress.step == 2
+
+
+def test_a_fine_tuning_whose_folder_is_lost_continues_from_its_copies(tmp_path: Path) -> None:
+    base, own, copies = saved(tmp_path / "base", 4, run_id=ONE), tmp_path / "own", tmp_path / "copies"
+    flags = control_config(save=str(own), save_interval=1, load=str(base), finetune=True)
+    first = find_start(flags, MESH, copies)
+    assert first.control.finetune and read_identity(copies) == first.identity
+    saved(copies, 2, run_id=first.identity.run_id, finetuned_from=first.identity.finetuned_from)
+    shutil.rmtree(own)
+    resumed = find_start(flags, MESH, copies)
+    assert (resumed.control.finetune, resumed.identity) == (False, first.identity)
+    assert resumed.saved is not None and resumed.saved.found.path == copies / "iter_0000002"
+    other = saved(tmp_path / "b", 3, run_id=TWO)
+    foreign = control_config(save=str(other), save_interval=1, load=str(base), finetune=True)
+    with pytest.raises(CheckpointError, match=rf"b holds checkpoints of run {TWO} .*their steps would be mixed"):
+        find_start(foreign, MESH, copies)
+
+
+def test_the_newest_good_checkpoint_of_both_folders_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, copies = saved(tmp_path / "here", 4, run_id=ONE), saved(tmp_path / "copies", 4, run_id=ONE)
+
+    def taken() -> Path:
+        control = control_config(load=str(here), save=str(here), save_interval=1)
+        start = find_start(control, MESH, copies)
+        assert start.saved is not None and start.identity.run_id == ONE
+        return start.saved.found.path
+
+    assert taken() == here / "iter_0000004", "of equal steps, --load has the one that is taken"
+    saved(copies, 6, run_id=ONE)
+    capsys.readouterr()
+    assert taken() == copies / "iter_0000006"
+    assert str(copies / "iter_0000006") in capsys.readouterr().err
+    saved(copies, 8, run_id=ONE)
+    (copies / "iter_0000008" / "manifest.json").write_text("{}")
+    assert taken() == copies / "iter_0000006"
+    saved(here, 8, run_id=ONE)
+    assert taken() == here / "iter_0000008"
+
+
+def test_copies_do_not_go_beside_their_originals(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", 4)
+    (tmp_path / "link").symlink_to(folder)
+    for place in (folder, tmp_path / "link"):
+        with pytest.raises(ConfigError, match=rf"--save-secondary {place} is the folder of --save {folder}"):
+            find_start(control_config(load=str(folder), save=str(folder), save_interval=1), MESH, place)
 
 
 def test_a_fine_tuning_continues_when_its_base_has_moved_on(tmp_path: Path) -> None:

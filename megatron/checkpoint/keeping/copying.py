@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron import log
+from megatron.checkpoint.keeping.summaries import steps_in
 from megatron.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -70,12 +72,12 @@ def copy_checkpoint(
     def commit() -> None:
         target = temporary / MANIFEST_NAME
         try:
-            write_file(storage, target, _manifest_text(source, manifest, storage))
+            _copy_manifest(source, target, manifest, storage)
             storage.sync_directory(temporary)
             publish(temporary, final, run, storage)
         except OSError as failure:
             raise cannot_write(storage, target, need_bytes, failure, flag) from failure
-        write_hint(directory, manifest.step, run, storage)
+        _point_to_newest(directory, run, storage)
 
     try:
         run_on_all(mesh, copy_own)
@@ -165,6 +167,19 @@ def _read_chunk(
             f"{path} is damaged between bytes {offset_bytes} and {offset_bytes + len(content)}: the digest differs "
             "from the manifest's. It was not copied."
         )
+
+
+def _point_to_newest(directory: Path, run: str, storage: Storage) -> None:
+    """Writes the hint for other programs, which need not be for the copy: it may be of an older checkpoint."""
+    with contextlib.suppress(OSError):
+        for step in list(steps_in(directory, storage))[:1]:
+            write_hint(directory, step, run, storage)
+
+
+def _copy_manifest(source: Path, target: Path, manifest: Manifest, storage: Storage) -> None:
+    """Copies the manifest that was read before; what was written is compared with its digest."""
+    write_file(storage, target, _manifest_text(source, manifest, storage))
+    read_manifest(target.parent, storage, manifest)
 
 
 def _manifest_text(source: Path, manifest: Manifest, storage: Storage) -> bytes:

@@ -40,6 +40,13 @@ def test_a_copy_has_the_same_bytes_and_is_made_once(tmp_path: Path) -> None:
     assert copy(named, tmp_path / "other") == tmp_path / "other" / "iter_0000003"
 
 
+def test_an_older_copy_is_not_called_the_newest(tmp_path: Path) -> None:
+    for step in (4, 3):
+        copy(save_step(tmp_path / "source", step), tmp_path / "copies")
+    assert steps(tmp_path / "copies") == [3, 4]
+    assert (tmp_path / "copies" / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
 @pytest.mark.parametrize("damage", ["flip", "short", "missing", "manifest"])
 def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path, damage: str) -> None:
     source = save_step(tmp_path / "source", 3)
