@@ -150,7 +150,7 @@ def load_newest(
     def attempt(path: Path) -> Found:
         return Found(load(path, wanted(), mesh, known=parsed, check=check, storage=storage), path)
 
-    return _newest((Path(directory), *also), attempt, mesh, storage or Storage())
+    return _newest((Path(directory), *also), attempt, mesh, storage or Storage(), known=known)
 
 
 def newest_record(
@@ -189,10 +189,20 @@ def newest_record(
 
 
 def _newest(
-    directories: Sequence[Path], attempt: Callable[[Path], Found], mesh: ParallelMesh, storage: Storage
+    directories: Sequence[Path],
+    attempt: Callable[[Path], Found],
+    mesh: ParallelMesh,
+    storage: Storage,
+    known: Found | None = None,
 ) -> Found | None:
-    """The first success among the candidates of some directories, which only rank 0 lists."""
+    """The first success among the candidates of some directories, which only rank 0 lists.
+
+    Args:
+        known: what was found there before; those that were passed over then are passed over in silence.
+    """
     names = run_on_first(mesh, lambda: _candidates(directories, storage))
+    if known is not None and str(known.path) in names:
+        names = names[names.index(str(known.path)) :]
     skipped: list[str] = []
     for path in map(Path, names):
         try:
@@ -202,7 +212,7 @@ def _newest(
                 log.warning(f"skipping checkpoint {path}: {damage}")
             skipped.append(f"{path.name}: {damage}")
             continue
-        if mesh.control.rank == 0:
+        if mesh.control.rank == 0 and (known is None or skipped):
             _compare_with_hint(path.parent, path, skipped, storage)
         return found
     if skipped:

@@ -158,6 +158,8 @@ def cannot_write(storage: Storage, path: Path, need_bytes: int, failure: OSError
     advice = f"Free space there or give {flag} another directory."
     if failure.errno == errno.ENOENT:
         advice = f"All nodes must see the same {flag} directory; give one that is shared."
+    elif failure.errno == errno.EFBIG:
+        advice = "Files of this process may not be so large: raise its limit (ulimit -f)."
     return StorageError(
         f"cannot write {path}: {failure.strerror or failure} ({name}); this file needs {need_bytes} bytes, {space} "
         f"bytes are free there. Earlier checkpoints are untouched. {advice}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron import device, log
 from megatron.config import ParallelRequest
-from megatron.errors import LaunchError
+from megatron.errors import LaunchError, PeerLostError
 from megatron.parallel.launcher_death import die_with_deepspeed_runner, die_with_launcher
 from megatron.parallel.launchers import Ranks, discover_ranks
 from megatron.parallel.mesh import ParallelMesh, build_mesh, standard_axes
@@ -94,7 +94,9 @@ def _join(ranks: Ranks, backend: str, timeout: timedelta) -> None:
     try:
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as failure:
-        raise LaunchError(
+        # A rank that is not there may have died while it started; anything else is wrong again at the next start.
+        kind = PeerLostError if "timed out" in str(failure).lower() else LaunchError
+        raise kind(
             f"Rank {ranks.rank} of {ranks.world_size} could not join the others at {ranks.master_address}:"
             f"{ranks.master_port} (started by {ranks.launcher}, backend {backend}, --distributed-timeout-minutes "
             f"{timeout.total_seconds() / 60:g}): {str(failure).splitlines()[0].rstrip('.')}. Check that every rank is "

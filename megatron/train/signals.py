@@ -18,7 +18,7 @@ from megatron.errors import ExitCode
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 # A scheduler that sends SIGTERM usually sends SIGKILL half a minute later.
-_PATIENCE_SECONDS = 4.0
+_PATIENCE_SECONDS = 2.0
 _POLL_SECONDS = 0.2
 _END_OF_THREAD = 0
 

@@ -20,7 +20,7 @@ PROGRAM = """
 import sys, time
 import torch
 from megatron.config import ParallelRequest
-from megatron.errors import LaunchError
+from megatron.errors import LaunchError, PeerLostError
 from megatron.parallel import messages
 from megatron.parallel.joining import close_mesh, open_mesh
 
@@ -28,9 +28,9 @@ folder, seconds = (word for word in sys.argv[1:] if not word.startswith("--"))
 flag = next((int(word.partition("=")[2]) for word in sys.argv if word.startswith("--local")), None)
 try:
     mesh = open_mesh(ParallelRequest(local_rank=flag))
-except LaunchError as failure:
+except (LaunchError, PeerLostError) as failure:
     print("REFUSED", failure, flush=True)
-    sys.exit(64)
+    sys.exit(failure.exit_code)
 total = int(messages.all_reduce_sum(torch.tensor([mesh.world.rank + 1]), mesh.world))
 import os
 with open(f"{folder}/rank{mesh.world.rank}.tmp", "w") as file:
@@ -145,7 +145,7 @@ def test_a_failed_rendezvous_names_the_address(program: Path) -> None:
         _python(program), RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(busy)
     )
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 64, output
+    assert process.returncode == 75, output
     assert f"Rank 1 of 2 could not join the others at 127.0.0.1:{busy}" in output
 
 

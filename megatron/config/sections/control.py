@@ -109,6 +109,8 @@ class ControlConfig(ConfigSection):
 
     def problems(self) -> Iterator[str]:
         yield from self._step_problems()
+        for name in ("save", "load", "run_dir"):
+            yield from folder_problems(f"--{name.replace('_', '-')}", getattr(self, name))
         if self.save is not None and self.save_interval is None:
             yield (
                 f"--save {self.save} needs --save-interval, the steps between checkpoints, for example --save-interval "
@@ -128,6 +130,15 @@ class ControlConfig(ConfigSection):
             )
         if self.exit_on_missing_checkpoint and self.load is None:
             yield "--exit-on-missing-checkpoint needs --load, the folder that must hold a checkpoint."
+
+
+def folder_problems(flag: str, folder: str | None) -> Iterator[str]:
+    """Refuses an address where a folder belongs: it would be the name of a local folder."""
+    if folder is not None and re.match(r"[A-Za-z][\w+.-]*:/", folder):
+        yield (
+            f"{flag} {folder} is an address, and a folder is needed. Mount the storage and give the path of the folder "
+            "there."
+        )
 
 
 def _read_range(text: str) -> tuple[int, int]:

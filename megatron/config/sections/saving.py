@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron.config.flags.fields import flag
 from megatron.config.flags.section import ConfigSection
+from megatron.config.sections.control import folder_problems
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class SavingConfig(ConfigSection):
     )
 
     def problems(self) -> Iterator[str]:
+        yield from folder_problems("--save-secondary", self.save_secondary)
         if self.keep_last is None:
             for name, is_set in (("--keep-every", self.keep_every is not None), ("--keep-best", self.keep_best)):
                 if is_set:

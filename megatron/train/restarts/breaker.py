@@ -51,7 +51,7 @@ def decide(attempts: Sequence[Attempt], resumed_step: int, settings: str, safety
         resumed_step: the step of the checkpoint that the run would continue from.
         settings: as in `Attempt`; a start with others is a new attempt.
     """
-    passes = attempts[-1].passes if attempts else ()
+    passes = attempts[-1].passes if attempts and attempts[-1].settings == settings else ()
     failures = _failures_in_a_row(attempts, resumed_step, settings, passes)
     limit = safety.max_failed_starts
     if limit == 0 or len(failures) < limit:

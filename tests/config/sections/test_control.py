@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import ControlConfig
+from megatron.config import ControlConfig, SavingConfig
 from megatron.errors import ConfigError
 
 
@@ -53,3 +53,18 @@ def test_ranges_are_sorted_and_merged_where_they_overlap(texts: tuple[str, ...],
 def test_invalid_values_are_rejected(flags: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         ControlConfig(**flags)
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket", "file:/tmp/run", "hdfs://node:8020/run"])
+@pytest.mark.parametrize("name", ["save", "load", "run_dir"])
+def test_an_address_is_no_folder(name: str, address: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"--{name.replace('_', '-')} {address} is an address, and a folder is needed"
+    ):
+        ControlConfig(**{name: address, **({"save_interval": 1} if name == "save" else {})})
+
+
+def test_an_address_is_no_folder_for_copies() -> None:
+    with pytest.raises(ConfigError, match="--save-secondary s3://bucket/run is an address"):
+        SavingConfig(save_secondary="s3://bucket/run")
+    assert SavingConfig(save_secondary="C-drive/run:1").save_secondary == "C-drive/run:1"
