@@ -136,8 +136,9 @@ class Engine:
         """
         scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
         if self.precision.fp16 and self.precision.loss_scale is None and scaler is not None:
-            for name, value in state.items():
-                setattr(scaler, name, value)
+            for name in _SCALER_COUNTERS:  # nothing else of it may be set by a record
+                if name in state:
+                    setattr(scaler, name, state[name])
 
     def train_batch(
         self, micro_batches: Sequence[MicroBatch | None], learning_rate: float, weight_decay: float | None = None

@@ -284,8 +284,8 @@ TARGETS = (
         (("checkpoint",),),
         MUTATIONS,
         read_checkpoint,
-        longest_letters=6000,
-        names=r"/case|stored data plan|checkpoint|saved|progress|The blend|training data|order of samples|^--",
+        longest_letters=100_000,
+        names=r"/case|stored data plan|checkpoint|saved|progress|The blend|training data|order of samples|--[a-z]",
     ),
     Target(
         "checkpoint as a whole",
