@@ -27,7 +27,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
         Fault("tp2", "hold", 0, "step"),
         Fault("dp2", "sleep", 1, "loader"),
         Fault("tp2", "kill", 0, "init"),
-        Fault("tp2pp2", "exit", 1, "forward"),
+        Fault("tp2pp2", "exit", 0, "forward"),
         Fault("pp2", "error", 1, "data"),
         Fault("dp2", "bug", 0, "evaluation"),
     ],

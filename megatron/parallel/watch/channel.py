@@ -310,8 +310,10 @@ class Channel:
         if lost and not there and now - max(link.lost_at or 0.0 for link in lost) > WIND_DOWN_SECONDS:
             text = f"ranks {numbers} ended without a message, and nobody else speaks for the run. {again}"
             return Verdict(ExitCode.REQUEUE, self._rank, text)
-        limit = self._limits.hang_seconds and self._limits.start_seconds + self._limits.answer_seconds
-        patience = limit + ALONE_SECONDS
+        limit = self._limits.hang_seconds
+        if limit and self._watched.is_starting():
+            limit = self._limits.start_seconds
+        patience = limit + self._limits.answer_seconds + ALONE_SECONDS
         if limit and there and all(now - link.heard_at > patience for link in there):
             text = f"ranks {numbers} have not answered for {patience:.0f} s: they are stopped, or cut off. {again}"
             return Verdict(ExitCode.HANG, self._rank, text, tuple(link.hub for link in there))
