@@ -7,8 +7,8 @@ A run trains a GPT with one thread; between steps it saves in four ways in turns
 (`--no-async-save`) and in the background, and `torch.distributed.checkpoint` with `save` and `async_save`, both with
 their defaults. All write the same tensors to the same file system and sync them. `stall` is the time in which no step
 advances: the call, and for ours in the background what the update of the next step waits for the copy.
-`total` ends when the checkpoint is complete, while steps are trained. `step_beside` compares steps that began while one
-was being written in the background with those before it.
+`total` ends when the checkpoint is complete, while steps are trained. `step_beside` is the time of steps that began
+while one was being written in the background, in times of those before it.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def saving_ways(run: Run, folder: Path) -> dict[str, Callable[[], tuple[float, f
         total = min(time.perf_counter() - began_at, outcome.seconds)
         stall = writer.stall_seconds - before
         hear_of_save(run)
-        return stall, total, beside[1:-1]  # the first waits for the copy, the last began beside it only
+        return stall, total, beside
 
     def state() -> dict[str, Any]:
         return {f"{key.name} {key.kind}": tensor for key, tensor in owned_pieces(run.engine)}
@@ -151,7 +151,7 @@ def saving_ways(run: Run, folder: Path) -> dict[str, Callable[[], tuple[float, f
         while not future.done():
             beside.append(train_step(run))
         future.result()
-        return stall, ended[0] - began_at, beside[:-1]
+        return stall, ended[0] - began_at, beside
 
     return {
         "ours_at_once": at_once,
