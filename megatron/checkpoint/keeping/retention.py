@@ -180,8 +180,8 @@ class Retention:
     def _tell_of_losses(self, found: Sequence[Summary]) -> None:
         if self._rules.best and all(summary.validation_loss is None for summary in found):
             self._tell_once(
-                f"--keep-best keeps no checkpoint in {found[0].path.parent}: none has a validation loss. It is that of an "
-                "evaluation at the step that is saved; let --save-interval be a multiple of --eval-interval."
+                f"--keep-best keeps no checkpoint in {found[0].path.parent}: none has a validation loss. It is that "
+                "of an evaluation at the step that is saved; let --save-interval be a multiple of --eval-interval."
             )
 
     def _tell_once(self, text: str) -> None:
