@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +42,39 @@ def precisions(folder: Path) -> dict[str, list[str]]:
     return {"fp32": [], "bf16": ["--bf16"], "bf16-accumulated-in-bf16": ["--bf16", "--deepspeed_config", str(path)]}
 
 
-def train_runs(rank: int, runs: list[list[str]], ports: list[int]) -> None:
-    """Trains one command line after the other on this rank; each run meets at a port of its own."""
+def train_runs(rank: int, runs: list[list[str]], folder: Path) -> None:
+    """Trains one command line after the other on this rank; the ranks of each meet at a port of its own."""
     import torch
 
     from tests.helpers.tiny_run import train_here
 
+    folder.mkdir(exist_ok=True)
+
     torch.backends.mkldnn.set_flags(False)  # oneDNN chooses its kernels by the CPU, whatever it is told
-    for flags, port in zip(runs, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
+    for number, flags in enumerate(runs):
+        os.environ["MASTER_PORT"] = _port(rank, folder / f"port{number}")
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
             code, text = train_here(rank, flags)
         if code != 0:
             raise RuntimeError(f"exit code {code}: {text}\n{said.getvalue()}")
 
 
+def _port(rank: int, path: Path) -> str:
+    """A port that rank 0 found free just now."""
+    from tests.helpers.ranks import free_port
+
+    if rank == 0:
+        path.with_suffix(".new").write_text(str(free_port()))
+        path.with_suffix(".new").rename(path)
+    while not path.exists():
+        time.sleep(0.01)
+    return path.read_text()
+
+
 def train_all(folder: Path) -> dict[str, dict[str, Curve]]:
     """The curves by layout and precision; the repeated one again under its name with `-again`."""
     from megatron.observe.metrics_file import read_steps
-    from tests.helpers.ranks import free_port, run_ranks
+    from tests.helpers.ranks import run_ranks
     from tests.helpers.tiny_run import write_tiny_corpus
 
     corpus = write_tiny_corpus(folder)
@@ -74,7 +89,7 @@ def train_all(folder: Path) -> dict[str, dict[str, Curve]]:
             )
             for name, more in flags.items()
         ]  # fmt: skip
-        run_ranks(train_runs, ranks, runs, [free_port() for _ in runs])
+        run_ranks(train_runs, ranks, runs, folder / layout)
         found[layout] = {
             name: [(step["lm_loss"], step["gradient_norm"]) for step in read_steps(folder / layout / name).values()]
             for name in flags
