@@ -122,7 +122,7 @@ def measured_start(prefix: str, flags: IndexFlags) -> dict[str, float]:
         _SEED,
         (samples, 0, 0),
     )
-    with BatchLoader(datasets.train, micro_batch_size=8, read_ahead=False) as loader:
+    with BatchLoader(datasets.train, micro_batch_size=8) as loader:
         loader.micro_batches(0, 8)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"own_bytes": watch.stop(), "resident_bytes": resident}

@@ -132,7 +132,7 @@ def test_a_preprocessing_worker_without_memory_is_an_error_and_leaves_no_files(
         assert os.getpid() != parent
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20),) * 2)
-        held = [bytes(1 << 16) for _ in range(200)]
+        held = bytes(1 << 28)  # more than any free list has
         return encode(self, *words), held
 
     monkeypatch.setattr(encode_module.BlockEncoder, "encode", starved)

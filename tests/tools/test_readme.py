@@ -96,6 +96,10 @@ def check_tool(path: str, words: list[str]) -> None:
     if path in ("tools/generate_samples_gpt.py", "tools/sample_idxs_to_text.py"):  # they take the trainer's flags too
         parse_over(flags, words, path)
         return
+    if path == "tools/checkpoints.py":  # its folders come first, without the names of their flags
+        folders = [word for word in words[:2] if not word.startswith("-")]
+        named = [part for pair in zip(("--load", "--save"), folders, strict=False) for part in pair]
+        words = [*named, *words[len(folders) :]]
     if words and not words[0].startswith("-"):
         names = list(flags.__annotations__)  # tools whose first flag's name may be left out; inherited flags come later
         first = "input" if "input" in names else names[0]

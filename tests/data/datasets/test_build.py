@@ -197,7 +197,7 @@ def test_the_order_is_that_of_the_stored_epoch_rule(corpus):
     [
         ({"format_version": 3}, "has format 3; this version reads 1 and 2"),
         ({"train": {"name": "train"}}, r"is incomplete \(KeyError"),
-        ({"valid": None}, r"is incomplete \(TypeError"),
+        ({"valid": None}, r"is incomplete \(ValueError"),
         ({"seed": "x"}, r"is incomplete \(ValueError"),
     ],
 )
