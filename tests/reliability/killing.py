@@ -274,7 +274,10 @@ def _watch_files(fault: Fault) -> Counter[str]:
 def _name_of(method: str, path: str) -> str:
     """What an operation does: the method, and the kind of its file."""
     name = Path(path).name
-    kinds = {"pieces": "pieces", "manifest": "manifest", "latest": "hint", ".tmp-latest": "hint", "iter": "folder"}
+    kinds = {
+        **{"pieces": "pieces", "manifest": "manifest", "latest": "hint", ".tmp-latest": "hint", "iter": "folder"},
+        **{".tmp-iter": "temporary folder", ".trash": "deleted folder"},
+    }
     kind = next((kind for start, kind in kinds.items() if name.startswith(start)), "other")
     return f"{method} {kind}"
 
@@ -307,7 +310,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 def reference(corpus: TinyCorpus, folder: Path, layout: str) -> Reference:
     """Leaves a run alone."""
-    case = Case(layout, Fault())
+    case = Case(layout, Fault(), keep_last=2)
     began_at = time.monotonic()
     attempt = Attempt(folder, 0, flags_of(corpus, folder, case), LAYOUTS[layout][0], case.fault)
     code, left = attempt.wait()
@@ -319,8 +322,8 @@ def reference(corpus: TinyCorpus, folder: Path, layout: str) -> Reference:
 def draw(layout: str, left_alone: Reference, drawn: random.Random) -> Case:
     """A case of a layout."""
     slow_seconds = drawn.choice((0.0, 0.001, 0.003))
-    keep_last = drawn.choice((None, 2))
     if drawn.random() < 0.5:
+        keep_last = drawn.choice((None, 2))
         victims = drawn.choices(("rank", "ranks", "launcher", "all"), (60, 20, 12, 8))[0]
         moment = drawn.uniform(0.0, left_alone.seconds)
         return Case(layout, Fault(slow_seconds=slow_seconds), moment, victims, keep_last)
@@ -329,7 +332,7 @@ def draw(layout: str, left_alone: Reference, drawn: random.Random) -> Case:
     place = drawn.randint(1, left_alone.operations[rank][operation])
     moments = ("before", "after", "middle") if operation.startswith("write") else ("before", "after")
     fault = Fault(rank, operation, place, drawn.choice(moments), drawn.random() < 0.3, slow_seconds)
-    return Case(layout, fault, keep_last=keep_last)
+    return Case(layout, fault, keep_last=2)  # as the run whose operations were counted
 
 
 def run_case(corpus: TinyCorpus, folder: Path, case: Case, left_alone: Reference, drawn: random.Random) -> Outcome:
