@@ -233,7 +233,7 @@ def end_process(code: int, text: str, *, is_shown: bool = False) -> NoReturn:
     Args:
         is_shown: the error has been shown, or another rank shows it.
     """
-    _show(code, text, is_shown=is_shown)
+    _show(code, text, is_shown=is_shown, waits_for_first=False)
     _leave(code)
 
 
@@ -270,9 +270,9 @@ def _describe(failure: BaseException) -> tuple[int, str]:
     return 1, masked("".join(traceback.format_exception(failure)))
 
 
-def _show(code: int, text: str, *, is_shown: bool = False) -> None:
+def _show(code: int, text: str, *, is_shown: bool = False, waits_for_first: bool = True) -> None:
     shown_elsewhere = any([listener(code, text) for listener in list(_OUTPUT.listeners)]) or is_shown
-    if _OUTPUT.rank and not shown_elsewhere:  # the launcher may end this rank before
+    if _OUTPUT.rank and waits_for_first and not shown_elsewhere:  # the launcher may end this rank before
         time.sleep(_FIRST_RANK_SECONDS)
     if not shown_elsewhere:
         record_failure(code, text)

@@ -30,6 +30,7 @@ from megatron.parallel.watch.wire import TEXT_CHARACTERS
 # Ending may block, for example on a file system that hangs; then the process ends without the rest.
 _LAST_SECONDS = 5.0
 _FILE_SECONDS = 2.0
+_THREAD_SECONDS = 1.0
 # How much longer than the others may take to close their files a rank waits for the word that ends it.
 _PATIENCE_SECONDS = 10.0
 
@@ -201,11 +202,15 @@ class Watch:
         if threading.current_thread() is threading.main_thread():
             self._own_error = text if self._tell(code, text, is_ready=False) else ""
             return bool(self._own_error)
-        return self.fail(code, text)
+        # A thread ends the process because the main thread is stuck: with a signal that must not take long.
+        if self._tell(code, text, is_ready=True):
+            self._await_end(_THREAD_SECONDS)
+        return False
 
-    def _await_end(self) -> None:
+    def _await_end(self, most_seconds: float | None = None) -> None:
         """Waits until the thread that watches ends the process; returns if it does not."""
-        until = time.monotonic() + self._closing_seconds + _PATIENCE_SECONDS
+        patience_seconds = self._closing_seconds + _PATIENCE_SECONDS if most_seconds is None else most_seconds
+        until = time.monotonic() + patience_seconds
         while time.monotonic() < until and self._channel is not None and self._channel.is_alive:
             time.sleep(0.02)
 
