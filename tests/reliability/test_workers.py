@@ -9,6 +9,7 @@ import io
 import os
 import re
 import resource
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,6 @@ from megatron.corpus.preprocess.encode import EncodeOptions
 from megatron.corpus.preprocess.run import preprocess
 from megatron.corpus.workers.progress import ProgressLine
 from megatron.data import loader as loader_module
-from megatron.errors import MegatronError
 from megatron.observe.metrics_file import read_steps
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, train_here, write_tiny_corpus
@@ -120,12 +120,10 @@ def test_without_a_thread_training_reads_on_demand_and_ends_the_same(corpus: Tin
     assert ahead == on_demand and len(ahead) == 8
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="measures the address space through /proc")
-def test_a_preprocessing_worker_without_memory_is_an_error_and_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choice = write_vocabulary(tmp_path)
-    (tmp_path / "in.jsonl").write_text('{"text": "some text"}\n' * 20_000)
+def starve_a_worker(folder: Path) -> None:
+    """Preprocesses with workers that have no memory left; for a process without threads, which forks its workers."""
+    choice = write_vocabulary(folder)
+    (folder / "in.jsonl").write_text('{"text": "some text"}\n' * 20_000)
     parent, encode = os.getpid(), encode_module.BlockEncoder.encode
 
     def starved(self: Any, *words: Any) -> Any:
@@ -135,15 +133,26 @@ def test_a_preprocessing_worker_without_memory_is_an_error_and_leaves_no_files(
         held = bytes(1 << 28)  # more than any free list has
         return encode(self, *words), held
 
-    monkeypatch.setattr(encode_module.BlockEncoder, "encode", starved)
-    monkeypatch.setattr("megatron.corpus.workers.pool.usable_cores", lambda: 2)
-    with pytest.raises(MegatronError, match="worker"):
-        preprocess(
-            (str(tmp_path / "in.jsonl"),),
-            str(tmp_path / "out"),
-            EncodeOptions(choice),
-            2,
-            ProgressLine(None, 1, lambda text: None),
-            1 << 16,
-        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode_module.BlockEncoder, "encode", starved)
+        patch.setattr("megatron.corpus.workers.pool.usable_cores", lambda: 2)
+        progress = ProgressLine(None, 1, lambda text: None)
+        options = EncodeOptions(choice)
+        preprocess((str(folder / "in.jsonl"),), str(folder / "out"), options, 2, progress, 1 << 16)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="measures the address space through /proc")
+def test_a_preprocessing_worker_without_memory_is_an_error_and_leaves_no_files(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path\n"
+        "from megatron import log\n"
+        "from tests.reliability.test_workers import starve_a_worker\n"
+        f"log.exit_with(lambda: starve_a_worker(Path({str(tmp_path)!r})))\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=False
+    )
+    said = ended.stderr.rpartition("error: ")[2]  # after the traceback that the worker itself prints
+    assert ended.returncode not in (0, 1) and "worker" in said and "Traceback" not in said, ended.stderr
     assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob(".out*"))
