@@ -71,7 +71,7 @@ def test_a_damaged_record_names_what_it_lacks() -> None:
         ("optim", "lr", [1], r"has optim.lr = \[1\], which should be float"),
         ("optim", "train_samples", 1.5, r"has optim.train_samples = 1.5, which should be int \| None"),
         ("optim", "rampup_batch_size", [1, 2], r"has optim.rampup_batch_size = \[1, 2\], which should be tuple\[int"),
-        ("data", "data_path", ["a", {}], r"has data.data_path = \['a', {}\], which should be tuple\[str"),
+        ("data", "data_path", ["a", {}], r"has data.data_path = \['a', {}\], which should be tuple"),
         ("data", "split", 5, "has data.split = 5, which should be str"),
         ("control", "log_path", "x\x1b[2J", None),
         ("control", "x\x1b[2J", "y", r"has control.x\\x1b\[2J = 'y', which this version does not know"),
