@@ -178,7 +178,7 @@ def _read_or_refuse(path: Path, storage: Storage, known: Manifest | None) -> Man
 
 
 def _read(path: Path, storage: Storage, known: Manifest | None) -> Manifest:
-    text = _read_whole(storage, path)
+    text = read_whole(storage, path)
     seal = _SEAL.search(text[-_SEAL_BYTES:])
     if seal is None:
         raise DamagedError(f"{path} is damaged: it does not end with its digest. Use another checkpoint.")
@@ -233,7 +233,13 @@ def _errno_name(number: int) -> str:
     return errno.errorcode.get(number, str(number))
 
 
-def _read_whole(storage: Storage, path: Path) -> bytearray:
+def read_whole(storage: Storage, path: Path) -> bytearray:
+    """The bytes of a manifest, whose content nobody has looked at.
+
+    Raises:
+        DamagedError: it is missing, or too large for the files beside it.
+        StorageError: the system refused for a reason that has nothing to do with the file.
+    """
     try:
         with opened(storage, path) as (handle, size_bytes):
             if 2 * size_bytes > LARGEST_BYTES:

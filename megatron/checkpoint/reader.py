@@ -293,6 +293,31 @@ def check_files(folder: Path, manifest: Manifest, storage: Storage) -> None:
                 raise DamagedError(f"{folder / stored.name} is damaged: {problem}. Use another checkpoint.")
 
 
+def verified_chunks(folder: Path, manifest: Manifest, number: int, storage: Storage) -> Iterator[memoryview]:
+    """Reads one file of a checkpoint and yields its chunks, each compared with its digest.
+
+    The next chunk takes the memory of the one before.
+
+    Args:
+        number: of the file in the manifest.
+
+    Raises:
+        DamagedError: the file is missing or has another size, or a chunk another digest.
+    """
+    stored, size = manifest.files[number], manifest.chunk_bytes
+    buffer = memoryview(bytearray(min(size, stored.size_bytes)))
+    with _OpenFiles(folder, manifest.files, storage) as files:
+        for chunk, digest in enumerate(stored.chunks):
+            content = buffer[: min(size, stored.size_bytes - chunk * size)]
+            files.read(number, content, chunk * size)
+            if hashlib.sha256(content).hexdigest() != digest:
+                raise DamagedError(
+                    f"{folder / stored.name} is damaged between bytes {chunk * size} and "
+                    f"{chunk * size + len(content)}: the digest differs from the manifest's. Use another checkpoint."
+                )
+            yield content
+
+
 def verify_files(folder: Path, manifest: Manifest, storage: Storage) -> None:
     """Reads every byte of a checkpoint and compares all digests, those of chunks and those of files.
 
@@ -300,22 +325,11 @@ def verify_files(folder: Path, manifest: Manifest, storage: Storage) -> None:
         DamagedError: something differs from the manifest.
     """
     check_files(folder, manifest, storage)
-    size = manifest.chunk_bytes
-    buffer = memoryview(bytearray(min(size, max((file.size_bytes for file in manifest.files), default=0))))
-    with _OpenFiles(folder, manifest.files, storage) as files:
-        for number, stored in enumerate(manifest.files):
-            whole = hashlib.sha256()
-            for chunk, digest in enumerate(stored.chunks):
-                content = buffer[: min(size, stored.size_bytes - chunk * size)]
-                files.read(number, content, chunk * size)
-                whole.update(content)
-                if hashlib.sha256(content).hexdigest() != digest:
-                    raise DamagedError(
-                        f"{folder / stored.name} is damaged between bytes {chunk * size} and "
-                        f"{chunk * size + len(content)}: the digest differs from the manifest's. "
-                        "Use another checkpoint."
-                    )
-            if whole.hexdigest() != stored.sha256:
-                raise DamagedError(
-                    f"{folder / stored.name} does not have the digest in its manifest. Use another checkpoint."
-                )
+    for number, stored in enumerate(manifest.files):
+        whole = hashlib.sha256()
+        for content in verified_chunks(folder, manifest, number, storage):
+            whole.update(content)
+        if whole.hexdigest() != stored.sha256:
+            raise DamagedError(
+                f"{folder / stored.name} does not have the digest in its manifest. Use another checkpoint."
+            )

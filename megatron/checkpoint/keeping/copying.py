@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +12,14 @@ from megatron.checkpoint.keeping.summaries import steps_in
 from megatron.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
-    StoredFile,
     folder_name,
     read_manifest,
+    read_whole,
     stored_digest,
-    unreadable,
 )
 from megatron.checkpoint.publish import discard, open_temporary, publish, sweep, temporary_folder, write_hint
-from megatron.checkpoint.reader import check_files
-from megatron.checkpoint.storage import Storage, append, cannot_write, opened, read_range, write_file
+from megatron.checkpoint.reader import check_files, verified_chunks
+from megatron.checkpoint.storage import Storage, append, cannot_write, write_file
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
@@ -63,11 +61,10 @@ def copy_checkpoint(
     temporary = temporary_folder(directory, manifest.step, run)
     need_bytes = sum(file.size_bytes for file in manifest.files)
     run_on_first(mesh, lambda: open_temporary(temporary, need_bytes, storage, flag))
-    own = manifest.files[mesh.control.rank :: mesh.control.size]
 
     def copy_own() -> None:
-        for file in own:
-            _copy_file(source, temporary, file, manifest.chunk_bytes, flag, storage, beat)
+        for number in range(mesh.control.rank, len(manifest.files), mesh.control.size):
+            _copy_file(source, temporary, manifest, number, flag, storage, beat)
 
     def commit() -> None:
         target = temporary / MANIFEST_NAME
@@ -122,51 +119,27 @@ def _is_there(final: Path, manifest: Manifest, replaces: bool, flag: str, storag
 def _copy_file(
     source: Path,
     temporary: Path,
-    file: StoredFile,
-    chunk_bytes: int,
+    manifest: Manifest,
+    number: int,
     flag: str,
     storage: Storage,
     beat: Callable[[], None],
 ) -> None:
-    buffer = memoryview(bytearray(min(chunk_bytes, file.size_bytes)))
+    file = manifest.files[number]
     target = temporary / file.name
     try:
         handle = storage.create(target)
+        try:
+            for content in verified_chunks(source, manifest, number, storage):
+                beat()
+                append(storage, handle, content)
+            storage.sync(handle)
+        finally:
+            storage.close(handle)
+    except DamagedError as damage:
+        raise DamagedError(f"{damage} It was not copied.") from damage
     except OSError as failure:
         raise cannot_write(storage, target, file.size_bytes, failure, flag) from failure
-    try:
-        for number, digest in enumerate(file.chunks):
-            beat()
-            content = buffer[: min(chunk_bytes, file.size_bytes - number * chunk_bytes)]
-            _read_chunk(source / file.name, file, number * chunk_bytes, content, digest, storage)
-            try:
-                append(storage, handle, content)
-            except OSError as failure:
-                raise cannot_write(storage, target, file.size_bytes, failure, flag) from failure
-        try:
-            storage.sync(handle)
-        except OSError as failure:
-            raise cannot_write(storage, target, file.size_bytes, failure, flag) from failure
-    finally:
-        storage.close(handle)
-
-
-def _read_chunk(
-    path: Path, file: StoredFile, offset_bytes: int, content: memoryview, digest: str, storage: Storage
-) -> None:
-    """Fills `content` with a chunk and compares its digest."""
-    try:
-        with opened(storage, path) as (handle, size_bytes):
-            if size_bytes != file.size_bytes:
-                raise DamagedError(f"{path} has {size_bytes} bytes, but its manifest says {file.size_bytes}.")
-            read_range(storage, handle, content, offset_bytes)
-    except OSError as failure:
-        raise unreadable(path, failure) from failure
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise DamagedError(
-            f"{path} is damaged between bytes {offset_bytes} and {offset_bytes + len(content)}: the digest differs "
-            "from the manifest's. It was not copied."
-        )
 
 
 def _point_to_newest(directory: Path, run: str, storage: Storage) -> None:
@@ -184,13 +157,7 @@ def _copy_manifest(source: Path, target: Path, manifest: Manifest, storage: Stor
 
 def _manifest_text(source: Path, manifest: Manifest, storage: Storage) -> bytes:
     """The text of the manifest that was read before."""
-    path = source / MANIFEST_NAME
-    try:
-        with opened(storage, path) as (handle, size_bytes):
-            content = bytearray(size_bytes)
-            read_range(storage, handle, memoryview(content), 0)
-    except OSError as failure:
-        raise unreadable(path, failure) from failure
+    text = read_whole(storage, source / MANIFEST_NAME)
     if stored_digest(source, storage) != manifest.digest:
-        raise DamagedError(f"{path} changed while it was being copied. Copy it again.")
-    return bytes(content)
+        raise DamagedError(f"{source / MANIFEST_NAME} changed while it was being copied. Copy it again.")
+    return bytes(text)
