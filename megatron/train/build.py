@@ -162,7 +162,7 @@ def _build(
     if is_resume and not config.control.eval_only:
         warn_if_done(config.optim, progress)
     keeping = Keeping(config.saving, progress.step if is_resume else None, lambda: watch.beat("save"))
-    if writer is not None and keeping.has_work:
+    if writer is not None:
         writer.after_commit = keeping
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
@@ -183,7 +183,7 @@ def _build(
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=progress.step if is_resume else None,
         writer=writer,
-        after_commit=keeping if keeping.has_work else None,
+        after_commit=keeping,
         identity=start.identity,
         history=history,
         passes=passes,

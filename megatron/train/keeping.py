@@ -18,7 +18,7 @@ from megatron.parallel.mesh import ParallelMesh
 
 @final
 class Keeping:
-    """Copies and deletes checkpoints as the flags of a run say; called after each commit, on every rank.
+    """Copies and deletes checkpoints as the flags of a run say, if they do; called after each commit, on every rank.
 
     Nothing that fails here harms the checkpoint that was saved: it is a warning.
 
@@ -34,11 +34,6 @@ class Keeping:
         self._secondary_retention = None if rules is None else Retention(rules, storage, resumed_step)
         self._storage = storage
         self._beat = beat
-
-    @property
-    def has_work(self) -> bool:
-        """Whether the flags ask for anything."""
-        return self._secondary is not None or self._retention is not None
 
     def __call__(self, path: Path, mesh: ParallelMesh) -> None:
         """Handles the checkpoint that was just committed; collective over `mesh.control`."""

@@ -240,11 +240,6 @@ class DeepSpeedKey:
     off: str
     reason: str
 
-    @property
-    def is_whole_section(self) -> bool:
-        """Whether the key stands for everything below it."""
-        return self.status in (IGNORED, REFUSED)
-
 
 def _rows() -> Iterator[tuple[str, str]]:
     """(name, rest of the row) of every key."""

@@ -77,4 +77,5 @@ class Sample:
         return self.step, PHASES.index(phase), self.events
 
     def __str__(self) -> str:
-        return "start-up" if self.phase == START else f"phase {self.phase} of step {self.step}"
+        named = {START: "start-up", END: "shutdown"}
+        return named.get(self.phase, f"phase {self.phase} of step {self.step}")
