@@ -16,67 +16,13 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import load_newest, save
-from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.fake_pieces import cut_for_ranks, make_state, whole_sink
+from tests.reliability.memory_disk import Operation, RecordingStorage
 
 MESH = ParallelMesh.single()
 SHAPES: dict[str, tuple[int, ...]] = {"a": (9, 5), "b": (40,)}
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One change: name, the file or directory, and what goes with it."""
-
-    name: str
-    path: str
-    target: str = ""
-    content: bytes = b""
-
-
-class RecordingStorage(Storage):
-    """Does everything, and writes down what changes the disk, with paths relative to the root."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.log: list[Operation] = []
-        self.committed: list[tuple[int, int]] = []
-        self._open: dict[int, str] = {}
-
-    def _name(self, path: Path) -> str:
-        return str(path.relative_to(self.root))
-
-    def make_directory(self, path: Path) -> None:
-        super().make_directory(path)
-        self.log.append(Operation("mkdir", self._name(path)))
-
-    def create(self, path: Path) -> int:
-        handle = super().create(path)
-        self._open[handle] = self._name(path)
-        self.log.append(Operation("create", self._name(path)))
-        return handle
-
-    def write(self, handle: int, content: memoryview) -> int:
-        self.log.append(Operation("write", self._open[handle], content=bytes(content)))
-        return super().write(handle, content)
-
-    def sync(self, handle: int) -> None:
-        self.log.append(Operation("sync", self._open[handle]))
-
-    def sync_directory(self, path: Path) -> None:
-        if path != self.root.parent:
-            self.log.append(Operation("sync directory", self._name(path)))
-
-    def rename(self, source: Path, target: Path) -> None:
-        super().rename(source, target)
-        self.log.append(Operation("rename", self._name(source), self._name(target)))
-
-    def remove_tree(self, path: Path) -> None:
-        for file in sorted(path.iterdir()):
-            self.log.append(Operation("unlink", self._name(file)))
-        self.log.append(Operation("rmdir", self._name(path)))
-        super().remove_tree(path)
 
 
 @dataclass
@@ -153,26 +99,26 @@ def lay_out(disk: dict[str, bytes | None], directory: Path) -> None:
             (directory / name).write_bytes(content)
 
 
-def record_saves(root: Path) -> RecordingStorage:
-    """Four saves, the third of a step that exists; notes how long the log was when each was committed."""
+def record_saves(root: Path) -> tuple[list[Operation], list[tuple[int, int]]]:
+    """Four saves, the third of a step that exists: what they did, and how long that was when each was committed."""
     root.mkdir()
-    storage = RecordingStorage(root)
+    storage, committed = RecordingStorage(root), []
     for seed, step in enumerate((1, 2, 2, 3)):
         pieces = cut_for_ranks(make_state(SHAPES, ("weight",), seed), 1, seed)[0]
         save(root, step, pieces, {"seed": seed}, MESH, chunk_bytes=256, storage=storage)
-        storage.committed.append((len(storage.log), seed))
-    return storage
+        committed.append((len(storage.log), seed))
+    return storage.log, committed
 
 
 def test_no_crash_state_loses_a_committed_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    storage = record_saves(tmp_path / "run")
+    operations, commits = record_saves(tmp_path / "run")
     random_numbers = random.Random(0)
     seen: set[tuple] = set()
     states = 0
     damages = ("kept", "lost", "zero", "torn", "torn", "torn", "torn", "torn", "torn")
-    for end, damage in itertools.product(range(len(storage.log) + 1), damages):
-        log = storage.log[:end]
-        committed = max((seed for length, seed in storage.committed if length <= end), default=None)
+    for end, damage in itertools.product(range(len(operations) + 1), damages):
+        log = operations[:end]
+        committed = max((seed for length, seed in commits if length <= end), default=None)
         for lost_entries in range(6):
             disk = after_crash(replay(log, lost_entries), damage, random_numbers)
             state = (tuple(disk.items()), committed)
@@ -198,11 +144,11 @@ def test_no_crash_state_loses_a_committed_checkpoint(tmp_path: Path, capsys: pyt
 
 
 def test_the_next_save_works_from_every_crash_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    storage = record_saves(tmp_path / "run")
+    operations, _ = record_saves(tmp_path / "run")
     random_numbers = random.Random(1)
     pieces = cut_for_ranks(make_state(SHAPES, ("weight",), 9), 1, 9)[0]
-    for end in range(0, len(storage.log) + 1, 3):
-        disk = after_crash(replay(storage.log[:end], end % 4), "torn", random_numbers)
+    for end in range(0, len(operations) + 1, 3):
+        disk = after_crash(replay(operations[:end], end % 4), "torn", random_numbers)
         lay_out(disk, tmp_path / "crash")
         save(tmp_path / "crash", 4, pieces, {"seed": 9}, MESH, chunk_bytes=256)
         sink = whole_sink(make_state(SHAPES, ("weight",), 9))

@@ -6,7 +6,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,17 @@ class RankEnd:
     errors: str
 
 
-def run_rank_processes(words: Sequence[str], world_size: int, timeout_seconds: float = 90) -> list[RankEnd]:
-    """Starts a Python program on every rank and waits for all of them; one that does not end is an error."""
+def run_rank_processes(
+    words: Sequence[str],
+    world_size: int,
+    timeout_seconds: float = 90,
+    meanwhile: Callable[[Sequence[subprocess.Popen[bytes]]], None] = lambda processes: None,
+) -> list[RankEnd]:
+    """Starts a Python program on every rank and waits for all of them; one that does not end is an error.
+
+    Args:
+        meanwhile: called with the processes, in rank order, when all have been started.
+    """
     shared = {
         **os.environ,
         "WORLD_SIZE": str(world_size),
@@ -53,7 +62,9 @@ def run_rank_processes(words: Sequence[str], world_size: int, timeout_seconds: f
                     start_new_session=True,
                 )
             started.append((process, errors))
-        ended_at = _wait([process for process, _ in started], timeout_seconds)
+        processes = [process for process, _ in started]
+        meanwhile(processes)
+        ended_at = _wait(processes, timeout_seconds)
         ends = [
             RankEnd(process.returncode if process.returncode is not None else 0, at, errors.read_text())
             for (process, errors), at in zip(started, ended_at, strict=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.parallel.processes import born_at
 from tests.helpers.programs import forking_python
 from tests.helpers.ranks import free_port
 
@@ -178,7 +179,7 @@ def test_ranks_die_with_their_launcher(program: Path, launcher: str) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-    _wait_for(lambda: not any(_alive(pid) for pid in pids), 30)
+    _wait_for(lambda: not any(map(born_at, pids)), 30)
 
 
 def _wait_for(condition, seconds: float, process: subprocess.Popen[str] | None = None) -> None:
@@ -188,10 +189,3 @@ def _wait_for(condition, seconds: float, process: subprocess.Popen[str] | None =
             pytest.fail(f"the launcher ended: {process.communicate()[0]}")
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -14,6 +14,7 @@ import pytest
 
 from megatron.errors import ExitCode, PeerLostError
 from megatron.parallel import launcher_death
+from megatron.parallel.processes import born_at
 from megatron.parallel.rank_start import write_error_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,10 +74,10 @@ def test_a_launcher_killed_while_its_rank_is_importing_takes_the_rank_along(tmp_
         _wait(lambda: (tmp_path / "began").exists())
         process.kill()
         process.wait()
-        _wait(lambda: not _runs(child))
+        _wait(lambda: not born_at(child))
     finally:
         process.stdout.close()
-        if _runs(child):
+        if born_at(child):
             os.kill(child, signal.SIGKILL)
 
 
@@ -95,10 +96,3 @@ def _wait(condition, seconds: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)
-
-
-def _runs(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

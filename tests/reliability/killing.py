@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 from megatron.checkpoint import verify
 from megatron.errors import MegatronError
 from megatron.observe.metrics_file import read_steps
+from megatron.parallel.processes import born_at
 from tests.helpers.ranks import fork_server_context, free_port
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 
@@ -145,7 +146,7 @@ class Attempt:
             "all": [*launcher, *self.ranks],
         }[victims]
         for process in chosen:
-            if is_running(process):
+            if born_at(process):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
 
@@ -153,9 +154,9 @@ class Attempt:
         """Waits for all processes; the launcher's exit code, and the ranks that had to be killed."""
         self.launcher.join(_LIMIT_SECONDS)
         deadline = time.monotonic() + 15
-        while any(map(is_running, self.ranks)) and time.monotonic() < deadline:
+        while any(map(born_at, self.ranks)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        left = [rank for rank in self.ranks if is_running(rank)]
+        left = [rank for rank in self.ranks if born_at(rank)]
         if self.launcher.exitcode is None:
             self.launcher.kill()
             left = [*left, self.launcher.pid or 0]
@@ -282,14 +283,6 @@ def _name_of(method: str, path: str) -> str:
     return f"{method} {kind}"
 
 
-def is_running(process: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def metrics_of(folder: Path) -> dict[int, tuple[Any, ...]]:
     """The metrics that a run has reported, by step."""
     path = folder / "run" / "metrics.jsonl"
@@ -346,7 +339,7 @@ def run_case(corpus: TinyCorpus, folder: Path, case: Case, left_alone: Reference
         died_at = time.monotonic()
         attempt.kill(case.victims, drawn)
     else:
-        while all(map(is_running, attempt.ranks)) and attempt.launcher.is_alive():
+        while all(map(born_at, attempt.ranks)) and attempt.launcher.is_alive():
             died_at = time.monotonic()
             time.sleep(0.002)
     code, left = attempt.wait()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
 import subprocess
@@ -21,11 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.errors import ExitCode
-from tests.helpers.programs import forking_python
-from tests.helpers.ranks import free_port
+from tests.helpers.rank_processes import RankEnd, run_rank_processes
 from tests.helpers.tiny_run import TinyCorpus, losses, write_tiny_corpus
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 24
 # Tensor and pipeline sizes.
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
@@ -68,37 +65,21 @@ def flags_of(corpus: TinyCorpus, folder: Path, layout: tuple[int, int]) -> list[
     )
 
 
-def start(flags: Sequence[str], world_size: int) -> list[subprocess.Popen[bytes]]:
-    """Starts the ranks of a run as a scheduler that knows no launcher would."""
-    shared = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    if world_size > 1:
-        shared.update(WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    started = []
-    for rank in range(world_size):
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
-        started.append(
-            subprocess.Popen(
-                [forking_python(), "pretrain_gpt.py", *flags],
-                cwd=ROOT,
-                env={**shared, **variables},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        )
-    return started
+def train(flags: Sequence[str], layout: tuple[int, int], signal_at: float | None = None) -> list[RankEnd]:
+    """Runs the program on the ranks of a layout; all get SIGTERM at that `time.time()`, if any."""
+
+    def interrupt(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        if signal_at is not None:
+            time.sleep(max(0.0, signal_at - time.time()))
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+
+    return run_rank_processes(["pretrain_gpt.py", *flags], layout[0] * layout[1], _LIMIT_SECONDS, interrupt)
 
 
-def finish(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[tuple[int, ...], str]:
-    """Waits for all ranks; their exit codes and all that they printed."""
-    texts = []
-    try:
-        for process in processes:
-            texts.append(process.communicate(timeout=_LIMIT_SECONDS)[0].decode(errors="replace"))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return tuple(process.returncode for process in processes), "\n".join(texts)
+def texts_of(ends: Sequence[RankEnd]) -> str:
+    """How each rank ended, and its messages."""
+    return "\n".join(f"rank {rank}, code {end.code}:\n{end.errors}" for rank, end in enumerate(ends))
 
 
 def newest_step(folder: Path) -> int:
@@ -110,14 +91,11 @@ def run_case(
     corpus: TinyCorpus, folder: Path, layout: tuple[int, int], moment_seconds: float, expected: dict[int, float]
 ) -> Outcome:
     """Interrupts one run and continues it."""
-    flags, world_size = flags_of(corpus, folder, layout), layout[0] * layout[1]
-    processes = start(flags, world_size)
-    time.sleep(moment_seconds)
-    sent_at = time.monotonic()
-    for process in processes:
-        process.send_signal(signal.SIGTERM)
-    codes, text = finish(processes)
-    seconds = time.monotonic() - sent_at
+    flags = flags_of(corpus, folder, layout)
+    due_at = time.time() + moment_seconds
+    ends = train(flags, layout, due_at)
+    seconds = max(0.0, max(end.at for end in ends) - due_at)
+    codes, text = tuple(end.code for end in ends), texts_of(ends)
     metrics = folder / "run" / "metrics.jsonl"
     last = max(losses(folder), default=0) if metrics.exists() else 0
     outcome = Outcome(layout, moment_seconds, codes, last, newest_step(folder), seconds)
@@ -125,9 +103,9 @@ def run_case(
         return _with(outcome, f"exit codes {codes}:\n{text}")
     if outcome.saved_step != last:
         return _with(outcome, f"step {last} was trained, and the newest checkpoint is of {outcome.saved_step}:\n{text}")
-    codes, text = finish(start(flags, world_size))
-    if any(codes):
-        return _with(outcome, f"the same command ended with {codes}:\n{text}")
+    ends = train(flags, layout)
+    if any(end.code for end in ends):
+        return _with(outcome, f"the same command did not end well:\n{texts_of(ends)}")
     if losses(folder) != expected:
         return _with(outcome, "the losses differ from those of a run that was left alone")
     return outcome
@@ -143,9 +121,9 @@ def campaign(folder: Path, cases: int, seed: int) -> list[Outcome]:
         if layout not in expected:
             alone = folder / f"alone{layout[0]}{layout[1]}"
             began_at = time.monotonic()
-            codes, text = finish(start(flags_of(corpus, alone, layout), layout[0] * layout[1]))
-            if any(codes):
-                raise RuntimeError(f"a run that was left alone ended with {codes}:\n{text}")
+            ends = train(flags_of(corpus, alone, layout), layout)
+            if any(end.code for end in ends):
+                raise RuntimeError(f"a run that was left alone did not end well:\n{texts_of(ends)}")
             lengths[layout], expected[layout] = time.monotonic() - began_at, losses(alone)
         moment = drawn.uniform(0.0, lengths[layout])
         found.append(run_case(corpus, folder / f"case{number}", layout, moment, expected[layout]))
