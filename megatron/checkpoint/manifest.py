@@ -31,7 +31,7 @@ import numpy as np
 
 from megatron.checkpoint.checks.bounded_json import LARGEST_BYTES, check_extent, parse_bounded
 from megatron.checkpoint.layout import KINDS, StoredPiece, as_kind, check_complete, key_problem
-from megatron.checkpoint.storage import Storage, opened, read_range
+from megatron.checkpoint.storage import Storage, opened, read_range, read_tail
 from megatron.errors import CheckpointError, DamagedError, MegatronError, StorageError, printable
 from megatron.parallel.pieces import PieceKey
 
@@ -194,12 +194,9 @@ def stored_digest(folder: Path, storage: Storage) -> str | None:
     None without a manifest that ends so.
     """
     try:
-        with opened(storage, folder / MANIFEST_NAME) as (handle, size_bytes):
-            tail = bytearray(min(size_bytes, _SEAL_BYTES))
-            read_range(storage, handle, memoryview(tail), size_bytes - len(tail))
+        seal = _SEAL.search(read_tail(storage, folder / MANIFEST_NAME, _SEAL_BYTES))
     except OSError:
         return None
-    seal = _SEAL.search(tail)
     return None if seal is None else seal.group(1).decode()
 
 

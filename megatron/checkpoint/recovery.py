@@ -13,7 +13,7 @@ from megatron.checkpoint.loading import Check, load
 from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, folder_step, read_manifest
 from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX
 from megatron.checkpoint.reader import Wanted, check_files
-from megatron.checkpoint.storage import Storage, opened, read_range
+from megatron.checkpoint.storage import Storage, read_head
 from megatron.errors import CheckpointError, DamagedError, StorageError, printable
 from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
@@ -254,9 +254,6 @@ def _compare_with_hint(directory: Path, path: Path, skipped: list[str], storage:
 def _read_hint(path: Path, storage: Storage) -> str | None:
     """The first letters of the hint; None if there is no such plain file."""
     try:
-        with opened(storage, path) as (handle, size_bytes):
-            content = bytearray(min(size_bytes, _LONGEST_HINT_BYTES))
-            read_range(storage, handle, memoryview(content), 0)
+        return read_head(storage, path, _LONGEST_HINT_BYTES).decode(errors="replace").strip()
     except OSError:
         return None
-    return content.decode(errors="replace").strip()

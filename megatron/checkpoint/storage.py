@@ -132,6 +132,22 @@ def read_range(storage: Storage, handle: int, target: memoryview, offset_bytes: 
         raise OSError(errno.EIO, f"the file ends at byte {offset_bytes + done}")
 
 
+def read_head(storage: Storage, path: Path, most_bytes: int) -> bytes:
+    """The first bytes of a plain file, all of them if there are no more."""
+    with opened(storage, path) as (handle, size_bytes):
+        content = bytearray(min(size_bytes, most_bytes))
+        read_range(storage, handle, memoryview(content), 0)
+        return bytes(content)
+
+
+def read_tail(storage: Storage, path: Path, most_bytes: int) -> bytes:
+    """The last bytes of a plain file, all of them if there are no more."""
+    with opened(storage, path) as (handle, size_bytes):
+        content = bytearray(min(size_bytes, most_bytes))
+        read_range(storage, handle, memoryview(content), size_bytes - len(content))
+        return bytes(content)
+
+
 def append(storage: Storage, handle: int, content: memoryview) -> None:
     """Writes all bytes at the end of a file."""
     exact.write_all(lambda rest, _: storage.write(handle, rest), content)

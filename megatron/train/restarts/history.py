@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint.storage import Storage, opened, read_range
+from megatron.checkpoint.storage import Storage, read_head, read_tail
 from megatron.data.formats import exact
 from megatron.errors import ExitCode, MegatronError, NumericsError
 
@@ -263,18 +263,15 @@ def _add(value: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
 
 def _last_lines(path: Path) -> list[bytes]:
     """The whole lines in the last part of a file, of bounded size."""
-    storage = Storage()
     try:
-        with opened(storage, path) as (handle, size_bytes):
-            content = bytearray(min(size_bytes, _TAIL_BYTES))
-            read_range(storage, handle, memoryview(content), size_bytes - len(content))
+        content = read_tail(Storage(), path, _TAIL_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as failure:
         log.warning(f"{path} cannot be read ({failure.strerror or failure}): earlier failures of this run are unknown")
         return []
-    lines = bytes(content).split(b"\n")
-    return lines if size_bytes <= _TAIL_BYTES else lines[1:]
+    lines = content.split(b"\n")
+    return lines if len(content) <= _TAIL_BYTES else lines[1:]
 
 
 def _marked(key: str, step: int) -> bytes:
@@ -283,14 +280,11 @@ def _marked(key: str, step: int) -> bytes:
 
 def _marked_step(directory: Path, key: str) -> int | None:
     """The step that a start noted last; None if it noted none."""
-    storage = Storage()
-    content = bytearray(_STEP_BYTES)
     try:
-        with opened(storage, directory / STEP_NAME) as (handle, _):
-            read_range(storage, handle, memoryview(content), 0)
+        content = read_head(Storage(), directory / STEP_NAME, _STEP_BYTES)
     except OSError:
         return None
-    words = bytes(content).split()
+    words = content.split() if len(content) == _STEP_BYTES else []
     return int(words[1]) if len(words) == 2 and words[0] == key.encode() and words[1].isdigit() else None
 
 

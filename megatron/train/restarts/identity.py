@@ -22,7 +22,7 @@ from megatron.checkpoint import find
 from megatron.checkpoint.manifest import Manifest, read_manifest
 from megatron.checkpoint.record import Record, finetuned_from_of, run_id_of
 from megatron.checkpoint.recovery import Candidate
-from megatron.checkpoint.storage import Storage, opened, read_range, write_file
+from megatron.checkpoint.storage import Storage, read_head, write_file
 from megatron.errors import CheckpointError, DamagedError, StorageError
 
 IDENTITY_NAME = "run.json"
@@ -95,12 +95,9 @@ def base_text(base: Mapping[str, Any]) -> str:
 
 def read_identity(directory: Path) -> RunIdentity | None:
     """The identity that the file in a folder names; None without one. A file that is damaged is as good as none."""
-    path, storage = directory / IDENTITY_NAME, Storage()
+    path = directory / IDENTITY_NAME
     try:
-        with opened(storage, path) as (handle, size_bytes):
-            content = bytearray(min(size_bytes, _LARGEST_FILE_BYTES))
-            read_range(storage, handle, memoryview(content), 0)
-        identity = RunIdentity.from_json(json.loads(content))
+        identity = RunIdentity.from_json(json.loads(read_head(Storage(), path, _LARGEST_FILE_BYTES)))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, RecursionError) as failure:
