@@ -30,6 +30,15 @@ class MegatronError(Exception):
     exit_code = ExitCode.HUMAN
 
 
+_MOST_LETTERS = 4000
+
+
+def _shortened(sentence: str) -> str:
+    """The sentence without its middle, if it is too long to be read."""
+    half = _MOST_LETTERS // 2
+    return sentence if len(sentence) <= _MOST_LETTERS else f"{sentence[:half]} [...] {sentence[-half:]}"
+
+
 def printable(value: object, letters: int = 200, *, quoted: bool = True) -> str:
     """A value from a file as a message may show it: short, and with nothing in it that steers a terminal.
 
@@ -54,13 +63,13 @@ class ConfigError(MegatronError):
     """Flags, entries of a config file or combinations of them that cannot be used.
 
     Args:
-        problems: one sentence each, all of them shown.
+        problems: one sentence each, all of them shown; of one that repeats a huge value, the beginning and the end.
     """
 
     exit_code = ExitCode.USAGE
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.problems = [_shortened(one) for one in ([problems] if isinstance(problems, str) else problems)]
         super().__init__("\n".join(self.problems))
 
 

@@ -92,3 +92,11 @@ def test_values_of_files_are_shown_short_and_escaped(value: object, shown: str) 
 def test_a_word_may_be_shown_without_quotes() -> None:
     assert printable("a b\x1b", quoted=False) == r"a b\x1b"
     assert printable("x" * 30, 20, quoted=False) == "x" * 17 + "..."
+
+
+def test_a_problem_that_repeats_a_huge_value_keeps_its_beginning_and_its_end() -> None:
+    problem = f"--load-tag {'a' * 60_000} names no step. Write it like iter_0000500."
+    (shown,) = ConfigError(problem).problems
+    assert len(shown) < 5000
+    assert shown.startswith("--load-tag aaa") and shown.endswith("names no step. Write it like iter_0000500.")
+    assert ConfigError(["short", problem]).problems == ["short", shown]

@@ -284,7 +284,7 @@ TARGETS = (
         (("checkpoint",),),
         MUTATIONS,
         read_checkpoint,
-        longest_letters=100_000,
+        longest_letters=6000,
         names=r"/case|stored data plan|checkpoint|saved|progress|The blend|training data|order of samples|--[a-z]",
     ),
     Target(
