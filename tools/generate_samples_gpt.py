@@ -14,23 +14,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, ControlConfig, ParallelRequest, PrecisionConfig, RunConfig, flag
-from megatron.config.overlay import laid_over, parse_over
-from megatron.config.resolve import padded_vocab_size
-from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
+from megatron.config import ConfigSection, ParallelRequest, flag
+from megatron.config.overlay import parse_over
+from megatron.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
     from megatron.inference.generate import Continuation
-    from megatron.model.interface.network import LayerStack
+    from megatron.inference.loading import LoadedModel
     from megatron.parallel.mesh import ParallelMesh
-    from megatron.tokenizers.tokenizer import Tokenizer
 
 _USUAL_NEW_TOKENS = 1024
 
@@ -81,25 +79,22 @@ class Generator:
 
     flags: GenerateFlags
     new_tokens: int
-    config: RunConfig
-    mesh: ParallelMesh
-    tokenizer: Tokenizer
-    model: LayerStack
+    loaded: LoadedModel
 
     def records(self, prompts: Sequence[str], first_sample: int) -> Iterator[dict[str, Any]]:
         """Continues prompts with equal numbers of tokens; an empty prompt becomes end-of-document."""
         from megatron.inference.generate import Limits, generate
         from megatron.inference.sampling import Sampling
 
-        flags, model = self.flags, self.config.model
+        flags, loaded = self.flags, self.loaded
         tokens = [self.encode(prompt) for prompt in prompts]
         found = generate(
-            self.model,
-            self.mesh,
+            loaded.model,
+            loaded.mesh,
             tokens,
-            Limits(self.new_tokens, model.max_position_embeddings, self.eod_id, model.short_context),
-            Sampling(flags.greedy, flags.temperature, flags.top_k, flags.top_p, self.config.random.seed),
-            vocab_size=min(model.vocab_size, self.tokenizer.vocab_size),
+            Limits(self.new_tokens, loaded.positions, loaded.eod_id, loaded.config.model.short_context),
+            Sampling(flags.greedy, flags.temperature, flags.top_k, flags.top_p, loaded.config.random.seed),
+            vocab_size=loaded.vocab_size,
             first_sample=first_sample,
             recompute=flags.recompute,
         )
@@ -112,24 +107,16 @@ class Generator:
         Raises:
             ConfigError: the prompt is empty and the tokenizer has no end-of-document token.
         """
-        return self.tokenizer.encode(prompt) or [self.tokenizer.eod_id]
+        return self.loaded.tokenizer.encode(prompt) or [self.loaded.tokenizer.eod_id]
 
     def _record(self, prompt: str, continuation: Continuation) -> dict[str, Any]:
         return {
             "prompt": prompt,
-            "text": self.tokenizer.decode(continuation.tokens),
+            "text": self.loaded.tokenizer.decode(continuation.tokens),
             "tokens": list(continuation.tokens),
             "length": len(continuation.tokens),
             "finished": continuation.is_finished,
         }
-
-    @property
-    def eod_id(self) -> int | None:
-        """The end-of-document token; None if the tokenizer has none, in which case prompts can still be continued."""
-        try:
-            return self.tokenizer.eod_id
-        except ConfigError:
-            return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,15 +164,9 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) ->
     """Builds the checkpoint's network and loads its weights.
 
     Raises:
-        CheckpointError: there is no usable checkpoint, or it was trained with another tokenizer.
-        ConfigError: a flag contradicts the checkpoint, or there are more processes than tensor-parallel ranks.
+        CheckpointError, ConfigError: see `open_checkpoint`; or there are more processes than tensor-parallel ranks.
     """
-    from megatron.checkpoint import folder_of_step, newest_record
-    from megatron.checkpoint.record import Record
-    from megatron.inference.weights import load_weights
-    from megatron.model.gpt import gpt_layers
-    from megatron.model.interface.network import LayerStack
-    from megatron.tokenizers.record import check_same_tokenizer
+    from megatron.inference.loading import open_checkpoint
 
     if mesh.dp.size > 1:
         raise ConfigError(
@@ -195,54 +176,8 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) ->
             f"--tensor-model-parallel-size "
             f"{mesh.world.size}."
         )
-    step = ControlConfig(
-        load=flags.load, ckpt_step=given.get("control.ckpt_step"), load_tag=given.get("control.load_tag")
-    ).load_step
-    source = Path(flags.load) if step is None else folder_of_step(Path(flags.load), step)
-    found = newest_record(source, mesh)
-    if found is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {flags.load} (--load {flags.load}). Give the folder to which a run saved its "
-            f"checkpoints."
-        )
-    record = Record.from_json(found.record, found.path)
-    config = laid_over(RunConfig.from_json(record.config), given)
-    layout = replace(config.parallel, tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=1)
-    config = replace(config, parallel=layout)
-    tokenizer = _tokenizer(config, given, found.path)
-    check_same_tokenizer(f"the checkpoint {found.path} was trained", record.tokenizer, tokenizer, CheckpointError)
-    padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)
-    config = replace(config, model=replace(config.model, padded_vocab_size=padded))
-    model = LayerStack(gpt_layers(config.model, mesh))
-    load_weights(model, source, mesh, known=found)
-    new_tokens = _new_tokens(flags.out_seq_length, config.model.max_position_embeddings, mesh)
-    return Generator(flags, new_tokens, config, mesh, tokenizer, model.eval().to(_dtype(config.precision, mesh)))
-
-
-def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) -> Tokenizer:
-    """The tokenizer of the checkpoint's configuration.
-
-    Raises:
-        ConfigError: its files are not at the paths in the checkpoint or in the flags.
-    """
-    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-
-    choice = TokenizerChoice.of(config.data)
-    try:
-        return build_tokenizer(choice if "data.tokenizer_name_or_path" in given else choice.beside(checkpoint))
-    except ConfigError as failure:
-        recorded = [
-            f"--{name.replace('_', '-')} {getattr(config.data, name)}"
-            for name in ("vocab_file", "merge_file", "tokenizer_name_or_path")
-            if getattr(config.data, name) and f"data.{name}" not in given
-        ]
-        if not recorded:
-            raise
-        raise ConfigError(
-            f"{failure} Not given here but recorded in the checkpoint {checkpoint}: {', '.join(recorded)} (a relative "
-            f"path is relative to the current folder, {Path.cwd()}). Give the files with --vocab-file and "
-            f"--merge-file, or --tokenizer-name-or-path."
-        ) from failure
+    loaded = open_checkpoint(flags.load, given, mesh)
+    return Generator(flags, _new_tokens(flags.out_seq_length, loaded.positions, mesh), loaded)
 
 
 def _new_tokens(asked: int | None, positions: int, mesh: ParallelMesh) -> int:
@@ -256,16 +191,6 @@ def _new_tokens(asked: int | None, positions: int, mesh: ParallelMesh) -> int:
             f"{positions}), prompt included: texts end after at most {most} new tokens."
         )
     return min(_USUAL_NEW_TOKENS if asked is None else asked, most)
-
-
-def _dtype(precision: PrecisionConfig, mesh: ParallelMesh) -> Any:
-    """The dtype the network was trained in; float32 in place of float16 on the CPU."""
-    import torch
-
-    if precision.dtype_name == "float16" and mesh.device.type == "cpu":
-        log.info("computing in float32: the CPU is slow in float16, the dtype of the checkpoint")
-        return torch.float32
-    return getattr(torch, precision.dtype_name)
 
 
 def _read_prompts(path: str | None) -> list[str] | None:
@@ -308,7 +233,7 @@ def _continue_file(generator: Generator, prompts: Sequence[str]) -> None:
     from megatron.inference.generate import Limits
 
     flags = generator.flags
-    limits = Limits(generator.new_tokens, generator.config.model.max_position_embeddings, None)
+    limits = Limits(generator.new_tokens, generator.loaded.positions, None)
     for number, prompt in enumerate(prompts, start=1):
         limits.check_prompt(len(generator.encode(prompt)), f"prompt {number} of {flags.sample_input_file}")
     path = flags.sample_output_file or f"{flags.sample_input_file}.out"
@@ -327,13 +252,13 @@ def _interact(generator: Generator) -> None:
     """
     from megatron.parallel.messages import broadcast_json
 
-    speaks = generator.mesh.world.rank == 0
-    is_terminal = broadcast_json(_is_terminal() if speaks else None, generator.mesh.world)
+    speaks = generator.loaded.mesh.world.rank == 0
+    is_terminal = broadcast_json(_is_terminal() if speaks else None, generator.loaded.mesh.world)
     if is_terminal:
         log.info("Without --num-samples N and --sample-input-file, prompts are read from this terminal, one per line.")
     index = 0
     while True:
-        prompt = broadcast_json(_ask() if speaks else None, generator.mesh.world)
+        prompt = broadcast_json(_ask() if speaks else None, generator.loaded.mesh.world)
         if prompt is None:
             if index == 0 and not is_terminal:
                 raise ConfigError(
@@ -372,7 +297,7 @@ def _write(generator: Generator, path: str, records: Iterable[dict[str, Any]]) -
     Raises:
         StorageError: the file cannot be written.
     """
-    writes = generator.mesh.world.rank == 0
+    writes = generator.loaded.mesh.world.rank == 0
     count = 0
     emit: Callable[[str], object] = len
     try:

@@ -17,6 +17,7 @@ from megatron.config.layout import heads_problems, stages_problems, widths_probl
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
+from megatron.config.sections.finetuning import FinetuningConfig
 from megatron.config.sections.kernels import KernelConfig
 from megatron.config.sections.loss import LossConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
@@ -54,6 +55,7 @@ class RunRequest:
     recompute: RecomputeConfig
     documents: DocumentConfig
     loss: LossConfig
+    finetuning: FinetuningConfig
     random: RandomConfig
     kernels: KernelConfig
     parallel: ParallelRequest

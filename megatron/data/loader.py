@@ -6,7 +6,7 @@ only distribute them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -24,10 +24,11 @@ class Batch:
     """One micro-batch of one rank.
 
     Shapes:
-        tokens, labels: int64 [b, s]; loss_mask: float32 [b, s], 0 where no loss is wanted.
+        tokens, labels: int64 [b, s]; loss_mask: float32 [b, s], how much each label counts.
         sample_ids: int64 [b], number of each sample in the order of the whole run.
         segment_ids: int64 [b, s], 0 for the first document of a sample, or None if documents are not separated.
         source_ids: int64 [b], which source of the blend each sample comes from, or None unless they were asked for.
+        prefix_mask: bool [b, s], which inputs all tokens of their segment may attend to, or None unless asked for.
     """
 
     tokens: np.ndarray
@@ -36,6 +37,7 @@ class Batch:
     sample_ids: np.ndarray
     segment_ids: np.ndarray | None
     source_ids: np.ndarray | None = None
+    prefix_mask: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class BatchOptions:
         eod_id: the end-of-document token; needed for the two options below.
         vocab_size: ids must be below it; None leaves them unchecked.
         eod_mask_loss: no loss where the input token is end-of-document.
-        segments: whether batches carry segment ids (`--reset-position-ids`, `--reset-attention-mask`).
+        segments: whether batches carry segment ids (`--reset-position-ids`, `--reset-attention-mask`, packed examples).
+        prefixes: whether batches carry prefix masks.
         sources: whether batches carry source ids (`--log-per-source-loss`).
     """
 
@@ -54,6 +57,7 @@ class BatchOptions:
     vocab_size: int | None = None
     eod_mask_loss: bool = False
     segments: bool = False
+    prefixes: bool = False
     sources: bool = False
 
     def __post_init__(self) -> None:
@@ -133,9 +137,18 @@ class MicroBatches:
             labels=np.ascontiguousarray(text[:, 1:]),
             loss_mask=mask,
             sample_ids=np.arange(first, first + self._micro_batch_size, dtype=np.int64),
-            segment_ids=segment_ids(tokens, self.options.eod_id) if self.options.segments else None,
+            segment_ids=self._segment_ids(rows, tokens) if self.options.segments else None,
             source_ids=np.array(sources + [0] * missing, np.int64) if self.options.sources else None,
+            prefix_mask=_stacked_prefixes(rows) if self.options.prefixes else None,
         )
+
+    def _segment_ids(self, rows: Sequence[Sample], tokens: np.ndarray) -> np.ndarray:
+        """The segments of samples that say them themselves, and of the others the documents inside each."""
+        found = segment_ids(tokens, self.options.eod_id)
+        for place, row in enumerate(rows):
+            if row.segment_ids is not None:
+                found[place] = row.segment_ids
+        return found
 
     def _sample(self, number: int) -> Sample:
         if number >= len(self.dataset):
@@ -154,6 +167,15 @@ class MicroBatches:
             f"{self.dataset.locate(first + row, position)} has id {int(text[row, position])}, but the vocabulary has "
             f"{limit} entries. The data was made with another tokenizer, or it is damaged."
         )
+
+
+def _stacked_prefixes(rows: Sequence[Sample]) -> np.ndarray:
+    """The prefix masks of samples; one without a mask has no prefix. Shapes: result bool [b, s]."""
+    found = np.zeros((len(rows), len(rows[0].tokens) - 1), np.bool_)
+    for place, row in enumerate(rows):
+        if row.prefix_mask is not None:
+            found[place] = row.prefix_mask
+    return found
 
 
 def segment_ids(tokens: np.ndarray, eod_id: int | None) -> np.ndarray:

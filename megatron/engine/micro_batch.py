@@ -16,7 +16,7 @@ from megatron.objective.base import Objective
 class MicroBatch(Protocol):
     """The part of a micro-batch that the engine reads itself; the rest only concerns the objective.
 
-    Shapes: sample_ids `[b]`, segment_ids `[b, s]`, both int64.
+    Shapes: sample_ids `[b]`, segment_ids `[b, s]`, both int64; prefix_mask `[b, s]` bool.
     """
 
     @property
@@ -26,6 +26,10 @@ class MicroBatch(Protocol):
     @property
     def segment_ids(self) -> np.ndarray | None:
         """Document number of each token; None if documents are not separated."""
+
+    @property
+    def prefix_mask(self) -> np.ndarray | None:
+        """Which tokens all others of their document may attend to; None if there are no prefixes."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class DeviceBatch:
         passed = [batch.sample_ids]
         if settings.needs_segments and batch.segment_ids is not None:
             passed.append(batch.segment_ids)
+        if settings.has_prefixes and batch.prefix_mask is not None:
+            passed.append(batch.prefix_mask)
         return cls(
             inputs=tuple(move(array) for array in inputs),
             passed=tuple(move(array) for array in passed) if with_inputs else (),
@@ -82,7 +88,7 @@ class DeviceBatch:
 
     def context(self, settings: StepSettings, backward_scale: float) -> StepContext:
         """Builds the micro-batch's context."""
-        return settings.context(*self.passed, first_sample=self.first_sample, backward_scale=backward_scale)
+        return settings.context_of(self.passed, first_sample=self.first_sample, backward_scale=backward_scale)
 
     @property
     def network_input(self) -> torch.Tensor | tuple[torch.Tensor, ...]:

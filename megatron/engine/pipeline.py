@@ -56,8 +56,8 @@ class StageModule(PipelineModule):
     The base class's constructor would build the layers, the grid and process groups, all of which exist already. It is
     therefore not called, and the attributes that the pipeline engine reads are set here.
 
-    The first stage takes `(*inputs, sample_ids[, segment_ids])`, stages send `(hidden, sample_ids[, segment_ids])` to
-    the next one, and the last returns the outputs.
+    The first stage takes `(*inputs, sample_ids[, segment_ids][, prefix_mask])`, stages send `(hidden, sample_ids[,
+    segment_ids][, prefix_mask])` to the next one, and the last returns the outputs.
 
     Args:
         stack: the layers of this stage.
@@ -93,7 +93,7 @@ class StageModule(PipelineModule):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """Runs the stage on the output of the data loader or of the previous stage."""
         own, passed = inputs[: -self.settings.tensor_count], inputs[-self.settings.tensor_count :]
-        context = self.settings.context(*passed, backward_scale=self._hooks.backward_scale())
+        context = self.settings.context_of(passed, backward_scale=self._hooks.backward_scale())
         hidden = self.stack(own[0] if len(own) == 1 else own, context)
         self._hooks.take_auxiliary(context.auxiliary)
         return hidden if self._is_last else (hidden, *context.tensors)

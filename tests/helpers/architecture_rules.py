@@ -45,10 +45,11 @@ PACKAGE_PLACES = {
     "checkpoint": 12,
     "convert": 13,
     "observe": 14,
-    "train": 15,
-    "inference": 15,
+    "evaluation": 15,
+    "train": 16,
+    "inference": 16,
 }
-PROGRAM_PLACE = 16
+PROGRAM_PLACE = 17
 
 # The sub-packages of a package in import order; "." stands for the package's own modules.
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {

@@ -79,10 +79,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("fp32_residual_connection",),
     ),
     (
-        "every token of a document is trained on. Use --eod-mask-loss for end-of-document tokens, or drop the flag.",
-        ("loss_on_targets_only", "reweight_loss_based_on_position_frequency"),
-    ),
-    (
         "experts replace the feed-forward layer; none is added to it. Use --moe-shared-expert-intermediate-size for an "
         "expert that sees every token.",
         ("mlp_type:str=standard",),

@@ -35,6 +35,10 @@ class ControlConfig(ConfigSection):
     log_interval: int = flag(100, "steps between log lines", at_least=1)
     eval_interval: int = flag(1000, "steps between evaluations", at_least=1)
     eval_iters: int = flag(100, "global batches per evaluation; 0 evaluates nothing", at_least=0)
+    eval_tasks: str | None = flag(
+        None,
+        "YAML or JSON file of tasks (see docs/evaluation.md) that every evaluation also runs; results join the metrics",
+    )
     eval_only: bool = flag(False, "evaluate the loaded checkpoint and exit", spelled=("--skip-train",))
     exit_interval: int | None = flag(None, "save and exit when the step is a multiple of this", at_least=1)
     exit_duration_in_mins: int | None = flag(None, "save and exit after this many minutes", at_least=0)

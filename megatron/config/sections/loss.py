@@ -1,17 +1,37 @@
-"""What is minimized beside, or in place of, the plain cross-entropy of the next token."""
+"""What is minimized: which tokens count, what they may attend to, and what is added to the plain cross-entropy."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.flags.fields import flag
+from megatron.config.flags.fields import RUN_MUST_MATCH, flag
 from megatron.config.flags.section import ConfigSection
+
+CAUSAL = "causal"
+PREFIX = "prefix"
+MULTITASK = "multitask"
 
 
 @dataclass(frozen=True)
 class LossConfig(ConfigSection):
     """The training loss. Logged and evaluated losses are always the plain cross-entropy."""
 
+    objective: str = flag(
+        CAUSAL,
+        "what is learned: causal predicts every next token, prefix attends to a random prefix of each sample in both "
+        "directions, multitask to the inputs of packed pairs PREFIX_inputs_document and PREFIX_targets_document",
+        choices=(CAUSAL, PREFIX, MULTITASK),
+        resume=RUN_MUST_MATCH,
+    )
+    loss_on_targets_only: bool = flag(
+        False, "no loss on prompts, prefixes and inputs, only on what answers them", resume=RUN_MUST_MATCH
+    )
+    reweight_loss_based_on_position_frequency: bool = flag(
+        False,
+        "with --objective prefix, weigh a position by how seldom a random prefix leaves it to be predicted",
+        resume=RUN_MUST_MATCH,
+    )
     z_loss_coeff: float = flag(
         0.0,
         "coefficient of the z-loss, which adds the squared logarithm of the softmax denominator",
@@ -21,3 +41,10 @@ class LossConfig(ConfigSection):
     label_smoothing: float = flag(
         0.0, "share of the target probability that is spread evenly over the vocabulary", at_least=0, below=1
     )
+
+    def problems(self) -> Iterator[str]:
+        if self.reweight_loss_based_on_position_frequency and self.objective != PREFIX:
+            yield (
+                "--reweight-loss-based-on-position-frequency is for --objective prefix, where random prefixes hide "
+                f"some positions more often than others; this is --objective {self.objective}. Drop the flag."
+            )

@@ -12,11 +12,17 @@ class Sample(NamedTuple):
 
     Shapes:
         tokens: int64 [s + 1], the inputs and, one further, the labels.
-        loss_mask: bool [s], for each label whether it counts; None if all do.
+        loss_mask: bool or float32 [s], for each label how much it counts; None if all count fully.
+        segment_ids: int64 [s], which of the packed examples each input belongs to, counted from 0; None where
+            documents end with end-of-document, or are not separated at all.
+        prefix_mask: bool [s], whether all tokens of its segment may attend to an input, those before it included;
+            None where tokens attend to earlier ones only.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray | None = None
+    segment_ids: np.ndarray | None = None
+    prefix_mask: np.ndarray | None = None
 
 
 class DocumentSpan(NamedTuple):

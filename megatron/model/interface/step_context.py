@@ -39,7 +39,7 @@ class MaskKind(Enum):
 class StepContext:
     """What the layers know about a micro-batch.
 
-    Shapes: sample_ids `[b]` int64; segment_ids and position_ids `[b, s]` int64.
+    Shapes: sample_ids `[b]` int64; segment_ids and position_ids `[b, s]` int64; prefix_mask `[b, s]` bool.
 
     Attributes:
         sample_ids: index of each sample in the sample order of the run; together with the seed it determines dropout.
@@ -50,6 +50,8 @@ class StepContext:
         position_ids: the positions; None if they are consecutive from `position_offset`.
         segment_ids: document number of each token; None if documents are not separated.
         mask: what a token may attend to.
+        prefix_mask: tokens that all tokens of their document may attend to, earlier ones included; None if a token is
+            only seen by later ones.
         recompute: what is recomputed during backward.
         caches: keys and values of earlier tokens, one per block; None outside generation.
         auxiliary: collects the losses that layers add.
@@ -63,6 +65,7 @@ class StepContext:
     position_ids: torch.Tensor | None = None
     segment_ids: torch.Tensor | None = None
     mask: MaskKind = MaskKind.CAUSAL
+    prefix_mask: torch.Tensor | None = None
     recompute: Recompute = Recompute.NONE
     caches: Sequence[KeyValueCache] | None = None
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
@@ -82,7 +85,8 @@ class StepContext:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors from which the next pipeline stage rebuilds this context with `StepSettings.context`."""
-        return (self.sample_ids,) if self.segment_ids is None else (self.sample_ids, self.segment_ids)
+        optional = (self.segment_ids, self.prefix_mask)
+        return (self.sample_ids, *(tensor for tensor in optional if tensor is not None))
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class StepSettings:
         recompute: what is recomputed during backward.
         restart_positions: whether positions restart at 0 in every document (`--reset-position-ids`).
         mask: what a token may attend to (`--reset-attention-mask`).
+        has_prefixes: whether every micro-batch has a prefix mask.
         dtype: dtype of activations.
     """
 
@@ -101,6 +106,7 @@ class StepSettings:
     recompute: Recompute = Recompute.NONE
     restart_positions: bool = False
     mask: MaskKind = MaskKind.CAUSAL
+    has_prefixes: bool = False
     dtype: torch.dtype = torch.float32
 
     @property
@@ -111,12 +117,13 @@ class StepSettings:
     @property
     def tensor_count(self) -> int:
         """The number of tensors in `StepContext.tensors`."""
-        return 2 if self.needs_segments else 1
+        return 1 + self.needs_segments + self.has_prefixes
 
     def context(
         self,
         sample_ids: torch.Tensor,
         segment_ids: torch.Tensor | None = None,
+        prefix_mask: torch.Tensor | None = None,
         *,
         first_sample: int | None = None,
         caches: Sequence[KeyValueCache] | None = None,
@@ -124,7 +131,7 @@ class StepSettings:
     ) -> StepContext:
         """Builds the context of one micro-batch.
 
-        Shapes: sample_ids `[b]`, segment_ids `[b, s]`, both int64.
+        Shapes: sample_ids `[b]` and segment_ids `[b, s]` int64; prefix_mask `[b, s]` bool.
 
         Args:
             first_sample: the first sample id, if the host knows it; reading it from a GPU would synchronize.
@@ -142,9 +149,23 @@ class StepSettings:
             else None,
             segment_ids=segment_ids,
             mask=MaskKind.DOCUMENTS if separate else MaskKind.CAUSAL,
+            prefix_mask=prefix_mask,
             recompute=self.recompute,
             caches=caches,
             auxiliary=AuxiliaryLosses(backward_scale),
+        )
+
+    def context_of(
+        self, tensors: Sequence[torch.Tensor], *, first_sample: int | None = None, backward_scale: float = 1.0
+    ) -> StepContext:
+        """Builds the context of a micro-batch from its `StepContext.tensors`."""
+        sample_ids, *masks = tensors
+        return self.context(
+            sample_ids,
+            masks.pop(0) if self.needs_segments and masks else None,
+            masks.pop(0) if self.has_prefixes and masks else None,
+            first_sample=first_sample,
+            backward_scale=backward_scale,
         )
 
 

@@ -1,0 +1,130 @@
+"""Opens a checkpoint of any layout for inference: its network, its tokenizer and what it was trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron import log
+from megatron.checkpoint import folder_of_step, newest_record
+from megatron.checkpoint.record import Record
+from megatron.config import ControlConfig, PrecisionConfig, RunConfig
+from megatron.config.overlay import laid_over
+from megatron.config.resolve import padded_vocab_size
+from megatron.errors import CheckpointError, ConfigError
+from megatron.inference.weights import load_weights
+from megatron.model.gpt import gpt_layers
+from megatron.model.interface.network import LayerStack
+from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.record import check_same_tokenizer
+from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A network in evaluation mode with everything needed to feed it text.
+
+    Attributes:
+        config: of the run that saved the checkpoint, with the flags laid over it and this mesh's layout.
+        model: this rank's layers.
+        path: the checkpoint that was loaded.
+        step: its training step.
+    """
+
+    config: RunConfig
+    mesh: ParallelMesh
+    tokenizer: Tokenizer
+    model: LayerStack
+    path: Path
+    step: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that may be generated: those the tokenizer knows, of which the network may have more."""
+        return min(self.config.model.vocab_size, self.tokenizer.vocab_size)
+
+    @property
+    def positions(self) -> int:
+        """The most tokens of one text, prompt included (--max-position-embeddings)."""
+        return self.config.model.max_position_embeddings
+
+    @property
+    def eod_id(self) -> int | None:
+        """The end-of-document token; None if the tokenizer has none."""
+        try:
+            return self.tokenizer.eod_id
+        except ConfigError:
+            return None
+
+
+def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> LoadedModel:
+    """Builds a checkpoint's network on this mesh and loads its weights; collective over the mesh.
+
+    Args:
+        load: folder of checkpoints, of which the newest that verifies is used, or one checkpoint (--load).
+        given: flags of the trainer that were given to the tool, by "section.field" (`parse_over`).
+
+    Raises:
+        CheckpointError: there is no usable checkpoint, or it was trained with another tokenizer.
+        ConfigError: a flag contradicts the checkpoint, or files of the tokenizer are gone.
+    """
+    step = ControlConfig(
+        load=load, ckpt_step=given.get("control.ckpt_step"), load_tag=given.get("control.load_tag")
+    ).load_step
+    source = Path(load) if step is None else folder_of_step(Path(load), step)
+    found = newest_record(source, mesh)
+    if found is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {load} (--load {load}). Give the folder to which a run saved its checkpoints."
+        )
+    record = Record.from_json(found.record, found.path)
+    config = laid_over(RunConfig.from_json(record.config), given)
+    layout = replace(
+        config.parallel, tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size
+    )
+    config = replace(config, parallel=layout)
+    tokenizer = _tokenizer(config, given, found.path)
+    check_same_tokenizer(f"the checkpoint {found.path} was trained", record.tokenizer, tokenizer, CheckpointError)
+    padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)
+    config = replace(config, model=replace(config.model, padded_vocab_size=padded))
+    model = LayerStack(gpt_layers(config.model, mesh))
+    loaded = load_weights(model, source, mesh, known=found)
+    model = model.eval().to(_dtype(config.precision, mesh))
+    return LoadedModel(config, mesh, tokenizer, model, loaded.path, record.progress.step)
+
+
+def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) -> Tokenizer:
+    """The tokenizer of the checkpoint's configuration.
+
+    Raises:
+        ConfigError: its files are not at the paths in the checkpoint or in the flags.
+    """
+    choice = TokenizerChoice.of(config.data)
+    try:
+        return build_tokenizer(choice if "data.tokenizer_name_or_path" in given else choice.beside(checkpoint))
+    except ConfigError as failure:
+        recorded = [
+            f"--{name.replace('_', '-')} {getattr(config.data, name)}"
+            for name in ("vocab_file", "merge_file", "tokenizer_name_or_path")
+            if getattr(config.data, name) and f"data.{name}" not in given
+        ]
+        if not recorded:
+            raise
+        raise ConfigError(
+            f"{failure} Not given here but recorded in the checkpoint {checkpoint}: {', '.join(recorded)} (a relative "
+            f"path is relative to the current folder, {Path.cwd()}). Give the files with --vocab-file and "
+            f"--merge-file, or --tokenizer-name-or-path."
+        ) from failure
+
+
+def _dtype(precision: PrecisionConfig, mesh: ParallelMesh) -> torch.dtype:
+    """The dtype the network was trained in; float32 in place of float16 on the CPU."""
+    if precision.dtype_name == "float16" and mesh.device.type == "cpu":
+        log.info("computing in float32: the CPU is slow in float16, the dtype of the checkpoint")
+        return torch.float32
+    dtype: torch.dtype = getattr(torch, precision.dtype_name)
+    return dtype
