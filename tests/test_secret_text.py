@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from megatron.config.flags.blends import read_weighted_group
 from megatron.config.flags.command_line import parse_flags
 from megatron.config.flags.fields import flag
-from megatron.config.sections.blends import read_weighted_group
 from megatron.errors import ConfigError
 from megatron.secret_text import SecretText, guarded, masked, reveal, without_secret
 

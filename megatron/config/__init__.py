@@ -3,6 +3,7 @@
 Imports neither torch nor numpy, reads no environment variable and opens no socket; `parse` sees flags and files only.
 """
 
+from megatron.config.flags.blends import WeightedGroup, WeightedPath
 from megatron.config.flags.command_line import parse_flags
 from megatron.config.flags.fields import flag
 from megatron.config.flags.section import ConfigSection
@@ -10,7 +11,6 @@ from megatron.config.parse import parse
 from megatron.config.resolve import Machine, TokenizerFacts, resolve
 from megatron.config.resume import check_resume
 from megatron.config.run import RunConfig, RunRequest
-from megatron.config.sections.blends import WeightedGroup, WeightedPath
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron.config.sections.blends import shown_split
+from megatron.config.flags.blends import shown_split
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import (
     SENTENCEPIECE_TOKENIZERS,

@@ -151,6 +151,7 @@ USES_RUN_CONFIG = (
     "megatron/train/run.py",
     "megatron/engine/ds_config.py",
     "megatron/engine/estimate.py",
+    "megatron/inference/loading.py",  # a checkpoint holds the configuration of its run
 )
 
 BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}

@@ -6,9 +6,9 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megatron.config.flags.blends import WeightedGroup, WeightedPath, read_blend, read_split, read_weighted_group
 from megatron.config.flags.fields import FROM_CHECKPOINT, RUN_MUST_MATCH, flag
 from megatron.config.flags.section import ConfigSection
-from megatron.config.sections.blends import WeightedGroup, WeightedPath, read_blend, read_split, read_weighted_group
 from megatron.errors import ConfigError
 
 SENTENCEPIECE_TOKENIZERS = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron import log
 from megatron.config import DataConfig, WeightedGroup
-from megatron.config.sections.blends import read_blend, shown_split
+from megatron.config.flags.blends import read_blend, shown_split
 from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
 from megatron.data.datasets.gpt import GPTDataset
 from megatron.data.datasets.open_files import allow_open_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies
 
-from megatron.config.sections.blends import read_split
+from megatron.config.flags.blends import read_split
 from megatron.data.order.splits import fraction_range, split_boundaries
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.sections.blends import WeightedPath, read_blend, read_split, read_weighted_group, shown_split
+from megatron.config.flags.blends import WeightedPath, read_blend, read_split, read_weighted_group, shown_split
 from megatron.errors import ConfigError
 
 
