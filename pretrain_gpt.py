@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None, decided: Mapping[str, str] | None = 
     with signals.installed() if request.control.exit_on_signal else nullcontext():
         from megatron.data.datasets.build import check_sources
 
-        check_sources(request.data, request.data.seq_length)
+        check_sources(request.data, request.data.seq_length, request.loss.objective)
         from megatron import device
 
         device.choose_accelerator()
