@@ -188,7 +188,7 @@ class Source:
     @property
     def is_program(self) -> bool:
         """Whether the file is an entry point."""
-        return self.path.startswith(("pretrain_", "tools/", "examples/"))
+        return self.path.startswith(("pretrain_", "finetune_", "tools/", "examples/"))
 
     def is_in(self, homes: tuple[str, ...]) -> bool:
         """Whether the file is one of these files or is in one of these folders."""
@@ -208,7 +208,7 @@ def imports_follow_the_package_order(source: Source) -> Iterator[Finding]:
         parts = module.split(".")
         if parts[0] == "tests" and (source.is_library or source.is_program):
             yield node.lineno, "the product imports its tests"
-        if source.is_library and (parts[0].startswith("pretrain_") or parts[0] == "tools"):
+        if source.is_library and (parts[0].startswith(("pretrain_", "finetune_")) or parts[0] == "tools"):
             yield node.lineno, f"the package imports the program {module}"
         if parts[0] != "megatron" or len(parts) < 2 or own is None:
             continue
