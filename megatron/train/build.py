@@ -34,6 +34,7 @@ from megatron.data.datasets.build import (
     empty_splits,
     token_file_prefixes,
 )
+from megatron.data.datasets.examples.options import ExampleOptions
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
@@ -54,7 +55,7 @@ from megatron.parallel.watch.position import END
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
-from megatron.train.objectives import batch_options, build_objective, example_options, step_settings, with_prefixes
+from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
 from megatron.train.restarts.breaker import decide, settings_digest
 from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
@@ -276,7 +277,7 @@ def _open_data(
 
     def build(build_indices: bool) -> tuple[SplitDatasets, DataPlan]:
         length, seed, consumed = config.data.seq_length, config.random.seed, progress.consumed_samples
-        options = example_options(config)
+        options = ExampleOptions.of(config.finetuning, config.loss, config.data)
         return build_split_datasets(
             config.data, length, seed, samples, stored, build_indices, consumed, tokenizer, options
         )

@@ -12,8 +12,7 @@ import numpy as np
 from megatron import log
 from megatron.config import DataConfig, WeightedGroup
 from megatron.config.flags.blends import read_blend, shown_split
-from megatron.config.sections.finetuning import FinetuningConfig
-from megatron.config.sections.loss import CAUSAL, LossConfig
+from megatron.config.sections.loss import CAUSAL
 from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
 from megatron.data.datasets.examples.options import ExampleOptions
 from megatron.data.datasets.examples.tokens import TokenizedExamples
@@ -179,15 +178,6 @@ def check_sources(data: DataConfig, sequence_length: int, objective: str = CAUSA
     """
     for prefix in data_prefixes(data):
         check_source(prefix, sequence_length, objective, needed_by)
-
-
-def flag_for_examples(finetuning: FinetuningConfig, loss: LossConfig) -> str:
-    """A flag that was given and has a meaning for examples only; empty if there is none."""
-    if loss.objective != CAUSAL:
-        return ""
-    if finetuning.pack_examples:
-        return "--pack-examples"
-    return "--loss-on-targets-only" if loss.loss_on_targets_only else ""
 
 
 def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:

@@ -114,6 +114,7 @@ class DataSources:
     def _open(self, prefix: str) -> IndexedDataset | RowSource | TokenPairs | TokenizedExamples:
         if names_examples(prefix):
             return self._examples(prefix)
+        _check_examples(prefix, False, CAUSAL, self._options.needed_by)
         if is_store_address(prefix):
             return StoreRows(prefix, self._encoder)
         if _is_windows(prefix):
@@ -190,7 +191,8 @@ def check_source(prefix: str, sequence_length: int, objective: str = CAUSAL, nee
         address.check_password()
         if address.kind == "sqlite" and not os.path.isfile(address.place):
             open_store(address)  # raises the error
-        _check_examples(prefix, names_examples(prefix), objective, needed_by)
+        if address.kind == "sqlite":  # no server is asked before the run has its ranks
+            _check_examples(prefix, holds_pairs(address), objective, needed_by)
         return
     _check_examples(prefix, names_examples(prefix), objective, needed_by)
     if names_examples(prefix):
