@@ -89,13 +89,13 @@ def _records(stream: Any, path: str) -> Iterator[tuple[int, Any]]:
     number = 0
     while line := stream.readline(_LONGEST_LINE_BYTES + 1):
         number += 1
-        if len(line) > _LONGEST_LINE_BYTES:
-            raise DataError(f"{path}:{number}: the line is longer than {_LONGEST_LINE_BYTES:,} bytes. Divide it.")
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
             if line.lstrip()[:1] == b"[":
                 yield from enumerate(_list_of(line + stream.read(_LARGEST_LIST_BYTES), path), start=1)
                 return
+        if len(line) > _LONGEST_LINE_BYTES:
+            raise DataError(f"{path}:{number}: the line is longer than {_LONGEST_LINE_BYTES:,} bytes. Divide it.")
         if not line.isspace() and line:
             yield number, _parsed(line, f"{path}:{number}", "Write one record as JSON on each line")
 
