@@ -39,7 +39,8 @@ class MaskKind(Enum):
 class StepContext:
     """What the layers know about a micro-batch.
 
-    Shapes: sample_ids `[b]` int64; segment_ids and position_ids `[b, s]` int64; prefix_mask `[b, s]` bool.
+    Shapes: sample_ids `[b]`, segment_ids and position_ids `[b, s]`, output_rows `[n]`, all int64; prefix_mask `[b, s]`
+    bool.
 
     Attributes:
         sample_ids: index of each sample in the sample order of the run; together with the seed it determines dropout.
@@ -52,6 +53,7 @@ class StepContext:
         mask: what a token may attend to.
         prefix_mask: tokens that all tokens of their document may attend to, earlier ones included; None if a token is
             only seen by later ones.
+        output_rows: the positions whose outputs the head computes, as indices into `[b * s]`; None for all.
         recompute: what is recomputed during backward.
         caches: keys and values of earlier tokens, one per block; None outside generation.
         auxiliary: collects the losses that layers add.
@@ -66,6 +68,7 @@ class StepContext:
     segment_ids: torch.Tensor | None = None
     mask: MaskKind = MaskKind.CAUSAL
     prefix_mask: torch.Tensor | None = None
+    output_rows: torch.Tensor | None = None
     recompute: Recompute = Recompute.NONE
     caches: Sequence[KeyValueCache] | None = None
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
