@@ -147,8 +147,7 @@ STATEFUL_FILES = ("megatron/log.py",)
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (
     "megatron/config/",
-    "megatron/train/build.py",
-    "megatron/train/run.py",
+    *(f"megatron/train/{name}.py" for name in ("build", "objectives", "run")),
     "megatron/engine/ds_config.py",
     "megatron/engine/estimate.py",
     "megatron/inference/loading.py",  # a checkpoint holds the configuration of its run

@@ -1,4 +1,4 @@
-"""How attention is bounded: causal mask, document boundaries, sliding windows, linear biases."""
+"""How attention is bounded: causal mask, document boundaries, prefixes, sliding windows, linear biases."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def score_bias(
         )
     if window is not None and window >= before + length:
         window = None
-    if not (separate or window or slopes or (before and length > 1)):
+    if not (separate or window or slopes or context.prefix_mask is not None or (before and length > 1)):
         return None
     return context.once(
         ("score bias", window, tuple(slopes), length, query.dtype),
@@ -61,16 +61,27 @@ def bounded_plan(
     segments = context.segment_ids if context.mask is MaskKind.DOCUMENTS else None
     return context.once(
         ("attention plan", window, tuple(slopes), softcap, query.shape[2], query.dtype),
-        lambda: plan_attention(query, Bounds(segments, window, tuple(slopes)), softcap),
+        lambda: plan_attention(query, Bounds(segments, window, tuple(slopes), context.prefix_mask), softcap),
     )
 
 
 def _build(
     context: StepContext, before: int, length: int, window: int | None, slopes: Sequence[float], query: torch.Tensor
 ) -> torch.Tensor:
-    bias = local_bias(query, before + length, window, tuple(slopes))  # [1, 1 or a/t, s, k]
+    prefixes = _prefix_keys(context, before)
+    bias = local_bias(query, before + length, window, tuple(slopes), prefixes)  # [1 or b, 1 or a/t, s, k]
     if context.mask is MaskKind.DOCUMENTS and context.segment_ids is not None:
         segments = context.segment_ids
         foreign = segments.unsqueeze(2) != segments.unsqueeze(1)  # [b, s, s]
         bias = bias.masked_fill(foreign.unsqueeze(1), float("-inf"))
     return bias
+
+
+def _prefix_keys(context: StepContext, before: int) -> torch.Tensor | None:
+    """Which keys all queries of their document see; cached ones are seen anyway.
+
+    Shapes: `[b, k]` bool.
+    """
+    if context.prefix_mask is None:
+        return None
+    return torch.nn.functional.pad(context.prefix_mask, (before, 0), value=True)
