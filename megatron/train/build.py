@@ -61,7 +61,7 @@ from megatron.train.restore import Start, check_tokenizer, find_start, load_tens
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
-from megatron.train.task_evaluation import open_tasks
+from megatron.train.tasks.opening import open_tasks
 from megatron.train.watchdog import Watch
 
 

@@ -27,7 +27,8 @@ from megatron.train.restarts.history import History
 from megatron.train.restarts.identity import RunIdentity
 from megatron.train.skip import PassedBatch, pass_batches, skip_data
 from megatron.train.stop import StopRules, Verdict
-from megatron.train.task_evaluation import EngineScorer, TrainingTask
+from megatron.train.tasks.opening import TrainingTask
+from megatron.train.tasks.scorer import EngineScorer
 from megatron.train.watchdog import Watch
 
 
