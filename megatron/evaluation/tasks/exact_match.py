@@ -1,7 +1,7 @@
 """Exact match: whether the text that a network writes after a prompt is the answer.
 
 Before they are compared, both texts are normalised: compatibility forms (NFKC), case folded, white space runs made one
-blank, and punctuation and white space at both ends removed. `normalise: none` compares what stands between the prompt
+blank, and quotes, brackets, marks that end a sentence and white space removed at both ends. `normalise: none` compares what stands between the prompt
 and the first stop text as it is, without the white space at its ends.
 """
 
@@ -35,19 +35,14 @@ from megatron.evaluation.tasks.task import (
 from megatron.tokenizers.tokenizer import Tokenizer
 
 _PROMPTS_AT_ONCE = 32
+_EDGES = " .,;:!?\"'()[]{}“”‘’«»"
 _WHITE_SPACE = re.compile(r"\s+")
 Normalise = Callable[[str], str]
 
 
 def normalised(text: str) -> str:
     """A text as answers are compared."""
-    text = _WHITE_SPACE.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip()
-    start, stop = 0, len(text)
-    while start < stop and _is_edge(text[start]):
-        start += 1
-    while stop > start and _is_edge(text[stop - 1]):
-        stop -= 1
-    return text[start:stop]
+    return _WHITE_SPACE.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip(_EDGES)
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:
@@ -154,7 +149,3 @@ def _question(row: Row) -> Question:
         raise DataError(f'{row.place}: "answers" must be a list of texts, not {printable(answers)}.')
     texts = tuple(checked_text(answer, f'{row.place}: "answers"') for answer in answers)
     return Question(row.place, row.text("prompt", "question"), texts)
-
-
-def _is_edge(letter: str) -> bool:
-    return letter == " " or unicodedata.category(letter).startswith("P")
