@@ -60,7 +60,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
-    "megatron.train": ("restarts", "."),
+    "megatron.train": ("restarts", "tasks", "."),
     "megatron.inference": ("sampling", ".", "generation", "serve"),
     "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
     "megatron.evaluation": (".", "baselines", "tasks", "report"),
