@@ -1,0 +1,95 @@
+"""Batches of queries: which queries share a forward pass, and how their results come back together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.evaluation.scoring import Query, Score
+
+
+@dataclass(frozen=True)
+class QueryBatch:
+    """Queries of similar length in one array, padded at the end.
+
+    Networks attend to earlier tokens, and to a prefix within the query, so padding after a query does not affect it.
+
+    Shapes: inputs `[b, s]` int64; prefix `[b, s]` bool; rows, labels and places `[n]` int64, one entry per target.
+
+    Attributes:
+        inputs: all tokens of each query but the last.
+        prefix: which inputs are context.
+        rows: the positions that predict the targets, as indices into `[b * s]`.
+        labels: the targets.
+        places: where each target is among the targets of all queries, see `Answers`.
+    """
+
+    inputs: np.ndarray
+    prefix: np.ndarray
+    rows: np.ndarray
+    labels: np.ndarray
+    places: np.ndarray
+
+
+class Answers:
+    """A log-probability and a greedy token for every target of all queries.
+
+    Whoever does not know a value leaves it 0, so ranks and pipeline stages add their vectors.
+
+    Shapes: logprobs float64 and predicted int64, each `[targets of all queries]`.
+    """
+
+    def __init__(self, queries: Sequence[Query]) -> None:
+        self.queries = queries
+        counts = [len(query.tokens) - query.first_target for query in queries]
+        self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.logprobs = np.zeros(int(self.starts[-1]), np.float64)
+        self.predicted = np.zeros(int(self.starts[-1]), np.int64)
+
+    def batch(self, numbers: Sequence[int]) -> QueryBatch:
+        """The batch of the queries with these numbers."""
+        queries = [self.queries[number] for number in numbers]
+        length = max(len(query.tokens) for query in queries) - 1
+        inputs = np.zeros((len(queries), length), np.int64)
+        prefix = np.zeros((len(queries), length), np.bool_)
+        rows, labels, places = [], [], []
+        for row, (number, query) in enumerate(zip(numbers, queries, strict=True)):
+            last = len(query.tokens) - 1
+            inputs[row, :last] = query.tokens[:-1]
+            prefix[row, : query.first_target] = True
+            rows.append(row * length + np.arange(query.first_target - 1, last))
+            labels.append(np.array(query.targets, np.int64))
+            places.append(np.arange(self.starts[number], self.starts[number + 1]))
+        return QueryBatch(inputs, prefix, *(np.concatenate(parts) for parts in (rows, labels, places)))
+
+    def scores(self) -> list[Score]:
+        """The scores of all queries, in their order."""
+        scores = []
+        for query, start, stop in zip(self.queries, self.starts[:-1], self.starts[1:], strict=True):
+            predicted = tuple(self.predicted[start:stop].tolist())
+            logprob = float(self.logprobs[start:stop].sum())
+            scores.append(Score(logprob, len(predicted), predicted == query.targets, predicted))
+        return scores
+
+
+def plan_batches(queries: Sequence[Query], batch_tokens: int) -> list[list[int]]:
+    """Divides queries into batches of similar length; the longest come first.
+
+    Depends on nothing but the queries and the budget, so that results do not depend on the number of ranks.
+
+    Args:
+        batch_tokens: the most tokens of a batch, padding included; a single query may have more.
+
+    Returns:
+        the numbers of the queries of each batch.
+    """
+    order = sorted(range(len(queries)), key=lambda number: (-len(queries[number].tokens), number))
+    batches: list[list[int]] = []
+    for number in order:
+        longest = len(queries[batches[-1][0]].tokens) - 1 if batches else 0
+        if not batches or longest * (len(batches[-1]) + 1) > batch_tokens:
+            batches.append([])
+        batches[-1].append(number)
+    return batches
