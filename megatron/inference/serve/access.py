@@ -69,7 +69,7 @@ class Access:
         if name not in self.hosts:
             raise Refusal(
                 421,
-                f"The server is not known as {printable(name, 100)}. If that is its name, start it with --allowed-host.",
+                f"The server is not known as {printable(name, 100)}. If it should be, start it with --allowed-host.",
                 code="wrong_host",
             )
 

@@ -50,8 +50,7 @@ class Answer:
         Raises:
             Refusal: the server cannot take the request, or not complete it.
         """
-        stop_texts, stop_ids = self.ask.stop_texts, self.ask.stop_ids
-        self._texts = [AnswerText(self.served.tokenizer, stop_texts, stop_ids) for _ in range(self.ask.sequences)]
+        self._texts = [self._text(place) for place in range(self.ask.sequences)]
         started_at = time.perf_counter()
         latest: dict[int, float] = {}
         with self.jobs.opened(self.name, self.ask.requests(self.name)) as job:
@@ -104,6 +103,12 @@ class Answer:
         answers = sum(text.generated_tokens for text in self._texts)
         prompts = self.ask.prompt_tokens
         return {"prompt_tokens": prompts, "completion_tokens": answers, "total_tokens": prompts + answers}
+
+    def _text(self, place: int) -> AnswerText:
+        ask = self.ask
+        prompt = ask.prompts[place // ask.choices]
+        keeps_tokens = ask.top_logprobs is not None
+        return AnswerText(self.served.tokenizer, prompt, ask.stop_texts, ask.stop_ids, keeps_tokens)
 
     def _push(self, job: Job, place: int, token: GeneratedToken) -> Piece:
         piece = self._texts[place].push(token)

@@ -55,7 +55,7 @@ class Conversation:
         """
         prompt, room = self._prompt(question)
         stop_ids = self.served.chat_stop_ids
-        text = AnswerText(self.served.tokenizer, self.served.template.stop_texts, stop_ids)
+        text = AnswerText(self.served.tokenizer, prompt, self.served.template.stop_texts, stop_ids)
         name = f"answer/{self._answers}"
         sampling = replace(self.sampling, seed=self.sampling.seed + self._answers)
         self._answers += 1

@@ -51,9 +51,7 @@ class Metrics:
         gauge("engine_steps", "Steps of the engine so far.", lambda: load.steps)
         gauge("engine_step_seconds", "Computing time of all steps so far.", lambda: load.step_seconds)
         labels = ("endpoint", "status")
-        self.requests = Counter(
-            "megatron_requests", "Requests that were answered.", labels, registry=self._registry
-        )
+        self.requests = Counter("megatron_requests", "Requests that were answered.", labels, registry=self._registry)
         self.disconnects = Counter(
             "megatron_disconnects", "Requests whose client left before the answer.", registry=self._registry
         )

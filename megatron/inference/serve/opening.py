@@ -23,9 +23,7 @@ def served_model(loaded: LoadedModel, name: str | None = None, chat_template: st
         ConfigError: there is no such template, or the tokenizer lacks its special tokens.
     """
     data = loaded.config.data
-    template = load_chat_template(
-        chat_template or loaded.config.finetuning.chat_template, tokenizer_folder(data)
-    )
+    template = load_chat_template(chat_template or loaded.config.finetuning.chat_template, tokenizer_folder(data))
     template.check_tokenizer(loaded.tokenizer)
     identity = f"{loaded.path.resolve()} {loaded.step} {loaded.tokenizer.fingerprint} {template.fingerprint}"
     return Served(

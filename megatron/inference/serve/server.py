@@ -124,7 +124,9 @@ class Server:
     async def _end_when_idle(self) -> None:
         jobs = self.service.jobs
         ends_at = time.monotonic() + self._grace_seconds
-        log.info(f"stopping: {len(jobs)} requests are being answered, at most {self._grace_seconds:g} s are left for them")
+        log.info(
+            f"stopping: {len(jobs)} requests are being answered, at most {self._grace_seconds:g} s are left for them"
+        )
         while len(jobs) and time.monotonic() < ends_at and self._stops < 2:
             await asyncio.sleep(_POLL_SECONDS)
         self.service.end(stopping())

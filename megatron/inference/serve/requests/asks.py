@@ -172,8 +172,6 @@ def token_list(value: Any, place: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(value)
 
 
-def lengths(
-    served: Served, prompts: Sequence[tuple[int, ...]], asked: int | None, limits: Limits
-) -> tuple[int, ...]:
+def lengths(served: Served, prompts: Sequence[tuple[int, ...]], asked: int | None, limits: Limits) -> tuple[int, ...]:
     """The most tokens of an answer to each prompt."""
     return tuple(served.new_tokens(len(prompt), asked, limits.new_tokens) for prompt in prompts)

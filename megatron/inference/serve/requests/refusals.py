@@ -61,7 +61,9 @@ def stopping() -> Refusal:
 
 def starting() -> Refusal:
     """A request to a server that has not loaded its checkpoint yet."""
-    return Refusal(503, "The checkpoint is being loaded. Try again soon.", code="starting", headers={"Retry-After": "2"})
+    return Refusal(
+        503, "The checkpoint is being loaded. Try again soon.", code="starting", headers={"Retry-After": "2"}
+    )
 
 
 def too_slow(seconds: float) -> Refusal:

@@ -52,9 +52,11 @@ class Served:
             Refusal: the text is empty and there is no such token.
         """
         tokens = self.tokenizer.encode(text)
-        if not tokens and self.eod_id is None:
+        if tokens:
+            return tuple(tokens)
+        if self.eod_id is None:
             raise invalid("The prompt is empty, and this model has no token to begin with. Give a text.", "prompt")
-        return tuple(tokens or [self.eod_id])
+        return (self.eod_id,)
 
     def prompt_of_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The tokens of a conversation up to where the answer begins.
@@ -85,8 +87,8 @@ class Served:
         if room < (asked or 1):
             wanted = "" if asked is None else f" and {asked} were asked for"
             raise invalid(
-                f"The prompt has {prompt_tokens} tokens{wanted}, but this model has {self.positions} positions for both "
-                "together. Shorten the prompt" + (" or ask for fewer tokens." if asked else "."),
+                f"The prompt has {prompt_tokens} tokens{wanted}, but this model has {self.positions} positions for "
+                "both together. Shorten the prompt" + (" or ask for fewer tokens." if asked else "."),
                 "messages" if asked is None else "max_tokens",
                 "context_length_exceeded",
             )

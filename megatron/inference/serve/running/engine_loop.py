@@ -1,4 +1,4 @@
-"""The thread that computes: takes commands, gives waiting sequences to the engine, steps it and hands out its tokens."""
+"""The loop that computes: takes commands, gives waiting sequences to the engine, steps it, hands out the tokens."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class FairQueue(Generic[Item]):
             self._waiting[request] = found
             self._turns.append(request)
 
-    def take(self) -> Item:
-        """Removes the sequence whose turn it is; the queue must not be empty."""
+    def take(self) -> tuple[str, Item]:
+        """Removes the sequence whose turn it is, and says whose it is; the queue must not be empty."""
         request = self._turns.popleft()
         items = self._waiting[request]
         item = items.popleft()
@@ -38,7 +38,7 @@ class FairQueue(Generic[Item]):
             self._turns.append(request)
         else:
             del self._waiting[request]
-        return item
+        return request, item
 
     def remove(self, request: str, is_gone: Callable[[Item], bool]) -> None:
         """Removes those of the waiting sequences of a request for which `is_gone` is true."""
