@@ -35,16 +35,12 @@ from megatron.data.datasets.build import (
     empty_splits,
 )
 from megatron.data.formats.sidecar import check_tokenizer_fits
-from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.errors import LaunchError, MegatronError, PeerLostError
-from megatron.model.blocks.router import router_metric_sizes
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind
-from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
-from megatron.objective.language_model import LanguageModelObjective
 from megatron.observe.console import argument_lines, size_line
 from megatron.observe.metrics import Workload
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
@@ -58,6 +54,7 @@ from megatron.parallel.watch.position import END
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
+from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
 from megatron.train.restarts.breaker import decide, settings_digest
 from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
@@ -168,14 +165,16 @@ def _build(
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
     engine.objective = build_objective(config, mesh, source_count=len(names))
+    if config.loss.reweight_loss_based_on_position_frequency:
+        log.info("Using loss reweighting")
     return Run(
         config=config,
         mesh=mesh,
         tokenizer=tokenizer,
         engine=engine,
-        datasets=datasets,
+        datasets=with_prefixes(datasets, config, tokenizer),
         plan=plan,
-        options=_batch_options(config, tokenizer),
+        options=batch_options(config, tokenizer),
         report=_open_report(config, mesh, sizes[1], names, watch, is_resume=record is not None or start.is_restart),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
@@ -226,15 +225,6 @@ def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: 
     return tuple(passes)
 
 
-def _batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
-    return BatchOptions(
-        eod_id=tokenizer.eod_id,
-        vocab_size=config.model.vocab_size,
-        eod_mask_loss=config.documents.eod_mask_loss,
-        segments=config.documents.needs_segments,
-    )
-
-
 def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
     """Warns that a resumed run has nothing left to train."""
     if is_done(optim, progress.step, progress.consumed_samples):
@@ -257,38 +247,6 @@ def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
         step_settings(config),
         config.random.seed,
         config.safety.skip_spikes,
-    )
-
-
-def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int = 0) -> LanguageModelObjective:
-    """The training objective of a resolved configuration.
-
-    Args:
-        source_count: number of data sources whose losses are reported separately.
-    """
-    return LanguageModelObjective(
-        mesh.tp,
-        config.model.vocab_size,
-        source_count=source_count,
-        label_smoothing=config.loss.label_smoothing,
-        z_loss_coeff=config.loss.z_loss_coeff,
-        layer_metrics=router_metric_sizes(config.model),
-    )
-
-
-def step_settings(config: RunConfig) -> StepSettings:
-    """The settings shared by all micro-batches of a run."""
-    recompute = Recompute.NONE
-    if config.recompute.checkpoint_activations:
-        recompute = Recompute.BLOCKS
-    elif config.recompute.recomputes_attention:
-        recompute = Recompute.ATTENTION
-    return StepSettings(
-        seed=config.random.seed,
-        recompute=recompute,
-        restart_positions=config.documents.reset_position_ids,
-        mask=MaskKind.DOCUMENTS if config.documents.reset_attention_mask else MaskKind.CAUSAL,
-        dtype=getattr(torch, config.precision.dtype_name),
     )
 
 

@@ -59,9 +59,7 @@ def finish_of(request: Request, token: int, length: int, last: int) -> Finish | 
     return "length" if length >= last else None
 
 
-def choose_on_all(
-    scores: torch.Tensor | None, choosers: Sequence[Chooser], loaded: LoadedModel
-) -> Sequence[Chosen]:
+def choose_on_all(scores: torch.Tensor | None, choosers: Sequence[Chooser], loaded: LoadedModel) -> Sequence[Chosen]:
     """Chooses on the first rank of the last stage, and gives all ranks of the model copy the same tokens.
 
     Shapes: scores `[n, v/t]` on the last stage, None on the others.

@@ -9,10 +9,9 @@ do not depend on its company.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron.inference.generation.request import GeneratedToken, Request
+from megatron.inference.generation.request import Request
 from megatron.inference.sampling import Chooser
 from megatron.model.interface.key_value_cache import TextCache
 from megatron.model.interface.step_context import TextPart
