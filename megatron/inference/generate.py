@@ -97,9 +97,8 @@ def generate(
     caches = None if recompute else model.new_caches(stop)
     fresh = text
     while text.shape[1] < stop and not bool(finished.all()):
-        if caches and caches[0].length <= (limits.short_context or 0) < text.shape[1]:
-            for cache in caches:
-                cache.truncate(0)
+        if caches and caches.length <= (limits.short_context or 0) < text.shape[1]:
+            caches.truncate(0)
             fresh = text
         context = StepSettings().context(sample_ids, first_sample=first_sample, caches=caches)
         scores = model(text if recompute else fresh, context)[:, -1]  # [b, v/t]
