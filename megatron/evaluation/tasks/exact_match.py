@@ -1,8 +1,8 @@
 """Exact match: whether the text that a network writes after a prompt is the answer.
 
 Before they are compared, both texts are normalised: compatibility forms (NFKC), case folded, white space runs made one
-blank, and quotes, brackets, marks that end a sentence and white space removed at both ends. `normalise: none` compares what stands between the prompt
-and the first stop text as it is, without the white space at its ends.
+blank, and quotes, brackets, marks that end a sentence and white space removed at both ends. `normalise: none` compares
+what stands between the prompt and the first stop text as it is, without the white space at its ends.
 """
 
 from __future__ import annotations
