@@ -34,7 +34,7 @@ def test_the_answer_has_dsgpt2s_json_and_headers(served: Served) -> None:
     assert response.headers["cache-control"] == "no-cache,no-store,must-revalidate"
     assert response.headers["content-type"] == "application/json; charset=utf-8" and "안녕" in response.text
     assert "access-control-allow-origin" not in response.headers  # only where it was asked for
-    assert served.tokenizer.decode(engine.requests[0].prompt) == "안녕 &" and engine.requests[0].max_new_tokens == 20
+    assert served.tokenizer.decode(engine.requests[0].prompt) == "안녕 &" and engine.requests[0].max_new_tokens == 60
 
 
 def test_a_chat_model_is_asked_a_question(served: Served) -> None:

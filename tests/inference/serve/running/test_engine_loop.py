@@ -70,7 +70,7 @@ def test_a_cancelled_sequence_is_dropped_wherever_it_is() -> None:
 
 def test_a_refusal_of_the_engine_is_delivered() -> None:
     found = run(FakeEngine(), Add("a", requests("a", 1, prompt=(WRONG_TOKEN,))), Add("b", requests("b", 1)))
-    assert isinstance(found[0], Refused) and found[0].request_id == "a/0" and "token 599" in found[0].reason
+    assert isinstance(found[0], Refused) and found[0].request_id == "a/0" and "token 598" in found[0].reason
     assert [arrival.request_id for arrival in found[1:]] == ["b/0"] * 3
 
 
