@@ -61,6 +61,7 @@ from megatron.train.restore import Start, check_tokenizer, find_start, load_tens
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
+from megatron.train.tasks.opening import open_tasks
 from megatron.train.watchdog import Watch
 
 
@@ -149,6 +150,7 @@ def _build(
         known = len(config.notices)
         config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
+    tasks = open_tasks(config.control.eval_tasks, tokenizer, config.model, mesh)
     engine = build_engine(config, mesh)
     writer = open_writer(config.control, config.saving, engine, lock, is_required=config.was_given("saving.async_save"))
     check_layers(engine, config.model.num_layers)
@@ -187,6 +189,7 @@ def _build(
         history=history,
         passes=passes,
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
+        tasks=tasks,
     )
 
 
