@@ -39,13 +39,14 @@ from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
+from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
 from megatron.model.blocks.router import router_metric_sizes
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind
 from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
 from megatron.objective.language_model import LanguageModelObjective
-from megatron.observe.console import argument_lines, size_line
+from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.metrics import Workload
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
@@ -59,6 +60,7 @@ from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
 from megatron.train.restarts.breaker import decide, settings_digest
+from megatron.train.restarts.freezing import find_freezing
 from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
@@ -152,11 +154,16 @@ def _build(
         known = len(config.notices)
         config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
-    engine = build_engine(config, mesh)
+    freezing = find_freezing(
+        config.finetuning, config.control, gpt_layers(config.model, mesh), mesh, saved.record if saved else None
+    )
+    engine = build_engine(config, mesh, freezing)
     writer = open_writer(config.control, config.saving, engine, lock, is_required=config.was_given("saving.async_save"))
     check_layers(engine, config.model.num_layers)
     sizes = parameter_counts(engine)
-    log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes))
+    log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes[:2]))
+    if freezing.frozen:
+        log.info(trained_line(sizes[2], sizes[0]))
     record, progress = load_tensors(config.control, engine, saved)
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
@@ -245,7 +252,7 @@ def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
         )
 
 
-def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
+def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVERYTHING_IS_TRAINED) -> Engine:
     """The training engine of a resolved configuration."""
     return Engine(
         gpt_layers(config.model, mesh),
@@ -257,6 +264,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
         step_settings(config),
         config.random.seed,
         config.safety.skip_spikes,
+        freezing,
     )
 
 
@@ -377,14 +385,17 @@ def _open_report(
     )
 
 
-def parameter_counts(engine: Engine) -> tuple[int, int]:
-    """Parameter counts of the whole network, with and without embeddings; collective over the mesh."""
-    counts = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)
-    for spec, numel in engine.counted_parameters():
+def parameter_counts(engine: Engine) -> tuple[int, int, int]:
+    """Parameter counts of the whole network, of the network without embeddings, and of what is trained; collective over
+    the mesh.
+    """
+    counts = torch.zeros(3, dtype=torch.float64, device=engine.mesh.device)
+    for spec, numel, is_trained in engine.counted_parameters():
         counts[0] += numel
         counts[1] += 0 if spec.kind is LayerKind.EMBEDDING else numel
-    counts = all_reduce_sum(counts, engine.mesh.model)
-    return int(counts[0]), int(counts[1])
+        counts[2] += numel if is_trained else 0
+    total, without_embeddings, trained = map(int, all_reduce_sum(counts, engine.mesh.model).tolist())
+    return total, without_embeddings, trained
 
 
 def check_layers(engine: Engine, num_layers: int) -> None:
