@@ -10,6 +10,14 @@ from megatron.errors import ConfigError
 
 def test_the_loss_is_the_plain_cross_entropy_unless_asked_otherwise() -> None:
     assert (LossConfig().z_loss_coeff, LossConfig().label_smoothing) == (0.0, 0.0)
+    assert LossConfig().objective == "causal"
+
+
+def test_positions_are_weighed_only_where_prefixes_are_random() -> None:
+    sentence = r"--reweight-loss-based-on-position-frequency is for --objective prefix.*this is --objective causal"
+    with pytest.raises(ConfigError, match=sentence):
+        LossConfig(reweight_loss_based_on_position_frequency=True)
+    assert LossConfig(objective="prefix", reweight_loss_based_on_position_frequency=True)
 
 
 @pytest.mark.parametrize(
