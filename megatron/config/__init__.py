@@ -14,6 +14,7 @@ from megatron.config.run import RunConfig, RunRequest
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
+from megatron.config.sections.finetuning import FinetuningConfig
 from megatron.config.sections.kernels import KernelConfig
 from megatron.config.sections.loss import LossConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
@@ -30,6 +31,7 @@ __all__ = [
     "ControlConfig",
     "DataConfig",
     "DocumentConfig",
+    "FinetuningConfig",
     "KernelConfig",
     "LossConfig",
     "Machine",

@@ -42,6 +42,7 @@ _NOTABLE = frozenset(
         "train_tokens",
         "z_loss_coeff",
         "label_smoothing",
+        "freeze",
     }
 )
 

@@ -25,6 +25,8 @@ from megatron.parallel.shard_spec import shard_spec_of
 # Stands for "no clipping": with a clipping threshold of 0, DeepSpeed would not compute the gradient norm at all.
 _NO_CLIPPING = 1.0e30
 
+_PLACEHOLDER = "placeholder_"
+
 # Warnings that torch prints at every step of some layouts because of how DeepSpeed uses it: pipeline stages exchange
 # activations inside a backward pass (gradients cross stages explicitly, so none is lost; tests/parity checks that), and
 # DeepSpeed calls functions that torch has renamed.
@@ -106,7 +108,7 @@ def build_optimizer(
         {"params": found[key], "weight_decay": decays[key[0]], "is_decayed": not key[0], "lr_multiplier": key[1]}
         for key in sorted(found)
     ]
-    groups += _placeholder_groups(len(groups), module, mesh)
+    _add_placeholders(groups, module, mesh)
     rate = optim.lr or 0.0
     if optim.optimizer == "adam":
         for group in groups:
@@ -130,21 +132,45 @@ def set_weight_decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> N
         group["weight_decay"] = weight_decay if group["is_decayed"] else 0.0
 
 
-def _placeholder_groups(count: int, module: nn.Module, mesh: ParallelMesh) -> list[dict[str, Any]]:
-    """As many groups of one element as a pipeline stage lacks of the stage with the most; collective over the stages.
+def _add_placeholders(groups: list[dict[str, Any]], module: nn.Module, mesh: ParallelMesh) -> None:
+    """Adds parameters of one element where DeepSpeed's optimizers need one and the layers have none; collective over
+    the pipeline stages.
 
-    DeepSpeed takes one norm per group over all stages, and they would wait for each other. A middle stage, without
-    embeddings, may have fewer kinds of parameters, and one whose layers are all frozen has none. The element gets no
-    gradient, belongs to no layer and is in no checkpoint.
+    They take one gradient norm per group over all stages, so every stage must have as many groups; a middle stage,
+    without embeddings, may have fewer kinds of parameters, and one whose layers are all frozen has none. One of them
+    cannot take the norm of nothing, so every rank must count some gradient. The placeholder's is zero; it belongs to no
+    layer and is in no checkpoint.
+
+    Source: DeepSpeed `runtime/zero/stage_1_and_2.py`, `scaled_global_norm`, and `runtime/utils.py`,
+    `get_global_norm_of_tensors`.
     """
-    wanted = int(all_reduce_max(torch.tensor([count], device=mesh.device), mesh.pp))
+    optimized = [parameter for group in groups for parameter in group["params"]]
+    counts_some = any(shard_spec_of(parameter).is_counted(mesh) for parameter in optimized)
+    is_partitioned = any(hasattr(parameter, "ds_tensor") for parameter in optimized)  # ZeRO-3 needs none
+    wanted = int(all_reduce_max(torch.tensor([len(groups)], device=mesh.device), mesh.pp))
+    for _ in range(len(groups), wanted):
+        kind = {"weight_decay": 0.0, "is_decayed": False, "lr_multiplier": 1.0}
+        groups.append({"params": [_placeholder(module)], **kind})
+        counts_some = True
+    if optimized and not counts_some and not is_partitioned:
+        groups[0]["params"].append(_placeholder(module))
+
+
+def _placeholder(module: nn.Module) -> nn.Parameter:
+    """A new parameter of one element that the gradient norm counts, outside all layers."""
     like = next(module.parameters())
-    groups = []
-    for number in range(count, wanted):
-        placeholder = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
-        module.register_parameter(f"placeholder_{number}", placeholder)
-        groups.append({"params": [placeholder], "weight_decay": 0.0, "is_decayed": False, "lr_multiplier": 1.0})
-    return groups
+    placeholder = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+    placeholder.tensor_model_parallel = True  # type: ignore[attr-defined]
+    number = sum(name.startswith(_PLACEHOLDER) for name, _ in module.named_parameters(recurse=False))
+    module.register_parameter(f"{_PLACEHOLDER}{number}", placeholder)
+    return placeholder
+
+
+def zero_placeholder_gradients(module: nn.Module) -> None:
+    """Gives the placeholders of `build_optimizer` their gradient; before every step."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if name.startswith(_PLACEHOLDER):
+            parameter.grad = torch.zeros_like(parameter)
 
 
 @contextlib.contextmanager

@@ -11,10 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.config import OptimConfig, PrecisionConfig
-from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_learning_rate, set_weight_decay
+from megatron.engine.deepspeed_setup import (
+    initialize,
+    join_deepspeed,
+    set_learning_rate,
+    set_weight_decay,
+    zero_placeholder_gradients,
+)
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.pipeline import StageHooks, announce_phases
@@ -112,6 +119,10 @@ class Engine:
         """This rank's layers."""
         return self.module.stack if self.is_pipelined else self.module  # type: ignore[return-value]
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's layers, each once, without what the optimizer needed beside them."""
+        return (parameter for parameter in self.stack.parameters() if hasattr(parameter, "global_name"))
+
     def counted_parameters(self) -> Iterator[tuple[LayerSpec, int, bool]]:
         """The layer and local size, padding included, of every parameter that this rank counts, and whether it is
         trained.
@@ -163,6 +174,7 @@ class Engine:
         batches = self._prepare(micro_batches)
         self.gate.expect(self._figures)
         self.module.train()
+        zero_placeholder_gradients(self.module)
         if self.is_pipelined:
             self.deepspeed.train_batch(data_iter=_pipeline_input(batches))
         else:
@@ -282,15 +294,15 @@ class Engine:
 
         DeepSpeed's norm counts a tied weight on both stages and omits the replicated parameters of later stages.
         """
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for parameter in self.module.parameters():
+        for parameter in self.parameters():
             if parameter.grad is not None and shard_spec_of(parameter).is_counted(self.mesh):
                 square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
         norm = all_reduce_sum(square, self.mesh.model).sqrt()
         self._last_norm = norm
         limit = self.optim.clip_grad
-        if limit > 0.0:
+        if limit > 0.0 and gradients:
             torch._foreach_mul_(gradients, (limit / (norm + 1.0e-6)).clamp(max=1.0).to(torch.float32))
 
 

@@ -92,7 +92,7 @@ def replicas(engine: Engine) -> Iterator[tuple[Axis, Replica]]:
     """
     tied = engine.module.tied_weights() if isinstance(engine.module, StageModule) else []
     tied_ids = set(map(id, tied))
-    for parameter in engine.stack.parameters():
+    for parameter in engine.parameters():
         spec, mesh = shard_spec_of(parameter), engine.mesh
         data = mesh.expert_gradient if mesh.ep.name in spec.split_axes else mesh.gradient
         model = [axis for axis in mesh.axes_of("tensor") if axis.name not in spec.split_axes]

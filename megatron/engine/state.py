@@ -141,7 +141,7 @@ def refresh_weights(engine: Engine, update_count: int | None) -> None:
 
 def held_parts(engine: Engine) -> Iterator[HeldPart]:
     """Yields the parts of the local parameters in a fixed order, those of frozen ones included."""
-    for parameter in engine.stack.parameters():
+    for parameter in engine.parameters():
         part = _frozen_part(engine, parameter) if is_frozen(parameter) else slice_of(engine, parameter)
         if part is not None:
             yield part
@@ -149,7 +149,7 @@ def held_parts(engine: Engine) -> Iterator[HeldPart]:
 
 def optimizer_slices(engine: Engine) -> Iterator[OptimizerSlice]:
     """Yields the slices of the local parameters in a fixed order."""
-    return (part for parameter in engine.stack.parameters() if (part := slice_of(engine, parameter)) is not None)
+    return (part for parameter in engine.parameters() if (part := slice_of(engine, parameter)) is not None)
 
 
 def slice_of(engine: Engine, parameter: nn.Parameter) -> OptimizerSlice | None:
