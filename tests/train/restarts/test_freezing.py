@@ -14,7 +14,7 @@ import torch
 from megatron.checkpoint import read_tensors
 from megatron.checkpoint.manifest import read_manifest
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny_run import TinyCorpus, losses, train, train_here, write_tiny_corpus
+from tests.helpers.tiny_run import TinyCorpus, train, train_here, write_tiny_corpus
 
 BOTTOM = ("--freeze", "embedding.*", "decoder.layers.0.*")
 MORE = (*BOTTOM, "decoder.layers.1.mlp.*")
@@ -56,8 +56,6 @@ def test_frozen_weights_keep_every_bit_and_the_checkpoint_holds_no_moments_of_th
     assert {name for name in after if torch.equal(before[name], after[name])} == set(filter(is_bottom, after))
     for kind in ("exp_avg", "exp_avg_sq"):
         assert tensors(base / "tuned", 8, kind).keys() == {name for name in after if not is_bottom(name)}
-    curve = losses(base / "tuned")
-    assert curve[7] + curve[8] < curve[1] + curve[2]
 
 
 def train_and_listen(rank: int, flags: list[str]) -> tuple[tuple[int, str], str]:
