@@ -8,7 +8,7 @@ from megatron.config.flags.command_line import parse_flags
 from megatron.config.flags.fields import flag
 from megatron.config.flags.section import ConfigSection
 from megatron.config.parse import parse
-from megatron.config.resolve import Machine, TokenizerFacts, resolve
+from megatron.config.resolve import Machine, TokenizerFacts, resolve, resolve_epochs
 from megatron.config.resume import check_resume
 from megatron.config.run import RunConfig, RunRequest
 from megatron.config.sections.control import ControlConfig
@@ -57,4 +57,5 @@ __all__ = [
     "parse",
     "parse_flags",
     "resolve",
+    "resolve_epochs",
 ]

@@ -59,7 +59,11 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
-    skip_notices = [] if request.control.eval_only else list(_skip_notices(optim, request.control.skip_ranges))
+    skip_notices = (
+        []
+        if request.control.eval_only or request.finetuning.epochs
+        else list(_skip_notices(optim, request.control.skip_ranges))
+    )
     problems.extend(_hang_timeout_problems(request, machine))
     if problems:
         raise ConfigError(problems)

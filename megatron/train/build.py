@@ -25,27 +25,25 @@ from megatron.config import (
     TokenizerFacts,
     check_resume,
     resolve,
+    resolve_epochs,
 )
 from megatron.config.schedule import is_done, planned_samples
 from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,
-    data_prefixes,
     describe,
     empty_splits,
+    epoch_samples,
+    token_file_prefixes,
 )
 from megatron.data.formats.sidecar import check_tokenizer_fits
-from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
-from megatron.model.blocks.router import router_metric_sizes
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind
-from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
-from megatron.objective.language_model import LanguageModelObjective
 from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.metrics import Workload
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
@@ -59,6 +57,7 @@ from megatron.parallel.watch.position import END
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
+from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
 from megatron.train.restarts.breaker import decide, settings_digest
 from megatron.train.restarts.freezing import find_freezing
 from megatron.train.restarts.history import History
@@ -66,6 +65,7 @@ from megatron.train.restore import Start, check_tokenizer, find_start, load_tens
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
+from megatron.train.tasks.opening import open_tasks
 from megatron.train.watchdog import Watch
 
 
@@ -92,7 +92,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
     world_size = count_ranks(request.parallel)
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
-    check_tokenizer_fits(data_prefixes(config.data), tokenizer)
+    check_tokenizer_fits(token_file_prefixes(config.data), tokenizer)
     history = History()
     with contextlib.ExitStack() as closing, log.showing_failures(), history.recording(), _explain_lost_peers():
         if signals is None:
@@ -103,6 +103,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
         run_on_first(mesh, lambda: check_packages(config.control))
+        config = _with_epochs(config, mesh, tokenizer)
         _show_notices(config.notices, mesh)
         save = config.control.save
         watch.open(mesh, rendezvous(), _time_limits(config))
@@ -118,6 +119,14 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         closing.callback(run.report.close)
         closing.callback(watch.enter, END)
         yield run
+
+
+def _with_epochs(config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer) -> RunConfig:
+    """Gives a run of --epochs its length, for which the training data are counted."""
+    if config.finetuning.epochs is None or config.control.eval_only:
+        return config
+    data, length, seed = config.data, config.data.seq_length, config.random.seed
+    return resolve_epochs(config, run_on_first(mesh, lambda: epoch_samples(data, length, seed, tokenizer)))
 
 
 @contextlib.contextmanager
@@ -154,6 +163,7 @@ def _build(
         known = len(config.notices)
         config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
+    tasks = open_tasks(config.control.eval_tasks, tokenizer, config.model, mesh)
     freezing = find_freezing(
         config.finetuning, config.control, gpt_layers(config.model, mesh), mesh, saved.record if saved else None
     )
@@ -175,14 +185,16 @@ def _build(
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
     engine.objective = build_objective(config, mesh, source_count=len(names))
+    if config.loss.reweight_loss_based_on_position_frequency:
+        log.info("Using loss reweighting")
     return Run(
         config=config,
         mesh=mesh,
         tokenizer=tokenizer,
         engine=engine,
-        datasets=datasets,
+        datasets=with_prefixes(datasets, config, tokenizer),
         plan=plan,
-        options=_batch_options(config, tokenizer),
+        options=batch_options(config, tokenizer),
         report=_open_report(config, mesh, sizes[1], names, watch, is_resume=record is not None or start.is_restart),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
@@ -195,6 +207,7 @@ def _build(
         history=history,
         passes=passes,
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
+        tasks=tasks,
     )
 
 
@@ -233,15 +246,6 @@ def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: 
     return tuple(passes)
 
 
-def _batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
-    return BatchOptions(
-        eod_id=tokenizer.eod_id,
-        vocab_size=config.model.vocab_size,
-        eod_mask_loss=config.documents.eod_mask_loss,
-        segments=config.documents.needs_segments,
-    )
-
-
 def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
     """Warns that a resumed run has nothing left to train."""
     if is_done(optim, progress.step, progress.consumed_samples):
@@ -265,38 +269,6 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVE
         config.random.seed,
         config.safety.skip_spikes,
         freezing,
-    )
-
-
-def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int = 0) -> LanguageModelObjective:
-    """The training objective of a resolved configuration.
-
-    Args:
-        source_count: number of data sources whose losses are reported separately.
-    """
-    return LanguageModelObjective(
-        mesh.tp,
-        config.model.vocab_size,
-        source_count=source_count,
-        label_smoothing=config.loss.label_smoothing,
-        z_loss_coeff=config.loss.z_loss_coeff,
-        layer_metrics=router_metric_sizes(config.model),
-    )
-
-
-def step_settings(config: RunConfig) -> StepSettings:
-    """The settings shared by all micro-batches of a run."""
-    recompute = Recompute.NONE
-    if config.recompute.checkpoint_activations:
-        recompute = Recompute.BLOCKS
-    elif config.recompute.recomputes_attention:
-        recompute = Recompute.ATTENTION
-    return StepSettings(
-        seed=config.random.seed,
-        recompute=recompute,
-        restart_positions=config.documents.reset_position_ids,
-        mask=MaskKind.DOCUMENTS if config.documents.reset_attention_mask else MaskKind.CAUSAL,
-        dtype=getattr(torch, config.precision.dtype_name),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.model.interface.auxiliary import AuxiliaryLosses
-from megatron.model.interface.key_value_cache import KeyValueCache
+from megatron.model.interface.key_value_cache import KeyValueCaches
 
 Shared = TypeVar("Shared")
 
@@ -36,10 +36,26 @@ class MaskKind(Enum):
 
 
 @dataclass(frozen=True)
+class TextPart:
+    """Consecutive tokens of one text.
+
+    Attributes:
+        count: number of tokens.
+        first: position of the first one in its text.
+        text_length: the length that rotary frequencies go by where they depend on it: all tokens that are known.
+    """
+
+    count: int
+    first: int
+    text_length: int
+
+
+@dataclass(frozen=True)
 class StepContext:
     """What the layers know about a micro-batch.
 
-    Shapes: sample_ids `[b]` int64; segment_ids and position_ids `[b, s]` int64; prefix_mask `[b, s]` bool.
+    Shapes: sample_ids `[b]`, segment_ids and position_ids `[b, s]`, output_rows `[n]`, all int64; prefix_mask `[b, s]`
+    bool.
 
     Attributes:
         sample_ids: index of each sample in the sample order of the run; together with the seed it determines dropout.
@@ -52,8 +68,11 @@ class StepContext:
         mask: what a token may attend to.
         prefix_mask: tokens that all tokens of their document may attend to, earlier ones included; None if a token is
             only seen by later ones.
+        output_rows: the positions whose outputs the head computes, as indices into `[b * s]`; None for all.
         recompute: what is recomputed during backward.
-        caches: keys and values of earlier tokens, one per block; None outside generation.
+        caches: keys and values of earlier tokens; None outside generation.
+        texts: the texts whose new tokens follow each other along s, in a batch of 1 with `position_ids`; empty if every
+            row is one text.
         auxiliary: collects the losses that layers add.
         shared: tensors that several layers use, such as masks and rotation angles; see `once`.
     """
@@ -66,8 +85,10 @@ class StepContext:
     segment_ids: torch.Tensor | None = None
     mask: MaskKind = MaskKind.CAUSAL
     prefix_mask: torch.Tensor | None = None
+    output_rows: torch.Tensor | None = None
     recompute: Recompute = Recompute.NONE
-    caches: Sequence[KeyValueCache] | None = None
+    caches: KeyValueCaches | None = None
+    texts: tuple[TextPart, ...] = ()
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
     shared: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -81,6 +102,12 @@ class StepContext:
         if key not in self.shared:
             self.shared[key] = compute()
         return self.shared[key]  # type: ignore[no-any-return]
+
+    def positions_needed(self, length: int) -> int:
+        """One more than the last position of a micro-batch with `length` tokens along s."""
+        if self.texts:
+            return max(part.first + part.count for part in self.texts)
+        return self.position_offset + length
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -126,7 +153,7 @@ class StepSettings:
         prefix_mask: torch.Tensor | None = None,
         *,
         first_sample: int | None = None,
-        caches: Sequence[KeyValueCache] | None = None,
+        caches: KeyValueCaches | None = None,
         backward_scale: float = 1.0,
     ) -> StepContext:
         """Builds the context of one micro-batch.
@@ -135,7 +162,7 @@ class StepSettings:
 
         Args:
             first_sample: the first sample id, if the host knows it; reading it from a GPU would synchronize.
-            caches: one per block; the micro-batch's tokens follow those already in them.
+            caches: the micro-batch's tokens follow those already in them.
             backward_scale: see `AuxiliaryLosses`.
         """
         separate = self.mask is MaskKind.DOCUMENTS and segment_ids is not None
@@ -143,7 +170,7 @@ class StepSettings:
             sample_ids=sample_ids,
             known_first_sample=first_sample,
             seed=self.seed,
-            position_offset=caches[0].length if caches else 0,
+            position_offset=0 if caches is None else caches.length,
             position_ids=restarted_positions(segment_ids)
             if self.restart_positions and segment_ids is not None
             else None,

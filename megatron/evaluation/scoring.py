@@ -1,0 +1,95 @@
+"""What is asked of a network in evaluation: the log-probability of some tokens after others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.errors import ConfigError, DataError
+
+Progress = Callable[[int, int], None]  # called with the queries scored so far, and all of them
+
+
+@dataclass(frozen=True)
+class Query:
+    """A text, and from which token on its tokens are scored.
+
+    Args:
+        tokens: the ids of context and targets.
+        first_target: index of the first target: `tokens[first_target:]` are scored, each given all tokens before it.
+            At least 1, because the first token has nothing before it that could predict it.
+
+    Raises:
+        ConfigError: there is no target, or no token before the first one.
+    """
+
+    tokens: tuple[int, ...]
+    first_target: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.first_target < len(self.tokens):
+            raise ConfigError(
+                f"first_target {self.first_target} is not a target of a query of {len(self.tokens)} tokens: there must "
+                "be a token before it and one from it on. Put the end-of-document token before a text without context."
+            )
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The tokens that are scored."""
+        return self.tokens[self.first_target :]
+
+
+@dataclass(frozen=True)
+class Score:
+    """The answer to a query.
+
+    Attributes:
+        logprob: sum of the log-probabilities of the targets, in nats.
+        tokens: number of targets.
+        is_greedy: whether each target is the most probable token at its place.
+        predicted: the most probable token at the place of each target, given the true tokens before it.
+    """
+
+    logprob: float
+    tokens: int
+    is_greedy: bool
+    predicted: tuple[int, ...]
+
+
+class Scorer(Protocol):
+    """Answers queries with one network."""
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a query: one more than the network has positions, as the last token is only a target."""
+
+    def score(self, queries: Sequence[Query], on_progress: Progress | None = None) -> list[Score]:
+        """The scores of queries, in their order.
+
+        Collective over all ranks, which pass the same queries. The result is the same on every rank.
+
+        Raises:
+            DataError: a query is too long, or has a token that the network does not know.
+        """
+
+
+def check_queries(queries: Sequence[Query], max_length: int, vocab_size: int) -> None:
+    """Checks that a network can answer all queries.
+
+    Raises:
+        DataError: a query is too long, or has a token that the network does not know.
+    """
+    for number, query in enumerate(queries):
+        if len(query.tokens) > max_length:
+            raise DataError(
+                f"query {number} has {len(query.tokens)} tokens, and the network has {max_length - 1} positions "
+                f"(--max-position-embeddings {max_length - 1}), so a query has at most {max_length} tokens, the last "
+                "of which is only a target. Drop the first tokens of its context, or score it in several windows."
+            )
+        unknown = next((token for token in query.tokens if not 0 <= token < vocab_size), None)
+        if unknown is not None:
+            raise DataError(
+                f"query {number} has the token {unknown}, and the vocabulary has {vocab_size} entries. Encode it with "
+                "the tokenizer of the network."
+            )

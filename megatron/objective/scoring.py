@@ -1,0 +1,109 @@
+"""Log-probabilities of chosen tokens instead of their sum: evaluation of single queries with the training engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from megatron.objective.base import ObjectiveResult
+from megatron.parallel.mesh import Axis
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_losses
+from megatron.parallel.tensor.greedy import vocab_parallel_argmax
+
+LOGPROBS, PREDICTED = "logprobs", "predicted"
+
+
+class TargetScores(NamedTuple):
+    """What is known of each target. Shapes: `[n]`, float32 nats and int64."""
+
+    logprobs: torch.Tensor
+    predicted: torch.Tensor
+
+
+@torch.no_grad()
+def score_targets(logits: torch.Tensor, labels: torch.Tensor, axis: Axis, vocab_size: int) -> TargetScores:
+    """The log-probability of each target and the most probable token at its place; the same on every rank of the axis.
+
+    Shapes: logits `[n, v/t]`, labels `[n]`.
+
+    Args:
+        vocab_size: vocabulary size without padding; padded logits are ignored.
+    """
+    losses = vocab_parallel_losses(logits, labels, axis, vocab_size).cross_entropy  # [n]
+    return TargetScores(-losses, vocab_parallel_argmax(logits, axis, vocab_size))
+
+
+class ScoredBatch(Protocol):
+    """The part of a micro-batch that this objective reads.
+
+    Shapes: tokens `[b, s]`; rows, labels and places `[n]`; all int64.
+    """
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """The inputs."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The positions that predict the targets, as indices into `[b * s]`."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The targets."""
+
+    @property
+    def places(self) -> np.ndarray:
+        """The index of each target in the metric vectors."""
+
+
+@dataclass(frozen=True)
+class ScoringObjective:
+    """The scores of the targets of a global batch, as two metric vectors with a place for each target.
+
+    A micro-batch fills the places of its own targets and leaves 0 elsewhere, so the sums over micro-batches, ranks and
+    stages, which the engine takes of every metric, are the values themselves.
+
+    Args:
+        axis: the tensor-parallel axis that splits the logits.
+        vocab_size: vocabulary size without padding.
+        target_count: targets of the global batch, on all ranks.
+    """
+
+    axis: Axis
+    vocab_size: int
+    target_count: int
+
+    @property
+    def metric_sizes(self) -> Mapping[str, int]:
+        """A log-probability, in nats, and a most probable token for every target."""
+        return {LOGPROBS: self.target_count, PREDICTED: self.target_count}
+
+    def inputs(self, batch: ScoredBatch) -> tuple[np.ndarray, ...]:
+        """The tokens. Shapes: `[b, s]` int64."""
+        return (batch.tokens,)
+
+    def targets(self, batch: ScoredBatch) -> Mapping[str, np.ndarray]:
+        """Rows, labels and places of the targets. Shapes: `[n]` int64."""
+        return {"rows": batch.rows, "labels": batch.labels, "places": batch.places}
+
+    def token_count(self, batch: ScoredBatch) -> float:
+        """Number of targets."""
+        return float(len(batch.labels))
+
+    def __call__(self, outputs: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
+        """Scores the targets of a micro-batch.
+
+        Shapes: outputs (logits) `[b, s, v/t]`; rows, labels and places `[n]`.
+        """
+        chosen = outputs.flatten(0, 1)[targets["rows"]]  # [n, v/t]
+        found = score_targets(chosen, targets["labels"], self.axis, self.vocab_size)
+        metrics = {}
+        for name, values in ((LOGPROBS, found.logprobs), (PREDICTED, found.predicted)):
+            places = torch.zeros(self.target_count, dtype=torch.float64, device=values.device)
+            metrics[name] = places.index_copy_(0, targets["places"], values.double())
+        count = torch.tensor(float(len(found.logprobs)), device=outputs.device)
+        return ObjectiveResult(-found.logprobs.sum(), count, metrics)
