@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.errors import ConfigError
-from megatron.inference.sampling import Sampling, choose, sample_generator
+from megatron.inference.sampling import Chooser, Sampling, choose
 from megatron.model.gpt import whole_logits
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepSettings
@@ -92,18 +92,18 @@ def generate(
     stop = min(length + limits.new_tokens, limits.positions)
     text = torch.tensor([list(prompt) for prompt in prompts], dtype=torch.int64, device=mesh.device)  # [b, s]
     sample_ids = torch.arange(first_sample, first_sample + len(prompts), device=mesh.device)  # [b]
-    generators = [sample_generator(sampling.seed, first_sample + row) for row in range(len(prompts))]
+    choosers = [Chooser(sampling, prompt, first_sample + row) for row, prompt in enumerate(prompts)]
     finished = torch.zeros(len(prompts), dtype=torch.bool, device=mesh.device)
     caches = None if recompute else model.new_caches(stop)
     fresh = text
     while text.shape[1] < stop and not bool(finished.all()):
-        if caches and caches[0].length <= (limits.short_context or 0) < text.shape[1]:
-            for cache in caches:
-                cache.truncate(0)
+        if caches and caches.length <= (limits.short_context or 0) < text.shape[1]:
+            caches.truncate(0)
             fresh = text
         context = StepSettings().context(sample_ids, first_sample=first_sample, caches=caches)
         scores = model(text if recompute else fresh, context)[:, -1]  # [b, v/t]
-        chosen = choose(whole_logits(scores, mesh.tp, vocab_size), sampling, generators).to(mesh.device)  # [b]
+        tokens = [found.token for found in choose(whole_logits(scores, mesh.tp, vocab_size), choosers)]
+        chosen = torch.tensor(tokens, device=mesh.device)  # [b]
         if limits.eod_id is not None:
             chosen = torch.where(finished, torch.full_like(chosen, limits.eod_id), chosen)
             finished = finished | (chosen == limits.eod_id)

@@ -15,6 +15,7 @@ from megatron.checkpoint.record import Record
 from megatron.config import ControlConfig, PrecisionConfig, RunConfig
 from megatron.config.overlay import laid_over
 from megatron.config.resolve import padded_vocab_size
+from megatron.engine.stages import stage_bounds
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.weights import load_weights
 from megatron.model.gpt import gpt_layers
@@ -30,7 +31,7 @@ class LoadedModel:
 
     Attributes:
         config: of the run that saved the checkpoint, with the flags laid over it and this mesh's layout.
-        model: this rank's layers.
+        model: this rank's layers: its pipeline stage; `Forward` runs all stages.
         path: the checkpoint that was loaded.
         step: its training step.
     """
@@ -70,7 +71,8 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
 
     Raises:
         CheckpointError: there is no usable checkpoint, or it was trained with another tokenizer.
-        ConfigError: a flag contradicts the checkpoint, or files of the tokenizer are gone.
+        ConfigError: a flag contradicts the checkpoint, files of the tokenizer are gone, or there are more pipeline
+            stages than blocks.
     """
     step = ControlConfig(
         load=load, ckpt_step=given.get("control.ckpt_step"), load_tag=given.get("control.load_tag")
@@ -91,7 +93,9 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
     check_same_tokenizer(f"the checkpoint {found.path} was trained", record.tokenizer, tokenizer, CheckpointError)
     padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)
     config = replace(config, model=replace(config.model, padded_vocab_size=padded))
-    model = LayerStack(gpt_layers(config.model, mesh))
+    network = gpt_layers(config.model, mesh)
+    bounds = stage_bounds(network, mesh.pp.size)
+    model = LayerStack(network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]])
     loaded = load_weights(model, source, mesh, known=found)
     model = model.eval().to(_dtype(config.precision, mesh))
     return LoadedModel(config, mesh, tokenizer, model, loaded.path, record.progress.step)

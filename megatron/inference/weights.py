@@ -36,10 +36,10 @@ def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: 
 
 def wanted_weights(model: nn.Module) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
     """This rank's shard of every weight, with the function that copies it into place; padding rows are left
-    unchanged.
+    unchanged. The copy of a weight whose original lies on another pipeline stage asks for the original.
     """
     return filling(
-        (PieceKey.of(spec, name, "weight"), parameter.detach().view(-1)[: spec.box_numel])
-        for name, parameter in model.named_parameters()
+        (PieceKey.of(spec, parameter.global_name, "weight"), parameter.detach().view(-1)[: spec.box_numel])  # type: ignore[attr-defined]
+        for parameter in model.parameters()
         if (spec := shard_spec_of(parameter)).box_numel
     )

@@ -1,6 +1,7 @@
 """Non-differentiable communication between ranks: sums, maxima, bytes and JSON, without pickle.
 
-Every function is collective over its axis; on an axis of size 1 it returns this rank's own value.
+Except for `send` and `receive`, every function is collective over its axis; on an axis of size 1 it returns this
+rank's own value.
 """
 
 from __future__ import annotations
@@ -41,6 +42,17 @@ def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor
     """Overwrites `tensor` with that of rank `source` of the axis, and returns it."""
     if axis.size > 1:
         dist.broadcast(tensor, src=axis.ranks[source], group=axis.group)
+    return tensor
+
+
+def send(tensor: torch.Tensor, axis: Axis, destination: int) -> None:
+    """Sends a tensor to rank `destination` of the axis, which calls `receive`; not collective."""
+    dist.send(tensor.contiguous(), dst=axis.ranks[destination], group=axis.group)
+
+
+def receive(tensor: torch.Tensor, axis: Axis, source: int) -> torch.Tensor:
+    """Overwrites `tensor` with the one that rank `source` of the axis sends, of equal shape and dtype; returns it."""
+    dist.recv(tensor, src=axis.ranks[source], group=axis.group)
     return tensor
 
 

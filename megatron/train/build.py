@@ -30,9 +30,9 @@ from megatron.config.schedule import is_done, planned_samples
 from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,
-    data_prefixes,
     describe,
     empty_splits,
+    token_file_prefixes,
 )
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.data.order.plan import DataPlan
@@ -88,7 +88,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
     world_size = count_ranks(request.parallel)
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
-    check_tokenizer_fits(data_prefixes(config.data), tokenizer)
+    check_tokenizer_fits(token_file_prefixes(config.data), tokenizer)
     history = History()
     with contextlib.ExitStack() as closing, log.showing_failures(), history.recording(), _explain_lost_peers():
         if signals is None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megatron.config import ModelConfig
 from megatron.model.gpt import gpt_layers
-from megatron.model.interface.key_value_cache import KeyValueCache
+from megatron.model.interface.key_value_cache import KeyValueCaches
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepSettings
 from megatron.objective.language_model import LanguageModelObjective
@@ -39,7 +38,7 @@ def forward(
     segments: torch.Tensor | None = None,
     *,
     settings: StepSettings | None = None,
-    caches: Sequence[KeyValueCache] | None = None,
+    caches: KeyValueCaches | None = None,
 ) -> torch.Tensor:
     """Logits of a micro-batch. Shapes: tokens and segments `[b, s]`, ids `[b]`; result `[b, s, v/t]`."""
     context = (settings or StepSettings(seed=SEED)).context(ids, segments, caches=caches)

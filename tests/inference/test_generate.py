@@ -121,7 +121,7 @@ def test_prompts_that_cannot_be_continued() -> None:
 
 
 def _records(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _tool(rank: int, argv: list[str]) -> int:

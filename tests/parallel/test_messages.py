@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.parallel import messages
 from megatron.parallel.joining import open_mesh
-from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.mesh import Axis, ParallelMesh
 from tests.helpers.layouts import Layout
 from tests.helpers.message_sizes import count_messages
 from tests.helpers.ranks import run_ranks
@@ -34,7 +34,16 @@ def exchange(rank: int) -> dict[str, Any]:
         "gathered": gathered,
         "sizes": (sizes.sent_bytes, sizes.received_bytes),
         "all": messages.all_gather_json({"rank": rank, "pad": "x" * rank}, mesh.tp),
+        "received": pass_on(torch.tensor([[rank + 0.5]], dtype=torch.bfloat16), mesh.tp).item(),
     }
+
+
+def pass_on(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """What rank 1 of the axis got from rank 0; on rank 0 its own."""
+    if axis.rank == 0:
+        messages.send(tensor.expand(2, 2), axis, 1)
+        return tensor
+    return messages.receive(torch.empty(2, 2, dtype=tensor.dtype), axis, 0)[1, 1]
 
 
 def test_four_ranks_exchange() -> None:
@@ -46,6 +55,7 @@ def test_four_ranks_exchange() -> None:
         assert met["broadcast"] == pair[1]
         assert met["bytes"] == b"\x00\xff\x03"
         assert met["no bytes"] == b""
+        assert met["received"] == pair[0] + 0.5
         assert met["json"] == {"rank": [pair[1], "é"]}
         assert met["all"] == [{"rank": member, "pad": "x" * member} for member in pair]
         if rank < 3:

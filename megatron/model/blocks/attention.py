@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,10 +15,12 @@ from megatron.config.architecture.positions import ALIBI
 from megatron.kernels.attention import attention, explicit_attention
 from megatron.kernels.bounded_attention import AttentionPlan
 from megatron.kernels.rotary import rotate
+from megatron.model.blocks.cached_bias import cached_bias, visible_keys
 from megatron.model.blocks.norm import build_head_norm
 from megatron.model.blocks.position import alibi_slopes, rotation
 from megatron.model.blocks.query_key_value import QueryKeyValue
 from megatron.model.blocks.score_bias import bounded_plan, score_bias
+from megatron.model.interface.key_value_cache import CachedText
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import attention_dropout, attention_seed, seeded
@@ -77,7 +80,8 @@ class SelfAttention(nn.Module):
                 rotate(part, cosine, sine, interleaved=self.config.rotary_interleaved) for part in (query, key)
             )
         if context.caches is not None:
-            key, value = context.caches[self.layer].append(key, value)  # [b, g/t, k, d]
+            attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
+            return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
         plan = None
         if not (self.training and self.dropout):
             plan = bounded_plan(context, query, self.window, self.slopes, self.softcap)
@@ -89,6 +93,20 @@ class SelfAttention(nn.Module):
         else:
             attended = self._attend(query, key, value, plan, bias, context)
         return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
+
+    def _attend_cached(self, query: torch.Tensor, texts: Sequence[CachedText], context: StepContext) -> torch.Tensor:
+        """Attention of new tokens to their texts, one call per text.
+
+        Shapes: query `[b, a/t, s, d]`, the new tokens of the texts one after another along s; result as query.
+        """
+        queries = (query,) if len(texts) == 1 else query.split([text.queries for text in texts], dim=2)
+        attended = []
+        for own, text in zip(queries, texts, strict=True):
+            key, value = (visible_keys(part, text.queries, self.window) for part in (text.keys, text.values))
+            bias = cached_bias(context, own, key.shape[2], self.window, self.slopes)
+            causal = bias is None and text.queries > 1
+            attended.append(attention(own, key, value, self.scale, bias=bias, causal=causal, softcap=self.softcap))
+        return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
 
     def _attend(
         self,

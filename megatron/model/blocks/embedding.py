@@ -62,7 +62,7 @@ class PositionEmbedding(nn.Module):
         Raises:
             DataError: the sequence is longer than the table.
         """
-        last = context.position_offset + hidden.shape[1]
+        last = context.positions_needed(hidden.shape[1])
         if last > self.positions:
             raise DataError(
                 f"The sequence has {last} tokens and there are {self.positions} positions "

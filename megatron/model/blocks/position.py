@@ -9,6 +9,8 @@ import torch
 from megatron.config import ModelConfig
 from megatron.model.interface.step_context import StepContext
 
+_SCALINGS_BY_LENGTH = ("dynamic", "longrope")
+
 
 def rotation(config: ModelConfig, layer: int, context: StepContext, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine of the rotation angles of a micro-batch's tokens, computed once for all layers that share them.
@@ -22,7 +24,7 @@ def rotation(config: ModelConfig, layer: int, context: StepContext, length: int)
     device = context.sample_ids.device
 
     def compute() -> tuple[torch.Tensor, torch.Tensor]:
-        frequencies, factor = rotary_frequencies(config, context.position_offset + length, windowed=windowed)
+        frequencies, factor = _frequencies(config, context, length, windowed)
         positions = context.position_ids
         if positions is None:
             first = context.position_offset
@@ -31,6 +33,18 @@ def rotation(config: ModelConfig, layer: int, context: StepContext, length: int)
         return (angles.cos() * factor).unsqueeze(1), (angles.sin() * factor).unsqueeze(1)
 
     return context.once(("rotation", windowed, length), compute)
+
+
+def _frequencies(config: ModelConfig, context: StepContext, length: int, windowed: bool) -> tuple[torch.Tensor, float]:
+    """The frequencies of a micro-batch: of every token its own, where texts are mixed and their lengths matter.
+
+    Shapes: `[r/2]` or `[s, r/2]` float32.
+    """
+    if not context.texts or config.rope_scaling_type not in _SCALINGS_BY_LENGTH:
+        return rotary_frequencies(config, context.positions_needed(length), windowed=windowed)
+    found = [rotary_frequencies(config, part.text_length, windowed=windowed) for part in context.texts]
+    rows = [row.expand(part.count, -1) for part, (row, _) in zip(context.texts, found, strict=True)]
+    return torch.cat(rows), found[0][1]
 
 
 def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = False) -> tuple[torch.Tensor, float]:

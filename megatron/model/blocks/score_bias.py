@@ -1,4 +1,7 @@
-"""How attention is bounded: causal mask, document boundaries, prefixes, sliding windows, linear biases."""
+"""How attention is bounded: causal mask, document boundaries, prefixes, sliding windows, linear biases.
+
+Attention to cached keys is in `cached_bias.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.errors import ConfigError
 from megatron.kernels.bounded_attention import AttentionPlan, plan_attention
 from megatron.kernels.bounds import Bounds, local_bias
 from megatron.model.interface.step_context import MaskKind, StepContext
@@ -19,29 +21,22 @@ def score_bias(
 
     It is built once per micro-batch for all layers with the same window and slopes.
 
-    Shapes: query `[b, a/t, s, d]`; result `[b or 1, 1 or a/t, s, k]`, k the cached tokens and the new ones. A mask has
-        the query's dtype; with slopes it is float32, since half precision cannot represent distances.
+    Shapes: query `[b, a/t, s, d]`; result `[b or 1, 1 or a/t, s, s]`. A mask has the query's dtype; with slopes it is
+        float32, since half precision cannot represent distances.
 
     Args:
         window: tokens that a token may attend to, itself included; None for all.
         slopes: this rank's slopes of a linear bias; empty for none.
-
-    Raises:
-        ConfigError: documents are to be separated while a key-value cache is in use.
     """
-    before, length = context.position_offset if context.caches is not None else 0, query.shape[2]
+    length = query.shape[2]
     separate = context.mask is MaskKind.DOCUMENTS
-    if separate and before:
-        raise ConfigError(
-            "Generation with a key-value cache cannot separate documents (--reset-attention-mask). Remove the flag."
-        )
-    if window is not None and window >= before + length:
+    if window is not None and window >= length:
         window = None
-    if not (separate or window or slopes or context.prefix_mask is not None or (before and length > 1)):
+    if not (separate or window or slopes or context.prefix_mask is not None):
         return None
     return context.once(
         ("score bias", window, tuple(slopes), length, query.dtype),
-        lambda: _build(context, before, length, window, slopes, query),
+        lambda: _build(context, window, slopes, query),
     )
 
 
@@ -56,8 +51,6 @@ def bounded_plan(
 
     Shapes: query `[b, a/t, s, d]`.
     """
-    if context.caches is not None:
-        return None
     segments = context.segment_ids if context.mask is MaskKind.DOCUMENTS else None
     return context.once(
         ("attention plan", window, tuple(slopes), softcap, query.shape[2], query.dtype),
@@ -65,23 +58,10 @@ def bounded_plan(
     )
 
 
-def _build(
-    context: StepContext, before: int, length: int, window: int | None, slopes: Sequence[float], query: torch.Tensor
-) -> torch.Tensor:
-    prefixes = _prefix_keys(context, before)
-    bias = local_bias(query, before + length, window, tuple(slopes), prefixes)  # [1 or b, 1 or a/t, s, k]
+def _build(context: StepContext, window: int | None, slopes: Sequence[float], query: torch.Tensor) -> torch.Tensor:
+    bias = local_bias(query, query.shape[2], window, tuple(slopes), context.prefix_mask)  # [1 or b, 1 or a/t, s, s]
     if context.mask is MaskKind.DOCUMENTS and context.segment_ids is not None:
         segments = context.segment_ids
         foreign = segments.unsqueeze(2) != segments.unsqueeze(1)  # [b, s, s]
         bias = bias.masked_fill(foreign.unsqueeze(1), float("-inf"))
     return bias
-
-
-def _prefix_keys(context: StepContext, before: int) -> torch.Tensor | None:
-    """Which keys all queries of their document see; cached ones are seen anyway.
-
-    Shapes: `[b, k]` bool.
-    """
-    if context.prefix_mask is None:
-        return None
-    return torch.nn.functional.pad(context.prefix_mask, (before, 0), value=True)

@@ -1,54 +1,190 @@
-"""Key-value cache for generating token by token."""
+"""Key-value caches for generating token by token: what attention asks of them, and their two forms."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from megatron.errors import ConfigError
 
+Layer = tuple[torch.Tensor, torch.Tensor]
 
-class KeyValueCache:
-    """The keys and values of all tokens that one layer has processed.
 
-    Shapes: keys and values `[b, a/t, k, d]`; memory for `capacity` tokens is allocated at the first append.
+@dataclass(frozen=True)
+class CachedText:
+    """What some consecutive queries may attend to: the keys and values of their text, whose last ones are their own.
+
+    Shapes: keys and values `[b, g/t, k, d]`.
+
+    Attributes:
+        queries: how many places along s belong to this text.
+    """
+
+    queries: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class KeyValueCaches(Protocol):
+    """The keys and values that the layers of this rank have computed for earlier tokens."""
+
+    @property
+    def length(self) -> int:
+        """The position of the next token; 0 where texts of different lengths share a batch, which has positions."""
+        ...
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Sequence[CachedText]:
+        """Adds the new tokens of one layer; returns the texts that their queries belong to, in the order along s.
+
+        Shapes: keys and values `[b, g/t, s, d]`.
+
+        Args:
+            layer: index of the block in the whole network.
+        """
+        ...
+
+
+class BatchCaches:
+    """The caches of a batch of texts of equal length.
+
+    Shapes: keys and values of a layer `[b, g/t, capacity, d]`; their memory is allocated at the first append.
+
+    Args:
+        capacity: the most tokens of a text.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.length = 0
-        self._keys: torch.Tensor | None = None
-        self._values: torch.Tensor | None = None
+        self._layers: dict[int, Layer] = {}
+        self._lengths: dict[int, int] = {}
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds the keys and values of new tokens and returns those of all tokens so far.
+    @property
+    def length(self) -> int:
+        """Tokens of each text so far; to be asked between two steps."""
+        return max(self._lengths.values(), default=0)
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Sequence[CachedText]:
+        """Adds the new tokens of one layer to all texts.
 
         Raises:
-            ConfigError: the cache is full.
+            ConfigError: the caches are full.
         """
-        stop = self.length + keys.shape[2]
+        first = self._lengths.get(layer, 0)
+        stop = first + keys.shape[2]
         if stop > self.capacity:
             raise ConfigError(
                 f"{stop} tokens do not fit into a key-value cache of {self.capacity}. Generate fewer tokens or shorten "
-                f"the "
-                f"prompt (--out-seq-length, --max-position-embeddings)."
+                f"the prompt (--out-seq-length, --max-position-embeddings)."
             )
-        if self._keys is None or self._values is None:
-            batch, heads, _, size = keys.shape
-            self._keys = keys.new_empty(batch, heads, self.capacity, size)
-            self._values = torch.empty_like(self._keys)
-        self._keys[:, :, self.length : stop] = keys
-        self._values[:, :, self.length : stop] = values
-        self.length = stop
-        return self._keys[:, :, :stop], self._values[:, :, :stop]
+        if layer not in self._layers:
+            self._layers[layer] = _allocated(keys, self.capacity), _allocated(values, self.capacity)
+        all_keys, all_values = self._layers[layer]
+        all_keys[:, :, first:stop] = keys
+        all_values[:, :, first:stop] = values
+        self._lengths[layer] = stop
+        return (CachedText(keys.shape[2], all_keys[:, :, :stop], all_values[:, :, :stop]),)
 
     def truncate(self, length: int) -> None:
         """Drops all but the first `length` tokens."""
-        self.length = min(self.length, length)
+        self._lengths = {layer: min(length, before) for layer, before in self._lengths.items()}
 
     def select(self, rows: torch.Tensor) -> None:
-        """Selects or reorders sequences of the batch.
+        """Selects or reorders texts of the batch.
 
         Shapes: rows `[new b]` int64.
         """
-        if self._keys is not None and self._values is not None:
-            self._keys, self._values = self._keys[rows], self._values[rows]
+        self._layers = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._layers.items()}
+
+
+@dataclass
+class TextCache:
+    """The caches of one text, in memory that grows by blocks: at most one block of a text is not in use.
+
+    The blocks of a layer are contiguous, so that attention reads them where they lie; growing copies them, which at
+    the usual lengths is little beside reading them for every token.
+
+    Shapes: keys and values of a layer `[1, g/t, capacity, d]`.
+
+    Args:
+        block_tokens: tokens of a block.
+    """
+
+    block_tokens: int
+    length: int = 0
+    _layers: dict[int, Layer] = field(default_factory=dict)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory of all layers of this rank."""
+        return sum(part.numel() * part.element_size() for layer in self._layers.values() for part in layer)
+
+    def extended(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> CachedText:
+        """Writes the new tokens of one layer behind the `length` tokens; `length` stays until all layers have theirs.
+
+        Shapes: keys and values `[1, g/t, s, d]`.
+        """
+        first, count = self.length, keys.shape[2]
+        stop = first + count
+        held = self._layers.get(layer)
+        if held is None or held[0].shape[2] < stop:
+            capacity = -(-stop // self.block_tokens) * self.block_tokens
+            before_keys, before_values = held or (None, None)
+            held = _grown(keys, before_keys, capacity, first), _grown(values, before_values, capacity, first)
+            self._layers[layer] = held
+        all_keys, all_values = held
+        all_keys.narrow(2, first, count).copy_(keys)
+        all_values.narrow(2, first, count).copy_(values)
+        return CachedText(count, all_keys.narrow(2, 0, stop), all_values.narrow(2, 0, stop))
+
+    def clear(self) -> None:
+        """Forgets all tokens and frees their memory."""
+        self.length = 0
+        self._layers.clear()
+
+
+@dataclass(frozen=True)
+class MixedCaches:
+    """The caches of several texts of different lengths, whose new tokens follow each other along s in a batch of 1.
+
+    Nothing is padded, and every text is attended to by itself: its numbers do not depend on the others.
+
+    Attributes:
+        texts: the texts in order.
+        counts: how many new tokens each has.
+    """
+
+    texts: Sequence[TextCache]
+    counts: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """0: the tokens have positions of their own."""
+        return 0
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Sequence[CachedText]:
+        """Adds the new tokens of one layer to their texts."""
+        if len(self.texts) == 1:
+            return (self.texts[0].extended(layer, keys, values),)
+        parts = zip(self.texts, keys.split(list(self.counts), 2), values.split(list(self.counts), 2), strict=True)
+        return [text.extended(layer, own_keys, own_values) for text, own_keys, own_values in parts]
+
+    def advance(self) -> None:
+        """Counts the new tokens, after all layers have appended theirs."""
+        for text, count in zip(self.texts, self.counts, strict=True):
+            text.length += count
+
+
+def _allocated(like: torch.Tensor, capacity: int) -> torch.Tensor:
+    batch, heads, _, size = like.shape
+    return like.new_empty(batch, heads, capacity, size)
+
+
+def _grown(like: torch.Tensor, held: torch.Tensor | None, capacity: int, length: int) -> torch.Tensor:
+    """Memory for `capacity` tokens with the first `length` of what was held."""
+    grown = _allocated(like, capacity)
+    if held is not None and length:
+        grown.narrow(2, 0, length).copy_(held.narrow(2, 0, length))
+    return grown

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron.errors import ConfigError
-from megatron.model.interface.key_value_cache import KeyValueCache
+from megatron.model.interface.key_value_cache import BatchCaches
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.rng import draw_weights_
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
@@ -132,9 +132,9 @@ class LayerStack(nn.Module):
         """
         return _shared_weight(self.layer(name), name)
 
-    def new_caches(self, capacity: int) -> list[KeyValueCache]:
-        """Empty caches, one per block, for sequences of up to `capacity` tokens."""
-        return [KeyValueCache(capacity) for spec, _ in self._layers if spec.kind is LayerKind.BLOCK]
+    def new_caches(self, capacity: int) -> BatchCaches:
+        """Empty caches for a batch of texts of equal length, up to `capacity` tokens."""
+        return BatchCaches(capacity)
 
 
 def build_layer(spec: LayerSpec, shared: nn.Parameter | None = None) -> nn.Module:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.model.interface.auxiliary import AuxiliaryLosses
-from megatron.model.interface.key_value_cache import KeyValueCache
+from megatron.model.interface.key_value_cache import KeyValueCaches
 
 Shared = TypeVar("Shared")
 
@@ -33,6 +33,21 @@ class MaskKind(Enum):
 
     CAUSAL = "causal"
     DOCUMENTS = "documents"
+
+
+@dataclass(frozen=True)
+class TextPart:
+    """Consecutive tokens of one text.
+
+    Attributes:
+        count: number of tokens.
+        first: position of the first one in its text.
+        text_length: the length that rotary frequencies go by where they depend on it: all tokens that are known.
+    """
+
+    count: int
+    first: int
+    text_length: int
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,9 @@ class StepContext:
             only seen by later ones.
         output_rows: the positions whose outputs the head computes, as indices into `[b * s]`; None for all.
         recompute: what is recomputed during backward.
-        caches: keys and values of earlier tokens, one per block; None outside generation.
+        caches: keys and values of earlier tokens; None outside generation.
+        texts: the texts whose new tokens follow each other along s, in a batch of 1 with `position_ids`; empty if every
+            row is one text.
         auxiliary: collects the losses that layers add.
         shared: tensors that several layers use, such as masks and rotation angles; see `once`.
     """
@@ -70,7 +87,8 @@ class StepContext:
     prefix_mask: torch.Tensor | None = None
     output_rows: torch.Tensor | None = None
     recompute: Recompute = Recompute.NONE
-    caches: Sequence[KeyValueCache] | None = None
+    caches: KeyValueCaches | None = None
+    texts: tuple[TextPart, ...] = ()
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
     shared: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -84,6 +102,12 @@ class StepContext:
         if key not in self.shared:
             self.shared[key] = compute()
         return self.shared[key]  # type: ignore[no-any-return]
+
+    def positions_needed(self, length: int) -> int:
+        """One more than the last position of a micro-batch with `length` tokens along s."""
+        if self.texts:
+            return max(part.first + part.count for part in self.texts)
+        return self.position_offset + length
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -129,7 +153,7 @@ class StepSettings:
         prefix_mask: torch.Tensor | None = None,
         *,
         first_sample: int | None = None,
-        caches: Sequence[KeyValueCache] | None = None,
+        caches: KeyValueCaches | None = None,
         backward_scale: float = 1.0,
     ) -> StepContext:
         """Builds the context of one micro-batch.
@@ -138,7 +162,7 @@ class StepSettings:
 
         Args:
             first_sample: the first sample id, if the host knows it; reading it from a GPU would synchronize.
-            caches: one per block; the micro-batch's tokens follow those already in them.
+            caches: the micro-batch's tokens follow those already in them.
             backward_scale: see `AuxiliaryLosses`.
         """
         separate = self.mask is MaskKind.DOCUMENTS and segment_ids is not None
@@ -146,7 +170,7 @@ class StepSettings:
             sample_ids=sample_ids,
             known_first_sample=first_sample,
             seed=self.seed,
-            position_offset=caches[0].length if caches else 0,
+            position_offset=0 if caches is None else caches.length,
             position_ids=restarted_positions(segment_ids)
             if self.restart_positions and segment_ids is not None
             else None,

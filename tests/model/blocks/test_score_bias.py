@@ -57,8 +57,7 @@ def test_bounded_and_dense_attention_agree(
         torch.testing.assert_close(bounded, reference, rtol=1e-4, atol=1e-5)
 
 
-def test_no_plan_while_generating_and_for_plain_attention() -> None:
+def test_no_plan_for_plain_attention() -> None:
     query = torch.zeros(1, 2, 16, 4)
     assert score_bias.bounded_plan(StepContext(torch.arange(1)), query, None) is None
-    assert score_bias.bounded_plan(StepContext(torch.arange(1), caches=[]), query, 3) is None
     assert score_bias.bounded_plan(StepContext(torch.arange(1)), query, 3) is not None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron.model.interface.key_value_cache import KeyValueCache
-from megatron.model.interface.step_context import MaskKind, StepSettings, restarted_positions
+from megatron.model.interface.key_value_cache import BatchCaches
+from megatron.model.interface.step_context import MaskKind, StepContext, StepSettings, TextPart, restarted_positions
 
 SEGMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 5, 5]])
 IDS = torch.tensor([7, 9])
@@ -44,10 +44,16 @@ def test_a_context_crosses_a_stage_boundary_as_tensors() -> None:
 
 
 def test_positions_follow_the_cached_tokens() -> None:
-    cache = KeyValueCache(8)
-    cache.append(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
-    assert StepSettings().context(IDS, caches=[cache]).position_offset == 3
+    caches = BatchCaches(8)
+    caches.append(1, torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+    assert StepSettings().context(IDS, caches=caches).position_offset == 3
     assert StepSettings().context(IDS, first_sample=5).first_sample == 5
+
+
+def test_positions_needed_are_those_of_the_longest_text() -> None:
+    assert StepContext(IDS, position_offset=3).positions_needed(4) == 7
+    mixed = StepContext(IDS[:1], texts=(TextPart(2, 6, 8), TextPart(1, 3, 9)))
+    assert mixed.positions_needed(3) == 8
 
 
 def test_a_shared_value_is_computed_by_the_first_layer_that_asks() -> None:

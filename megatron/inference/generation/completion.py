@@ -1,0 +1,69 @@
+"""Whole texts: many requests at once, and the slow reference that every faster way must agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from megatron.inference.forward import Forward
+from megatron.inference.generation.engine import USUAL_SEQUENCES, GenerationEngine
+from megatron.inference.generation.next_tokens import check_request, choose_on_all, finish_of, last_length
+from megatron.inference.generation.request import Completion, Finish, GeneratedToken, Request
+from megatron.inference.loading import LoadedModel
+from megatron.inference.sampling import Chooser
+from megatron.model.interface.step_context import StepSettings
+
+
+def generate_all(
+    loaded: LoadedModel, requests: Sequence[Request], *, max_sequences: int = USUAL_SEQUENCES
+) -> list[Completion]:
+    """Continues all requests and returns their texts in the same order; collective over a model copy.
+
+    Raises:
+        ConfigError: a request can never be served; nothing is generated then.
+    """
+    order = {request.id: place for place, request in enumerate(requests)}
+    found: list[Completion | None] = [None] * len(requests)
+    for completion in completions(loaded, requests, max_sequences=max_sequences):
+        found[order[completion.request.id]] = completion
+    return [completion for completion in found if completion is not None]
+
+
+def completions(
+    loaded: LoadedModel, requests: Sequence[Request], *, max_sequences: int = USUAL_SEQUENCES
+) -> Iterator[Completion]:
+    """Continues all requests and yields each text as soon as it is finished; collective over a model copy.
+
+    Raises:
+        ConfigError: a request can never be served; nothing is generated then.
+    """
+    engine = GenerationEngine(loaded, max_sequences=max_sequences)
+    for request in requests:
+        engine.add(request)
+    wanted = {request.id: request for request in requests}
+    texts: dict[str, list[GeneratedToken]] = {request.id: [] for request in requests}
+    while not engine.is_idle:
+        for generated in engine.step():
+            texts[generated.request_id].append(generated)
+            if generated.finish is not None:
+                yield Completion.of(wanted[generated.request_id], texts.pop(generated.request_id))
+
+
+@torch.inference_mode()
+def recompute(loaded: LoadedModel, request: Request) -> Completion:
+    """Continues one request without caches: the whole text is computed for every token. Slow; a reference."""
+    check_request(request, loaded)
+    forward, device = Forward(loaded), loaded.mesh.device
+    chooser = Chooser(request.sampling, request.prompt, request.sample, request.top_logprobs)
+    tokens, generated = list(request.prompt), []
+    finish: Finish | None = None
+    while finish is None:
+        context = StepSettings().context(torch.zeros(1, dtype=torch.int64, device=device), first_sample=0)
+        inputs = torch.tensor([tokens], device=device)  # [1, s]
+        scores = forward(inputs, context, torch.tensor([len(tokens) - 1], device=device))
+        (chosen,) = choose_on_all(None if scores is None else scores[0], [chooser], loaded)
+        tokens.append(chosen.token)
+        finish = finish_of(request, chosen.token, len(tokens), last_length(request, loaded))
+        generated.append(GeneratedToken(request.id, chosen.token, chosen.logprob, chosen.top, finish))
+    return Completion.of(request, generated)
