@@ -73,11 +73,14 @@ def field_flags() -> dict[str, Flag]:
     }
 
 
-def parse(argv: Sequence[str], prog: str | None = None) -> RunRequest:
+def parse(argv: Sequence[str], prog: str | None = None, decided: Mapping[str, str] | None = None) -> RunRequest:
     """Reads the trainer's command line, and the file of `--config` if one is given.
 
     Looks at nothing but the words and the files they name: no torch, no environment, no network. Prints the help and
     exits for `--help`.
+
+    Args:
+        decided: words that the program itself gives for some destinations ("section.field"); nothing may disagree.
 
     Raises:
         ConfigError: with all problems at once.
@@ -114,6 +117,9 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunRequest:
         sentence = entry.sentence(reading.spellings.get(name, entry.flag.positive_name), values.get(name, False))
         if sentence is not None:
             (problems if entry.status == REFUSED else notices).append(sentence)
+    for name, word in (decided or {}).items():
+        problems += _disagreement(own[name], word, values.get(name, word))
+        values[name], provenance[name] = word, GIVEN
     values, group_problems = read_group_files(values)
     values = _with_positions(values)
     sections, section_problems = _build_sections(own, values, provenance, broken)
@@ -139,6 +145,17 @@ def flag_table() -> list[tuple[str, str, str, str]]:
         for entry in legacy_flags().values()
     ]
     return rows + sorted(others, key=lambda row: (row[3], row[0]))
+
+
+def _disagreement(flag: Flag, decided: str, asked: Any) -> list[str]:
+    """What is wrong if a flag or a file asks for something else than the program is for."""
+    if asked == decided:
+        return []
+    name = flag.positive_name
+    return [
+        f"{name} {asked} was asked for, but this program is for {name} {decided}. Drop {name}, or use pretrain_gpt.py, "
+        f"which takes any."
+    ]
 
 
 def _build_sections(

@@ -180,6 +180,30 @@ class Engine:
         """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks, without
         training.
         """
+        loss_sum, tokens = self._evaluated(micro_batches)[:2].tolist()
+        return loss_sum, round(tokens)
+
+    def measure(self, micro_batches: Sequence[MicroBatch | None], objective: Objective) -> dict[str, torch.Tensor]:
+        """The metrics of another objective over one global batch, equal on all ranks, without training.
+
+        The micro-batches of a call have the same shape, which need not be that of training.
+
+        Shapes: each metric `[n]` float64, on the CPU, with the `n` of `Objective.metric_sizes`.
+        """
+        own, self.objective = self.objective, objective
+        try:
+            if self.is_pipelined:
+                self.deepspeed.reset_activation_shape()
+            sums = self._evaluated(micro_batches)[2:].cpu()
+        finally:
+            self.objective = own
+            if self.is_pipelined:
+                self.deepspeed.reset_activation_shape()
+        sizes = objective.metric_sizes
+        return dict(zip(sizes, sums.split(list(sizes.values())), strict=True))
+
+    def _evaluated(self, micro_batches: Sequence[MicroBatch | None]) -> torch.Tensor:
+        """The sums of one global batch, see `StepTotals.over_ranks`."""
         self._is_training = False
         batches = self._prepare(micro_batches)
         if self.is_pipelined:
@@ -191,8 +215,7 @@ class Engine:
                     self._plain_loss(batch)
         self.module.train()
         self._is_training = True
-        loss_sum, tokens = self._totals.over_ranks(self.mesh)[:2].tolist()
-        return loss_sum, round(tokens)
+        return self._totals.over_ranks(self.mesh)
 
     def _prepare(self, micro_batches: Sequence[MicroBatch | None]) -> list[DeviceBatch]:
         """Resets the totals and copies to the device what this stage needs of the micro-batches, without

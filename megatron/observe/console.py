@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.observe.metrics import Metrics
+from megatron.observe.metrics import Metrics, TaskOutcome
 
 
 def iteration_line(metrics: Metrics) -> str:
@@ -55,6 +55,21 @@ def evaluation_lines(group: str, prefix: str, loss: float) -> list[str]:
         loss: mean loss per token, in nats.
     """
     text = f"{group} loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    dashes = "-" * (len(text) + 1)
+    return [dashes, text, dashes]
+
+
+def task_lines(task: TaskOutcome, prefix: str) -> list[str]:
+    """The figures of one task between two lines of dashes, each with its standard error.
+
+    Args:
+        prefix: the point in training, such as "iteration 100".
+    """
+    figures = [
+        f"{metric}: {value:.4f}" + (f" +- {task.errors[metric]:.4f}" if metric in task.errors else "")
+        for metric, value in task.figures.items()
+    ]
+    text = " | ".join([f"task {task.name} at {prefix}", *figures, f"items: {task.count}"]) + " | "
     dashes = "-" * (len(text) + 1)
     return [dashes, text, dashes]
 

@@ -30,9 +30,9 @@ from megatron.config.schedule import is_done, planned_samples
 from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,
-    data_prefixes,
     describe,
     empty_splits,
+    token_file_prefixes,
 )
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.data.order.plan import DataPlan
@@ -61,6 +61,7 @@ from megatron.train.restore import Start, check_tokenizer, find_start, load_tens
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
+from megatron.train.tasks.opening import open_tasks
 from megatron.train.watchdog import Watch
 
 
@@ -87,7 +88,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
     world_size = count_ranks(request.parallel)
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
-    check_tokenizer_fits(data_prefixes(config.data), tokenizer)
+    check_tokenizer_fits(token_file_prefixes(config.data), tokenizer)
     history = History()
     with contextlib.ExitStack() as closing, log.showing_failures(), history.recording(), _explain_lost_peers():
         if signals is None:
@@ -149,6 +150,7 @@ def _build(
         known = len(config.notices)
         config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
+    tasks = open_tasks(config.control.eval_tasks, tokenizer, config.model, mesh)
     engine = build_engine(config, mesh)
     writer = open_writer(config.control, config.saving, engine, lock, is_required=config.was_given("saving.async_save"))
     check_layers(engine, config.model.num_layers)
@@ -187,6 +189,7 @@ def _build(
         history=history,
         passes=passes,
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
+        tasks=tasks,
     )
 
 

@@ -27,6 +27,8 @@ from megatron.train.restarts.history import History
 from megatron.train.restarts.identity import RunIdentity
 from megatron.train.skip import PassedBatch, pass_batches, skip_data
 from megatron.train.stop import StopRules, Verdict
+from megatron.train.tasks.opening import TrainingTask
+from megatron.train.tasks.scorer import EngineScorer
 from megatron.train.watchdog import Watch
 
 
@@ -46,6 +48,7 @@ class Run:
         save_failure: why no more checkpoints can be saved in the background; this rank may know before others do.
         passes: the steps before which a batch is passed over, because starts of the run ended on it in NaN.
         passed_batches: those that were, in order; part of the record.
+        tasks: those of --eval-tasks.
     """
 
     config: RunConfig
@@ -71,6 +74,7 @@ class Run:
     history: History = field(default_factory=History)
     passes: tuple[int, ...] = ()
     passed_batches: tuple[PassedBatch, ...] = ()
+    tasks: tuple[TrainingTask, ...] = ()
     watch: Watch = field(default_factory=Watch)
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)
@@ -135,6 +139,11 @@ class Run:
     def evaluation_datasets(self, split: str) -> Mapping[str, SampleDataset]:
         """The named groups of the validation or test split."""
         return self.datasets.valid if split == "valid" else self.datasets.test
+
+    def scorer(self) -> EngineScorer:
+        """Scores queries with the network as it is."""
+        batch_tokens = self.config.optim.micro_batch_size * self.config.data.seq_length
+        return EngineScorer(self.engine, self.config.model, batch_tokens, self.watch.beat)
 
     def close(self) -> None:
         """Stops reading ahead."""

@@ -7,68 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config import ModelConfig
 from megatron.model.gpt import gpt_layers, whole_logits
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
+from tests.helpers.architectures import ARCHITECTURES, build, config_of
 from tests.helpers.layouts import Layout
-from tests.helpers.networks import SEED, build_gpt, forward, mean_loss, tiny_config
+from tests.helpers.networks import SEED, forward, mean_loss
 from tests.helpers.ranks import run_ranks
 
 MESH = ParallelMesh.single()
-LENGTH, WIDTH = 16, 36
+LENGTH = 16
 DOCUMENTS = StepSettings(seed=SEED, restart_positions=True, mask=MaskKind.DOCUMENTS)
-ROPE: dict[str, Any] = {"position_embedding_type": "rope"}
-RMS: dict[str, Any] = {"normalization": "RMSNorm"}
-QK_ALL: dict[str, Any] = {**ROPE, **RMS, "qk_layernorm": True, "qk_layernorm_scope": "all"}
-
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "llama": {**ROPE, **RMS, "activation_function": "silu", "gated_linear_unit": True, "add_bias_linear": False,
-              "num_query_groups": 3, "untie_embeddings_and_output_weights": True},
-    "neox": {**ROPE, "rotary_percent": 0.5, "parallel_residual": True},
-    "interleaved": {**ROPE, "rotary_interleaved": True, "num_query_groups": 2, "rope_layer_pattern": (1, 0)},
-    "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
-    "multi-query": {"position_embedding_type": "none", "num_query_groups": 1, "activation_function": "relu"},
-    "gemma": {**ROPE, **RMS, "apply_layernorm_1p": True, "norm_placement": "sandwich", "gated_linear_unit": True,
-              "attention_window": 5, "attention_window_pattern": (1, 0), "rotary_base_windowed": 100.0,
-              "attention_logit_softcap": 2.0, "output_logit_softcap": 1.0, "embedding_multiplier": 6.0,
-              "qk_layernorm": True, "num_query_groups": 2},
-    "window": {"attention_window": 4, "position_embedding_type": "none"},
-    "post-residual": {"apply_residual_connection_post_layernorm": True, "residual_multiplier": 0.5,
-                      "logit_multiplier": 0.5},
-    "olmo2": {**QK_ALL, "norm_placement": "post_branch", "num_query_groups": 3, "apply_layernorm_1p": True},
-    "olmo2, two groups": {**QK_ALL, "norm_placement": "post_branch", "num_query_groups": 2},
-    "qk layer norm": {**ROPE, "qk_layernorm": True, "num_query_groups": 1, "apply_layernorm_1p": True},
-    "experts": {"num_experts": 4, "moe_layer_pattern": (0, 1), "moe_z_loss_coeff": 0.1},
-    "sigmoid and shared experts": {**ROPE, **RMS, "gated_linear_unit": True, "activation_function": "silu",
-                                   "num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 12,
-                                   "moe_shared_expert_intermediate_size": 24,
-                                   "moe_router_score_function": "sigmoid"},
-}  # fmt: skip
 EACH = pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
-
-
-def config_of(changes: dict[str, Any]) -> ModelConfig:
-    """Two blocks with six heads, which three ranks can share."""
-    settings = {"hidden_size": WIDTH, "num_attention_heads": 6, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return tiny_config(132, **{**settings, **changes})
-
-
-def build(changes: dict[str, Any], mesh: ParallelMesh = MESH) -> LayerStack:
-    """The network, its norm weights and biases drawn at random, since at their initial values errors in them hide."""
-    model = build_gpt(config_of(changes), mesh)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            spec = shard_spec_of(parameter)
-            if not spec.is_matrix:
-                whole = torch.randn(spec.shape, generator=torch.Generator().manual_seed(len(name))) * 0.3
-                box = tuple(slice(first, last) for first, last in zip(spec.start, spec.stop, strict=True))
-                parameter.add_(whole[box].reshape(parameter.shape))
-    return model
 
 
 def tokens_of(batch: int = 2) -> torch.Tensor:
