@@ -25,9 +25,10 @@ def main(argv: Sequence[str] | None = None, decided: Mapping[str, str] | None = 
     request = parse(sys.argv[1:] if argv is None else argv, decided=decided)
     signals = StopSignals()
     with signals.installed() if request.control.exit_on_signal else nullcontext():
-        from megatron.data.datasets.build import check_sources
+        from megatron.data.datasets.build import check_sources, flag_for_examples
 
-        check_sources(request.data, request.data.seq_length, request.loss.objective)
+        needed_by = flag_for_examples(request.finetuning, request.loss)
+        check_sources(request.data, request.data.seq_length, request.loss.objective, needed_by)
         from megatron import device
 
         device.choose_accelerator()

@@ -57,7 +57,7 @@ from megatron.parallel.watch.position import END
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
-from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
+from megatron.train.objectives import batch_options, build_objective, example_options, step_settings, with_prefixes
 from megatron.train.restarts.breaker import decide, settings_digest
 from megatron.train.restarts.freezing import find_freezing
 from megatron.train.restarts.history import History
@@ -298,7 +298,10 @@ def _open_data(
 
     def build(build_indices: bool) -> tuple[SplitDatasets, DataPlan]:
         length, seed, consumed = config.data.seq_length, config.random.seed, progress.consumed_samples
-        return build_split_datasets(config.data, length, seed, samples, stored, build_indices, consumed, tokenizer)
+        options = example_options(config)
+        return build_split_datasets(
+            config.data, length, seed, samples, stored, build_indices, consumed, tokenizer, options
+        )
 
     built: list[tuple[SplitDatasets, DataPlan]] = []
 

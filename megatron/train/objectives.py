@@ -7,6 +7,7 @@ import torch
 from megatron.config import RunConfig
 from megatron.config.sections.loss import MULTITASK, PREFIX
 from megatron.data.datasets.build import SplitDatasets
+from megatron.data.datasets.examples.options import ExampleOptions
 from megatron.data.datasets.prefix import PrefixDataset
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.loader import BatchOptions
@@ -68,6 +69,16 @@ def batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
         eod_mask_loss=config.documents.eod_mask_loss,
         segments=config.documents.needs_segments or packs_examples(config),
         prefixes=has_prefixes(config),
+    )
+
+
+def example_options(config: RunConfig) -> ExampleOptions:
+    """How examples with answers become rows."""
+    return ExampleOptions(
+        config.finetuning.chat_template,
+        pack=config.finetuning.pack_examples,
+        on_targets_only=config.loss.loss_on_targets_only,
+        flags=config.data,
     )
 
 

@@ -12,8 +12,11 @@ import numpy as np
 from megatron import log
 from megatron.config import DataConfig, WeightedGroup
 from megatron.config.flags.blends import read_blend, shown_split
-from megatron.config.sections.loss import CAUSAL
+from megatron.config.sections.finetuning import FinetuningConfig
+from megatron.config.sections.loss import CAUSAL, LossConfig
 from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
+from megatron.data.datasets.examples.options import ExampleOptions
+from megatron.data.datasets.examples.tokens import TokenizedExamples
 from megatron.data.datasets.gpt import GPTDataset
 from megatron.data.datasets.open_files import allow_open_files
 from megatron.data.datasets.pairs import TokenPairs
@@ -58,6 +61,7 @@ def build_split_datasets(
     build_indices: bool = True,
     consumed: int = 0,
     tokenizer: Tokenizer | None = None,
+    examples: ExampleOptions | None = None,
 ) -> tuple[SplitDatasets, DataPlan]:
     """Opens the sources and gives the data sets of all splits.
 
@@ -68,7 +72,8 @@ def build_split_datasets(
         build_indices: whether this process writes missing indices; true on one process per node, which goes first.
         consumed: training samples that were consumed before; a changed blend begins there, and phases that end there
             or before are not opened.
-        tokenizer: of the run; document stores are encoded by it, Parquet windows must have been.
+        tokenizer: of the run; document stores and examples are encoded by it, Parquet windows must have been.
+        examples: how examples become rows.
 
     Raises:
         DataError: a source is missing or damaged or of another layout than --data-impl says, training has no data, or
@@ -77,7 +82,7 @@ def build_split_datasets(
     """
     allow_open_files(_FILES_PER_PREFIX * len(data_prefixes(data)))
     caches = _Caches(data.data_cache_path, build_indices)
-    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside)
+    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside, examples)
     fresh = _fresh_plan(data, sequence_length, seed, files)
     current = resumed_plan(fresh, plan, consumed, may_change_blend=data.change_data_blend) if plan else fresh
     current = current.extended(samples)
@@ -91,6 +96,34 @@ def build_split_datasets(
         test={group.name: built[id(group)] for group in current.test if group.samples},
     )
     return datasets, current
+
+
+def epoch_samples(
+    data: DataConfig,
+    sequence_length: int,
+    seed: int,
+    tokenizer: Tokenizer | None = None,
+    examples: ExampleOptions | None = None,
+    build_indices: bool = True,
+) -> int:
+    """Samples in which training sees everything of its sources once; of several sources, the sum.
+
+    Args:
+        build_indices, tokenizer, examples: see `build_split_datasets`.
+
+    Raises:
+        ConfigError, DataError: see `build_split_datasets`.
+    """
+    allow_open_files(_FILES_PER_PREFIX * len(data_prefixes(data)))
+    caches = _Caches(data.data_cache_path, build_indices)
+    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside, examples)
+    plan = _fresh_plan(data, sequence_length, seed, files)
+    if plan.train is None:
+        raise DataError(_no_training_data_text(data))
+    return sum(
+        source.last - source.first if source.is_rows else max(1, (source.tokens - 1) // sequence_length)
+        for source in plan.train.sources
+    )
 
 
 def empty_splits(data: DataConfig, plan: DataPlan) -> list[str]:
@@ -170,14 +203,26 @@ def token_file_prefixes(data: DataConfig) -> list[str]:
     return [part for prefix in data_prefixes(data) for part in token_files(prefix)]
 
 
-def check_sources(data: DataConfig, sequence_length: int, objective: str = CAUSAL) -> None:
+def check_sources(data: DataConfig, sequence_length: int, objective: str = CAUSAL, needed_by: str = "") -> None:
     """Checks that the sources exist, so that a wrong one is refused before anything heavy is imported or built.
+
+    Args:
+        needed_by: a flag that was given and is only for examples; empty if there is none.
 
     Raises:
         ConfigError, DataError: see `check_source`.
     """
     for prefix in data_prefixes(data):
-        check_source(prefix, sequence_length, objective)
+        check_source(prefix, sequence_length, objective, needed_by)
+
+
+def flag_for_examples(finetuning: FinetuningConfig, loss: LossConfig) -> str:
+    """A flag that was given and has a meaning for examples only; empty if there is none."""
+    if loss.objective != CAUSAL:
+        return ""
+    if finetuning.pack_examples:
+        return "--pack-examples"
+    return "--loss-on-targets-only" if loss.loss_on_targets_only else ""
 
 
 def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
@@ -303,8 +348,8 @@ def _group(name: str, blended: bool, ranges: Sequence[_Range], files: DataSource
 
 def _source(name: str, part: _Range, files: DataSources) -> SourcePlan:
     source = files[part.prefix]
-    if isinstance(source, TokenPairs):
-        rows = files.packed(source, part.first, part.last)
+    if isinstance(source, (TokenPairs, TokenizedExamples)):
+        rows = files.packed(source, part.first, part.last, name)
         return SourcePlan(rows.prefix, rows.fingerprint, 0, len(rows), len(rows) * files.sequence_length, is_rows=True)
     if not isinstance(source, IndexedDataset):
         tokens = (part.last - part.first) * files.sequence_length
