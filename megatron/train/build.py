@@ -126,8 +126,8 @@ def _with_epochs(config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer) ->
     """Gives a run of --epochs its length, for which the training data are counted."""
     if config.finetuning.epochs is None or config.control.eval_only:
         return config
-    data, length, seed = config.data, config.data.seq_length, config.random.seed
-    return resolve_epochs(config, run_on_first(mesh, lambda: epoch_samples(data, length, seed, tokenizer)))
+    data, length, seed, examples = config.data, config.data.seq_length, config.random.seed, example_options(config)
+    return resolve_epochs(config, run_on_first(mesh, lambda: epoch_samples(data, length, seed, tokenizer, examples)))
 
 
 @contextlib.contextmanager
