@@ -6,7 +6,7 @@ Only `megatron.config` is imported before the flags have been checked, so `--hel
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 from megatron import log
@@ -15,15 +15,19 @@ from megatron.parallel.rank_start import begin_rank
 from megatron.train.signals import StopSignals
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the flags, builds the run, trains it, and returns the exit code of `megatron.errors.ExitCode`."""
+def main(argv: Sequence[str] | None = None, decided: Mapping[str, str] | None = None) -> int:
+    """Parses the flags, builds the run, trains it, and returns the exit code of `megatron.errors.ExitCode`.
+
+    Args:
+        decided: what a program for one objective gives itself, see `megatron.config.parse`.
+    """
     begin_rank()
-    request = parse(sys.argv[1:] if argv is None else argv)
+    request = parse(sys.argv[1:] if argv is None else argv, decided=decided)
     signals = StopSignals()
     with signals.installed() if request.control.exit_on_signal else nullcontext():
         from megatron.data.datasets.build import check_sources
 
-        check_sources(request.data, request.data.seq_length)
+        check_sources(request.data, request.data.seq_length, request.loss.objective)
         from megatron import device
 
         device.choose_accelerator()

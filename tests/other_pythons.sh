@@ -8,7 +8,7 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
-PACKAGES=(numpy orjson pyyaml safetensors tokenizers gigatoken pytest hypothesis sentencepiece sentencex xxhash zstandard mongomock pymongo)
+PACKAGES=(numpy orjson pyyaml jinja2 safetensors tokenizers gigatoken pytest hypothesis sentencepiece sentencex xxhash zstandard mongomock pymongo)
 FOLDERS=(tests/config tests/tokenizers tests/data)
 
 # Prints "MINOR INTERPRETER" for each supported Python that runs, the oldest first.

@@ -199,7 +199,7 @@ def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
 
 def _tokenizer(origin: Origin) -> Tokenizer:
     """The tokenizer of the run."""
-    from megatron.data.datasets.build import data_prefixes
+    from megatron.data.datasets.build import token_file_prefixes
     from megatron.data.formats.sidecar import check_tokenizer_fits
     from megatron.tokenizers.record import check_same_tokenizer
     from megatron.tokenizers.tokenizer import build_tokenizer
@@ -208,7 +208,7 @@ def _tokenizer(origin: Origin) -> Tokenizer:
     if origin.tokenizer is not None:
         advice = ", or look at the ids with --print-tokens"
         check_same_tokenizer("the run was trained", origin.tokenizer, tokenizer, CheckpointError, advice)
-    check_tokenizer_fits(data_prefixes(origin.order.data), tokenizer)
+    check_tokenizer_fits(token_file_prefixes(origin.order.data), tokenizer)
     return tokenizer
 
 

@@ -66,6 +66,10 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
 _DESCRIPTION = "Pretrains a GPT language model with tensor, pipeline and data parallelism."
 
 
+# What --epochs replaces of a preset.
+_LENGTHS = frozenset({"optim.train_iters", "optim.lr_warmup_iters", "optim.lr_decay_iters"})
+
+
 def field_flags() -> dict[str, Flag]:
     """Every flag that sets a field, by its destination "section.field"."""
     return {
@@ -73,11 +77,14 @@ def field_flags() -> dict[str, Flag]:
     }
 
 
-def parse(argv: Sequence[str], prog: str | None = None) -> RunRequest:
+def parse(argv: Sequence[str], prog: str | None = None, decided: Mapping[str, str] | None = None) -> RunRequest:
     """Reads the trainer's command line, and the file of `--config` if one is given.
 
     Looks at nothing but the words and the files they name: no torch, no environment, no network. Prints the help and
     exits for `--help`.
+
+    Args:
+        decided: words that the program itself gives for some destinations ("section.field"); nothing may disagree.
 
     Raises:
         ConfigError: with all problems at once.
@@ -98,6 +105,8 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunRequest:
         file = read_config_file(reading.values["control.config"], flags, sections_of(RunRequest))
     preset = _read_preset({**file.values, **reading.values}.get("control.model_preset"), flags)
     (by_preset, by_file, given), contradictions = expand_shorthands([preset.values, file.values, reading.values])
+    if "finetuning.epochs" in {**by_file, **given}:
+        by_preset = {name: value for name, value in by_preset.items() if name not in _LENGTHS}
     values = {**by_preset, **by_file, **given}
     problems = [*reading.problems, *file.problems, *preset.problems, *contradictions]
     broken = reading.broken | file.broken | preset.broken
@@ -114,6 +123,9 @@ def parse(argv: Sequence[str], prog: str | None = None) -> RunRequest:
         sentence = entry.sentence(reading.spellings.get(name, entry.flag.positive_name), values.get(name, False))
         if sentence is not None:
             (problems if entry.status == REFUSED else notices).append(sentence)
+    for name, word in (decided or {}).items():
+        problems += _disagreement(own[name], word, values.get(name, word))
+        values[name], provenance[name] = word, GIVEN
     values, group_problems = read_group_files(values)
     values = _with_positions(values)
     sections, section_problems = _build_sections(own, values, provenance, broken)
@@ -141,6 +153,17 @@ def flag_table() -> list[tuple[str, str, str, str]]:
     return rows + sorted(others, key=lambda row: (row[3], row[0]))
 
 
+def _disagreement(flag: Flag, decided: str, asked: Any) -> list[str]:
+    """What is wrong if a flag or a file asks for something else than the program is for."""
+    if asked == decided:
+        return []
+    name = flag.positive_name
+    return [
+        f"{name} {asked} was asked for, but this program is for {name} {decided}. Drop {name}, or use pretrain_gpt.py, "
+        f"which takes any."
+    ]
+
+
 def _build_sections(
     own: Mapping[str, Flag], values: Mapping[str, Any], provenance: Mapping[str, str], broken: set[str]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -154,7 +177,7 @@ def _build_sections(
         sections[section] = build_unchecked(cls, fields)
     rules = [
         *cross_problems(sections["model"], sections["parallel"], sections["data"], sections["optim"]),
-        *request_problems(sections["optim"], sections["data"], sections["control"], provenance),
+        *request_problems(sections["optim"], sections["data"], sections["control"], sections["finetuning"], provenance),
     ]
     given = {name.partition(".")[2] for name in values}
     refused = broken | {flag.field for flag in missing}

@@ -74,22 +74,43 @@ class Answers:
         return scores
 
 
-def plan_batches(queries: Sequence[Query], batch_tokens: int) -> list[list[int]]:
+def plan_batches(queries: Sequence[Query], batch_tokens: int, *, padded_up_to: int | None = None) -> list[list[int]]:
     """Divides queries into batches of similar length; the longest come first.
 
-    Depends on nothing but the queries and the budget, so that results do not depend on the number of ranks.
+    Depends on nothing but the queries and the limits, so that results do not depend on the number of ranks.
 
     Args:
         batch_tokens: the most tokens of a batch, padding included; a single query may have more.
+        padded_up_to: inputs beyond which a batch has queries of one length only, because the network treats a text by
+            the length of its batch (`PositionFields.rotations_fixed_up_to`); None if padding never matters.
 
     Returns:
         the numbers of the queries of each batch.
     """
-    order = sorted(range(len(queries)), key=lambda number: (-len(queries[number].tokens), number))
-    batches: list[list[int]] = []
-    for number in order:
-        longest = len(queries[batches[-1][0]].tokens) - 1 if batches else 0
-        if not batches or longest * (len(batches[-1]) + 1) > batch_tokens:
-            batches.append([])
-        batches[-1].append(number)
-    return batches
+    return [batch for (batch,) in plan_rounds(queries, batch_tokens, 1, padded_up_to=padded_up_to)]
+
+
+def plan_rounds(
+    queries: Sequence[Query], batch_tokens: int, batches_per_round: int, *, padded_up_to: int | None = None
+) -> list[list[list[int]]]:
+    """The same for batches that are run side by side in one shape: rounds of batches with equal numbers of queries.
+
+    Args:
+        batches_per_round: the most batches of a round, among which its queries are divided evenly.
+
+    Returns:
+        the numbers of the queries of each batch of each round; the last batch of a round may have fewer.
+    """
+    lengths = [len(query.tokens) - 1 for query in queries]
+    order = sorted(range(len(queries)), key=lambda number: (-lengths[number], number))
+    rounds = []
+    while order:
+        longest = lengths[order[0]]
+        most = max(1, batch_tokens // longest) * batches_per_round
+        chosen = order[:most]
+        if padded_up_to is not None and longest > padded_up_to:
+            chosen = [number for number in chosen if lengths[number] == longest]
+        rows = -(-len(chosen) // batches_per_round)
+        rounds.append([chosen[first : first + rows] for first in range(0, len(chosen), rows)])
+        order = order[len(chosen) :]
+    return rounds

@@ -46,7 +46,11 @@ class LoadedScorer:
         mesh = self.loaded.mesh
         check_queries(queries, self.max_length, self.loaded.config.model.vocab_size)
         answers = Answers(queries)
-        batches = plan_batches(queries, self.batch_size * self.loaded.positions)
+        batches = plan_batches(
+            queries,
+            self.batch_size * self.loaded.positions,
+            padded_up_to=self.loaded.config.model.rotations_fixed_up_to,
+        )
         done = 0
         for first in range(0, len(batches), mesh.batch.size):
             side_by_side = batches[first : first + mesh.batch.size]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from megatron.kernels.attention import attention
-from megatron.kernels.bounds import Bounds, local_bias
+from megatron.kernels.bounds import Bounds, cumulative_lengths, local_bias
 
 SMALLEST_BLOCK = 64  # tokens; with narrower blocks the calls cost more than what they compute
 
@@ -20,10 +21,31 @@ class DocumentBlocks:
     Attributes:
         lengths: the lengths of the documents of all samples, in tokens; no document spans two samples.
         within: the window and the slopes within a document.
+        biases: the bias of each document, `[1, 1 or a, n, n]`, if it has a prefix; empty if none does.
     """
 
     lengths: list[int]
     within: WindowBlocks
+    biases: Sequence[torch.Tensor] = ()
+
+    @classmethod
+    def plan(
+        cls, bounds: Bounds, segment_ids: torch.Tensor, query: torch.Tensor, softcap: float | None
+    ) -> DocumentBlocks:
+        """The plan of a micro-batch.
+
+        Shapes: segment_ids `[b, s]`, query `[b, a, s, d]`.
+        """
+        lengths: list[int] = cumulative_lengths(segment_ids).diff().tolist()
+        within = WindowBlocks.plan(bounds, softcap)
+        if bounds.prefix_mask is None:
+            return cls(lengths, within)
+        tokens = query.transpose(1, 2).flatten(0, 1).split(lengths)
+        biases = [
+            local_bias(part.transpose(0, 1).unsqueeze(0), len(part), bounds.window, bounds.slopes, prefix.unsqueeze(0))
+            for part, prefix in zip(tokens, bounds.prefix_mask.flatten().split(lengths), strict=True)
+        ]
+        return cls(lengths, within, biases)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """Applies attention.
@@ -34,9 +56,13 @@ class DocumentBlocks:
         # Splitting the tokens of all samples at once makes backward one concatenation.
         tokens = [part.transpose(1, 2).flatten(0, 1).split(self.lengths) for part in (query, key, value)]  # [n, a, d]
         parts = []
-        for document in zip(*tokens, strict=True):
+        for number, document in enumerate(zip(*tokens, strict=True)):
             queries, keys, values = (part.transpose(0, 1).unsqueeze(0) for part in document)  # [1, a, n, d]
-            attended = self.within.attend(queries, keys, values, scale)
+            if self.biases:
+                bias, softcap = self.biases[number], self.within.softcap
+                attended = attention(queries, keys, values, scale, bias=bias, softcap=softcap)
+            else:
+                attended = self.within.attend(queries, keys, values, scale)
             parts.append(attended.squeeze(0).transpose(0, 1))  # [n, a, d]
         return torch.cat(parts).view(batch, length, heads, size).transpose(1, 2)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from megatron.kernels.block_attention import DocumentBlocks, WindowBlocks
-from megatron.kernels.bounds import Bounds, cumulative_lengths
+from megatron.kernels.bounds import Bounds
 from megatron.kernels.gpu_attention import FlexAttention, VarlenAttention, has_flex, has_varlen
 
 SMALLEST_FLEX_HEAD, LARGEST_FLASH_HEAD = 16, 256
@@ -18,7 +18,7 @@ class AttentionPlan(Protocol):
     """Attention of a micro-batch with its bounds worked in; layers with the same bounds share it."""
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Applies causal attention without dropout.
+        """Applies attention without dropout.
 
         Shapes: query `[b, a, s, d]`, key and value `[b, g, s, d]`; result as query.
         """
@@ -43,8 +43,7 @@ def plan_attention(query: torch.Tensor, bounds: Bounds, softcap: float | None = 
     on_gpu = query.is_cuda
     match choose_form(query, bounds, softcap, varlen=on_gpu and has_varlen(), flex=on_gpu and has_flex()):
         case Form.DOCUMENTS if bounds.segment_ids is not None:
-            lengths = cumulative_lengths(bounds.segment_ids).diff().tolist()
-            return DocumentBlocks(lengths, WindowBlocks.plan(bounds, softcap))
+            return DocumentBlocks.plan(bounds, bounds.segment_ids, query, softcap)
         case Form.WINDOWS:
             return WindowBlocks.plan(bounds, softcap)
         case Form.VARLEN:
@@ -69,11 +68,14 @@ def choose_form(query: torch.Tensor, bounds: Bounds, softcap: float | None, *, v
     length, size = query.shape[2:]
     has_documents = bounds.segment_ids is not None
     has_window = bounds.window is not None and bounds.window < length
+    has_prefixes = bounds.prefix_mask is not None
     if query.device.type != "cuda":
         if has_documents:
             return Form.DOCUMENTS
+        if has_prefixes:
+            return Form.DENSE
         return Form.WINDOWS if has_window and bounds.window is not None and 2 * bounds.window <= length else Form.DENSE
-    is_plain = softcap is None and not bounds.slopes
+    is_plain = softcap is None and not bounds.slopes and not has_prefixes
     if is_plain and not has_documents and not has_window:
         return Form.DENSE
     is_half = query.dtype in (torch.float16, torch.bfloat16)

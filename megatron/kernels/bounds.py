@@ -1,4 +1,4 @@
-"""Which keys a query sees besides the causal rule, and tensors that say so to the forms of attention."""
+"""Which keys a query sees, and tensors that say so to the forms of attention."""
 
 from __future__ import annotations
 
@@ -9,41 +9,54 @@ import torch
 
 @dataclass(frozen=True)
 class Bounds:
-    """What restricts causal attention further.
+    """What restricts causal attention further, and what it does not hide.
 
-    Shapes: segment_ids `[b, s]` int64, nondecreasing along s.
+    Shapes: segment_ids `[b, s]` int64, nondecreasing along s; prefix_mask `[b, s]` bool.
 
     Attributes:
         segment_ids: document number of each token; a token sees only its own document. None for no documents.
         window: tokens that a token may attend to, itself included; None for all.
         slopes: for each head, what a score loses per position of distance (ALiBi); empty for nothing.
+        prefix_mask: keys that the queries before them see as well; windows and slopes then go by the distance in either
+            direction. None for no such keys.
     """
 
     segment_ids: torch.Tensor | None = None
     window: int | None = None
     slopes: tuple[float, ...] = ()
+    prefix_mask: torch.Tensor | None = None
 
 
-def local_bias(query: torch.Tensor, keys: int, window: int | None, slopes: tuple[float, ...]) -> torch.Tensor:
+def local_bias(
+    query: torch.Tensor,
+    keys: int,
+    window: int | None,
+    slopes: tuple[float, ...],
+    prefix_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The bias of scores: -inf where a key is not visible, otherwise minus slope times distance.
 
-    The queries are the last of the keys' positions.
+    The queries are the last of the keys' positions. Keys of a prefix are visible to the queries before them as well;
+    windows and slopes then go by the distance in either direction.
 
-    Shapes: query `[b, a, s, d]`; result `[1, 1 or a, s, keys]`, in the query's dtype, at least float32 if there are
-    slopes.
+    Shapes: query `[b, a, s, d]`; prefix_mask `[b, keys]` bool; result `[1 or b, 1 or a, s, keys]`, in the query's
+    dtype, at least float32 if there are slopes.
     """
     positions = torch.arange(keys, device=query.device)
     distance = positions[keys - query.shape[2] :].unsqueeze(1) - positions  # [s, k], how far a key lies back
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
+    if prefix_mask is not None:
+        is_reachable = torch.ones_like(hidden) if window is None else distance.abs() < window
+        hidden = hidden & ~(prefix_mask[:, None, None] & is_reachable)  # [b, 1, s, k]
+        distance = distance.abs()
     if slopes:
         dtype = torch.promote_types(query.dtype, torch.float32)
         steepness = torch.tensor(slopes, dtype=dtype, device=query.device).view(1, -1, 1, 1)
-        return (-steepness * distance).masked_fill_(hidden, -torch.inf)
-    return torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)[
-        None, None
-    ]
+        return (-steepness * distance).masked_fill(hidden, -torch.inf)
+    bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+    return bias if prefix_mask is not None else bias[None, None]
 
 
 def cumulative_lengths(segment_ids: torch.Tensor) -> torch.Tensor:
@@ -57,13 +70,18 @@ def cumulative_lengths(segment_ids: torch.Tensor) -> torch.Tensor:
 
 
 def visible_blocks(
-    segment_ids: torch.Tensor | None, window: int | None, length: int, block: int, device: torch.device
+    segment_ids: torch.Tensor | None,
+    window: int | None,
+    length: int,
+    block: int,
+    device: torch.device,
+    prefix_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which blocks of queries and keys have visible pairs, and in which of them all pairs are visible.
 
     It is computed from the first and last token of each block, without s x s entries.
 
-    Shapes: segment_ids `[b, s]`; both results `[b or 1, 1, blocks, blocks]` bool.
+    Shapes: segment_ids and prefix_mask `[b, s]`; both results `[b or 1, 1, blocks, blocks]` bool.
 
     Args:
         length: s.
@@ -71,14 +89,21 @@ def visible_blocks(
     """
     first = torch.arange(0, length, block, device=device)  # [blocks]
     last = (first + block).clamp(max=length) - 1
-    visible = last.unsqueeze(1) >= first  # [queries' blocks, keys' blocks]
-    whole = (first.unsqueeze(1) >= last) & (first + block <= length).unsqueeze(1)
+    is_complete = first + block <= length
+    visible = (last.unsqueeze(1) >= first)[None, None]  # [1, 1, queries' blocks, keys' blocks]
+    whole = (first.unsqueeze(1) >= last)[None, None]
+    if prefix_mask is not None:
+        tokens = torch.nn.functional.pad(prefix_mask, (0, -length % block)).unflatten(1, (-1, block))  # [b, blocks, n]
+        visible = visible | tokens.any(dim=2)[:, None, None]
+        whole = whole | tokens.all(dim=2)[:, None, None]
+    whole = whole & is_complete.unsqueeze(1) & is_complete
     if window is not None:
-        visible = visible & (first.unsqueeze(1) - last < window)
-        whole = whole & (last.unsqueeze(1) - first < window)
-    visible, whole = visible[None, None], whole[None, None]
+        nearest = torch.maximum(first.unsqueeze(1) - last, first - last.unsqueeze(1))
+        furthest = torch.maximum(last.unsqueeze(1) - first, last - first.unsqueeze(1))
+        visible, whole = visible & (nearest < window), whole & (furthest < window)
     if segment_ids is not None:
         opening, closing = segment_ids[:, None, first], segment_ids[:, None, last]  # [b, 1, blocks]
-        visible = visible & (opening.unsqueeze(3) <= closing.unsqueeze(2))
-        whole = whole & (closing.unsqueeze(3) == opening.unsqueeze(2))
+        queries, keys = (opening.unsqueeze(3), closing.unsqueeze(3)), (opening.unsqueeze(2), closing.unsqueeze(2))
+        visible = visible & (queries[0] <= keys[1]) & (keys[0] <= queries[1])
+        whole = whole & (queries[1] == keys[0]) & (keys[1] == queries[0])
     return visible, whole

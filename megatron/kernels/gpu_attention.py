@@ -112,13 +112,15 @@ def has_flex() -> bool:
 
 def block_mask(bounds: Bounds, length: int, device: torch.device) -> BlockMask:
     """What flex attention computes: visible blocks, and which pairs of their tokens."""
-    segments, window = bounds.segment_ids, bounds.window
-    visible, whole = visible_blocks(segments, window, length, BLOCK, device)
+    segments, window, prefixes = bounds.segment_ids, bounds.window, bounds.prefix_mask
+    visible, whole = visible_blocks(segments, window, length, BLOCK, device, prefixes)
 
     def is_visible(sample: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         seen = query >= key
+        if prefixes is not None:
+            seen = seen | prefixes[sample, key]
         if window is not None:
-            seen = seen & (query - key < window)
+            seen = seen & (query - key < window) & (key - query < window)
         if segments is not None:
             seen = seen & (segments[sample, query] == segments[sample, key])
         return seen
@@ -139,7 +141,7 @@ def score_change(bounds: Bounds, softcap: float | None, device: torch.device) ->
     ) -> torch.Tensor:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        return score if slopes is None else score - slopes[head] * (query - key)
+        return score if slopes is None else score - slopes[head] * (query - key).abs()
 
     return change
 

@@ -89,6 +89,16 @@ class LanguageModelObjective:
             z_losses = self.z_loss_coeff * of_tokens.log_normalizer.square() * mask  # [b, s]
             metrics[Z_LOSS] = z_losses.detach().sum(dtype=torch.float64)
             minimized = minimized + z_losses
+        weights = self.position_weights(mask)
+        if weights is not None:
+            minimized = minimized * weights
         return ObjectiveResult(
             losses.sum(), mask.sum(), metrics, minimized_sum=None if minimized is losses else minimized.sum()
         )
+
+    def position_weights(self, mask: torch.Tensor) -> torch.Tensor | None:
+        """How much the loss of each position counts in what is minimized; None if all count the same.
+
+        Shapes: mask `[b, s]`; result `[s]`.
+        """
+        return None

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.observe.metrics import Metrics
+from megatron.observe.metrics import Metrics, TaskOutcome
 
 
 def iteration_line(metrics: Metrics) -> str:
@@ -59,6 +59,21 @@ def evaluation_lines(group: str, prefix: str, loss: float) -> list[str]:
     return [dashes, text, dashes]
 
 
+def task_lines(task: TaskOutcome, prefix: str) -> list[str]:
+    """The figures of one task between two lines of dashes, each with its standard error.
+
+    Args:
+        prefix: the point in training, such as "iteration 100".
+    """
+    figures = [
+        f"{metric}: {value:.4f}" + (f" +- {task.errors[metric]:.4f}" if metric in task.errors else "")
+        for metric, value in task.figures.items()
+    ]
+    text = " | ".join([f"task {task.name} at {prefix}", *figures, f"items: {task.count}"]) + " | "
+    dashes = "-" * (len(text) + 1)
+    return [dashes, text, dashes]
+
+
 def perplexity(loss: float) -> float:
     """exp(loss), capped at exp(20) as upstream does."""
     return math.exp(min(loss, 20.0))
@@ -67,6 +82,12 @@ def perplexity(loss: float) -> float:
 def size_line(tp_rank: int, pp_rank: int, parameters: int, parameters_without_embeddings: int) -> str:
     """The size of the network in billions of parameters, with and without embeddings."""
     return f"[{tp_rank:03d}-{pp_rank:03d}] {parameters / 1e9:.4f}B / {parameters_without_embeddings / 1e9:.4f}B"
+
+
+def trained_line(trained: int, parameters: int) -> str:
+    """How much of a partly frozen network is trained."""
+    share = 100 * trained / max(1, parameters)
+    return f"trained parameters: {trained:,} of {parameters:,} ({share:.1f} %); the others are frozen (--freeze)"
 
 
 def argument_lines(values: Mapping[str, Any]) -> list[str]:

@@ -59,6 +59,26 @@ class StepOutcome(Protocol):
         """The objective's metrics summed over the global batch, by name."""
 
 
+class TaskOutcome(Protocol):
+    """What was measured in a task of --eval-tasks; equal on all ranks."""
+
+    @property
+    def name(self) -> str:
+        """The task's name."""
+
+    @property
+    def count(self) -> int:
+        """Number of items."""
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """A value by metric."""
+
+    @property
+    def errors(self) -> Mapping[str, float]:
+        """The standard errors of the figures that have one."""
+
+
 @dataclass(frozen=True)
 class SourceLoss:
     """The loss on the tokens of one data source.

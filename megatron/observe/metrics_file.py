@@ -1,8 +1,9 @@
 """`metrics.jsonl`: one JSON object per line, written so that a kill loses at most the line being written.
 
-Every record has a `kind`: `start` (one per program start), `step`, `evaluation`, or `passed` (a batch that was not
-trained on). Floats round-trip bit for bit; NaN and the infinities, which JSON lacks, are the strings "NaN", "Infinity",
-"-Infinity". A resumed run appends, so the steps after its checkpoint appear twice; the later record counts.
+Every record has a `kind`: `start` (one per program start), `step`, `evaluation`, `task` (of --eval-tasks), or `passed`
+(a batch that was not trained on). Floats round-trip bit for bit; NaN and the infinities, which JSON lacks, are the
+strings "NaN", "Infinity", "-Infinity". A resumed run appends, so the steps after its checkpoint appear twice; the later
+record counts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.observe.console import perplexity
-from megatron.observe.metrics import Metrics
+from megatron.observe.metrics import Metrics, TaskOutcome
 
 FILE_NAME = "metrics.jsonl"
 
@@ -118,6 +119,21 @@ class MetricsFile:
                 "group": group,
                 "lm_loss": loss,
                 "perplexity": perplexity(loss),
+            },
+        )
+
+    def task(self, progress: Progress, task: TaskOutcome) -> None:
+        """Records the figures of a task of --eval-tasks."""
+        self.write(
+            "task",
+            {
+                "iteration": progress.step,
+                "consumed_samples": progress.consumed_samples,
+                "consumed_tokens": progress.consumed_tokens,
+                "task": task.name,
+                "count": task.count,
+                "figures": dict(task.figures),
+                "errors": dict(task.errors),
             },
         )
 

@@ -15,8 +15,8 @@ from megatron.checkpoint.record import Progress
 from megatron.config import ControlConfig, OptimConfig
 from megatron.config.schedule import planned_iterations
 from megatron.errors import StorageError
-from megatron.observe.console import evaluation_lines, iteration_line
-from megatron.observe.metrics import Interval, Metrics, StepOutcome, Workload, measure
+from megatron.observe.console import evaluation_lines, iteration_line, task_lines
+from megatron.observe.metrics import Interval, Metrics, StepOutcome, TaskOutcome, Workload, measure
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.run_directory import RunDirectory
 from megatron.observe.safeguard import Destination, Safeguard
@@ -111,6 +111,19 @@ class Report:
             log.line(text)
         for destination in self.destinations:
             destination.evaluation(progress, group, loss)
+
+    def task(self, progress: Progress, prefix: str, task: TaskOutcome) -> None:
+        """Reports the figures of one task of --eval-tasks.
+
+        Args:
+            progress: the point in training.
+            prefix: the same as text, such as "iteration 100".
+            task: what was measured.
+        """
+        for text in task_lines(task, prefix):
+            log.line(text)
+        for destination in self.destinations:
+            destination.task(progress, task)
 
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         """Reports a batch that was not trained on.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from megatron import log
 from megatron.checkpoint.record import Progress
-from megatron.observe.metrics import Metrics
+from megatron.observe.metrics import Metrics, TaskOutcome
 
 _UNFLUSHED = ("step", "passed")
 
@@ -22,8 +22,8 @@ class Destination(Protocol):
 
     Attributes:
         name: what a warning calls it: its file, or service and project.
-        is_buffered: whether steps are only handed over, and known to be written once `interval` or `evaluation` has
-            returned; after a failure such a destination is not used again.
+        is_buffered: whether steps are only handed over, and known to be written once `interval`, `evaluation` or
+            `task` has returned; after a failure such a destination is not used again.
     """
 
     name: str
@@ -40,6 +40,9 @@ class Destination(Protocol):
 
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
         """Called after a data group was evaluated."""
+
+    def task(self, progress: Progress, task: TaskOutcome) -> None:
+        """Called after a task of --eval-tasks was run."""
 
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         """Called after a batch was passed over."""
@@ -78,6 +81,10 @@ class Safeguard:
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
         """Passes on an evaluation."""
         self._record("evaluation", progress.step, lambda: self.destination.evaluation(progress, group, loss))
+
+    def task(self, progress: Progress, task: TaskOutcome) -> None:
+        """Passes on what was measured in a task."""
+        self._record("task", progress.step, lambda: self.destination.task(progress, task))
 
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         """Passes on that a batch was passed over."""

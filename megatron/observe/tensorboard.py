@@ -15,7 +15,7 @@ from megatron.checkpoint.record import Progress
 from megatron.config import ControlConfig
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.console import perplexity
-from megatron.observe.metrics import Metrics, Workload
+from megatron.observe.metrics import Metrics, TaskOutcome, Workload
 
 
 class TensorBoard:
@@ -69,6 +69,12 @@ class TensorBoard:
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
         """Writes a validation or test loss."""
         self._write(evaluation_scalars(progress, group, loss, self.control, self.workload))
+        self._writer.flush()
+
+    def task(self, progress: Progress, task: TaskOutcome) -> None:
+        """Writes the figures of a task of --eval-tasks."""
+        for metric, value in task.figures.items():
+            self._write(_on_axes(f"tasks/{task.name}/{metric}", value, progress, self.workload))
         self._writer.flush()
 
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.console import perplexity
-from megatron.observe.metrics import Metrics
+from megatron.observe.metrics import Metrics, TaskOutcome
 
 
 class WeightsAndBiases:
@@ -60,6 +60,11 @@ class WeightsAndBiases:
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
         """Sends a validation or test loss."""
         values = {f"lm-loss-validation/{group}": loss, f"lm-loss-validation/{group} ppl": perplexity(loss)}
+        self._run.log(values, step=progress.step)
+
+    def task(self, progress: Progress, task: TaskOutcome) -> None:
+        """Sends the figures of a task of --eval-tasks."""
+        values = {f"tasks/{task.name}/{metric}": value for metric, value in task.figures.items()}
         self._run.log(values, step=progress.step)
 
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:

@@ -5,6 +5,7 @@ Source: openai/gpt-2 `src/encoder.py`; the files are those of Hugging Face (`voc
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
@@ -48,7 +49,14 @@ def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None, known_library
         identity=lambda: canonical({"vocab": vocabulary, "merges": merges}),
         vocab_size=1 + max(vocabulary.values()),
         is_exact=True,
+        special_ids=lambda: _unreachable(vocabulary, merges),
     )
+
+
+def _unreachable(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """Tokens that no text can contain: neither one byte nor made by a merge."""
+    made = {left + right for left, right in merges}
+    return {token: number for token, number in vocabulary.items() if len(token) > 1 and token not in made}
 
 
 def byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -51,6 +51,7 @@ class LibraryTokenizer:
         vocab_size: one more than the largest id.
         is_exact: whether decoding gives back every text byte for byte.
         unknown_id: the id for text outside the vocabulary; None where there is none.
+        special_ids: finds the special tokens: id by text.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class LibraryTokenizer:
         added: tuple[list[int], list[int]] = ([], []),
         is_exact: bool = False,
         unknown_id: int | None = None,
+        special_ids: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self.name = name
         self.vocab_size = vocab_size
         self.is_exact = is_exact
         self.unknown_id = unknown_id
         self._identity = identity
+        self._special_ids = special_ids
         self._reference = reference
         self._fast = fast
         self._eod_id = eod_id
@@ -109,6 +112,24 @@ class LibraryTokenizer:
                 "tokenizer_config.json, or when a SentencePiece model is trained), or leave out --append-eod."
             )
         return self._eod_id
+
+    @cached_property
+    def special_ids(self) -> Mapping[str, int]:
+        """Tokens that control the model rather than being text, by what they are written as; end-of-document is one."""
+        found = {text: number for text, number in self._special_ids().items() if number != self.unknown_id}
+        if self._eod_id is not None and self._eod_id not in found.values():
+            found[self.decode([self._eod_id])] = self._eod_id
+        return found
+
+    @property
+    def ids_before(self) -> Sequence[int]:
+        """Ids that are put before every text, such as a beginning of sequence."""
+        return self.added[0]
+
+    def encode_bare(self, text: str) -> list[int]:
+        """Ids of a text that stands inside of another one: nothing is put before or after it."""
+        ids, (before, after) = self.encode(text), self.added
+        return ids[len(before) : len(ids) - len(after)]
 
     def encode(self, text: str) -> list[int]:
         """Ids of one text."""
@@ -179,6 +200,7 @@ def rust_tokenizer(
     is_exact: bool = False,
     unknown_id: int | None = None,
     reference: ReferenceLibrary | None = None,
+    special_ids: Callable[[], Mapping[str, int]] | None = None,
 ) -> LibraryTokenizer:
     """A tokenizer whose reference is a `tokenizers.Tokenizer`; says in one line if no faster library can encode.
 
@@ -186,6 +208,7 @@ def rust_tokenizer(
         known_library: see `build_tokenizer`.
         vocab_size: asked of the tokenizer if left out.
         reference: gives the ids of `tokenizer` in a better way than asking it for each text.
+        special_ids: see `LibraryTokenizer`; what the tokenizer itself calls special if left out.
     """
     fast = _checked_fast_encoder(tokenizer, name, known_library)
     return LibraryTokenizer(
@@ -198,7 +221,14 @@ def rust_tokenizer(
         added=added_ids(tokenizer),
         is_exact=is_exact,
         unknown_id=unknown_id,
+        special_ids=special_ids or (lambda: _called_special(tokenizer)),
     )
+
+
+def _called_special(tokenizer: Any) -> dict[str, int]:
+    """The added tokens of a `tokenizers.Tokenizer` that are marked as special."""
+    added = tokenizer.get_added_tokens_decoder()
+    return {str(token.content): int(number) for number, token in added.items() if token.special}
 
 
 def surround(

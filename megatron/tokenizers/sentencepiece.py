@@ -26,6 +26,7 @@ from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, surround
 from megatron.tokenizers.sentencepiece_model import (
     SPACE,
     can_cut_before_spaces,
+    is_special,
     needs_normalizing,
     read_model,
     tokenizer_json,
@@ -67,7 +68,18 @@ def sentencepiece_tokenizer(kind: str, model_file: str | None, known_library: st
         vocab_size=len(processor) + len(added_tokens),
         added=(prefix, []),
         unknown_id=None if unknown_id < 0 else unknown_id,
+        special_ids=lambda: _special_ids(processor, added_tokens),
     )
+
+
+def _special_ids(processor: Any, added_tokens: Sequence[str]) -> dict[str, int]:
+    """The control pieces, and those that stand for a text which the model never cuts, and the added tokens."""
+    try:
+        pieces = read_model(processor.serialized_model_proto()).pieces
+    except ValueError:
+        pieces = ()
+    found = {piece.text: number for number, piece in enumerate(pieces) if is_special(piece)}
+    return {**found, **{token: len(processor) + place for place, token in enumerate(added_tokens)}}
 
 
 class SentencePieceReference:

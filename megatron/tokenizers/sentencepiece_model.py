@@ -7,6 +7,7 @@ whose piece has the highest score is merged first).
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from typing import Any
 
 SPACE = "\u2581"
 _BPE = 2
-_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_BRACKETED = re.compile(r"[<\[]\S+[>\]]")
 _PLAIN_KINDS = frozenset((_NORMAL, _UNKNOWN, _CONTROL, _BYTE))
 _KNOWN_RULES = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")  # none of them holds a space after another character
 _KINDS = {1: "unigram", _BPE: "bpe", 3: "word", 4: "char"}
@@ -66,6 +68,13 @@ def read_model(content: bytes) -> SentencePieceModel:
 def is_ordinary(piece: Piece) -> bool:
     """Whether texts are cut into such pieces; the others are bytes, control tokens and the unknown one."""
     return piece.kind == _NORMAL
+
+
+def is_special(piece: Piece) -> bool:
+    """Whether a piece controls the model rather than being text: by its kind, or a mark in brackets of the user's."""
+    return piece.kind in (_UNKNOWN, _CONTROL) or (
+        piece.kind == _USER_DEFINED and _BRACKETED.fullmatch(piece.text) is not None
+    )
 
 
 def needs_normalizing(model: SentencePieceModel) -> bool:

@@ -21,6 +21,7 @@ from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, RustRefe
 UNKNOWN_TOKEN = "[UNK]"
 ADDED_TOKENS = ("[BOS]", "[EOS]")
 CONTINUATION = "##"
+_SPECIAL = re.compile(r"[\[<]\S+[\]>]")  # texts are cut at brackets, so no text contains it
 _LONGEST_WORD = 200  # characters; a longer word is unknown
 _MOST_WORDS = 1 << 17  # in memory, about 40 MB
 _LONGEST_KNOWN = 64  # characters; longer ones are rarely repeated
@@ -51,6 +52,7 @@ def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | 
         vocab_size=len(vocabulary),
         unknown_id=vocabulary[UNKNOWN_TOKEN],
         reference=WordByWord(tokenizer),
+        special_ids=lambda: {token: number for token, number in vocabulary.items() if _SPECIAL.fullmatch(token)},
     )
 
 

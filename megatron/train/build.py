@@ -25,27 +25,26 @@ from megatron.config import (
     TokenizerFacts,
     check_resume,
     resolve,
+    resolve_epochs,
 )
 from megatron.config.schedule import is_done, planned_samples
 from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,
-    data_prefixes,
     describe,
     empty_splits,
+    epoch_samples,
+    token_file_prefixes,
 )
 from megatron.data.formats.sidecar import check_tokenizer_fits
-from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
+from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
-from megatron.model.blocks.router import router_metric_sizes
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind
-from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
-from megatron.objective.language_model import LanguageModelObjective
-from megatron.observe.console import argument_lines, size_line
+from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.metrics import Workload
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
@@ -58,12 +57,15 @@ from megatron.parallel.watch.position import END
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
+from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
 from megatron.train.restarts.breaker import decide, settings_digest
+from megatron.train.restarts.freezing import find_freezing
 from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
+from megatron.train.tasks.opening import open_tasks
 from megatron.train.watchdog import Watch
 
 
@@ -90,7 +92,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
     world_size = count_ranks(request.parallel)
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
-    check_tokenizer_fits(data_prefixes(config.data), tokenizer)
+    check_tokenizer_fits(token_file_prefixes(config.data), tokenizer)
     history = History()
     with contextlib.ExitStack() as closing, log.showing_failures(), history.recording(), _explain_lost_peers():
         if signals is None:
@@ -101,6 +103,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
         run_on_first(mesh, lambda: check_packages(config.control))
+        config = _with_epochs(config, mesh, tokenizer)
         _show_notices(config.notices, mesh)
         save = config.control.save
         watch.open(mesh, rendezvous(), _time_limits(config))
@@ -116,6 +119,14 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         closing.callback(run.report.close)
         closing.callback(watch.enter, END)
         yield run
+
+
+def _with_epochs(config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer) -> RunConfig:
+    """Gives a run of --epochs its length, for which the training data are counted."""
+    if config.finetuning.epochs is None or config.control.eval_only:
+        return config
+    data, length, seed = config.data, config.data.seq_length, config.random.seed
+    return resolve_epochs(config, run_on_first(mesh, lambda: epoch_samples(data, length, seed, tokenizer)))
 
 
 @contextlib.contextmanager
@@ -152,11 +163,17 @@ def _build(
         known = len(config.notices)
         config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
-    engine = build_engine(config, mesh)
+    tasks = open_tasks(config.control.eval_tasks, tokenizer, config.model, mesh)
+    freezing = find_freezing(
+        config.finetuning, config.control, gpt_layers(config.model, mesh), mesh, saved.record if saved else None
+    )
+    engine = build_engine(config, mesh, freezing)
     writer = open_writer(config.control, config.saving, engine, lock, is_required=config.was_given("saving.async_save"))
     check_layers(engine, config.model.num_layers)
     sizes = parameter_counts(engine)
-    log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes))
+    log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes[:2]))
+    if freezing.frozen:
+        log.info(trained_line(sizes[2], sizes[0]))
     record, progress = load_tensors(config.control, engine, saved)
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
@@ -168,14 +185,16 @@ def _build(
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
     engine.objective = build_objective(config, mesh, source_count=len(names))
+    if config.loss.reweight_loss_based_on_position_frequency:
+        log.info("Using loss reweighting")
     return Run(
         config=config,
         mesh=mesh,
         tokenizer=tokenizer,
         engine=engine,
-        datasets=datasets,
+        datasets=with_prefixes(datasets, config, tokenizer),
         plan=plan,
-        options=_batch_options(config, tokenizer),
+        options=batch_options(config, tokenizer),
         report=_open_report(config, mesh, sizes[1], names, watch, is_resume=record is not None or start.is_restart),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
@@ -188,6 +207,7 @@ def _build(
         history=history,
         passes=passes,
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
+        tasks=tasks,
     )
 
 
@@ -226,15 +246,6 @@ def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: 
     return tuple(passes)
 
 
-def _batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
-    return BatchOptions(
-        eod_id=tokenizer.eod_id,
-        vocab_size=config.model.vocab_size,
-        eod_mask_loss=config.documents.eod_mask_loss,
-        segments=config.documents.needs_segments,
-    )
-
-
 def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
     """Warns that a resumed run has nothing left to train."""
     if is_done(optim, progress.step, progress.consumed_samples):
@@ -245,7 +256,7 @@ def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
         )
 
 
-def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
+def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVERYTHING_IS_TRAINED) -> Engine:
     """The training engine of a resolved configuration."""
     return Engine(
         gpt_layers(config.model, mesh),
@@ -257,38 +268,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
         step_settings(config),
         config.random.seed,
         config.safety.skip_spikes,
-    )
-
-
-def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int = 0) -> LanguageModelObjective:
-    """The training objective of a resolved configuration.
-
-    Args:
-        source_count: number of data sources whose losses are reported separately.
-    """
-    return LanguageModelObjective(
-        mesh.tp,
-        config.model.vocab_size,
-        source_count=source_count,
-        label_smoothing=config.loss.label_smoothing,
-        z_loss_coeff=config.loss.z_loss_coeff,
-        layer_metrics=router_metric_sizes(config.model),
-    )
-
-
-def step_settings(config: RunConfig) -> StepSettings:
-    """The settings shared by all micro-batches of a run."""
-    recompute = Recompute.NONE
-    if config.recompute.checkpoint_activations:
-        recompute = Recompute.BLOCKS
-    elif config.recompute.recomputes_attention:
-        recompute = Recompute.ATTENTION
-    return StepSettings(
-        seed=config.random.seed,
-        recompute=recompute,
-        restart_positions=config.documents.reset_position_ids,
-        mask=MaskKind.DOCUMENTS if config.documents.reset_attention_mask else MaskKind.CAUSAL,
-        dtype=getattr(torch, config.precision.dtype_name),
+        freezing,
     )
 
 
@@ -377,14 +357,17 @@ def _open_report(
     )
 
 
-def parameter_counts(engine: Engine) -> tuple[int, int]:
-    """Parameter counts of the whole network, with and without embeddings; collective over the mesh."""
-    counts = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)
-    for spec, numel in engine.counted_parameters():
+def parameter_counts(engine: Engine) -> tuple[int, int, int]:
+    """Parameter counts of the whole network, of the network without embeddings, and of what is trained; collective over
+    the mesh.
+    """
+    counts = torch.zeros(3, dtype=torch.float64, device=engine.mesh.device)
+    for spec, numel, is_trained in engine.counted_parameters():
         counts[0] += numel
         counts[1] += 0 if spec.kind is LayerKind.EMBEDDING else numel
-    counts = all_reduce_sum(counts, engine.mesh.model)
-    return int(counts[0]), int(counts[1])
+        counts[2] += numel if is_trained else 0
+    total, without_embeddings, trained = map(int, all_reduce_sum(counts, engine.mesh.model).tolist())
+    return total, without_embeddings, trained
 
 
 def check_layers(engine: Engine, num_layers: int) -> None:

@@ -1,4 +1,4 @@
-"""Validation and test losses.
+"""Validation and test losses, and the tasks of --eval-tasks.
 
 Every evaluation uses the same first samples, weights losses by tokens, and leaves the training state unchanged.
 """
@@ -13,7 +13,7 @@ from megatron.train.run import Run
 
 
 def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, float]:
-    """Evaluates every named group of a split and reports its loss.
+    """Evaluates every named group of a split and reports its loss; runs the tasks with the validation split.
 
     Args:
         run: the run; its progress and data position stay as they are. Its `validation` is the mean over the groups.
@@ -28,9 +28,18 @@ def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, flo
         run.watch.enter("evaluation", run.progress.step)
         losses[name] = mean_loss(run, dataset)
         run.report.evaluation(run.progress, name, prefix, losses[name])
+    if split == "valid":
+        evaluate_tasks(run, prefix)
     if losses and split == "valid":
         run.validation = (run.progress.step, math.fsum(losses.values()) / len(losses))
     return losses
+
+
+def evaluate_tasks(run: Run, prefix: str) -> None:
+    """Runs the tasks of --eval-tasks on the network as it is, and reports their figures."""
+    for task in run.tasks:
+        run.watch.enter("evaluation", run.progress.step)
+        run.report.task(run.progress, prefix, task.run(run.scorer()))
 
 
 def mean_loss(run: Run, dataset: SampleDataset) -> float:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron import log
 from megatron.checkpoint import CheckpointLock
 from megatron.checkpoint.background.writer import BackgroundWriter
 from megatron.checkpoint.record import Progress
@@ -27,6 +28,8 @@ from megatron.train.restarts.history import History
 from megatron.train.restarts.identity import RunIdentity
 from megatron.train.skip import PassedBatch, pass_batches, skip_data
 from megatron.train.stop import StopRules, Verdict
+from megatron.train.tasks.opening import TrainingTask
+from megatron.train.tasks.scorer import EngineScorer
 from megatron.train.watchdog import Watch
 
 
@@ -46,6 +49,7 @@ class Run:
         save_failure: why no more checkpoints can be saved in the background; this rank may know before others do.
         passes: the steps before which a batch is passed over, because starts of the run ended on it in NaN.
         passed_batches: those that were, in order; part of the record.
+        tasks: those of --eval-tasks.
     """
 
     config: RunConfig
@@ -71,6 +75,7 @@ class Run:
     history: History = field(default_factory=History)
     passes: tuple[int, ...] = ()
     passed_batches: tuple[PassedBatch, ...] = ()
+    tasks: tuple[TrainingTask, ...] = ()
     watch: Watch = field(default_factory=Watch)
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)
@@ -112,6 +117,20 @@ class Run:
         for number, batch in enumerate(passed, start=len(self.passed_batches) - len(passed) + 1):
             self.report.passed(self.progress, batch, number)
 
+    def say_completed_epochs(self, consumed_before: int) -> None:
+        """Logs that the last step completed a pass of --epochs over the training data.
+
+        Args:
+            consumed_before: samples that were consumed before the step.
+        """
+        epochs, optim = self.config.finetuning.epochs, self.config.optim
+        if epochs is None or optim.train_tokens is None:
+            return
+        samples = optim.train_tokens // optim.tokens_per_sample // epochs
+        completed = self.progress.consumed_samples // samples
+        if completed > consumed_before // samples:
+            log.info(f"epoch {min(completed, epochs)}/{epochs} is complete after iteration {self.progress.step}")
+
     def is_due(self, interval: int | None) -> bool:
         """Whether an action that runs every `interval` steps is due after this one."""
         return bool(interval) and self.progress.step % (interval or 1) == 0
@@ -135,6 +154,11 @@ class Run:
     def evaluation_datasets(self, split: str) -> Mapping[str, SampleDataset]:
         """The named groups of the validation or test split."""
         return self.datasets.valid if split == "valid" else self.datasets.test
+
+    def scorer(self) -> EngineScorer:
+        """Scores queries with the network as it is."""
+        batch_tokens = self.config.optim.micro_batch_size * self.config.data.seq_length
+        return EngineScorer(self.engine, self.config.model, batch_tokens, self.watch.beat)
 
     def close(self) -> None:
         """Stops reading ahead."""

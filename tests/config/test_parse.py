@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -363,3 +364,20 @@ def test_a_split_is_shown_without_spaces() -> None:
         small("--split '9, 1, 0' --train-data-path x", drop="--data-path")
     with pytest.raises(ConfigError, match=r"--split 9,1,0,0 must be up to three shares"):
         small("--split '9, 1, 0, 0'")
+
+
+def test_a_program_decides_a_value_of_its_own() -> None:
+    decided = {"loss.objective": "prefix"}
+    for more in ([], ["--objective", "prefix"]):
+        request = parse([*words(), *more], decided=decided)
+        assert request.loss.objective == "prefix" and request.was_given("loss.objective")
+    with pytest.raises(ConfigError, match="--objective causal was asked for, but this program is for --objective pref"):
+        parse([*words(), "--objective", "causal"], decided=decided)
+
+
+def test_a_file_may_not_disagree_with_the_program(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"objective": "causal"}')
+    flags = [*words(), "--config", str(tmp_path / "run.json")]
+    with pytest.raises(ConfigError, match="but this program is for --objective multitask"):
+        parse(flags, decided={"loss.objective": "multitask"})
+    assert parse(flags).loss.objective == "causal"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.evaluation.batches import Answers, plan_batches
+from megatron.evaluation.batches import Answers, plan_batches, plan_rounds
 from megatron.evaluation.scoring import Query, Score
 
 
@@ -52,7 +52,29 @@ def test_the_longest_come_first_and_a_query_beyond_the_budget_has_its_own_batch(
     assert plan_batches(queries_of([3, 11, 5, 4]), 6) == [[1], [2], [3, 0]]
 
 
+def test_long_queries_are_not_padded_where_the_network_minds() -> None:
+    queries = queries_of([9, 8, 9, 6, 5, 4])
+    assert plan_batches(queries, 100) == [[0, 2, 1, 3, 4, 5]]
+    assert plan_batches(queries, 100, padded_up_to=5) == [[0, 2], [1], [3, 4, 5]]
+
+
 @pytest.mark.parametrize("budget", [1, 7, 1000])
 def test_every_query_is_in_one_batch(budget: int) -> None:
     batches = plan_batches(queries_of([4, 2, 9, 4]), budget)
     assert sorted(number for batch in batches for number in batch) == [0, 1, 2, 3]
+
+
+def test_the_batches_of_a_round_share_a_shape() -> None:
+    lengths = np.random.default_rng(2).integers(2, 60, size=300).tolist()
+    rounds = plan_rounds(queries_of(lengths), 200, 6)
+    assert sorted(number for batches in rounds for batch in batches for number in batch) == list(range(300))
+    for batches in rounds:
+        longest = max(lengths[number] for batch in batches for number in batch) - 1
+        assert len(batches) <= 6 and len(batches[0]) * longest <= 200
+        assert {len(batch) for batch in batches[:-1]} <= {len(batches[0])} and 1 <= len(batches[-1]) <= len(batches[0])
+
+
+def test_a_round_is_divided_evenly() -> None:
+    assert plan_rounds(queries_of([5] * 7), 100, 2) == [[[0, 1, 2, 3], [4, 5, 6]]]
+    assert plan_rounds(queries_of([5] * 7), 100, 3) == [[[0, 1, 2], [3, 4, 5], [6]]]
+    assert plan_rounds(queries_of([9, 5, 9, 5]), 100, 2, padded_up_to=4) == [[[0], [2]], [[1], [3]]]

@@ -53,15 +53,18 @@ PROGRAM_PLACE = 17
 
 # The sub-packages of a package in import order; "." stands for the package's own modules.
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
+    "megatron.tokenizers": (".", "chat"),
     "megatron.data": ("formats", "stores", "order", "datasets", "."),
     "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
     "megatron.config": ("flags", "architecture", "sections", "files", "."),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
-    "megatron.train": ("restarts", "."),
-    "megatron.inference": ("sampling", ".", "generation"),
+    "megatron.train": ("restarts", "tasks", "."),
+    "megatron.inference": ("sampling", ".", "generation", "serve"),
+    "megatron.inference.serve": ("requests", "running", "."),
     "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
+    "megatron.evaluation": (".", "baselines", "tasks", "report"),
     "megatron.convert.hugging_face": ("table", "families", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
 }
@@ -128,6 +131,9 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
         "megatron/corpus/inputs/parquet.py",
     ),
     "apache_beam": ("megatron/corpus/featurize/beam.py",),
+    "starlette": ("megatron/inference/serve/web.py",),
+    "uvicorn": ("megatron/inference/serve/network.py",),
+    "prometheus_client": ("megatron/inference/serve/metrics.py",),
     "matplotlib": ("megatron/observe/curves.py",),
     "wandb": ("megatron/observe/weights_and_biases.py",),
     "tensorboard": ("megatron/observe/tensorboard.py",),
@@ -141,8 +147,7 @@ STATEFUL_FILES = ("megatron/log.py",)
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (
     "megatron/config/",
-    "megatron/train/build.py",
-    "megatron/train/run.py",
+    *(f"megatron/train/{name}.py" for name in ("build", "objectives", "run")),
     "megatron/engine/ds_config.py",
     "megatron/engine/estimate.py",
     "megatron/inference/loading.py",  # a checkpoint holds the configuration of its run
@@ -188,7 +193,7 @@ class Source:
     @property
     def is_program(self) -> bool:
         """Whether the file is an entry point."""
-        return self.path.startswith(("pretrain_", "tools/", "examples/"))
+        return self.path.startswith(("pretrain_", "finetune_", "tools/", "tasks/", "examples/"))
 
     def is_in(self, homes: tuple[str, ...]) -> bool:
         """Whether the file is one of these files or is in one of these folders."""
@@ -208,7 +213,7 @@ def imports_follow_the_package_order(source: Source) -> Iterator[Finding]:
         parts = module.split(".")
         if parts[0] == "tests" and (source.is_library or source.is_program):
             yield node.lineno, "the product imports its tests"
-        if source.is_library and (parts[0].startswith("pretrain_") or parts[0] == "tools"):
+        if source.is_library and (parts[0].startswith(("pretrain_", "finetune_")) or parts[0] == "tools"):
             yield node.lineno, f"the package imports the program {module}"
         if parts[0] != "megatron" or len(parts) < 2 or own is None:
             continue
@@ -261,7 +266,7 @@ def no_global(source: Source) -> Iterator[Finding]:
 
 def no_print(source: Source) -> Iterator[Finding]:
     """Only tools print; the package speaks through `log.py`."""
-    if source.path == "megatron/log.py" or source.path.startswith(("tools/", "examples/")):
+    if source.path == "megatron/log.py" or source.path.startswith(("tools/", "tasks/", "examples/")):
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":

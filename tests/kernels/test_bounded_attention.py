@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -34,14 +35,19 @@ def _dense_bias(bounds: Bounds, batch: int, length: int) -> torch.Tensor:
     """The bias of every head and sample with all its entries."""
     positions = torch.arange(length)
     distance = positions[:, None] - positions
-    visible = (distance >= 0) & (distance < (bounds.window or length))
+    prefixes = torch.zeros(batch, length, dtype=torch.bool) if bounds.prefix_mask is None else bounds.prefix_mask
+    visible = ((distance >= 0) | prefixes[:, None]) & (distance.abs() < (bounds.window or length))  # [b, s, s]
     segments = torch.zeros(batch, length) if bounds.segment_ids is None else bounds.segment_ids
     visible = visible & (segments[:, :, None] == segments[:, None])  # [b, s, s]
     slopes = torch.tensor(bounds.slopes or [0.0] * HEADS, dtype=torch.float64)[:, None, None]
-    return (-slopes * distance).expand(batch, HEADS, length, length).masked_fill(~visible[:, None], -math.inf)
+    return (-slopes * distance.abs()).expand(batch, HEADS, length, length).masked_fill(~visible[:, None], -math.inf)
 
 
 DOCUMENTS = _segments((40, 30, 1, 129), (200,), (3, 197))
+# of the documents of the first sample 25, 0, 0 and 100 tokens, of the second 150, of the third 1 and 160
+PREFIXES = torch.stack([torch.arange(200) < 25, torch.arange(200) < 150, torch.arange(200) < 1])
+PREFIXES[0, 71:171] = True
+PREFIXES[2, 3:163] = True
 SLOPES = (0.5, 0.25, 0.125, 0.0625)
 BOUNDS = {
     "documents": Bounds(DOCUMENTS),
@@ -52,6 +58,13 @@ BOUNDS = {
     "documents and slopes": Bounds(DOCUMENTS, None, SLOPES),
     "window and slopes": Bounds(None, 20, SLOPES),
     "all": Bounds(DOCUMENTS, 50, SLOPES),
+    "documents and prefixes": Bounds(DOCUMENTS, prefix_mask=PREFIXES),
+    "all with prefixes": Bounds(DOCUMENTS, 50, SLOPES, PREFIXES),
+}
+WITHOUT_DOCUMENTS = {
+    "prefixes": Bounds(None, prefix_mask=PREFIXES),
+    "prefixes and window": Bounds(None, 40, prefix_mask=PREFIXES),
+    "prefixes and slopes": Bounds(None, None, SLOPES, PREFIXES),
 }
 
 
@@ -75,9 +88,9 @@ def test_blocks_on_cpu_equal_a_dense_mask(name: str, softcap: float | None) -> N
 
 
 @pytest.mark.parametrize("softcap", [None, 0.8])
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", [*BOUNDS, *WITHOUT_DOCUMENTS])
 def test_flex_attention_equals_a_dense_mask(name: str, softcap: float | None) -> None:
-    bounds = BOUNDS[name]
+    bounds = {**BOUNDS, **WITHOUT_DOCUMENTS}[name]
     heads = [head.detach() for head in _heads(3, 200, groups=2, dtype=torch.float32)]
     plan = FlexAttention.plan(bounds, heads[0], softcap)
     expected = attention(*heads, SCALE, bias=_dense_bias(bounds, 3, 200).float(), softcap=softcap)
@@ -88,10 +101,14 @@ def test_flex_attention_equals_a_dense_mask(name: str, softcap: float | None) ->
 @pytest.mark.parametrize(
     "documents", [None, ((600,), (1, 599)), ((256, 344), (130, 200, 270)), ([6] * 100, [128] * 4 + [88])]
 )
-def test_no_visible_block_is_missed_and_whole_ones_are_whole(documents: tuple | None, window: int | None) -> None:
+@pytest.mark.parametrize("prefix", [None, 400])
+def test_no_visible_block_is_missed_and_whole_ones_are_whole(
+    documents: tuple | None, window: int | None, prefix: int | None
+) -> None:
     segments = None if documents is None else _segments(*documents)
-    bounds = Bounds(segments, window)
-    visible, whole = visible_blocks(segments, window, 600, BLOCK, CPU)
+    prefixes = None if prefix is None else torch.stack([torch.arange(600) < prefix, torch.arange(600) < 150])
+    bounds = Bounds(segments, window, prefix_mask=prefixes)
+    visible, whole = visible_blocks(segments, window, 600, BLOCK, CPU, prefixes)
     mask = block_mask(bounds, 600, CPU)
     reference = create_block_mask(mask.mask_mod, 2, None, 600, 600, device="cpu", BLOCK_SIZE=BLOCK)
     entries = torch.zeros(2, 640, 640, dtype=torch.bool)
@@ -102,9 +119,19 @@ def test_no_visible_block_is_missed_and_whole_ones_are_whole(documents: tuple | 
     some, every = blocks.flatten(3).any(-1), blocks.flatten(3).all(-1)
     visible, whole = visible[:, 0].expand(2, 5, 5), whole[:, 0].expand(2, 5, 5)
     assert not (some & ~visible).any() and not (whole & ~every).any() and not (whole & ~visible).any()
-    if window is None or documents is None:
+    if prefixes is None and (window is None or documents is None):
         assert torch.equal(visible, some) and torch.equal(mask.to_dense().expand(2, 1, 5, 5), reference.to_dense())
         assert torch.equal(whole, every)
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_DOCUMENTS, "all with prefixes"])
+def test_dense_biases_of_prefixes(name: str) -> None:
+    bounds = {**BOUNDS, **WITHOUT_DOCUMENTS}[name]
+    query = torch.zeros(3, HEADS, 200, 16, dtype=torch.float64)
+    expected = _dense_bias(dataclasses.replace(bounds, segment_ids=None), 3, 200)
+    found = local_bias(query, 200, bounds.window, bounds.slopes, bounds.prefix_mask)
+    assert torch.equal(found.expand_as(expected), expected)
+    assert bounds.segment_ids is not None or plan_attention(query, bounds) is None
 
 
 def test_score_change_is_none_where_scores_stay() -> None:
@@ -152,6 +179,10 @@ FORMS = [
     ("cuda", torch.bfloat16, 64, Bounds(slopes=SLOPES), None, Form.FLEX, Form.FLEX),
     ("cuda", torch.bfloat16, 64, Bounds(), 50.0, Form.FLEX, Form.FLEX),
     ("cuda", torch.float32, 8, Bounds(DOCUMENTS), None, Form.DENSE, Form.DENSE),
+    ("cpu", torch.float32, 64, Bounds(DOCUMENTS, prefix_mask=PREFIXES), None, Form.DOCUMENTS, Form.DOCUMENTS),
+    ("cpu", torch.float32, 64, Bounds(None, 50, prefix_mask=PREFIXES), None, Form.DENSE, Form.DENSE),
+    ("cuda", torch.bfloat16, 64, Bounds(prefix_mask=PREFIXES), None, Form.FLEX, Form.FLEX),
+    ("cuda", torch.bfloat16, 64, Bounds(DOCUMENTS, prefix_mask=PREFIXES), None, Form.FLEX, Form.FLEX),
 ]  # fmt: skip
 
 
@@ -180,11 +211,12 @@ def test_plain_attention_needs_no_plan() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 0.8])
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", [*BOUNDS, *WITHOUT_DOCUMENTS])
 def test_plans_on_a_gpu_equal_a_dense_mask(name: str, softcap: float | None, dtype: torch.dtype) -> None:
-    segments = BOUNDS[name].segment_ids
-    bounds = Bounds(None if segments is None else segments.cuda(), BOUNDS[name].window, BOUNDS[name].slopes)
-    bias = _dense_bias(BOUNDS[name], 3, 200).cuda()
+    here = {**BOUNDS, **WITHOUT_DOCUMENTS}[name]
+    segments, prefixes = (None if mask is None else mask.cuda() for mask in (here.segment_ids, here.prefix_mask))
+    bounds = Bounds(segments, here.window, here.slopes, prefixes)
+    bias = _dense_bias(here, 3, 200).cuda()
     results = []
     for dense in (True, False):
         precision = torch.float64 if dense else dtype

@@ -6,10 +6,17 @@ import math
 
 import pytest
 
-from megatron.observe.console import argument_lines, evaluation_lines, iteration_line, perplexity, size_line
+from megatron.observe.console import (
+    argument_lines,
+    evaluation_lines,
+    iteration_line,
+    perplexity,
+    size_line,
+    task_lines,
+)
 from megatron.observe.metrics import SourceLoss
 from megatron.observe.routing import RoutingFigures
-from tests.train.samples import metrics
+from tests.train.samples import Measured, metrics
 
 
 def test_iteration_line_has_upstreams_fields_in_upstreams_order() -> None:
@@ -58,6 +65,12 @@ def test_the_loss_is_shown_whatever_it_is(loss: float, text: str) -> None:
 def test_evaluation_lines() -> None:
     dashes, text, end = evaluation_lines("valid", "iteration 100", math.log(10.0))
     assert text == "valid loss at iteration 100 | lm loss value: 2.302585E+00 | lm loss PPL: 1.000000E+01 | "
+    assert dashes == end == "-" * (len(text) + 1)
+
+
+def test_task_lines_show_standard_errors_where_there_are_some() -> None:
+    dashes, text, end = task_lines(Measured(), "iteration 100")
+    assert text == "task cloze at iteration 100 | acc: 0.2500 +- 0.1250 | ppl: 7.5000 | items: 12 | "
     assert dashes == end == "-" * (len(text) + 1)
 
 

@@ -22,7 +22,7 @@ from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.observe.metrics import SourceLoss
 from megatron.observe.metrics_file import FILE_NAME, MetricsFile, read_records, read_steps
-from tests.train.samples import metrics
+from tests.train.samples import Measured, metrics
 
 
 def write(path: Path, *losses: float, first: int = 1) -> None:
@@ -39,8 +39,9 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
         file.step(metrics())
         file.interval(metrics())
         file.evaluation(Progress(7, 56, 896), "valid", 2.0)
+        file.task(Progress(7, 56, 896), Measured())
         file.passed(Progress(7, 64, 1024), {"step": 8, "first_sample": 56, "last_sample": 63}, 2)
-    start, step, evaluation, passed = read_records(path)
+    start, step, evaluation, task, passed = read_records(path)
     assert (start["kind"], start["step"], start["world_size"], start["tensor_model_parallel_size"]) == (
         "start",
         6,
@@ -49,6 +50,8 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
     )
     assert (step["kind"], step["iteration"], step["lm_loss"], step["loss_scale"]) == ("step", 7, 9.87654321, None)
     assert (evaluation["kind"], evaluation["group"], evaluation["perplexity"]) == ("evaluation", "valid", math.exp(2.0))
+    assert (task["kind"], task["iteration"], task["task"], task["count"]) == ("task", 7, "cloze", 12)
+    assert (task["figures"], task["errors"]) == ({"acc": 0.25, "ppl": 7.5}, {"acc": 0.125})
     assert (passed["kind"], passed["iteration"], passed["passed_batches"]) == ("passed", 8, 2)
     assert (passed["first_sample"], passed["last_sample"]) == (56, 63)
 

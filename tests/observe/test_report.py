@@ -14,11 +14,11 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, StorageError
-from megatron.observe.metrics import Metrics
+from megatron.observe.metrics import Metrics, TaskOutcome
 from megatron.observe.metrics_file import read_records, read_steps
 from megatron.observe.report import Report, check_packages, open_destinations
 from megatron.observe.run_directory import RunDirectory
-from tests.train.samples import WORKLOAD, Outcome, control_config, optim_config
+from tests.train.samples import WORKLOAD, Measured, Outcome, control_config, optim_config
 
 
 class Recorder:
@@ -41,6 +41,9 @@ class Recorder:
 
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
         self.told.append(("evaluation", progress.step, group, loss))
+
+    def task(self, progress: Progress, task: TaskOutcome) -> None:
+        self.told.append(("task", progress.step, task))
 
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         self.told.append(("passed", progress.consumed_samples, dict(batch), number))
@@ -102,6 +105,14 @@ def test_evaluation_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str])
         in capsys.readouterr().out
     )
     assert recorder.told == [("evaluation", 2, "valid", 1.0)]
+
+
+def test_the_figures_of_a_task_are_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder, task = Recorder(), Measured()
+    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, destinations=[recorder])
+    report.task(progress_at(2), "iteration 2", task)
+    assert "task cloze at iteration 2 | acc: 0.2500 +- 0.1250 | ppl: 7.5000 | items: 12 |" in capsys.readouterr().out
+    assert recorder.told == [("task", 2, task)]
 
 
 def test_a_batch_that_is_passed_over_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,6 +230,7 @@ def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pyte
     for step in (1, 2):
         report.step(progress_at(step), Outcome(loss=float(step)), 0.1, 0.5)
     report.evaluation(progress_at(2), "valid", "iteration 2", 0.0)
+    report.task(progress_at(2), "iteration 2", Measured())
     report.close()
     assert calls[0] == ("init", {"project": "toys", "name": "first", "dir": str(tmp_path)})
     assert calls[1] == ("config", {"seed": 1})
@@ -227,5 +239,6 @@ def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pyte
     assert "loss-scale" not in calls[2][1]
     assert calls[3:] == [
         (2, {"lm-loss-validation/valid": 0.0, "lm-loss-validation/valid ppl": math.exp(0.0)}),
+        (2, {"tasks/cloze/acc": 0.25, "tasks/cloze/ppl": 7.5}),
         ("finish",),
     ]

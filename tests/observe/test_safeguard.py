@@ -11,10 +11,10 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.errors import StorageError
-from megatron.observe.metrics import Metrics
+from megatron.observe.metrics import Metrics, TaskOutcome
 from megatron.observe.safeguard import Safeguard
 from megatron.observe.tensorboard import TensorBoard
-from tests.train.samples import WORKLOAD, control_config, metrics
+from tests.train.samples import WORKLOAD, Measured, control_config, metrics
 
 
 class Fragile:
@@ -40,6 +40,9 @@ class Fragile:
     def evaluation(self, progress: Progress, group: str, loss: float) -> None:
         self._take("evaluation", progress.step)
 
+    def task(self, progress: Progress, task: TaskOutcome) -> None:
+        self._take("task", progress.step)
+
     def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         self._take("passed", batch["step"])
 
@@ -60,6 +63,7 @@ def run(destination: Any, steps: int = 8, interval: int = 2) -> None:
         if step % interval == 0:
             guarded.interval(metrics(iteration=step))
     guarded.evaluation(Progress(step=steps), "valid", 1.0)
+    guarded.task(Progress(step=steps), Measured())
     guarded.close()
 
 
@@ -71,7 +75,7 @@ def test_a_file_is_tried_again_at_every_record(capsys: pytest.CaptureFixture[str
     file = Fragile({3, 4, 7})
     run(file)
     assert file.recorded == [*(f"{'step' if step else 'start'} {step}" for step in (0, 1, 2, 5, 6, 8)),
-                             "evaluation 8", "close -1"]  # fmt: skip
+                             "evaluation 8", "task 8", "close -1"]  # fmt: skip
     failed = "FILE cannot be written: No space left on device. The run goes on without it and tries again at every"
     assert warnings(capsys) == [
         f"{failed} record.",

@@ -8,7 +8,7 @@ from megatron.checkpoint.record import Progress
 from megatron.observe.metrics import SourceLoss
 from megatron.observe.routing import RoutingFigures
 from megatron.observe.tensorboard import TensorBoard, evaluation_scalars, step_scalars
-from tests.train.samples import WORKLOAD, control_config, metrics
+from tests.train.samples import WORKLOAD, Measured, control_config, metrics
 
 AXES = ("", " vs samples", " vs tokens")
 
@@ -92,10 +92,13 @@ def test_the_events_file_reads_back(tmp_path: Path) -> None:
     writer.interval(metrics())
     writer.passed(Progress(8, 72, 1152), {"step": 9}, 2)
     writer.evaluation(Progress(8, 64, 1024), "valid", 2.0)
+    writer.task(Progress(8, 64, 1024), Measured())
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("lm-loss-training/lm loss")] == [(6, 6.0), (8, 8.0)]
     assert [(event.step, event.value) for event in events.Scalars("iteration-time/world_size")] == [(4, 4.0), (5, 0.0)]
     assert [(event.step, event.value) for event in events.Scalars("passed-batches")] == [(9, 2.0)]
+    for axis, x in (("", 8), (" vs samples", 64), (" vs tokens", 1024)):
+        assert [(event.step, event.value) for event in events.Scalars(f"tasks/cloze/ppl{axis}")] == [(x, 7.5)]
     assert "seed/text_summary" in events.Tags()["tensors"]
     writer.close()
     assert len(list(tmp_path.glob("events*"))) == 1

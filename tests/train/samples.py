@@ -55,6 +55,16 @@ class Outcome:
     metrics: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What a task of --eval-tasks would return."""
+
+    name: str = "cloze"
+    count: int = 12
+    figures: Mapping[str, float] = field(default_factory=lambda: {"acc": 0.25, "ppl": 7.5})
+    errors: Mapping[str, float] = field(default_factory=lambda: {"acc": 0.125})
+
+
 def metrics(**changes: Any) -> Metrics:
     """A complete record of step 7."""
     values: dict[str, Any] = {

@@ -28,10 +28,15 @@ class FakeRun:
         self.reported: list[tuple[Any, ...]] = []
         self.progress = Progress(5, 20, 200)
         self.engine = SimpleNamespace(evaluate=lambda batches: next(self._answers))
-        self.report = SimpleNamespace(evaluation=lambda *told: self.reported.append(told))
+        report = self.reported.append
+        self.report = SimpleNamespace(evaluation=lambda *told: report(told), task=lambda *told: report(told))
         self.open_loaders = 0
         self.watch = Watch()
+        self.tasks: tuple[Any, ...] = ()
         self._answers = iter(answers)
+
+    def scorer(self) -> str:
+        return "the scorer"
 
     @contextlib.contextmanager
     def loader(self, dataset: Any) -> Iterator[Any]:
@@ -89,3 +94,13 @@ def test_a_split_without_data_reports_nothing() -> None:
     run = FakeRun([])
     assert evaluate(run, "the end", split="test") == {}
     assert run.reported == []
+
+
+def test_tasks_run_with_the_validation_split_only() -> None:
+    run = FakeRun([])
+    run.evaluation_datasets = lambda split: {}  # type: ignore[method-assign]
+    run.tasks = (SimpleNamespace(run=lambda scorer: f"measured by {scorer}"),)
+    assert evaluate(run, "the end", split="test") == {}
+    assert run.reported == []
+    assert evaluate(run, "iteration 5") == {}
+    assert run.reported == [(run.progress, "iteration 5", "measured by the scorer")]

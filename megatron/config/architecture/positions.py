@@ -113,6 +113,15 @@ class PositionFields(ConfigSection):
             return None
         return self.original_context
 
+    @property
+    def rotations_fixed_up_to(self) -> int | None:
+        """Length of a text beyond which its rotations depend on how long it is (dynamic, longrope); None if they never
+        do.
+        """
+        if not self.uses_rope or self.rope_scaling_type not in ("dynamic", "longrope"):
+            return None
+        return self.original_context
+
     def is_rotary_layer(self, layer: int) -> bool:
         """Whether block `layer` rotates its queries and keys."""
         pattern = self.rope_layer_pattern

@@ -12,12 +12,14 @@ import numpy as np
 from megatron import log
 from megatron.config import DataConfig, WeightedGroup
 from megatron.config.flags.blends import read_blend, shown_split
+from megatron.config.sections.loss import CAUSAL
 from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
 from megatron.data.datasets.gpt import GPTDataset
 from megatron.data.datasets.open_files import allow_open_files
+from megatron.data.datasets.pairs import TokenPairs
 from megatron.data.datasets.rows import RowDataset, RowSource
 from megatron.data.datasets.sample import SampleDataset, SourceDataset
-from megatron.data.datasets.sources import DataSources, check_source, source_facts, source_folder
+from megatron.data.datasets.sources import DataSources, check_source, source_facts, source_folder, token_files
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.order.blend import blend_order
 from megatron.data.order.index_cache import INDEX_CACHE_FOLDER, IndexCache
@@ -74,13 +76,13 @@ def build_split_datasets(
         ConfigError: two evaluation groups share a name, or Parquet windows have another length than samples.
     """
     allow_open_files(_FILES_PER_PREFIX * len(data_prefixes(data)))
-    files = DataSources(sequence_length, data.data_impl, tokenizer)
+    caches = _Caches(data.data_cache_path, build_indices)
+    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside)
     fresh = _fresh_plan(data, sequence_length, seed, files)
     current = resumed_plan(fresh, plan, consumed, may_change_blend=data.change_data_blend) if plan else fresh
     current = current.extended(samples)
     if samples[0] and current.train is None:
         raise DataError(_no_training_data_text(data))
-    caches = _Caches(data.data_cache_path, build_indices)
     wanted = [*([current.train] if samples[0] and current.train else []), *current.valid, *current.test]
     built = {id(group): _build_group(group, current, files, caches, consumed) for group in wanted if group.samples}
     datasets = SplitDatasets(
@@ -120,6 +122,41 @@ def data_fingerprint(data: DataConfig) -> dict[str, Any]:
     return {masked(prefix): dict(source_facts(prefix)) for prefix in data_prefixes(data)}
 
 
+def epoch_samples(data: DataConfig, sequence_length: int, seed: int, tokenizer: Tokenizer | None) -> int:
+    """How many samples one pass over the training data makes; missing indices are written.
+
+    Of a token file, which is one stream over all passes, the samples that fit into one.
+
+    Args:
+        sequence_length, seed, tokenizer: as `build_split_datasets` takes them.
+
+    Raises:
+        ConfigError: several sources are blended, or the data do not fill one sample.
+        DataError: as `build_split_datasets`.
+    """
+    caches = _Caches(data.data_cache_path, build=True)
+    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside)
+    train = _fresh_plan(data, sequence_length, seed, files).train
+    if train is None:
+        raise DataError(_no_training_data_text(data))
+    counts = [
+        source.last - source.first if source.is_rows else (source.tokens - 1) // sequence_length
+        for source in train.sources
+    ]
+    if len(counts) > 1:
+        raise ConfigError(
+            f"--epochs counts passes over one source, and {len(counts)} are blended for training, each of which is "
+            f"passed over as often as its weight says. They have {' + '.join(map(str, counts))} samples; give "
+            f"--train-samples {sum(counts)} for as many as one pass over all."
+        )
+    if counts[0] == 0:
+        raise ConfigError(
+            f"--epochs: the training data {train.sources[0].prefix} have {train.sources[0].tokens} tokens and do not "
+            f"fill one sample of --seq-length {sequence_length}. Use a shorter one."
+        )
+    return counts[0]
+
+
 def data_prefixes(data: DataConfig) -> list[str]:
     """The sources that the data flags name, each once."""
     prefixes = [prefix for _, prefix in read_blend(data.data_path, "--data-path")]
@@ -128,14 +165,19 @@ def data_prefixes(data: DataConfig) -> list[str]:
     return list(dict.fromkeys(prefixes))
 
 
-def check_sources(data: DataConfig, sequence_length: int) -> None:
+def token_file_prefixes(data: DataConfig) -> list[str]:
+    """The same with both token files of each source of pairs."""
+    return [part for prefix in data_prefixes(data) for part in token_files(prefix)]
+
+
+def check_sources(data: DataConfig, sequence_length: int, objective: str = CAUSAL) -> None:
     """Checks that the sources exist, so that a wrong one is refused before anything heavy is imported or built.
 
     Raises:
         ConfigError, DataError: see `check_source`.
     """
     for prefix in data_prefixes(data):
-        check_source(prefix, sequence_length)
+        check_source(prefix, sequence_length, objective)
 
 
 def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
@@ -261,6 +303,9 @@ def _group(name: str, blended: bool, ranges: Sequence[_Range], files: DataSource
 
 def _source(name: str, part: _Range, files: DataSources) -> SourcePlan:
     source = files[part.prefix]
+    if isinstance(source, TokenPairs):
+        rows = files.packed(source, part.first, part.last)
+        return SourcePlan(rows.prefix, rows.fingerprint, 0, len(rows), len(rows) * files.sequence_length, is_rows=True)
     if not isinstance(source, IndexedDataset):
         tokens = (part.last - part.first) * files.sequence_length
         return SourcePlan(source.prefix, source.fingerprint, part.first, part.last, tokens, is_rows=True)
@@ -292,7 +337,7 @@ def _build_group(group: GroupPlan, plan: DataPlan, files: DataSources, caches: _
     parts = {}
     for place in places:
         source = group.sources[place]
-        parts[place] = _build_source(group.name, source, plan, files[source.prefix], caches)
+        parts[place] = _build_source(group.name, source, plan, files.planned(source), caches)
     newest = _build_phase(group, last, parts, caches)
     if last == 0:
         return newest

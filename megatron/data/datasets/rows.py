@@ -49,12 +49,12 @@ class RowSource(Protocol):
             result: int64 [blocks + 1], the first row of each, then `last`.
         """
 
-    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads rows.
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Reads rows: the fields of `Sample` in their order, each for all rows; trailing ones may be left out.
 
         Shapes:
-            rows: int64 [n]; result: token ids [n, s + 1] of any integer type, and bool [n, s], whether each label
-            counts.
+            rows: int64 [n]; result: token ids [n, s + 1] of any integer type, bool [n, s], whether each label counts,
+            and so on.
         """
 
     def locate(self, row: int, position: int) -> str:
@@ -75,7 +75,7 @@ class _Chunk:
     rows: np.ndarray
 
     @cached_property
-    def content(self) -> tuple[np.ndarray, np.ndarray]:
+    def content(self) -> tuple[np.ndarray, ...]:
         """Tokens and masks of all its rows."""
         return self.source.read(self.rows)
 
@@ -122,10 +122,10 @@ class RowDataset:
         """
         chunk, place = self._place(sample)
         if self.source.reads_chunks:
-            tokens, mask = (part[place] for part in chunk.content)
+            tokens, *masks = (part[place] for part in chunk.content)
         else:
-            tokens, mask = (part[0] for part in self.source.read(chunk.rows[place : place + 1]))
-        return Sample(tokens.astype(np.int64), mask)
+            tokens, *masks = (part[0] for part in self.source.read(chunk.rows[place : place + 1]))
+        return Sample(tokens.astype(np.int64), *masks)
 
     def source_of(self, sample: int) -> int:
         """Which source of its group a sample comes from: there is only this one."""

@@ -1,17 +1,22 @@
-"""What a data prefix names: a pair of token files, Parquet windows or a document store."""
+"""What a data prefix names: a pair of token files, Parquet windows, a document store, or inputs with their targets."""
 
 from __future__ import annotations
 
 import functools
 import glob
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+from megatron.config.sections.loss import CAUSAL, MULTITASK
+from megatron.data.datasets.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
 from megatron.data.datasets.parquet_rows import ParquetRows, check_window_length
 from megatron.data.datasets.rows import RowSource
 from megatron.data.datasets.store_rows import DocumentEncoder, StoreRows, store_fingerprint
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.windows import WindowFile, expand_windows, names_windows
+from megatron.data.order.index_cache import IndexCache
+from megatron.data.order.plan import SourcePlan
 from megatron.data.stores.address import StoreAddress, is_store_address
 from megatron.data.stores.document_store import open_store
 from megatron.errors import ConfigError, DataError
@@ -28,24 +33,59 @@ class DataSources:
         sequence_length: tokens of a sample, without the one that is only a label.
         layout: what `--data-impl` says of token files.
         tokenizer: of the run; without it no document store can be read, and windows are not checked to be of it.
+        seed: of the run; pairs are shuffled by it before they are packed.
+        cache: where the index arrays of a prefix are kept.
 
     Raises:
         ConfigError, DataError, StorageError: on access, see the source's class.
     """
 
-    def __init__(self, sequence_length: int, layout: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        sequence_length: int,
+        layout: str,
+        tokenizer: Tokenizer | None,
+        seed: int,
+        cache: Callable[[str], IndexCache],
+    ) -> None:
         self.sequence_length = sequence_length
         self._layout = layout
         self._tokenizer = tokenizer
-        self._opened: dict[str, IndexedDataset | RowSource] = {}
+        self._seed = seed
+        self._cache = cache
+        self._opened: dict[str, IndexedDataset | RowSource | TokenPairs] = {}
+        self._packed: dict[str, PackedPairs] = {}
 
-    def __getitem__(self, prefix: str) -> IndexedDataset | RowSource:
+    def packed(self, pairs: TokenPairs, first: int, last: int) -> PackedPairs:
+        """The rows that the pairs [first, last) fill."""
+        padding_id = (self._tokenizer.eod_id if self._tokenizer else None) or 0
+        cache = self._cache(pairs.prefix)
+        rows = PackedPairs(pairs, first, last, self.sequence_length, self._seed, padding_id, cache)
+        return self._packed.setdefault(rows.fingerprint, rows)
+
+    def planned(self, source: SourcePlan) -> IndexedDataset | RowSource:
+        """What a source of a plan was made from.
+
+        Raises:
+            DataError: it was packed from pairs that the flags do not name now.
+        """
+        if source.fingerprint in self._packed:
+            return self._packed[source.fingerprint]
+        found = self[source.prefix]
+        if isinstance(found, TokenPairs):
+            raise DataError(
+                f"The order of samples was planned with other ranges of the pairs {source.prefix} than the flags name "
+                "now. Use the same files and ranges."
+            )
+        return found
+
+    def __getitem__(self, prefix: str) -> IndexedDataset | RowSource | TokenPairs:
         if prefix not in self._opened:
             source = self._open(prefix)
             self._opened[prefix] = self._opened[source.prefix] = source
         return self._opened[prefix]
 
-    def _open(self, prefix: str) -> IndexedDataset | RowSource:
+    def _open(self, prefix: str) -> IndexedDataset | RowSource | TokenPairs:
         if is_store_address(prefix):
             return StoreRows(prefix, self._encoder)
         if _is_windows(prefix):
@@ -55,6 +95,11 @@ class DataSources:
                 for record in rows.tokenizers:
                     check_same_tokenizer(f"the data {prefix} was made", record, self._tokenizer, advice=_ADVICE)
             return rows
+        if names_pairs(prefix):
+            pairs = TokenPairs(prefix)
+            check_layout(pairs.inputs, self._layout)
+            check_layout(pairs.targets, self._layout)
+            return pairs
         indexed = IndexedDataset(prefix)
         check_layout(indexed, self._layout)
         return indexed
@@ -83,13 +128,15 @@ def check_layout(indexed: IndexedDataset, data_impl: str) -> None:
         )
 
 
-def check_source(prefix: str, sequence_length: int) -> None:
-    """Checks that the files of a source exist, and the length of windows in their first file.
+def check_source(prefix: str, sequence_length: int, objective: str = CAUSAL) -> None:
+    """Checks that the files of a source exist and fit the objective, and the length of windows in their first file.
 
     Raises:
-        ConfigError: windows have another length, an address cannot be read, or pyarrow is missing.
+        ConfigError: windows have another length, an address cannot be read, pyarrow is missing, or the objective
+            needs another kind of source.
         DataError: a file is missing.
     """
+    _check_kind(prefix, objective)
     if is_store_address(prefix):
         address = StoreAddress.of(prefix)
         address.check_password()
@@ -99,6 +146,8 @@ def check_source(prefix: str, sequence_length: int) -> None:
     if _is_windows(prefix):
         with WindowFile(expand_windows([prefix])[0]) as file:
             check_window_length(prefix, file.sequence_length, sequence_length)
+    elif names_pairs(prefix):
+        TokenPairs(prefix)
     elif not all(Path(prefix + suffix).is_file() for suffix in (".idx", ".bin")):
         IndexedDataset(prefix)  # raises the error
 
@@ -114,6 +163,10 @@ def source_facts(prefix: str) -> tuple[tuple[str, int | str], ...]:
     if _is_windows(prefix):
         rows = ParquetRows(prefix)
         return ("windows", len(rows)), ("tokens_per_window", rows.row_length), ("sha256", rows.fingerprint)
+    if names_pairs(prefix):
+        pairs = TokenPairs(prefix)
+        tokens = pairs.inputs.tokens + pairs.targets.tokens
+        return ("pairs", len(pairs)), ("tokens", tokens), ("sha256", pairs.fingerprint)
     indexed = IndexedDataset(prefix)
     return (
         ("sequences", len(indexed)),
@@ -129,6 +182,32 @@ def source_folder(prefix: str) -> Path:
         address = StoreAddress.of(prefix)
         return Path(address.place).parent if address.kind == "sqlite" else Path()
     return Path(expand_windows([prefix])[0] if _is_windows(prefix) else prefix).parent
+
+
+def token_files(prefix: str) -> tuple[str, ...]:
+    """The prefixes of the token files that a source consists of; of any other source only its own."""
+    return pair_prefixes(prefix) if not is_store_address(prefix) and names_pairs(prefix) else (prefix,)
+
+
+def _check_kind(prefix: str, objective: str) -> None:
+    """Checks that multitask training gets pairs, and only it.
+
+    Raises:
+        ConfigError: pairs are to be trained on in another way.
+        DataError: there are no pairs.
+    """
+    is_pairs = not is_store_address(prefix) and names_pairs(prefix)
+    if is_pairs and objective != MULTITASK:
+        raise ConfigError(
+            f"{prefix} names inputs and targets ({prefix}_inputs_document.idx), which --objective {objective} does not "
+            f"train on. Use --objective {MULTITASK} (finetune_t0_non_causal_decoder.py), or name one of the two."
+        )
+    if objective == MULTITASK and not is_pairs:
+        raise DataError(
+            f"--objective {MULTITASK} trains on pairs of inputs and targets, and there is no {prefix}_inputs_document"
+            f".idx beside a {prefix}_targets_document.idx. Make both with tools/preprocess_data.py --json-keys inputs "
+            "targets --output-prefix PREFIX, and give --data-path PREFIX."
+        )
 
 
 def _is_windows(prefix: str) -> bool:

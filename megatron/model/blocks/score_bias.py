@@ -1,4 +1,4 @@
-"""How attention is bounded: causal mask, document boundaries, sliding windows, linear biases.
+"""How attention is bounded: causal mask, document boundaries, prefixes, sliding windows, linear biases.
 
 Attention to cached keys is in `cached_bias.py`.
 """
@@ -32,7 +32,7 @@ def score_bias(
     separate = context.mask is MaskKind.DOCUMENTS
     if window is not None and window >= length:
         window = None
-    if not (separate or window or slopes):
+    if not (separate or window or slopes or context.prefix_mask is not None):
         return None
     return context.once(
         ("score bias", window, tuple(slopes), length, query.dtype),
@@ -54,12 +54,12 @@ def bounded_plan(
     segments = context.segment_ids if context.mask is MaskKind.DOCUMENTS else None
     return context.once(
         ("attention plan", window, tuple(slopes), softcap, query.shape[2], query.dtype),
-        lambda: plan_attention(query, Bounds(segments, window, tuple(slopes)), softcap),
+        lambda: plan_attention(query, Bounds(segments, window, tuple(slopes), context.prefix_mask), softcap),
     )
 
 
 def _build(context: StepContext, window: int | None, slopes: Sequence[float], query: torch.Tensor) -> torch.Tensor:
-    bias = local_bias(query, query.shape[2], window, tuple(slopes))  # [1, 1 or a/t, s, s]
+    bias = local_bias(query, query.shape[2], window, tuple(slopes), context.prefix_mask)  # [1 or b, 1 or a/t, s, s]
     if context.mask is MaskKind.DOCUMENTS and context.segment_ids is not None:
         segments = context.segment_ids
         foreign = segments.unsqueeze(2) != segments.unsqueeze(1)  # [b, s, s]

@@ -111,7 +111,7 @@ DONE_IN_CONFIG = {
 
 def test_a_supported_flag_is_read_somewhere() -> None:
     root = HERE.parents[1]
-    files = [*root.glob("megatron/**/*.py"), *root.glob("pretrain_*.py")]
+    files = [*root.glob("megatron/**/*.py"), *root.glob("pretrain_*.py"), *root.glob("finetune_*.py")]
     config = root / "megatron" / "config"
     files = [file for file in files if config not in file.parents]
     files += [config / "schedule.py", *(config / "architecture").glob("*.py")]

@@ -22,20 +22,30 @@ CASES: dict[str, dict[str, Any]] = {
         "num_query_groups": 2,
     },
 }
+PREFIXES = torch.zeros(2, 16, dtype=torch.bool)
+PREFIXES[0, :3] = PREFIXES[0, 7:12] = PREFIXES[1, :1] = PREFIXES[1, 4:16] = True
 
 
+@pytest.mark.parametrize("prefixes", [None, PREFIXES], ids=["causal", "prefixes"])
 @pytest.mark.parametrize("name", CASES)
-def test_bounded_and_dense_attention_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounded_and_dense_attention_agree(
+    name: str, prefixes: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config(hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.3, **CASES[name])
     network = build_gpt(config, ParallelMesh.single())
     tokens = torch.randint(0, 101, (2, 16), generator=torch.Generator().manual_seed(1))
-    segments = None if name == "window" else torch.tensor([[0] * 7 + [1] * 9, [2] + [4] * 3 + [5] * 12])
+    segments = (
+        None if name == "window" and prefixes is None else torch.tensor([[0] * 7 + [1] * 9, [2] + [4] * 3 + [5] * 12])
+    )
     plans, results = [], []
     for dense in (False, True):
         if dense:
             monkeypatch.setattr(attention, "bounded_plan", lambda *_: None)
         context = StepContext(
-            torch.arange(2), segment_ids=segments, mask=MaskKind.CAUSAL if segments is None else MaskKind.DOCUMENTS
+            torch.arange(2),
+            segment_ids=segments,
+            mask=MaskKind.CAUSAL if segments is None else MaskKind.DOCUMENTS,
+            prefix_mask=prefixes,
         )
         logits = network(tokens, context)
         gradients = torch.autograd.grad(logits.square().mean(), list(network.parameters()))

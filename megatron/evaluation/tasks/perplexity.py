@@ -1,0 +1,178 @@
+"""Perplexity of text: the loss per token, and what does not depend on the tokenizer, per word and per byte.
+
+A text longer than the window is scored in overlapping windows. Items are stretches of a document of about a window's
+tokens; neighbouring stretches count as independent in the standard errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from megatron.config import flag
+from megatron.errors import ConfigError
+from megatron.evaluation.scoring import Query, Score
+from megatron.evaluation.sources import Document, read_documents
+from megatron.evaluation.statistics import Estimate, exponential, ratio, scaled
+from megatron.evaluation.tasks.detokenizers import DETOKENIZERS
+from megatron.evaluation.tasks.task import SHOWN_MISTAKES, Measured, Mistake, Prepared, ScoredTask, shown_end
+from megatron.evaluation.tasks.windows import overlapping_windows
+from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.tokenizer import Tokenizer
+
+_SHOWN_TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Perplexity(ScoredTask):
+    """Perplexity of a text, the texts of a jsonl file, or a token file."""
+
+    kind: ClassVar[str] = "perplexity"
+
+    key: str = flag("text", "key of the text in a jsonl file")
+    window: int | None = flag(
+        None, "tokens that a query scores at most; by default as many as the network has positions", at_least=1
+    )
+    stride: int | None = flag(
+        None, "tokens between the beginnings of overlapping windows; by default half a window", at_least=1
+    )
+    detokenizer: str = flag("none", "spacing of the data set to undo", choices=tuple(DETOKENIZERS))
+    start: str = flag(
+        "eod", "what stands before a document: the end-of-document token, or nothing, which leaves its first token out",
+        choices=("eod", "nothing"),
+    )  # fmt: skip
+
+    def prepare(self, tokenizer: Tokenizer, max_length: int, limit: int | None) -> Prepared:
+        """Cuts the documents into windows."""
+        window = max_length - 1 if self.window is None else self.window
+        if window >= max_length:
+            raise ConfigError(
+                f"--window {window} of the task {self.title} is more than the {max_length - 1} positions of the "
+                "network. Use a smaller window."
+            )
+        stride = max(1, window // 2) if self.stride is None else self.stride
+        stretches: list[Stretch] = []
+        queries: list[Query] = []
+        for document in read_documents(self.path, self.key, tokenizer):
+            if limit is not None and len(stretches) >= limit:
+                break
+            for stretch, own in self._stretches(document, tokenizer, window, stride):
+                stretches.append(stretch)
+                queries += own
+        kept = stretches[:limit]
+        notes = (f"windows of {window} tokens, {stride} apart",)
+        return PreparedText(tuple(kept), queries[: sum(one.queries for one in kept)], tokenizer, notes)
+
+    def _stretches(
+        self, document: Document, tokenizer: Tokenizer, window: int, stride: int
+    ) -> Iterator[tuple[Stretch, list[Query]]]:
+        detokenizer = DETOKENIZERS[self.detokenizer]
+        raw = tokenizer.decode(document.tokens) if document.tokens is not None else document.text or ""
+        text = raw if document.tokens is not None else detokenizer(raw)
+        tokens = list(document.tokens) if document.tokens is not None else tokenizer.encode(text)
+        words, text_bytes = detokenizer.count_words(raw), len(text.encode(errors="replace"))
+        eod_id = TokenizerRecord.of(tokenizer).eod_id if self.start == "eod" else None
+        if eod_id is not None:
+            tokens = [eod_id, *tokens]
+        elif tokens:
+            words, text_bytes = words - 1, text_bytes - len(tokenizer.decode(tokens[:1]).encode())
+        scored = len(tokens) - 1
+        group: list[Query] = []
+        before = count = 0
+        for query in overlapping_windows(tokens, window, stride):
+            group.append(query)
+            count += len(query.targets)
+            if count >= window or before + count == scored:
+                share = Fraction(count, scored)
+                place = f"{document.place}, token {before}"
+                yield Stretch(place, len(group), count, max(words, 0) * share, max(text_bytes, 0) * share), group
+                group, before, count = [], before + count, 0
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Part of a document.
+
+    Attributes:
+        queries: number of queries about it.
+        tokens: number of tokens that they score.
+        words: its share of the document's words, by tokens.
+        text_bytes: its share of the document's bytes in UTF-8, by tokens.
+    """
+
+    place: str
+    queries: int
+    tokens: int
+    words: Fraction
+    text_bytes: Fraction
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """Stretches of text with their queries, in order."""
+
+    stretches: Sequence[Stretch]
+    queries: Sequence[Query]
+    tokenizer: Tokenizer
+    notes: tuple[str, ...] = ()
+
+    @property
+    def constants(self) -> Mapping[str, Measured]:
+        """None: every baseline is a model."""
+        return {}
+
+    @property
+    def count(self) -> int:
+        """Number of stretches."""
+        return len(self.stretches)
+
+    def measure(self, scores: Sequence[Score], *, is_uniform: bool = False) -> Measured:
+        """Loss, perplexity, bits per byte, and the share of tokens that were predicted."""
+        nats, right, per_item = [], [], []
+        first = 0
+        for stretch in self.stretches:
+            own = range(first, first + stretch.queries)
+            first += stretch.queries
+            nats.append(-math.fsum(scores[number].logprob for number in own))
+            hits = sum(
+                said == token
+                for number in own
+                for said, token in zip(scores[number].predicted, self.queries[number].targets, strict=True)
+            )
+            right.append(math.exp(-nats[-1] / stretch.tokens) * stretch.tokens if is_uniform else float(hits))
+            per_item.append({"item": stretch.place, "nats": nats[-1], "tokens": stretch.tokens})
+        tokens = [stretch.tokens for stretch in self.stretches]
+        loss = ratio(nats, tokens)
+        estimates = {"loss": loss, "ppl": exponential(loss), **self._per_unit(nats), "acc": ratio(right, tokens)}
+        return Measured(estimates, tuple(per_item), () if is_uniform else tuple(self._mistakes(scores)))
+
+    def _per_unit(self, nats: Sequence[float]) -> dict[str, Estimate]:
+        """What does not depend on the tokenizer."""
+        found = {}
+        words, text_bytes = ([getattr(one, name) for one in self.stretches] for name in ("words", "text_bytes"))
+        if sum(words):
+            found["adjusted_ppl"] = exponential(ratio(nats, [float(count) for count in words]))
+            found["token_ratio"] = Estimate(float(sum(one.tokens for one in self.stretches) / sum(words)), None)
+        if sum(text_bytes):
+            found["bits_per_byte"] = scaled(ratio(nats, [float(count) for count in text_bytes]), 1 / math.log(2))
+        return found
+
+    def _mistakes(self, scores: Sequence[Score]) -> Iterator[Mistake]:
+        """The first token that was not predicted, of the first query of each of the first stretches that have one."""
+        first = shown = 0
+        for stretch in self.stretches:
+            query, score = self.queries[first], scores[first]
+            first += stretch.queries
+            pairs = zip(score.predicted, query.targets, strict=True)
+            wrong = [index for index, (said, meant) in enumerate(pairs) if said != meant]
+            if wrong and shown < SHOWN_MISTAKES:
+                shown += 1
+                place = query.first_target + wrong[0]
+                context = self.tokenizer.decode(query.tokens[max(0, place - _SHOWN_TOKENS) : place])
+                expected, predicted = (
+                    self.tokenizer.decode([token]) for token in (query.tokens[place], score.predicted[wrong[0]])
+                )
+                yield Mistake(stretch.place, shown_end(context), expected, predicted)

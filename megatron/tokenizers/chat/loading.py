@@ -1,0 +1,108 @@
+"""Which chat template: of a name, of a file, or of the tokenizer's own folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.config.files.bounded_file import read_json, read_text
+from megatron.errors import ConfigError, printable
+from megatron.tokenizers.chat.named import NEEDED_TOKENS, PLAIN, SOURCES
+from megatron.tokenizers.chat.sandbox import MOST_TEMPLATE_BYTES
+from megatron.tokenizers.chat.template import ChatTemplate
+from megatron.tokenizers.tokenizer import TokenizerFlags
+
+_TEMPLATE_FILE = "chat_template.jinja"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_TEMPLATE_JSON = "chat_template.json"
+_SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MOST_CONFIG_BYTES = 32 << 20  # some list all of their added tokens
+
+
+def load_chat_template(name_or_path: str | None, tokenizer_folder: Path | None) -> ChatTemplate:
+    """The template of a name, of a file, or of the tokenizer.
+
+    Args:
+        name_or_path: plain, chatml, llama, dsgpt2, a file with a Jinja template, or a tokenizer_config.json; None for
+            the tokenizer's own, and plain where it has none.
+        tokenizer_folder: where the tokenizer's files are; None if they are not in a folder.
+
+    Raises:
+        ConfigError: there is no such name or file, or what is in it cannot be used.
+    """
+    tokens = {} if tokenizer_folder is None else _token_texts(tokenizer_folder)
+    if name_or_path is not None and name_or_path in SOURCES:
+        return _named(name_or_path)
+    if name_or_path is not None:
+        path = Path(name_or_path)
+        if not path.is_file():
+            raise ConfigError(
+                f"--chat-template {name_or_path} is neither {', '.join(SOURCES)} nor a file. Give one of the names, or "
+                "the path of a Jinja template or of a tokenizer_config.json."
+            )
+        source = _template_of_json(path) if path.suffix == ".json" else _template_text(path)
+        if source is None:
+            raise ConfigError(f"--chat-template {name_or_path} has no chat_template in it. Give a file that has one.")
+        return ChatTemplate(name_or_path, source, tokens or _token_texts(path.parent))
+    folders = [] if tokenizer_folder is None else [tokenizer_folder]
+    for path in (folder / file for folder in folders for file in (_TEMPLATE_FILE, _TOKENIZER_CONFIG, _TEMPLATE_JSON)):
+        if path.is_file():
+            source = _template_text(path) if path.name == _TEMPLATE_FILE else _template_of_json(path)
+            if source is not None:
+                return ChatTemplate(str(path), source, tokens)
+    return _named(PLAIN)
+
+
+def tokenizer_folder(flags: TokenizerFlags) -> Path | None:
+    """The folder of the tokenizer that the flags name, which may hold a chat template; None for a hub name."""
+    for value in (flags.tokenizer_name_or_path, flags.vocab_file):
+        if value and Path(value).exists():
+            return Path(value) if Path(value).is_dir() else Path(value).parent
+    return None
+
+
+def _named(name: str) -> ChatTemplate:
+    return ChatTemplate(name, SOURCES[name], needed_tokens=NEEDED_TOKENS[name])
+
+
+def _template_text(path: Path) -> str:
+    return read_text(str(path), f"the chat template {path}", MOST_TEMPLATE_BYTES)
+
+
+def _template_of_json(path: Path) -> str | None:
+    """The template in a tokenizer's JSON file; of several the one that is called default."""
+    content = _json_of(path)
+    found = content.get("chat_template")
+    if isinstance(found, list):
+        by_name = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = by_name.get("default")
+        if found is None:
+            raise ConfigError(
+                f"{path} has the chat templates {printable(sorted(map(str, by_name)))}, none of which is called "
+                "default. Write the one you want to a file and give that with --chat-template."
+            )
+    if found is not None and not isinstance(found, str):
+        raise ConfigError(f"{path}: chat_template holds {printable(found)}; it must be a text.")
+    return found
+
+
+def _token_texts(folder: Path) -> dict[str, str]:
+    """The special tokens that a tokenizer's files name."""
+    texts: dict[str, str] = {}
+    for file in (_SPECIAL_TOKENS_MAP, _TOKENIZER_CONFIG):
+        path = folder / file
+        content = _json_of(path) if path.is_file() else {}
+        for name in _TOKEN_NAMES:
+            token = content.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                texts[name] = token
+    return texts
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    content = read_json(str(path), str(path), _MOST_CONFIG_BYTES)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {printable(content)}; it must hold one JSON object. Fetch the file again.")
+    return content

@@ -1,0 +1,137 @@
+"""Text with special tokens in it, of which only those that a template wrote are meant as such.
+
+What a message says is guarded before it is rendered: a private character is put into each special token that it spells,
+and between it and its surroundings where the two could spell one together. After rendering, the special tokens that
+are left are the template's own; the private characters are taken out and the text on either side of them is encoded
+by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from megatron.errors import DataError, printable
+from megatron.tokenizers.tokenizer import Tokenizer
+
+_FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD  # a plane that Unicode leaves to private use
+
+
+class Guard:
+    """Keeps the contents of one conversation from spelling special tokens.
+
+    Args:
+        tokens: texts of the special tokens.
+        contents: what is said in the conversation.
+    """
+
+    def __init__(self, tokens: Iterable[str], contents: Iterable[str]) -> None:
+        self._tokens = sorted(tokens, key=len, reverse=True)
+        self._found = re.compile("|".join(map(re.escape, self._tokens)) or "(?!)")
+        self.mark, begin, end = private_characters(contents, 3)
+        self.generation_marks = begin, end
+
+    def applied(self, content: str) -> str:
+        """A text with marks in the special tokens that it spells, whole or in part at its ends."""
+        guarded = self._found.sub(lambda match: match[0][:1] + self.mark + match[0][1:], content)
+        core = guarded.strip()
+        if not core:
+            return guarded
+        first = guarded.index(core)
+        before, after = guarded[:first], guarded[first + len(core) :]
+        if any(core.startswith(token[cut:]) for token in self._tokens for cut in range(1, len(token))):
+            core = self.mark + core
+        if any(core.endswith(token[:cut]) for token in self._tokens for cut in range(1, len(token))):
+            core = core + self.mark
+        return before + core + after
+
+
+def private_characters(texts: Iterable[str], count: int) -> list[str]:
+    """Some characters for private use that none of the texts contains.
+
+    Raises:
+        DataError: they contain all of them.
+    """
+    used = set().union(*texts)
+    free = (chr(point) for point in range(_FIRST_PRIVATE, _LAST_PRIVATE + 1) if chr(point) not in used)
+    found = [one for one, _ in zip(free, range(count), strict=False)]
+    if len(found) < count:
+        raise DataError("A conversation contains every character for private use there is, so it cannot be marked.")
+    return found
+
+
+class Piece(NamedTuple):
+    """A stretch of a rendered text, [first, last): a special token, or text to be encoded by itself."""
+
+    first: int
+    last: int
+    token_id: int | None
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, and the encoding of texts that contain them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids: Mapping[str, int] = tokenizer.special_ids
+        self._texts = sorted(self.ids, key=len, reverse=True)
+        self._found = re.compile("|".join(map(re.escape, self._texts)) or "(?!)")
+        self._numbers = frozenset(self.ids.values())
+
+    def pieces(self, text: str, cuts: Iterable[int]) -> Iterator[Piece]:
+        """Divides a rendered text at its special tokens and at some places.
+
+        Args:
+            cuts: places where a piece must end.
+        """
+        places = sorted({*cuts, len(text)})
+        position = 0
+        for match in [*self._found.finditer(text), None]:
+            first = len(text) if match is None else match.start()
+            for cut in (*(place for place in places if position < place < first), first):
+                if position < cut:
+                    yield Piece(position, cut, None)
+                    position = cut
+            if match is not None:
+                yield Piece(match.start(), match.end(), self.ids[match[0]])
+                position = match.end()
+
+    def first_after(self, text: str, position: int, last: int) -> tuple[int, int] | None:
+        """Where the first special token in a part of a text stands."""
+        match = self._found.search(text, position, last)
+        return None if match is None else match.span()
+
+    def end_at(self, text: str, position: int) -> int:
+        """Where the special token that begins at a place ends; the place itself if none does."""
+        match = self._found.match(text, position)
+        return position if match is None else match.end()
+
+    def names(self) -> dict[str, str]:
+        """The texts of the tokens that templates call `bos_token` and `eos_token`, as this tokenizer writes texts."""
+        texts = {number: text for text, number in self.ids.items()}
+        before = "".join(texts.get(number, "") for number in self.tokenizer.ids_before)
+        return {"bos_token": before, "eos_token": texts[self.tokenizer.eod_id]}
+
+    def encode(self, text: str, mark: str) -> list[int]:
+        """Ids of text that means no special token, whatever it spells; marks are taken out of it.
+
+        Raises:
+            DataError: the tokenizer makes a special token even of its letters one by one.
+        """
+        whole = self.tokenizer.encode_bare(text.replace(mark, ""))
+        if self._numbers.isdisjoint(whole):  # as of most tokenizers, which make no special token of any text
+            return whole
+        return [number for part in text.split(mark) if part for number in self._encode_part(part)]
+
+    def _encode_part(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode_bare(text)
+        if self._numbers.isdisjoint(ids):
+            return ids
+        ids = [number for letter in text for number in self.tokenizer.encode_bare(letter)]
+        if not self._numbers.isdisjoint(ids):
+            raise DataError(
+                f"The tokenizer {self.tokenizer.name} turns the letters of {printable(text, 60)} into a special token, "
+                "so a message could end itself. Use another tokenizer."
+            )
+        return ids

@@ -1,0 +1,97 @@
+"""What a run learns: its objective, and what micro-batches and their contexts hold for it."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.config.sections.loss import MULTITASK, PREFIX
+from megatron.data.datasets.build import SplitDatasets
+from megatron.data.datasets.prefix import PrefixDataset
+from megatron.data.datasets.sample import SampleDataset
+from megatron.data.loader import BatchOptions
+from megatron.model.blocks.router import router_metric_sizes
+from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
+from megatron.objective.language_model import LanguageModelObjective
+from megatron.objective.prefix import PrefixObjective
+from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.tokenizer import Tokenizer
+
+
+def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int = 0) -> LanguageModelObjective:
+    """The training objective of a resolved configuration.
+
+    Args:
+        source_count: number of data sources whose losses are reported separately.
+    """
+    loss = config.loss
+    objective = LanguageModelObjective(
+        mesh.tp,
+        config.model.vocab_size,
+        source_count=source_count,
+        label_smoothing=loss.label_smoothing,
+        z_loss_coeff=loss.z_loss_coeff,
+        layer_metrics=router_metric_sizes(config.model),
+    )
+    if loss.objective != PREFIX:
+        return objective
+    return PrefixObjective(
+        **vars(objective),
+        on_targets_only=loss.loss_on_targets_only,
+        reweights_positions=loss.reweight_loss_based_on_position_frequency,
+    )
+
+
+def step_settings(config: RunConfig) -> StepSettings:
+    """The settings shared by all micro-batches of a run."""
+    recompute = Recompute.NONE
+    if config.recompute.checkpoint_activations:
+        recompute = Recompute.BLOCKS
+    elif config.recompute.recomputes_attention:
+        recompute = Recompute.ATTENTION
+    packed = packs_examples(config)
+    return StepSettings(
+        seed=config.random.seed,
+        recompute=recompute,
+        restart_positions=config.documents.reset_position_ids or packed,
+        mask=MaskKind.DOCUMENTS if config.documents.reset_attention_mask or packed else MaskKind.CAUSAL,
+        has_prefixes=has_prefixes(config),
+        dtype=getattr(torch, config.precision.dtype_name),
+    )
+
+
+def batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
+    """What the batches of a run consist of."""
+    return BatchOptions(
+        eod_id=tokenizer.eod_id,
+        vocab_size=config.model.vocab_size,
+        eod_mask_loss=config.documents.eod_mask_loss,
+        segments=config.documents.needs_segments or packs_examples(config),
+        prefixes=has_prefixes(config),
+    )
+
+
+def with_prefixes(datasets: SplitDatasets, config: RunConfig, tokenizer: Tokenizer) -> SplitDatasets:
+    """The data sets with random prefixes if the objective is to have them; otherwise as they are."""
+    if config.loss.objective != PREFIX:
+        return datasets
+    eod_id = tokenizer.eod_id if config.documents.reset_attention_mask else None
+
+    def prefixed(dataset: SampleDataset) -> SampleDataset:
+        return PrefixDataset(dataset, config.random.seed, eod_id, config.loss.loss_on_targets_only)
+
+    return SplitDatasets(
+        train=None if datasets.train is None else prefixed(datasets.train),
+        valid={name: prefixed(dataset) for name, dataset in datasets.valid.items()},
+        test={name: prefixed(dataset) for name, dataset in datasets.test.items()},
+    )
+
+
+def has_prefixes(config: RunConfig) -> bool:
+    """Whether tokens attend to a prefix or to inputs in both directions."""
+    return config.loss.objective in (PREFIX, MULTITASK)
+
+
+def packs_examples(config: RunConfig) -> bool:
+    """Whether a sample holds several examples, each of which is trained on as if it were alone."""
+    return config.loss.objective == MULTITASK or config.finetuning.pack_examples

@@ -1,0 +1,131 @@
+"""Upstream's zero-shot tasks, with upstream's flags and result lines.
+
+    python tasks/main.py --task WIKITEXT103 --valid-data wiki.test.tokens --load checkpoints/gpt2 --overlapping-eval 32
+    python tasks/main.py --task LAMBADA --valid-data lambada_test.jsonl --load checkpoints/gpt2 --strict-lambada
+
+The network, its dtype and the tokenizer come from the checkpoint; the trainer's flags may be given as well and must
+agree with it. tools/evaluate.py measures the same and more, with standard errors and baselines.
+
+Source: bigscience Megatron-DeepSpeed `tasks/main.py`, `tasks/zeroshot_gpt/`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config import ConfigSection, ParallelRequest, flag
+from megatron.config.overlay import parse_over
+
+if TYPE_CHECKING:
+    from megatron.evaluation.tasks.task import TaskResult
+    from megatron.inference.loading import LoadedModel
+
+_WIKITEXT, _LAMBADA = "WIKITEXT103", "LAMBADA"
+_CLASSIFICATION = (
+    "it trains a classifier on top of an encoder, which is another library's work: export the checkpoint with "
+    "tools/export_hf.py and fine-tune it with transformers, or rank the answers with the multiple_choice task of "
+    "tools/evaluate.py"
+)
+_RETRIEVAL = "it evaluates a retriever with two encoders, and a GPT checkpoint is none; use the retriever's own project"
+_PROMPTED = "it prompts a server for dialogues; use the exact_match task of tools/evaluate.py, or tools/serve.py"
+_REFUSED = {
+    **dict.fromkeys(("RACE", "MNLI", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE"), _CLASSIFICATION),
+    **dict.fromkeys(("ICT-ZEROSHOT-NQ", "RETRIEVER-EVAL", "RET-FINETUNE-NQ"), _RETRIEVAL),
+    **dict.fromkeys(("MSDP-PROMPT", "MSDP-EVAL-F1"), _PROMPTED),
+}
+_LARGEST_EXPONENT = 20
+
+
+@dataclass(frozen=True)
+class TaskFlags(ConfigSection):
+    """Upstream's flags of this program, in addition to the trainer's."""
+
+    task: str = flag(help=f"{_WIKITEXT} or {_LAMBADA}")
+    valid_data: tuple[str, ...] = flag((), "the file to evaluate on", nargs="*")
+    overlapping_eval: int = flag(32, "tokens between the beginnings of overlapping windows", at_least=1)
+    strict_lambada: bool = flag(False, "predict all tokens of the last word, not only the last token")
+    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if self.task in _REFUSED:
+            yield f"--task {self.task} is not supported: {_REFUSED[self.task]}."
+        elif self.task not in (_WIKITEXT, _LAMBADA):
+            yield f"--task {self.task} is not known. Use {_WIKITEXT} or {_LAMBADA}."
+        elif len(self.valid_data) != 1:
+            yield f"--valid-data takes one file, {len(self.valid_data)} given ({' '.join(self.valid_data) or 'none'})."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program on the command line's flags."""
+    request = parse_over(TaskFlags, sys.argv[1:] if argv is None else argv, "main.py", description=__doc__ or "")
+
+    from megatron.inference.loading import open_checkpoint
+    from megatron.parallel.joining import close_mesh, open_mesh
+
+    own_layout = {
+        name.partition(".")[2]: value for name, value in request.given.items() if name.startswith("parallel.")
+    }
+    mesh = open_mesh(ParallelRequest(**own_layout))
+    try:
+        loaded = open_checkpoint(request.own.load, request.given, mesh)
+        result = _measure(request.own, request.given, loaded)
+        text = f" validation results on {request.own.task} | {_figures(request.own, result)}"
+        for line in ("-" * (len(text) + 1), text, "-" * (len(text) + 1)):
+            log.line(line)
+    finally:
+        close_mesh(mesh)
+    return 0
+
+
+def _measure(flags: TaskFlags, given: Mapping[str, Any], loaded: LoadedModel) -> TaskResult:
+    """Runs the task without baselines."""
+    from megatron.evaluation.report.running import run_tasks
+    from megatron.evaluation.tasks.lambada import Lambada
+    from megatron.evaluation.tasks.perplexity import Perplexity
+    from megatron.evaluation.tasks.task import TaskOptions
+    from megatron.inference.scorer import LoadedScorer
+    from megatron.parallel.agreement import run_on_all
+
+    data = flags.valid_data[0]
+    task = Lambada(data=data, strict=flags.strict_lambada)
+    if flags.task == _WIKITEXT:
+        detokenizer = "ptb" if "ptb" in data else "wikitext"
+        window = loaded.config.data.seq_length
+        task = Perplexity(
+            data=data, detokenizer=detokenizer, start="nothing", window=window, stride=flags.overlapping_eval
+        )
+    scorer = LoadedScorer(loaded, given.get("optim.micro_batch_size", loaded.config.optim.micro_batch_size))
+    options = TaskOptions(agree=partial(run_on_all, loaded.mesh))
+    ((outcome, failure),) = run_tasks(
+        [task], scorer, loaded.tokenizer, options, shows_progress=loaded.mesh.world.rank == 0
+    )
+    if outcome.result is None:
+        raise failure
+    return outcome.result
+
+
+def _figures(flags: TaskFlags, result: TaskResult) -> str:
+    """The figures as upstream prints them; it caps the exponent of a perplexity at 20."""
+    figures = result.figures
+    if flags.task == _WIKITEXT:
+        loss, ratio = figures["loss"], figures.get("token_ratio", math.nan)
+        ppl, adjusted = (math.exp(min(_LARGEST_EXPONENT, nats)) for nats in (loss, loss * ratio))
+        return f"avg loss: {loss:.4E} | ppl: {ppl:.4E} | adjusted ppl: {adjusted:.4E} | token ratio: {ratio} |"
+    return (
+        f"number correct: {figures['acc'] * result.count:.4E} | total examples: {result.count:.4E} | "
+        f"avg accuracy: {figures['acc']:.4E}"
+    )
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

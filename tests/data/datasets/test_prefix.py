@@ -1,0 +1,112 @@
+"""Random prefixes of samples and documents: where they may end, what they depend on, and which labels count."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from megatron.data.datasets.prefix import PrefixDataset, prefix_length
+from megatron.data.datasets.sample import DocumentSpan, Sample
+
+EOD = 9
+ROWS = np.array(
+    [
+        [1, 2, 3, EOD, 5, 6, EOD, EOD, 7, 8, 1],  # documents of 4, 3 and 1 tokens, and the beginning of another
+        [1, 2, 3, 4, 5, 6, 7, 8, 1, EOD, 2],  # the inputs end with the document
+        [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3],
+    ]
+)
+
+
+@dataclass
+class _Rows:
+    loss_mask: np.ndarray | None = None
+    read_samples: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        return ROWS[sample]
+
+    def read(self, sample: int) -> Sample:
+        return Sample(ROWS[sample], self.loss_mask)
+
+    def source_of(self, sample: int) -> int:
+        return 10 + sample
+
+    def locate(self, sample: int, position: int) -> str:
+        return f"{sample}:{position}"
+
+    def spans(self, sample: int) -> list[DocumentSpan]:
+        return [DocumentSpan(sample, 0, 11)]
+
+
+def test_every_length_is_drawn_equally_often_and_depends_on_seed_sample_and_document() -> None:
+    drawn = Counter(prefix_length(10, 3, sample, 0) for sample in range(20_000))
+    assert sorted(drawn) == list(range(1, 11))
+    # chi-squared with 9 degrees of freedom exceeds 27.9 once in a thousand seeds
+    assert sum((count - 2000) ** 2 / 2000 for count in drawn.values()) < 27.9
+    lengths = [[prefix_length(1000, *key) for key in zip(*keys, strict=True)] for keys in _keys()]
+    assert len({tuple(row) for row in lengths}) == len(lengths)
+    assert prefix_length(0, 1, 2, 3) == 1
+
+
+def _keys() -> list[tuple[range | list[int], ...]]:
+    same = [5] * 20
+    return [(range(20), same, same), (same, range(20), same), (same, same, range(20))]
+
+
+def test_one_prefix_a_sample() -> None:
+    for seed in range(50):
+        sample = PrefixDataset(_Rows(), seed).read(0)
+        assert sample.prefix_mask is not None and sample.loss_mask is None
+        length = int(sample.prefix_mask.sum())
+        assert length == prefix_length(10, seed, 0, 0) and sample.prefix_mask[:length].all()
+        assert np.array_equal(sample.tokens, ROWS[0])
+
+
+@pytest.mark.parametrize(("row", "documents"), [(0, [(0, 4), (4, 7), (7, 8), (8, 10)]), (1, [(0, 10)]), (2, [(0, 10)])])
+def test_one_prefix_a_document_that_leaves_out_its_end(row: int, documents: list[tuple[int, int]]) -> None:
+    lengths = set()
+    for seed in range(50):
+        sample = PrefixDataset(_Rows(), seed, EOD).read(row)
+        assert sample.prefix_mask is not None
+        for number, (first, last) in enumerate(documents):
+            mask = sample.prefix_mask[first:last]
+            is_complete = bool(ROWS[row][last - 1] == EOD)
+            length = prefix_length(last - first - is_complete, seed, row, number)
+            assert mask.sum() == length and mask[:length].all()
+            assert not (is_complete and last - first > 1 and mask[-1])
+            lengths.add((number, length))
+    assert len(lengths) > len(documents)
+
+
+@pytest.mark.parametrize("eod_id", [None, EOD])
+def test_labels_inside_a_prefix_do_not_count_and_the_first_target_does(eod_id: int | None) -> None:
+    for seed in range(20):
+        for row in range(3):
+            sample = PrefixDataset(_Rows(), seed, eod_id, on_targets_only=True).read(row)
+            assert sample.prefix_mask is not None and sample.loss_mask is not None
+            followed_by_prefix = np.append(sample.prefix_mask[1:], False)
+            begins = np.append(False, ROWS[row][:-1] == EOD)[1:10] if eod_id else np.zeros(9, bool)
+            inside = sample.prefix_mask & followed_by_prefix & ~np.append(begins, False)
+            assert np.array_equal(sample.loss_mask, ~inside)
+
+
+def test_a_mask_of_the_samples_still_holds() -> None:
+    known = np.array([True] * 7 + [False] * 3)
+    for seed in range(20):
+        sample = PrefixDataset(_Rows(known), seed, on_targets_only=True).read(1)
+        alone = PrefixDataset(_Rows(), seed, on_targets_only=True).read(1)
+        assert np.array_equal(sample.loss_mask, alone.loss_mask & known)
+    assert PrefixDataset(_Rows(known), 1).read(1).loss_mask is known
+
+
+def test_everything_else_is_passed_on() -> None:
+    dataset = PrefixDataset(_Rows(), 1)
+    assert len(dataset) == 3 and dataset.source_of(2) == 12 and dataset.locate(1, 4) == "1:4"
+    assert dataset.spans(1) == [DocumentSpan(1, 0, 11)] and np.array_equal(dataset[2], ROWS[2])

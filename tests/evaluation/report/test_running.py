@@ -1,0 +1,38 @@
+"""Running several tasks: one that fails leaves the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import DataError, PeerLostError
+from megatron.evaluation.report.running import run_tasks
+from megatron.evaluation.tasks.lambada import Lambada
+from megatron.evaluation.tasks.task import TaskOptions
+from tests.evaluation.fakes import ByteTokenizer, FakeScorer
+
+
+def test_a_task_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    (tmp_path / "items.jsonl").write_text('{"text": "a b"}\n')
+    tasks = [Lambada(data=name, folder=tmp_path) for name in ("missing.jsonl", "items.jsonl")]
+    (bad, failure), (good, nothing) = run_tasks(tasks, FakeScorer(), ByteTokenizer(), TaskOptions())
+    assert bad.result is None and isinstance(failure, DataError) and "missing.jsonl" in (bad.failure or "")
+    assert good.result is not None and good.result.count == 1 and nothing is None
+
+
+def test_a_lost_rank_ends_them_all(tmp_path: Path) -> None:
+    class Lost(FakeScorer):
+        def score(self, queries, on_progress=None):
+            raise PeerLostError("rank 1 is gone")
+
+    (tmp_path / "items.jsonl").write_text('{"text": "a b"}\n')
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+        list(run_tasks([Lambada(data="items.jsonl", folder=tmp_path)], Lost(), ByteTokenizer(), TaskOptions()))
+
+
+def test_the_limit_is_passed_on(tmp_path: Path) -> None:
+    (tmp_path / "items.jsonl").write_text('{"text": "a b"}\n' * 5)
+    task = Lambada(data="items.jsonl", folder=tmp_path)
+    ((outcome, _),) = run_tasks([task], FakeScorer(), ByteTokenizer(), TaskOptions(), 2, shows_progress=False)
+    assert outcome.result is not None and outcome.result.count == 2

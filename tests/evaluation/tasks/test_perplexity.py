@@ -1,0 +1,139 @@
+"""Perplexity against values computed by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.formats.indexed import IndexedWriter
+from megatron.errors import ConfigError, DataError
+from megatron.evaluation.baselines.scorers import Baselines
+from megatron.evaluation.tasks.perplexity import Perplexity
+from megatron.evaluation.tasks.task import TaskOptions
+from tests.evaluation.fakes import EOD, ByteTokenizer, FakeScorer
+
+BYTES = ByteTokenizer()
+
+
+def by_length(tokens: tuple[int, ...]) -> float:
+    """The longer the context, the surer."""
+    return -1.0 / (len(tokens) - 1)
+
+
+def test_every_token_counts_once_with_the_context_of_its_window(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("abcdefg hi")
+    scorer = FakeScorer(by_length)
+    task = Perplexity(data="text.txt", window=4, stride=2, folder=tmp_path)
+    result = task.run(scorer, BYTES)
+    # End-of-document and 10 letters: 10 targets. Window 1 has contexts of 1 to 4 tokens; each later one scores its last
+    # two after 3 and 4 tokens.
+    nats = [1 + 1 / 2 + 1 / 3 + 1 / 4, 2 * (1 / 3 + 1 / 4), 1 / 3 + 1 / 4]
+    loss = sum(nats) / 10
+    assert [query.tokens[query.first_target :] for query in scorer.asked] == [
+        tuple(b"abcd"), tuple(b"ef"), tuple(b"g "), tuple(b"hi"),
+    ]  # fmt: skip
+    assert result.count == 3
+    assert [item["tokens"] for item in result.per_item] == [4, 4, 2]
+    assert [item["nats"] for item in result.per_item] == pytest.approx(nats)
+    assert result.per_item[1]["item"] == "text.txt, token 4"
+    assert result.figures["loss"] == pytest.approx(loss)
+    assert result.figures["ppl"] == pytest.approx(math.exp(loss))
+    assert result.figures["adjusted_ppl"] == pytest.approx(math.exp(sum(nats) / 2))  # two words
+    assert result.figures["token_ratio"] == 5.0
+    assert result.figures["bits_per_byte"] == pytest.approx(sum(nats) / 10 / math.log(2))
+    assert result.figures["acc"] == pytest.approx(9 / 10)  # all but the first, whose probability is exp(-1)
+    residuals = sum((own - loss * size) ** 2 for own, size in zip(nats, (4, 4, 2), strict=True))
+    assert result.errors["loss"] == pytest.approx(math.sqrt(residuals * 3 / 2) / 10)
+    assert result.errors["ppl"] == pytest.approx(result.errors["loss"] * result.figures["ppl"])
+    assert result.notes == ("windows of 4 tokens, 2 apart",)
+
+
+def test_with_nothing_before_a_document_its_first_token_word_and_byte_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one two tree")
+    result = Perplexity(data="text.txt", start="nothing", folder=tmp_path).run(FakeScorer(), BYTES)
+    assert result.figures["loss"] == 1.0
+    assert result.figures["token_ratio"] == (12 - 1) / (3 - 1)
+    assert result.figures["adjusted_ppl"] == pytest.approx(math.exp(11 / 2))
+    assert result.figures["bits_per_byte"] == pytest.approx(1 / math.log(2))
+
+
+def test_the_words_and_bytes_of_a_tokenizer_with_many_bytes_a_token(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("é é")
+    result = Perplexity(data="text.txt", folder=tmp_path).run(FakeScorer(), BYTES)
+    assert result.figures["token_ratio"] == 5 / 2
+    assert result.figures["bits_per_byte"] == pytest.approx(5 / 5 / math.log(2))
+
+
+def test_wikitext_counts_the_words_as_published(tmp_path: Path) -> None:
+    (tmp_path / "wiki.txt").write_text(" \n = A = \n \n x @-@ y . \n")
+    task = Perplexity(data="wiki.txt", detokenizer="wikitext", start="nothing", folder=tmp_path)
+    scorer = FakeScorer()
+    result = task.run(scorer, BYTES)
+    plain = "\n= A =\n\nx-y.\n"
+    words = ["=", "A", "=", "\n", "\n", "x", "@-@", "y", "."]
+    assert bytes(scorer.asked[0].tokens) == plain.encode()
+    assert result.figures["token_ratio"] == (len(plain) - 1) / (len(words) - 1)
+
+
+def test_documents_are_scored_apart(tmp_path: Path) -> None:
+    lines = [{"text": "ab"}, {"text": ""}, {"text": "c"}]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    scorer = FakeScorer()
+    result = Perplexity(data="texts.jsonl", folder=tmp_path).run(scorer, BYTES)
+    assert [query.tokens for query in scorer.asked] == [(EOD, *b"ab"), (EOD, *b"c")]
+    assert result.count == 2 and result.figures["token_ratio"] == 3 / 2
+
+
+def test_a_token_file_is_scored_as_it_is(tmp_path: Path) -> None:
+    with IndexedWriter(str(tmp_path / "tokens"), np.uint16) as writer:
+        writer.add_document([np.array([*b"a b", EOD])])
+        writer.add_document([np.array([*b"cd", EOD])])
+    scorer = FakeScorer()
+    result = Perplexity(data="tokens", folder=tmp_path).run(scorer, BYTES)
+    assert [query.tokens for query in scorer.asked] == [(EOD, *b"a b", EOD), (EOD, *b"cd", EOD)]
+    assert result.figures["token_ratio"] == 7 / 3
+    assert result.figures["bits_per_byte"] == pytest.approx(7 / 5 / math.log(2))
+
+
+def test_the_limit_takes_stretches_from_the_beginning(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("ab cd ef gh ij kl")
+    task = Perplexity(data="text.txt", window=4, stride=2, folder=tmp_path)
+    whole, part = task.run(FakeScorer(by_length), BYTES), task.run(FakeScorer(by_length), BYTES, 2)
+    assert part.count == 2 and part.per_item == whole.per_item[:2]
+    assert part.figures["token_ratio"] == whole.figures["token_ratio"]
+
+
+def test_the_first_wrong_token_of_a_stretch_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("abcdefgh")
+    scorer = FakeScorer(lambda tokens: -2.0 if tokens[-1] in b"cg" else -0.1)
+    task = Perplexity(data="text.txt", window=4, stride=4, folder=tmp_path)
+    first, second = task.run(scorer, BYTES).wrong
+    assert (first.context, first.expected, first.predicted) == ("ab", "c", "?")
+    assert (second.context, second.expected) == ("def", "g")
+
+
+def test_the_uniform_baseline_has_the_vocabulary_as_perplexity(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("abcabcabd")
+    (tmp_path / "train.txt").write_text("abcabcabcabd" * 3)
+    task = Perplexity(data="text.txt", train="train.txt", folder=tmp_path)
+    result = task.run(FakeScorer(lambda tokens: -0.01), BYTES, None, TaskOptions(baselines=Baselines(BYTES)))
+    figures = [result.baselines[name]["ppl"] for name in ("uniform", "unigram", "bigram")] + [result.figures["ppl"]]
+    assert figures[0] == pytest.approx(257)
+    assert figures == sorted(figures, reverse=True) and len(set(figures)) == 4
+    assert result.baselines["uniform"]["acc"] == pytest.approx(1 / 257)
+    assert result.baselines["bigram"]["acc"] == pytest.approx(8 / 9)  # all but d: after b, c is more frequent
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("abc")
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(ConfigError, match="--window 33 of the task perplexity:text is more than the 32 positions"):
+        Perplexity(data="text.txt", window=33, folder=tmp_path).run(FakeScorer(), BYTES)
+    with pytest.raises(DataError, match=r"empty\.txt holds no item"):
+        Perplexity(data="empty.txt", folder=tmp_path).run(FakeScorer(), BYTES)
+    with pytest.raises(ConfigError, match="--detokenizer klingon is not known. Use one of: none, wikitext, ptb"):
+        Perplexity(data="text.txt", detokenizer="klingon")

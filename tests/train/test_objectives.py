@@ -1,0 +1,84 @@
+"""What follows from --objective: the objective itself, masks, positions and prefixes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
+from megatron.data.datasets.build import SplitDatasets
+from megatron.data.datasets.prefix import PrefixDataset
+from megatron.data.datasets.sample import Sample, SampleDataset
+from megatron.model.interface.step_context import MaskKind
+from megatron.objective.language_model import LanguageModelObjective
+from megatron.objective.prefix import PrefixObjective
+from megatron.parallel.mesh import ParallelMesh
+from megatron.tokenizers.tokenizer import Tokenizer
+from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
+from tests.config.command_lines import small
+
+TOKENIZER = cast(Tokenizer, SimpleNamespace(eod_id=9))
+DATASET = cast(SampleDataset, SimpleNamespace(read=lambda sample: Sample(np.arange(9))))
+
+
+def _config(text: str = "") -> RunConfig:
+    return resolve(small(text), Machine("cpu", 1, False, True), TokenizerFacts(1000, 999, "f"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "separates", "restarts", "segments", "prefixes"),
+    [
+        ("", False, False, False, False),
+        ("--reset-attention-mask", True, False, True, False),
+        ("--pack-examples", True, True, True, False),
+        ("--objective prefix", False, False, False, True),
+        ("--objective prefix --reset-position-ids", False, True, True, True),
+        ("--objective prefix --reset-attention-mask", True, False, True, True),
+        ("--objective multitask", True, True, True, True),
+    ],
+)
+def test_masks_positions_and_prefixes(
+    flags: str, separates: bool, restarts: bool, segments: bool, prefixes: bool
+) -> None:
+    settings, options = step_settings(_config(flags)), batch_options(_config(flags), TOKENIZER)
+    assert (settings.mask is MaskKind.DOCUMENTS, settings.restart_positions) == (separates, restarts)
+    assert (settings.needs_segments, settings.has_prefixes) == (segments, prefixes)
+    assert (options.segments, options.prefixes, options.eod_id) == (segments, prefixes, 9)
+
+
+def test_the_objective_of_each_kind() -> None:
+    mesh = ParallelMesh.single()
+    for flags in ("", "--loss-on-targets-only", "--objective multitask"):
+        assert type(build_objective(_config(flags), mesh)) is LanguageModelObjective
+    text = "--objective prefix --loss-on-targets-only --z-loss 0.5 --label-smoothing 0.1"
+    built = build_objective(_config(text), mesh, source_count=3)
+    assert built == PrefixObjective(
+        mesh.tp, 1000, source_count=3, label_smoothing=0.1, z_loss_coeff=0.5, on_targets_only=True
+    )
+    weighted = build_objective(_config("--objective prefix --reweight-loss-based-on-position-frequency"), mesh)
+    assert isinstance(weighted, PrefixObjective) and weighted.reweights_positions and not weighted.on_targets_only
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("", {"eod_id": None, "on_targets_only": False}),
+        ("--reset-attention-mask --loss-on-targets-only", {"eod_id": 9, "on_targets_only": True}),
+    ],
+)
+def test_every_split_gets_prefixes(flags: str, found: dict[str, Any]) -> None:
+    splits = SplitDatasets(DATASET, {"a": DATASET, "b": DATASET}, {"test": DATASET})
+    prefixed = with_prefixes(splits, _config(f"--objective prefix --seed 77 {flags}"), TOKENIZER)
+    for dataset in (prefixed.train, *prefixed.valid.values(), *prefixed.test.values()):
+        assert dataset == PrefixDataset(DATASET, 77, **found)
+    assert (list(prefixed.valid), list(prefixed.test)) == (["a", "b"], ["test"])
+    assert with_prefixes(SplitDatasets(None, {}, {}), _config("--objective prefix"), TOKENIZER).train is None
+
+
+def test_other_objectives_keep_their_samples() -> None:
+    splits = SplitDatasets(DATASET, {}, {})
+    assert with_prefixes(splits, _config(), TOKENIZER) is splits
+    assert with_prefixes(splits, _config("--objective multitask"), TOKENIZER) is splits

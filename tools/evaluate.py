@@ -1,0 +1,184 @@
+"""Measures a checkpoint of any layout on tasks, beside closed-form baselines.
+
+    python tools/evaluate.py --load checkpoints/demo --tasks examples/evaluation/tasks.yaml --output results.json
+    python tools/evaluate.py --load checkpoints/demo --task perplexity --data held_out.txt --set stride=32
+
+Kinds of tasks: perplexity, lambada, cloze, multiple_choice, exact_match. Every figure has a standard error. The unigram
+and bigram baselines are fitted to --train-data, or to the `train` file of a task. Under torchrun,
+--tensor-model-parallel-size and --pipeline-model-parallel-size split the network; further processes share the items.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config import ConfigSection, ParallelRequest, flag
+from megatron.config.overlay import parse_over
+from megatron.errors import ConfigError, MegatronError
+
+if TYPE_CHECKING:
+    from megatron.evaluation.tasks.task import Task, TaskOptions
+    from megatron.inference.loading import LoadedModel
+    from megatron.parallel.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class EvaluateFlags(ConfigSection):
+    """Flags of this tool, in addition to the trainer's."""
+
+    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
+    tasks: str | None = flag(None, "YAML or JSON file of tasks, see docs/evaluation.md")
+    task: str | None = flag(None, "kind of a single task, in place of --tasks")
+    data: str | None = flag(None, "file of the single task")
+    set: tuple[str, ...] = flag((), "further keys of the single task, each as key=value", nargs="*")
+    train_data: str | None = flag(
+        None, "text, jsonl or token file that the unigram and bigram baselines are fitted to, for tasks without `train`"
+    )
+    limit: int | None = flag(None, "take only the first N items of each task", at_least=1)
+    output: str | None = flag(None, "file for the results, JSON; it is complete after each task")
+    baselines: bool = flag(True, "measure closed-form baselines on the same items")
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if (self.tasks is None) == (self.task is None):
+            yield "Give either --tasks FILE or --task KIND with --data FILE."
+        if self.tasks is not None and (self.data is not None or self.set):
+            yield "--data and --set describe a single task (--task KIND); with --tasks, write them into the file."
+        if self.task is not None and self.data is None:
+            yield f"--task {self.task} needs --data FILE."
+        for pair in self.set:
+            if "=" not in pair:
+                yield f"--set {pair} is not key=value. Write it like --set stride=32."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the tool on the command line's flags."""
+    request = parse_over(
+        EvaluateFlags, sys.argv[1:] if argv is None else argv, "evaluate.py", description=__doc__ or ""
+    )
+    flags, given = request.own, request.given
+    tasks = _tasks(flags)
+
+    from megatron.data.formats.atomic_files import check_writable
+    from megatron.inference.loading import open_checkpoint
+    from megatron.parallel.agreement import run_on_first
+    from megatron.parallel.joining import close_mesh, open_mesh
+
+    own_layout = {name.partition(".")[2]: value for name, value in given.items() if name.startswith("parallel.")}
+    mesh = open_mesh(ParallelRequest(**own_layout))
+    try:
+        if flags.output is not None:
+            run_on_first(mesh, lambda: check_writable(Path(str(flags.output))))
+        loaded = open_checkpoint(flags.load, given, mesh)
+        _run(flags, given, tasks, loaded)
+    finally:
+        close_mesh(mesh)
+    return 0
+
+
+def _tasks(flags: EvaluateFlags) -> list[Task]:
+    """The tasks of the file, or the single task of the command line.
+
+    Raises:
+        ConfigError: they cannot be used.
+    """
+    from megatron.evaluation.tasks.reading import read_tasks, task_from
+
+    if flags.tasks is not None:
+        return read_tasks(flags.tasks)
+    description: dict[str, Any] = {"task": flags.task, "data": flags.data}
+    for pair in flags.set:
+        key, _, value = pair.partition("=")
+        if key in description:
+            raise ConfigError(f"--set {pair}: the key {key} is given twice.")
+        description[key] = _value(value)
+    return [task_from(description, Path(), "--task")]
+
+
+def _value(text: str) -> Any:
+    """A value of --set: JSON where it is JSON, else the text itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _run(flags: EvaluateFlags, given: Mapping[str, Any], tasks: Sequence[Task], loaded: LoadedModel) -> None:
+    """Runs the tasks, shows their results and writes them.
+
+    Raises:
+        MegatronError: the first error of a task, after the others have run.
+    """
+    from megatron.evaluation.report.results_file import Outcome, write_results
+    from megatron.evaluation.report.running import run_tasks
+    from megatron.evaluation.report.table import result_lines
+    from megatron.inference.scorer import LoadedScorer
+    from megatron.parallel.agreement import run_on_first
+
+    mesh, about = loaded.mesh, _about(flags, loaded)
+    scorer = LoadedScorer(loaded, given.get("optim.micro_batch_size", 8))
+    outcomes: list[Outcome] = []
+    failures: list[MegatronError] = []
+    log.info(f"evaluating {loaded.path}")
+    for outcome, failure in run_tasks(
+        tasks, scorer, loaded.tokenizer, _options(flags, loaded), flags.limit, shows_progress=mesh.world.rank == 0
+    ):
+        outcomes.append(outcome)
+        for text in result_lines(outcome.result) if outcome.result is not None else ():
+            log.line(text)
+        if failure is not None:
+            failures.append(failure)
+            log.info(f"the task {outcome.title} failed, and the next one runs: {failure}")
+        if flags.output is not None:
+            run_on_first(mesh, lambda: write_results(Path(str(flags.output)), about, outcomes))
+    if flags.output is not None:
+        log.info(f"results are in {flags.output}")
+    if failures:
+        raise failures[0]
+
+
+def _options(flags: EvaluateFlags, loaded: LoadedModel) -> TaskOptions:
+    from functools import partial
+
+    from megatron.evaluation.baselines.scorers import Baselines
+    from megatron.evaluation.tasks.task import TaskOptions
+    from megatron.inference.generation.task_completion import LoadedCompleter
+    from megatron.parallel.agreement import run_on_all
+
+    train = None if flags.train_data is None else Path(flags.train_data)
+    return TaskOptions(
+        baselines=Baselines(loaded.tokenizer, train) if flags.baselines else None,
+        complete=LoadedCompleter(loaded),
+        agree=partial(run_on_all, loaded.mesh),
+    )
+
+
+def _about(flags: EvaluateFlags, loaded: LoadedModel) -> dict[str, Any]:
+    """What is evaluated and how, for the file of results."""
+    from dataclasses import asdict
+
+    from megatron.tokenizers.record import TokenizerRecord
+
+    mesh: ParallelMesh = loaded.mesh
+    return {
+        "checkpoint": {"path": str(loaded.path), "step": loaded.step},
+        "model": asdict(loaded.config.model),
+        "tokenizer": asdict(TokenizerRecord.of(loaded.tokenizer)),
+        "layout": {"ranks": mesh.world.size, "tp": mesh.tp.size, "pp": mesh.pp.size, "dp": mesh.dp.size},
+        "seed": loaded.config.random.seed,
+        "tasks_file": flags.tasks,
+        "train_data": flags.train_data,
+        "limit": flags.limit,
+    }
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
