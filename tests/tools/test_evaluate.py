@@ -101,7 +101,8 @@ def test_results_of_other_tasks_outlive_one_that_fails(folder: Path) -> None:
     (folder / "broken.jsonl").write_text('{"text": "fine here"}\n{"txt": 1}\n')
     tasks = folder / "with_broken.yaml"
     tasks.write_text(
-        "- {task: lambada, data: broken.jsonl}\n- {task: lambada, data: passages.jsonl}\n- {task: cloze, data: none.txt}"
+        "- {task: lambada, data: broken.jsonl}\n- {task: lambada, data: passages.jsonl}\n"
+        "- {task: cloze, data: none.txt}\n"
     )
     output = folder / "partly.json"
     argv = ["--load", str(folder / "checkpoints"), "--tasks", str(tasks), "--output", str(output)]
