@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from megatron.checkpoint.record import Record
 from megatron.config import ModelConfig, RunConfig
 from megatron.convert.hugging_face.exporting import ExportRequest, export_model
 from megatron.convert.hugging_face.importing import ImportRequest, import_model
-from megatron.inference.generate import Limits, generate
+from megatron.inference.generation import Request, generate_all
+from megatron.inference.loading import LoadedModel
 from megatron.inference.sampling import Sampling
 from megatron.inference.weights import load_weights, wanted_weights
 from megatron.model.gpt import gpt_layers
@@ -130,10 +132,14 @@ def logits_of(network: LayerStack, tokens: torch.Tensor, model: ModelConfig) -> 
 
 def generated(network: LayerStack, model: ModelConfig, tokens: torch.Tensor) -> list[list[int]]:
     """Greedy continuations of the first tokens, with our cache."""
-    limits = Limits(NEW_TOKENS, PROMPT + NEW_TOKENS, None, model.short_context)
-    prompts = tokens[:, :PROMPT].tolist()
-    found = generate(network, MESH, prompts, limits, Sampling(greedy=True), vocab_size=model.vocab_size)
-    return [list(continuation.tokens) for continuation in found]
+    config: Any = SimpleNamespace(model=model)
+    tokenizer: Any = SimpleNamespace(vocab_size=model.vocab_size)
+    loaded = LoadedModel(config, MESH, tokenizer, network, Path("nowhere"), 0)
+    requests = [
+        Request(str(row), tuple(prompt), NEW_TOKENS, Sampling(greedy=True))
+        for row, prompt in enumerate(tokens[:, :PROMPT].tolist())
+    ]
+    return [list(completion.tokens) for completion in generate_all(loaded, requests)]
 
 
 def generated_by_transformers(model: PreTrainedModel, tokens: torch.Tensor) -> list[list[int]]:

@@ -6,5 +6,6 @@ nothing else: not on the other sequences of a batch, and not on the layout.
 
 from megatron.inference.sampling.choosing import Chooser, Chosen, choose
 from megatron.inference.sampling.settings import Sampling
+from megatron.inference.sampling.text_stream import TextStream
 
-__all__ = ["Chooser", "Chosen", "Sampling", "choose"]
+__all__ = ["Chooser", "Chosen", "Sampling", "TextStream", "choose"]

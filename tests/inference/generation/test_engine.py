@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
-import torch
 
-from megatron.errors import ConfigError, NumericsError
-from megatron.inference.generation import GenerationEngine, Request, generate_all
+from megatron.inference.generation import GenerationEngine, generate_all
 from megatron.inference.generation.completion import recompute
-from megatron.inference.sampling import Sampling
 from tests.helpers.architectures import ARCHITECTURES
-from tests.inference.networks import GREEDY, load, mixed_requests, texts
+from tests.inference.networks import load, mixed_requests, texts
 
 FACTORS = {"rope_short_factors": (1.0,) * 3, "rope_long_factors": (3.0,) * 3, "rope_original_max_positions": 8}
 ROPE = {"position_embedding_type": "rope", "rope_original_max_positions": 8}
@@ -24,7 +20,9 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "longrope": {**ROPE, "rope_scaling_type": "longrope", **FACTORS},
     "dynamic": {**ROPE, "rope_scaling_type": "dynamic", "rope_scaling_factor": 2.0},
 }
-EACH = pytest.mark.parametrize("changes", [*ARCHITECTURES.values(), *SCALINGS.values()], ids=[*ARCHITECTURES, *SCALINGS])
+EACH = pytest.mark.parametrize(
+    "changes", [*ARCHITECTURES.values(), *SCALINGS.values()], ids=[*ARCHITECTURES, *SCALINGS]
+)
 
 
 def steps(engine: GenerationEngine, count: int = 10_000) -> dict[str, list[int | None]]:

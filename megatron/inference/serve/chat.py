@@ -1,0 +1,195 @@
+"""`/v1/chat/completions`: its request, and the objects of its answer.
+
+Source: OpenAI's API reference, "Chat"; top_k, min_p, typical_p and repetition_penalty are further fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.inference.serve.requests.asks import (
+    Ask,
+    check_model,
+    lengths,
+    read_choices,
+    read_ignored,
+    read_sampling,
+    read_stop,
+    read_streaming,
+)
+from megatron.inference.serve.requests.fields import Fields, checked_text, kind_of, refuse_field
+from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.served import Served
+from megatron.inference.serve.running.texts import Piece, TokenRecord
+from megatron.tokenizers.chat import Message
+
+_MOST_MESSAGES = 4096
+_MOST_PARTS = 256
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_TEXT_ONLY = "messages are plain text here"
+_NO_TOOLS = "this server calls no tools"
+
+
+def read_chat(fields: Fields, served: Served, limits: Limits) -> Ask:
+    """What the body of a request asks for.
+
+    Raises:
+        Refusal: a field is unknown, not supported or wrong.
+    """
+    check_model(fields, served)
+    messages = fields.list_of("messages", _message, _MOST_MESSAGES)
+    if not messages:
+        raise fields.refuse("messages", "must be a list of at least one message")
+    prompt = served.prompt_of_messages(messages)
+    choices = read_choices(fields, 1, limits)
+    streams, with_usage = read_streaming(fields)
+    shows = fields.flag("logprobs")
+    alternatives = fields.whole("top_logprobs", None, 0, limits.top_logprobs)
+    if alternatives is not None and not shows:
+        raise fields.refuse("top_logprobs", "is only for requests with logprobs true")
+    ask = Ask(
+        prompts=(prompt,),
+        echoes=("",),
+        choices=choices,
+        new_tokens=lengths(served, [prompt], _most_tokens(fields), limits),
+        sampling=read_sampling(fields, served),
+        stop_texts=(*served.template.stop_texts, *read_stop(fields, limits)),
+        stop_ids=served.chat_stop_ids,
+        top_logprobs=(alternatives or 0) if shows else None,
+        streams=streams,
+        with_usage=with_usage,
+    )
+    _read_unsupported(fields)
+    read_ignored(fields)
+    fields.finish()
+    return ask
+
+
+def _most_tokens(fields: Fields) -> int | None:
+    """The older and the newer name of the same field."""
+    older = fields.whole("max_tokens", None, 1, 1 << 31)
+    newer = fields.whole("max_completion_tokens", None, 1, 1 << 31)
+    if older is not None and newer is not None and older != newer:
+        raise fields.refuse("max_completion_tokens", f"is {newer}, but 'max_tokens' is {older}; give one of them")
+    found: int | None = older if newer is None else newer
+    return found
+
+
+def _read_unsupported(fields: Fields) -> None:
+    fields.unsupported("tools", _NO_TOOLS, harmless=([],))
+    fields.unsupported("functions", _NO_TOOLS, harmless=([],))
+    fields.unsupported("tool_choice", _NO_TOOLS, harmless=("none", "auto"))
+    fields.unsupported("function_call", _NO_TOOLS, harmless=("none", "auto"))
+    fields.unsupported("parallel_tool_calls", _NO_TOOLS, harmless=(False, True))
+    fields.unsupported("response_format", "answers are free text", harmless=({"type": "text"},))
+    fields.unsupported("modalities", "answers are text", harmless=(["text"],))
+    for name, reason in (
+        ("audio", "answers are text"),
+        ("prediction", "answers are not predicted"),
+        ("reasoning_effort", "there is no reasoning apart from the answer"),
+        ("verbosity", "use max_tokens"),
+        ("web_search_options", "nothing is searched"),
+    ):
+        fields.unsupported(name, reason)
+
+
+def _message(value: Any, place: str) -> Message:
+    """One message of a conversation.
+
+    Raises:
+        Refusal: its role or its content is something else than text of the system, the user or the assistant.
+    """
+    if not isinstance(value, dict):
+        raise refuse_field(place, f"must be an object with role and content, not {kind_of(value)}")
+    fields = Fields(value, place + ".")
+    role = fields.text("role")
+    if role not in _ROLES:
+        raise fields.refuse("role", f"must be system, user or assistant, not {kind_of(role)}")
+    content = fields.value("content")
+    if isinstance(content, list):
+        content = "".join(fields.list_of("content", _part, _MOST_PARTS))
+    elif content is None:
+        raise fields.refuse("content", "is missing")
+    else:
+        content = checked_text(content, f"{place}.content")
+    for name in ("name", "refusal", "audio", "annotations", "tool_calls", "function_call", "tool_call_id"):
+        fields.unsupported(name, _TEXT_ONLY, harmless=([],))
+    fields.finish()
+    return {"role": _ROLES[role], "content": content}
+
+
+def _part(value: Any, place: str) -> str:
+    """A part of a message, which must be a text."""
+    if not isinstance(value, dict):
+        raise refuse_field(place, f"must be an object with type and text, not {kind_of(value)}")
+    fields = Fields(value, place + ".")
+    kind, text = fields.value("type"), fields.text("text")
+    if kind != "text" or text is None:
+        raise fields.refuse("type", f"must be text, with a text, not {kind_of(kind)}")
+    fields.finish()
+    return text
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """Writes the answer to a request for chat.
+
+    Args:
+        name: of this answer.
+        created_at: seconds since 1970.
+    """
+
+    ask: Ask
+    served: Served
+    name: str
+    created_at: int
+
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, int]) -> dict[str, Any]:
+        """The answer as one object; one piece for each choice."""
+        choices = [
+            self._choice(place, piece, "message", {"role": "assistant", "content": piece.text, "refusal": None})
+            for place, piece in enumerate(pieces)
+        ]
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """What a stream begins with: whose turn it is."""
+        role = {"role": "assistant", "content": ""}
+        return [self._chunk([self._choice(place, Piece(""), "delta", role)]) for place in range(self.ask.sequences)]
+
+    def chunk(self, place: int, piece: Piece) -> dict[str, Any]:
+        """A part of one choice."""
+        return self._chunk([self._choice(place, piece, "delta", {"content": piece.text} if piece.text else {})])
+
+    def closing(self, usage: dict[str, int]) -> dict[str, Any]:
+        """The end of a stream that was asked for its usage."""
+        return {**self._chunk([]), "usage": usage}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head("chat.completion.chunk"), "choices": choices}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "object": kind,
+            "created": self.created_at,
+            "model": self.served.name,
+            "system_fingerprint": self.served.fingerprint,
+        }
+
+    def _choice(self, place: int, piece: Piece, key: str, content: dict[str, Any]) -> dict[str, Any]:
+        logprobs = None
+        if self.ask.top_logprobs is not None and (piece.tokens or key == "message"):
+            logprobs = {"content": [self._token(record) for record in piece.tokens], "refusal": None}
+        return {"index": place, key: content, "logprobs": logprobs, "finish_reason": piece.finish}
+
+    def _token(self, record: TokenRecord) -> dict[str, Any]:
+        top = [self._alternative(token, logprob) for token, logprob in record.top]
+        return {**self._alternative(record.token, record.logprob), "top_logprobs": top}
+
+    def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.served.token_text(token)
+        # A part of a character has no text of its own.
+        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}

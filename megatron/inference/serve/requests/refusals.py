@@ -1,0 +1,76 @@
+"""A request that is not carried out: HTTP status, and the JSON in which OpenAI's clients expect the reason.
+
+Source: https://platform.openai.com/docs/guides/error-codes; the object is `{"error": {message, type, param, code}}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+INVALID = "invalid_request_error"
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class Refusal(Exception):
+    """What is wrong with a request or keeps the server from carrying it out.
+
+    Args:
+        status: of HTTP.
+        message: names the value and the way out.
+        parameter: the field of the request that is the reason.
+        code: a word that programs can act on.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        parameter: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.parameter = parameter
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of the answer."""
+        kind = _TYPES.get(self.status, INVALID if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.parameter, "code": self.code}}
+
+
+def invalid(message: str, parameter: str | None = None, code: str | None = None) -> Refusal:
+    """A request that is wrong by itself."""
+    return Refusal(400, message, parameter, code)
+
+
+def busy(message: str) -> Refusal:
+    """A request that is fine, but more than the server can take now."""
+    return Refusal(503, message, code="overloaded", headers={"Retry-After": "1"})
+
+
+def stopping() -> Refusal:
+    """A request to a server that is going away."""
+    return Refusal(503, "The server is stopping. Try again later.", code="stopping", headers={"Retry-After": "5"})
+
+
+def starting() -> Refusal:
+    """A request to a server that has not loaded its checkpoint yet."""
+    return Refusal(
+        503, "The checkpoint is being loaded. Try again soon.", code="starting", headers={"Retry-After": "2"}
+    )
+
+
+def too_slow(seconds: float) -> Refusal:
+    """A request whose time is over."""
+    return Refusal(504, f"The answer was not complete within {seconds:g} s. Ask for fewer tokens.", code="timeout")
+
+
+def broken() -> Refusal:
+    """A fault of the server; what it was stands in its log, not in the answer."""
+    return Refusal(500, "The server failed to carry out the request; its log says why.", code="internal_error")

@@ -1,0 +1,97 @@
+"""The model that a server offers, as far as reading requests and writing answers need it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.errors import ConfigError, DataError
+from megatron.inference.serve.requests.refusals import invalid
+from megatron.tokenizers.chat import ChatTemplate, Message
+from megatron.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model under the name by which clients ask for it.
+
+    Args:
+        template: how a conversation becomes a prompt.
+        is_chat: whether the model was trained on, or its tokenizer comes with, that template.
+        positions: tokens of prompt and answer together.
+        vocab_size: tokens that may be generated.
+        eod_id: ends an answer; None if the tokenizer has no such token.
+        created_at: seconds since 1970.
+        fingerprint: changes with the checkpoint.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    is_chat: bool
+    positions: int
+    vocab_size: int
+    eod_id: int | None
+    created_at: int
+    fingerprint: str
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end every text."""
+        return frozenset() if self.eod_id is None else frozenset([self.eod_id])
+
+    @property
+    def chat_stop_ids(self) -> frozenset[int]:
+        """The tokens that end every answer in a conversation."""
+        return self.stop_ids | (self.template.stop_ids(self.tokenizer) if self.eod_id is not None else frozenset())
+
+    def prompt_of_text(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text; those of an empty one are the end-of-document token, after which documents begin.
+
+        Raises:
+            Refusal: the text is empty and there is no such token.
+        """
+        tokens = self.tokenizer.encode(text)
+        if tokens:
+            return tuple(tokens)
+        if self.eod_id is None:
+            raise invalid("The prompt is empty, and this model has no token to begin with. Give a text.", "prompt")
+        return (self.eod_id,)
+
+    def prompt_of_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens of a conversation up to where the answer begins.
+
+        Raises:
+            Refusal: the template has no place for such a conversation.
+        """
+        try:
+            return tuple(self.template.prompt_ids(messages, self.tokenizer))
+        except (ConfigError, DataError) as failure:
+            raise invalid(str(failure), "messages") from failure
+
+    def token_text(self, token: int) -> str:
+        """What one token stands for; a part of a character shows as U+FFFD."""
+        return self.tokenizer.decode([token])
+
+    def new_tokens(self, prompt_tokens: int, asked: int | None, most: int | None) -> int:
+        """How many tokens an answer may have.
+
+        Args:
+            asked: by the client; None asks for as many as there is room for.
+            most: that the server allows.
+
+        Raises:
+            Refusal: the prompt leaves no room for what was asked, or the server does not allow it.
+        """
+        room = self.positions - prompt_tokens
+        if room < (asked or 1):
+            wanted = "" if asked is None else f" and {asked} were asked for"
+            raise invalid(
+                f"The prompt has {prompt_tokens} tokens{wanted}, but this model has {self.positions} positions for "
+                "both together. Shorten the prompt" + (" or ask for fewer tokens." if asked else "."),
+                "messages" if asked is None else "max_tokens",
+                "context_length_exceeded",
+            )
+        if asked is not None and most is not None and asked > most:
+            raise invalid(f"{asked} tokens were asked for, and this server generates at most {most}.", "max_tokens")
+        return min(room, room if asked is None else asked, room if most is None else most)

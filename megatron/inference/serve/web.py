@@ -1,0 +1,293 @@
+"""The endpoints as a web application: reading bodies within limits, checking access, sending replies.
+
+The only file that imports starlette.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
+
+from megatron import log
+from megatron.errors import ConfigError, printable
+from megatron.inference.serve.access import Access
+from megatron.inference.serve.page import read_page
+from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.refusals import Refusal, broken, invalid
+from megatron.inference.serve.service import Reply, Service
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp
+
+Act = Callable[["Request"], Awaitable[Reply]]
+
+_CLOSE = {"Connection": "close"}
+_NO_SNIFFING = {"X-Content-Type-Options": "nosniff"}
+_CLIENT_LEFT = 499  # nginx's number; nobody receives it
+
+
+class _ClientLeft(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+def build_app(service: Service, access: Access) -> ASGIApp:
+    """The application of one server.
+
+    Raises:
+        ConfigError: starlette is not installed.
+    """
+    try:
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.cors import CORSMiddleware
+        from starlette.routing import Route
+    except ImportError as failure:
+        raise ConfigError("serving needs the starlette package (pip install trident-megatron[serve]).") from failure
+    limits = service.limits
+
+    async def completions(request: Request) -> Reply:
+        return await service.completions(await _json_body(request, limits))
+
+    async def chat(request: Request) -> Reply:
+        return await service.chat(await _json_body(request, limits))
+
+    async def generate(request: Request) -> Reply:
+        return await service.generate(_query(request))
+
+    async def models(request: Request) -> Reply:
+        return service.models()
+
+    async def one_model(request: Request) -> Reply:
+        return service.one_model(request.path_params["name"])
+
+    async def health(request: Request) -> Reply:
+        return service.health()
+
+    async def unknown(request: Request, failure: Exception) -> Response:
+        return _refused(_routing_refusal(request, failure))
+
+    sends = _Sender(service, access)
+    routes = [
+        Route("/v1/completions", sends.reply_of("completions", completions), methods=["POST"]),
+        Route("/v1/chat/completions", sends.reply_of("chat", chat), methods=["POST"]),
+        Route("/v1/models", sends.reply_of("models", models)),
+        Route("/v1/models/{name:path}", sends.reply_of("models", one_model)),
+        Route("/generate", sends.reply_of("generate", generate)),
+        Route("/health", sends.reply_of("health", health)),
+        Route("/metrics", sends.metrics),
+        Route("/", sends.page),
+    ]
+    allowed = ["Authorization", "Content-Type"]
+    cors = Middleware(
+        CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST"], allow_headers=allowed
+    )
+    return Starlette(
+        routes=routes, middleware=[cors] if access.origins else [], exception_handlers={404: unknown, 405: unknown}
+    )
+
+
+class _Sender:
+    """Turns what the service replies, or refuses, into responses, and counts them."""
+
+    def __init__(self, service: Service, access: Access) -> None:
+        self._service = service
+        self._access = access
+        self._page = read_page()
+
+    def reply_of(self, name: str, act: Act) -> Callable[[Request], Awaitable[Response]]:
+        """An endpoint that checks access, acts for as long as the client is there, and sends the reply."""
+
+        async def respond(request: Request) -> Response:
+            return await self._respond(name, act, request)
+
+        return respond
+
+    async def metrics(self, request: Request) -> Response:
+        """`GET /metrics`."""
+        from starlette.responses import Response
+
+        try:
+            self._access.check(request.url.path, request.headers)
+        except Refusal as refusal:
+            return _refused(refusal)
+        content, media_type = self._service.metrics.exposition(request.headers.get("accept", ""))
+        return Response(content, headers={"Content-Type": media_type, "Cache-Control": "no-store", **_NO_SNIFFING})
+
+    async def page(self, request: Request) -> Response:
+        """`GET /`: the chat page."""
+        from starlette.responses import Response
+
+        try:
+            self._access.check(request.url.path, request.headers)
+        except Refusal as refusal:
+            return _refused(refusal)
+        return Response(self._page.content, headers={**self._page.headers, **_NO_SNIFFING})
+
+    async def _respond(self, name: str, act: Act, request: Request) -> Response:
+        from starlette.responses import Response
+
+        metrics = self._service.metrics
+        status = 500
+        try:
+            self._access.check(request.url.path, request.headers)
+            reply = await _while_connected(request, act)
+            status = reply.status
+            return _response(reply, metrics.disconnects.inc)
+        except Refusal as refusal:
+            status = refusal.status
+            return _refused(refusal)
+        except _ClientLeft:
+            status = _CLIENT_LEFT
+            metrics.disconnects.inc()
+            return Response(status_code=_CLIENT_LEFT)
+        except Exception:
+            log.error(f"{request.method} {request.url.path} failed:\n{traceback.format_exc()}")
+            return _refused(broken())
+        finally:
+            metrics.requests.labels(name, str(status)).inc()
+
+
+def _response(reply: Reply, note_disconnect: Callable[[], None]) -> Response:
+    from starlette.responses import JSONResponse
+
+    if reply.events is not None:
+        return _stream(reply.first_event, reply.events, note_disconnect)
+    headers = {"Content-Type": "application/json; charset=utf-8", **_NO_SNIFFING, **reply.headers}
+    return JSONResponse(reply.content, reply.status, headers)
+
+
+def _stream(first: bytes, events: AsyncGenerator[bytes, None], note_disconnect: Callable[[], None]) -> Response:
+    """A response of server-sent events, which ends the generation behind them in every case."""
+    from starlette.responses import StreamingResponse
+    from starlette.types import Receive, Scope, Send
+
+    is_complete = False
+
+    async def content() -> AsyncGenerator[bytes, None]:
+        nonlocal is_complete
+        yield first
+        async for one in events:
+            yield one
+        is_complete = True
+
+    class Events(StreamingResponse):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                async with aclosing(events):
+                    await super().__call__(scope, receive, send)
+            finally:
+                if not is_complete:
+                    note_disconnect()
+
+    headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", **_NO_SNIFFING}
+    return Events(content(), headers=headers)
+
+
+def _refused(refusal: Refusal) -> Response:
+    from starlette.responses import JSONResponse
+
+    headers = {"Content-Type": "application/json; charset=utf-8", **_NO_SNIFFING, **refusal.headers}
+    return JSONResponse(refusal.to_json(), refusal.status, headers)
+
+
+def _routing_refusal(request: Request, failure: Exception) -> Refusal:
+    headers: Mapping[str, str] = getattr(failure, "headers", None) or {}
+    shown = printable(request.url.path, 100, quoted=False)
+    if getattr(failure, "status_code", 404) == 405:
+        return Refusal(405, f"{request.method} is not a method of {shown}.", code="method_not_allowed", headers=headers)
+    return Refusal(404, f"There is nothing at {shown}. The endpoints are listed in docs/serving.md.", code="not_found")
+
+
+async def _while_connected(request: Request, act: Act) -> Reply:
+    """Acts, but stops as soon as the client leaves.
+
+    Raises:
+        _ClientLeft: it did.
+    """
+    from starlette.requests import ClientDisconnect
+
+    is_read = asyncio.Event()
+    request.state.is_read = is_read
+
+    async def leave() -> None:
+        await is_read.wait()  # until then the body is received by who acts
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    acting, leaving = asyncio.ensure_future(act(request)), asyncio.ensure_future(leave())
+    if request.method != "POST":
+        is_read.set()
+    try:
+        await asyncio.wait({acting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not acting.done():
+            raise _ClientLeft
+        return acting.result()
+    except ClientDisconnect as failure:
+        raise _ClientLeft from failure
+    finally:
+        acting.cancel()
+        leaving.cancel()
+        await asyncio.gather(acting, leaving, return_exceptions=True)
+
+
+async def _json_body(request: Request, limits: Limits) -> bytes:
+    """The body of a request, which must be JSON and arrive within the limits.
+
+    Raises:
+        Refusal: it says that it is something else, is too long, or arrives too slowly.
+    """
+    headers = request.headers
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        shown = printable(kind, 60, quoted=False) or "none"
+        raise Refusal(415, f"The body must be JSON; send Content-Type: application/json, not {shown}.", headers=_CLOSE)
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise Refusal(415, "The body must not be compressed; send it without Content-Encoding.", headers=_CLOSE)
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise Refusal(400, "Content-Length and Transfer-Encoding exclude each other.", headers=_CLOSE)
+    too_long = Refusal(413, f"The body is longer than {limits.body_bytes} bytes.", code="too_long", headers=_CLOSE)
+    length = headers.get("content-length", "0")
+    if not length.isdecimal() or len(length) > 18 or int(length) > limits.body_bytes:
+        raise too_long
+    try:
+        body = await asyncio.wait_for(_read(request, limits.body_bytes), limits.body_seconds)
+    except asyncio.TimeoutError as failure:
+        text = f"The body did not arrive within {limits.body_seconds:g} s."
+        raise Refusal(408, text, code="timeout", headers=_CLOSE) from failure
+    if body is None:
+        raise too_long
+    request.state.is_read.set()
+    return body
+
+
+async def _read(request: Request, most_bytes: int) -> bytes | None:
+    found = bytearray()
+    async with aclosing(request.stream()) as stream:
+        async for part in stream:
+            found += part
+            if len(found) > most_bytes:
+                return None
+    return bytes(found)
+
+
+def _query(request: Request) -> dict[str, str]:
+    """The parameters of a query, each once.
+
+    Raises:
+        Refusal: they are not UTF-8, too many, or repeated.
+    """
+    try:
+        text = request.scope["query_string"].decode("ascii")
+        pairs = parse_qsl(text, keep_blank_values=True, errors="strict", max_num_fields=16)
+    except (UnicodeDecodeError, ValueError) as failure:
+        raise invalid(f"The query is not UTF-8 in percent-encoding: {printable(str(failure), quoted=False)}.") from None
+    found: dict[str, Any] = dict(pairs)
+    if len(found) < len(pairs):
+        raise invalid("A parameter of the query is repeated.")
+    return found

@@ -1,0 +1,167 @@
+"""Talks to a checkpoint in the terminal.
+
+    python tools/chat.py --load checkpoints/chat
+    echo "What is the capital of Turkey?" | python tools/chat.py --load checkpoints/chat --greedy
+
+Answers appear as they are generated; Ctrl-C stops one, Ctrl-D ends the conversation. At the prompt, /reset forgets what
+was said, /system TEXT sets the instructions (and begins anew), /quit ends. Without a terminal, every line of standard
+input is a question. Under torchrun, --tensor-model-parallel-size and --pipeline-model-parallel-size split the network
+over several processes, of which the first talks.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config import ParallelRequest, flag
+from megatron.config.overlay import ToolRequest, parse_over
+from megatron.config.sampling_flags import SamplingFlags
+
+if TYPE_CHECKING:
+    from megatron.inference.generation import GenerationEngine
+    from megatron.inference.serve.conversation import Conversation
+    from megatron.parallel.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class ChatFlags(SamplingFlags):
+    """Flags of this tool, in addition to the trainer's."""
+
+    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
+    chat_template: str | None = flag(
+        None, "how a conversation becomes a prompt: plain, chatml, llama, dsgpt2, or a file with a Jinja template; by "
+        "default the one of the checkpoint's fine-tuning, else the tokenizer's",
+    )  # fmt: skip
+    system: str = flag("", "instructions before the conversation")
+    max_new_tokens: int | None = flag(None, "most tokens of one answer; by default as many as fit", at_least=1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Talks until the input ends."""
+    request = parse_over(ChatFlags, sys.argv[1:] if argv is None else argv, "chat.py", description=__doc__ or "")
+    own = {name.partition(".")[2]: value for name, value in request.given.items() if name.startswith("parallel.")}
+    layout = ParallelRequest(**own)
+
+    from megatron.parallel.joining import close_mesh, open_mesh
+
+    mesh = open_mesh(layout)
+    try:
+        _run(request, mesh)
+    finally:
+        close_mesh(mesh)
+    return 0
+
+
+def _run(request: ToolRequest[ChatFlags], mesh: ParallelMesh) -> None:
+    from megatron.inference.generation import GenerationEngine, follow, lead
+    from megatron.inference.loading import open_checkpoint
+
+    engine = GenerationEngine(open_checkpoint(request.own.load, request.given, mesh), max_sequences=1)
+    if mesh.world.rank != 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it stops an answer, on rank 0
+        follow(engine)
+        return
+    with lead(engine) as leader:
+        talk(_conversation(request, engine, leader))
+
+
+def _conversation(request: ToolRequest[ChatFlags], engine: GenerationEngine, leader: object) -> Conversation:
+    from megatron.inference.sampling import Sampling
+    from megatron.inference.serve.conversation import Conversation
+    from megatron.inference.serve.opening import served_model
+
+    flags, loaded = request.own, engine.loaded
+    served = served_model(loaded, chat_template=flags.chat_template)
+    sampling = Sampling.of_flags(flags, loaded.config.random.seed)
+    return Conversation(served, leader, sampling, flags.max_new_tokens, flags.system)  # type: ignore[arg-type]
+
+
+def talk(conversation: Conversation) -> None:
+    """Reads questions and commands until the input ends, and prints answers."""
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if is_terminal:
+        log.info(f"{conversation.served.name}: /reset, /system TEXT, /quit; Ctrl-C stops an answer, Ctrl-D ends.")
+    while (line := _ask(is_terminal)) is not None:
+        command, _, rest = line.strip().partition(" ")
+        if command == "/quit":
+            return
+        if command == "/reset":
+            conversation.reset()
+            log.info("The conversation begins anew.")
+        elif command == "/system":
+            conversation.reset()
+            conversation.system = rest.strip()
+            log.info("The conversation begins anew, " + ("with" if rest.strip() else "without") + " instructions.")
+        elif command.startswith("/"):
+            log.error(f"{command} is no command. There are /reset, /system TEXT and /quit.")
+        elif command:
+            _answer(conversation, line.strip())
+
+
+def _answer(conversation: Conversation, question: str) -> None:
+    """Prints the answer to one question as it is generated."""
+    from megatron.inference.serve.requests.refusals import Refusal
+
+    try:
+        with _stoppable() as stops:
+            for piece in conversation.answer(question, lambda: bool(stops)):
+                print(_visible(piece), end="", flush=True)
+        print(flush=True)
+    except Refusal as refusal:
+        log.error(str(refusal))
+        return
+    if stops:
+        log.info("(stopped)")
+    elif conversation.was_cut:
+        log.info("(cut off: no more tokens were allowed; see --max-new-tokens and the model's positions)")
+    if conversation.left_out:
+        log.info(f"({conversation.left_out} earlier messages were left out: the model has too few positions)")
+
+
+@contextmanager
+def _stoppable() -> Iterator[list[int]]:
+    """While an answer is generated, Ctrl-C is only noted: a step that is under way must end on all ranks."""
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+
+    former = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
+def _visible(text: str) -> str:
+    """Text of a model without what steers a terminal."""
+    return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable() or letter.isspace())
+
+
+def _ask(is_terminal: bool) -> str | None:
+    """The next line; None at the end of the input, or when it is interrupted."""
+    if sys.stdin is None:  # closed by the parent process
+        return None
+    try:
+        return input("> " if is_terminal else "")
+    except EOFError:
+        if is_terminal:
+            print()
+        return None
+    except KeyboardInterrupt:
+        print()
+        return None
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

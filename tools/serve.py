@@ -1,0 +1,191 @@
+"""Serves a checkpoint over HTTP: OpenAI's endpoints, a chat page, dsGPT2's /generate, health and metrics.
+
+    python tools/serve.py --load checkpoints/gpt2
+    curl 'localhost:4000/generate?sentence=Hello'
+
+The server listens on 127.0.0.1 only, unless --host says otherwise. SIGTERM and Ctrl-C let running requests end. Under
+torchrun, --tensor-model-parallel-size and --pipeline-model-parallel-size split the network over several processes, of
+which the first serves. See docs/serving.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config import ParallelRequest, flag
+from megatron.config.overlay import ToolRequest, parse_over
+from megatron.config.sampling_flags import SamplingFlags
+
+if TYPE_CHECKING:
+    from megatron.inference.loading import LoadedModel
+    from megatron.inference.serve.access import Access
+    from megatron.inference.serve.requests.limits import Limits
+    from megatron.inference.serve.server import Server
+    from megatron.inference.serve.single_turn import SingleTurn
+    from megatron.parallel.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class ServeFlags(SamplingFlags):
+    """Flags of this tool, in addition to the trainer's; those of sampling are for /generate, with dsGPT2's defaults."""
+
+    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
+    host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines in")
+    port: int = flag(4000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
+    served_model_name: str | None = flag(
+        None, "name by which clients ask for the model; by default that of the folder of checkpoints"
+    )
+    chat_template: str | None = flag(
+        None, "how a conversation becomes a prompt: plain, chatml, llama, dsgpt2, or a file with a Jinja template; by "
+        "default the one of the checkpoint's fine-tuning, else the tokenizer's",
+    )  # fmt: skip
+    token_file: str | None = flag(
+        None, "file with the bearer token that clients must send; the variable MEGATRON_SERVE_TOKEN does the same"
+    )
+    cors_origin: tuple[str, ...] = flag(
+        (), "origins of web pages that may use the server, like https://example.org; * allows all", nargs="+"
+    )
+    allowed_host: tuple[str, ...] = flag(
+        (), "further names by which a server on the loopback may be addressed, as behind a proxy", nargs="+"
+    )
+    max_sequences: int = flag(32, "answers that are computed at the same time; others wait", at_least=1)
+    max_queue: int = flag(1024, "answers that may wait or be computed before requests are refused", at_least=1)
+    max_choices: int = flag(64, "answers of one request", at_least=1)
+    max_new_tokens: int | None = flag(
+        None, "most tokens of one answer; by default what the model's positions allow", at_least=1
+    )
+    max_body_bytes: int = flag(1 << 20, "size of a request", at_least=1)
+    max_connections: int = flag(512, "connections that are open at the same time", at_least=1)
+    request_seconds: float = flag(600.0, "time for one request, waiting included", above=0)
+    grace_seconds: float = flag(20.0, "time for running requests after SIGTERM or Ctrl-C", at_least=0)
+    temperature: float = flag(0.9, "divisor of the logits, for /generate; 0 means --greedy", at_least=0)
+    top_k: int = flag(
+        30, "sample from the k most probable tokens, for /generate; 0 from all", at_least=0, spelled=("--top_k",)
+    )
+    top_p: float = flag(
+        1.0, "sample from the most probable tokens up to this cumulative probability, for /generate; 0 from all",
+        at_least=0, at_most=1, spelled=("--top_p",),
+    )  # fmt: skip
+    repetition_penalty: float = flag(
+        1.2, "factor by which tokens of the prompt and the text become less probable, for /generate", at_least=0.01,
+        at_most=100, spelled=("--repetition_penalty",),
+    )  # fmt: skip
+    max_length: int = flag(120, "most new tokens of an answer of /generate", at_least=1, spelled=("--max_length",))
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if self.max_choices > self.max_queue:
+            yield f"--max-choices {self.max_choices} exceeds --max-queue {self.max_queue}, so it could never be served."
+        for origin in self.cors_origin:
+            if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
+                yield f"--cors-origin {origin} is no origin. Write for example https://example.org, or * for all."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is told to stop."""
+    request = parse_over(ServeFlags, sys.argv[1:] if argv is None else argv, "serve.py", description=__doc__ or "")
+    own = {name.partition(".")[2]: value for name, value in request.given.items() if name.startswith("parallel.")}
+    layout = ParallelRequest(**own)
+
+    from megatron.parallel.joining import close_mesh, open_mesh
+
+    mesh = open_mesh(layout)
+    try:
+        if mesh.world.rank == 0:
+            _serve(request, mesh)
+        else:
+            _follow(request, mesh)
+    finally:
+        close_mesh(mesh)
+    return 0
+
+
+def _serve(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
+    """Serves on rank 0."""
+    from megatron.inference.generation import GenerationEngine, lead
+    from megatron.inference.serve.opening import served_model
+    from megatron.inference.serve.server import Opened
+
+    flags = request.own
+    server = _server(flags, "random.seed" in request.given, int(request.given.get("random.seed", 1234)))
+    log.info(f"listening on {server.address}, loading {flags.load}")
+
+    def open_model() -> Opened:
+        loaded = _load(request, mesh)
+        served = served_model(loaded, flags.served_model_name, flags.chat_template)
+        leader = lead(GenerationEngine(loaded, max_sequences=flags.max_sequences))
+        return Opened(served, leader, flags.max_sequences, leader.check_ranks, leader.close)
+
+    server.run(open_model)
+
+
+def _follow(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
+    """Computes on another rank; only rank 0 decides when to stop."""
+    import signal
+
+    from megatron.inference.generation import GenerationEngine, follow
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    follow(GenerationEngine(_load(request, mesh), max_sequences=request.own.max_sequences))
+
+
+def _load(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> LoadedModel:
+    from megatron.inference.loading import open_checkpoint
+
+    return open_checkpoint(request.own.load, request.given, mesh)
+
+
+def _server(flags: ServeFlags, has_seed: bool, seed: int) -> Server:
+    """The server, listening but without a model."""
+    from megatron.inference.serve.network import listen
+    from megatron.inference.serve.server import Server
+
+    access = _access(flags)
+    listener = listen(flags.host, flags.port)
+    return Server(listener, _limits(flags), access, _single_turn(flags, has_seed, seed), flags.grace_seconds)
+
+
+def _access(flags: ServeFlags) -> Access:
+    """Who may use the server; warns if that is everybody."""
+    from megatron import device
+    from megatron.inference.serve.access import TOKEN_VARIABLE, Access, allowed_hosts, is_loopback, read_token
+
+    token = read_token(flags.token_file, device.environment(TOKEN_VARIABLE))
+    if token is None and not is_loopback(flags.host):
+        log.warning(
+            f"--host {flags.host} lets other machines in, and no token is asked for: whoever reaches port {flags.port} "
+            f"may use this server. Give --token-file FILE, or set {TOKEN_VARIABLE}."
+        )
+    return Access(token, flags.cors_origin, allowed_hosts(flags.host, flags.allowed_host))
+
+
+def _limits(flags: ServeFlags) -> Limits:
+    from megatron.inference.serve.requests.limits import Limits
+
+    return Limits(
+        body_bytes=flags.max_body_bytes,
+        new_tokens=flags.max_new_tokens,
+        sequences=flags.max_choices,
+        queued_sequences=flags.max_queue,
+        request_seconds=flags.request_seconds,
+        connections=flags.max_connections,
+    )
+
+
+def _single_turn(flags: ServeFlags, has_seed: bool, seed: int) -> SingleTurn:
+    from megatron.inference.sampling import Sampling
+    from megatron.inference.serve.single_turn import SingleTurn
+
+    return SingleTurn(Sampling.of_flags(flags, seed), flags.max_length, has_seed)
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
