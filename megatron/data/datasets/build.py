@@ -105,24 +105,39 @@ def epoch_samples(
     examples: ExampleOptions | None = None,
     build_indices: bool = True,
 ) -> int:
-    """Samples in which training sees everything of its sources once; of several sources, the sum.
+    """How many samples one pass over the training data makes.
+
+    Of a token file, which is one stream over all passes, the samples that fit into one.
 
     Args:
         build_indices, tokenizer, examples: see `build_split_datasets`.
 
     Raises:
-        ConfigError, DataError: see `build_split_datasets`.
+        ConfigError: several sources are blended, or the data do not fill one sample; or as `build_split_datasets`.
+        DataError: as `build_split_datasets`.
     """
     allow_open_files(_FILES_PER_PREFIX * len(data_prefixes(data)))
     caches = _Caches(data.data_cache_path, build_indices)
     files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside, examples)
-    plan = _fresh_plan(data, sequence_length, seed, files)
-    if plan.train is None:
+    train = _fresh_plan(data, sequence_length, seed, files).train
+    if train is None:
         raise DataError(_no_training_data_text(data))
-    return sum(
-        source.last - source.first if source.is_rows else max(1, (source.tokens - 1) // sequence_length)
-        for source in plan.train.sources
-    )
+    counts = [
+        source.last - source.first if source.is_rows else (source.tokens - 1) // sequence_length
+        for source in train.sources
+    ]
+    if len(counts) > 1:
+        raise ConfigError(
+            f"--epochs counts passes over one source, and {len(counts)} are blended for training, each of which is "
+            f"passed over as often as its weight says. They have {' + '.join(map(str, counts))} samples; give "
+            f"--train-samples {sum(counts)} for as many as one pass over all."
+        )
+    if counts[0] == 0:
+        raise ConfigError(
+            f"--epochs: the training data {train.sources[0].prefix} have {train.sources[0].tokens} tokens and do not "
+            f"fill one sample of --seq-length {sequence_length}. Use a shorter one."
+        )
+    return counts[0]
 
 
 def empty_splits(data: DataConfig, plan: DataPlan) -> list[str]:
@@ -152,41 +167,6 @@ def empty_splits(data: DataConfig, plan: DataPlan) -> list[str]:
 def data_fingerprint(data: DataConfig) -> dict[str, Any]:
     """What identifies the data, for a checkpoint's manifest: per prefix sizes and fingerprint."""
     return {masked(prefix): dict(source_facts(prefix)) for prefix in data_prefixes(data)}
-
-
-def epoch_samples(data: DataConfig, sequence_length: int, seed: int, tokenizer: Tokenizer | None) -> int:
-    """How many samples one pass over the training data makes; missing indices are written.
-
-    Of a token file, which is one stream over all passes, the samples that fit into one.
-
-    Args:
-        sequence_length, seed, tokenizer: as `build_split_datasets` takes them.
-
-    Raises:
-        ConfigError: several sources are blended, or the data do not fill one sample.
-        DataError: as `build_split_datasets`.
-    """
-    caches = _Caches(data.data_cache_path, build=True)
-    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside)
-    train = _fresh_plan(data, sequence_length, seed, files).train
-    if train is None:
-        raise DataError(_no_training_data_text(data))
-    counts = [
-        source.last - source.first if source.is_rows else (source.tokens - 1) // sequence_length
-        for source in train.sources
-    ]
-    if len(counts) > 1:
-        raise ConfigError(
-            f"--epochs counts passes over one source, and {len(counts)} are blended for training, each of which is "
-            f"passed over as often as its weight says. They have {' + '.join(map(str, counts))} samples; give "
-            f"--train-samples {sum(counts)} for as many as one pass over all."
-        )
-    if counts[0] == 0:
-        raise ConfigError(
-            f"--epochs: the training data {train.sources[0].prefix} have {train.sources[0].tokens} tokens and do not "
-            f"fill one sample of --seq-length {sequence_length}. Use a shorter one."
-        )
-    return counts[0]
 
 
 def data_prefixes(data: DataConfig) -> list[str]:

@@ -46,7 +46,8 @@ def normalised(text: str) -> str:
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:
-    """A text up to the first of the stop texts."""
+    """An answer up to the first of the stop texts; blanks that it begins with are no part of it and end nothing."""
+    text = text.lstrip(" ")
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
