@@ -66,11 +66,14 @@ class LoadedScorer:
     def _score(self, answers: Answers, batch: QueryBatch) -> None:
         """Runs one batch and writes its results to their places."""
         mesh = self.loaded.mesh
-        inputs, rows, labels = (
-            device.copy_to_device(array, mesh.device) for array in (batch.inputs, batch.rows, batch.labels)
+        inputs, prefix, rows, labels = (
+            device.copy_to_device(array, mesh.device)
+            for array in (batch.inputs, batch.prefix, batch.rows, batch.labels)
         )
         sample_ids = torch.zeros(len(inputs), dtype=torch.int64, device=mesh.device)
-        context = replace(StepSettings().context(sample_ids, first_sample=0), output_rows=rows)
+        prefix_mask = prefix if self.loaded.sees_prompts else None
+        context = StepSettings().context(sample_ids, prefix_mask=prefix_mask, first_sample=0)
+        context = replace(context, output_rows=rows)
         logits = self.loaded.model(inputs, context)  # [n, v/t]
         found = score_targets(logits, labels, mesh.tp, self.loaded.config.model.vocab_size)
         if mesh.tp.rank == 0:  # all ranks of the axis have found the same, and one of them reports it
