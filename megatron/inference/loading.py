@@ -51,7 +51,7 @@ class LoadedModel:
     @property
     def sees_prompts(self) -> bool:
         """Whether the tokens of a prompt attend to each other in both directions, as prefixes did in training."""
-        return self.config.loss.sees_prefixes
+        return self.config.loss.has_prefixes
 
     @property
     def positions(self) -> int:

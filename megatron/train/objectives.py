@@ -55,7 +55,7 @@ def step_settings(config: RunConfig) -> StepSettings:
         recompute=recompute,
         restart_positions=config.documents.reset_position_ids or packed,
         mask=MaskKind.DOCUMENTS if config.documents.reset_attention_mask or packed else MaskKind.CAUSAL,
-        has_prefixes=config.loss.sees_prefixes,
+        has_prefixes=config.loss.has_prefixes,
         dtype=getattr(torch, config.precision.dtype_name),
     )
 
@@ -67,7 +67,7 @@ def batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
         vocab_size=config.model.vocab_size,
         eod_mask_loss=config.documents.eod_mask_loss,
         segments=config.documents.needs_segments or packs_examples(config),
-        prefixes=config.loss.sees_prefixes,
+        prefixes=config.loss.has_prefixes,
     )
 
 

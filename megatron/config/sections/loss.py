@@ -43,8 +43,8 @@ class LossConfig(ConfigSection):
     )
 
     @property
-    def sees_prefixes(self) -> bool:
-        """Whether the tokens of a prefix, or of inputs, attend to each other in both directions."""
+    def has_prefixes(self) -> bool:
+        """Whether tokens attend to a prefix, or to the inputs of a task, in both directions."""
         return self.objective in (PREFIX, MULTITASK)
 
     def problems(self) -> Iterator[str]:

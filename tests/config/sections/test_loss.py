@@ -22,7 +22,7 @@ def test_positions_are_weighed_only_where_prefixes_are_random() -> None:
 
 @pytest.mark.parametrize(("objective", "sees"), [("causal", False), ("prefix", True), ("multitask", True)])
 def test_prefixes_and_inputs_are_seen_in_both_directions(objective: str, sees: bool) -> None:
-    assert LossConfig(objective=objective).sees_prefixes is sees
+    assert LossConfig(objective=objective).has_prefixes is sees
 
 
 @pytest.mark.parametrize(
