@@ -24,7 +24,9 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "longrope": {**ROPE, "rope_scaling_type": "longrope", **FACTORS},
     "dynamic": {**ROPE, "rope_scaling_type": "dynamic", "rope_scaling_factor": 2.0},
 }
-EACH = pytest.mark.parametrize("changes", [*ARCHITECTURES.values(), *SCALINGS.values()], ids=[*ARCHITECTURES, *SCALINGS])
+EACH = pytest.mark.parametrize(
+    "changes", [*ARCHITECTURES.values(), *SCALINGS.values()], ids=[*ARCHITECTURES, *SCALINGS]
+)
 
 
 def steps(engine: GenerationEngine, count: int = 10_000) -> dict[str, list[int | None]]:

@@ -46,7 +46,12 @@ def test_other_bodies_are_refused(body: bytes, says: str) -> None:
 
 def test_hostile_bodies_take_linear_time() -> None:
     """A megabyte of each takes processor time in the order of a second at most; quadratic time would be an hour."""
-    bodies = [b'{"a": "' + b'\\"' * 500_000, b'{"' + b'"{' * 500_000, b"{" + b'"k":1,' * 170_000, b'{"a":' + b"9" * 10**6]
+    bodies = [
+        b'{"a": "' + b'\\"' * 500_000,
+        b'{"' + b'"{' * 500_000,
+        b"{" + b'"k":1,' * 170_000,
+        b'{"a":' + b"9" * 10**6,
+    ]
     started_at = time.process_time()
     for body in bodies:
         with pytest.raises(Refusal):
@@ -70,7 +75,11 @@ def test_hostile_bodies_take_linear_time() -> None:
         (lambda fields: fields.list_of("x", lambda one, _: one, 2), {}, "'x' must be a list, not an object"),
         (lambda fields: fields.list_of("x", lambda one, _: one, 2), [1, 2, 3], "'x' has 3 entries, but .* at most 2"),
         (lambda fields: fields.list_of("x", fields.checked_text, 2), ["a", 1], r"'x\[1\]' must be a text"),
-        (lambda fields: fields.unsupported("x", "no tools", harmless=(False,)), 0, "'x' is not supported here: no tools"),
+        (
+            lambda fields: fields.unsupported("x", "no tools", harmless=(False,)),
+            0,
+            "'x' is not supported here: no tools",
+        ),
     ],
 )
 def test_a_wrong_value_is_named(read: Callable[[Fields], Any], value: Any, says: str) -> None:
@@ -97,7 +106,9 @@ def test_right_values_are_returned() -> None:
 def test_unread_fields_are_refused_with_the_known_ones() -> None:
     fields = Fields({"known": 1, "temprature": 2}, "place.")
     fields.value("known")
-    with pytest.raises(Refusal, match=r"'place\.temprature' is not a field of this request\. Known are known\.") as caught:
+    with pytest.raises(
+        Refusal, match=r"'place\.temprature' is not a field of this request\. Known are known\."
+    ) as caught:
         fields.finish()
     assert caught.value.to_json()["error"] == {
         "message": caught.value.message,
