@@ -54,6 +54,7 @@ PROGRAM_PLACE = 17
 # The sub-packages of a package in import order; "." stands for the package's own modules.
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.tokenizers": (".", "chat"),
+    "megatron.data.datasets": ("examples", "."),
     "megatron.data": ("formats", "stores", "order", "datasets", "."),
     "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
     "megatron.config": ("flags", "architecture", "sections", "files", "."),
@@ -61,7 +62,12 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
     "megatron.train": ("restarts", "tasks", "."),
+<<<<<<< HEAD
     "megatron.inference": ("sampling", ".", "beams", "generation", "serve"),
+=======
+    "megatron.inference": ("sampling", ".", "generation", "serve"),
+    "megatron.inference.serve": ("requests", "running", "."),
+>>>>>>> main
     "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
     "megatron.evaluation": (".", "baselines", "tasks", "report"),
     "megatron.convert.hugging_face": ("table", "families", "."),
@@ -130,6 +136,9 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
         "megatron/corpus/inputs/parquet.py",
     ),
     "apache_beam": ("megatron/corpus/featurize/beam.py",),
+    "starlette": ("megatron/inference/serve/web.py",),
+    "uvicorn": ("megatron/inference/serve/network.py",),
+    "prometheus_client": ("megatron/inference/serve/metrics.py",),
     "matplotlib": ("megatron/observe/curves.py",),
     "wandb": ("megatron/observe/weights_and_biases.py",),
     "tensorboard": ("megatron/observe/tensorboard.py",),
@@ -352,7 +361,7 @@ def entry_points_start_light(source: Source) -> Iterator[Finding]:
                 light += ("megatron.parallel.rank_start", "megatron.train.signals")
                 if module in light or module.startswith("megatron.config."):
                     continue
-            elif root in sys.stdlib_module_names:
+            elif root in sys.stdlib_module_names or root == "pretrain_gpt":  # an entry point itself
                 continue
             yield (
                 inner.lineno,

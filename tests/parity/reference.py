@@ -57,12 +57,23 @@ def batch_mask(recipe: Recipe, step: int, uneven: bool) -> torch.Tensor:
     return mask
 
 
-def forward(weights: dict[str, torch.Tensor], tokens: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Logits of the network. Shapes: tokens [b, s] -> [b, s, vocabulary]."""
+def forward(
+    weights: dict[str, torch.Tensor],
+    tokens: torch.Tensor,
+    recipe: Recipe,
+    visible: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logits of the network, causal and with consecutive positions unless told otherwise.
+
+    Shapes: tokens and positions [b, s], visible [b, s, s] -> [b, s, vocabulary].
+    """
     size, heads = recipe.hidden_size, recipe.heads
     batch, length = tokens.shape
     word = weights["embedding.word_embeddings.weight"]
-    hidden = word[tokens] + weights["embedding.position_embeddings.weight"][:length]
+    visible = torch.ones(batch, length, length).tril().bool() if visible is None else visible
+    positions = torch.arange(length).expand(batch, -1) if positions is None else positions
+    hidden = word[tokens] + weights["embedding.position_embeddings.weight"][positions]
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return F.layer_norm(x, (size,), weights[name + ".weight"], weights[name + ".bias"], recipe.layernorm_epsilon)
@@ -77,7 +88,7 @@ def forward(weights: dict[str, torch.Tensor], tokens: torch.Tensor, recipe: Reci
         query, key, value = (mixed[:, :, :, part].transpose(1, 2) for part in range(3))  # [b, a, s, d]
         head = size // heads
         scores = query @ key.transpose(-1, -2) * (head**-0.5 if recipe.width_ratio == 1 else 4**0.5 / head)
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+        scores = scores.masked_fill(~visible[:, None], float("-inf"))
         context = (scores.softmax(-1) @ value).transpose(1, 2).reshape(batch, length, size)
         hidden = hidden + linear(context, prefix + "self_attention.linear_proj")
         inner = linear(norm(hidden, prefix + "pre_mlp_layernorm"), prefix + "mlp.linear_fc1")

@@ -19,7 +19,7 @@ from megatron.inference.serve.requests.asks import (
     read_stop,
     read_streaming,
 )
-from megatron.inference.serve.requests.fields import Fields, kind_of, refuse_field
+from megatron.inference.serve.requests.fields import Fields, checked_text, kind_of, refuse_field
 from megatron.inference.serve.requests.limits import Limits
 from megatron.inference.serve.requests.served import Served
 from megatron.inference.serve.running.texts import Piece, TokenRecord
@@ -113,7 +113,7 @@ def _message(value: Any, place: str) -> Message:
     elif content is None:
         raise fields.refuse("content", "is missing")
     else:
-        content = fields.checked_text(content, "content")
+        content = checked_text(content, f"{place}.content")
     for name in ("name", "refusal", "audio", "annotations", "tool_calls", "function_call", "tool_call_id"):
         fields.unsupported(name, _TEXT_ONLY, harmless=([],))
     fields.finish()

@@ -20,7 +20,7 @@ from megatron.inference.serve.requests.asks import (
     read_streaming,
     token_list,
 )
-from megatron.inference.serve.requests.fields import Fields
+from megatron.inference.serve.requests.fields import Fields, checked_text
 from megatron.inference.serve.requests.limits import Limits
 from megatron.inference.serve.requests.served import Served
 from megatron.inference.serve.running.texts import Piece, TokenRecord
@@ -81,7 +81,7 @@ def _prompts(fields: Fields, served: Served, limits: Limits) -> tuple[tuple[tupl
     for number, one in enumerate(values):
         place = "prompt" if len(values) == 1 else f"prompt[{number}]"
         if isinstance(one, str):
-            texts.append(fields.checked_text(one, place))
+            texts.append(checked_text(one, place))
             tokens.append(served.prompt_of_text(one))
         else:
             tokens.append(token_list(one, place, served.vocab_size))

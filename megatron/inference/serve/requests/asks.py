@@ -10,7 +10,7 @@ from typing import Any
 from megatron.errors import ConfigError, printable
 from megatron.inference.generation import Request
 from megatron.inference.sampling import Sampling
-from megatron.inference.serve.requests.fields import Fields, refuse_field
+from megatron.inference.serve.requests.fields import Fields, checked_text, refuse_field
 from megatron.inference.serve.requests.limits import Limits
 from megatron.inference.serve.requests.refusals import Refusal, invalid
 from megatron.inference.serve.requests.served import Served
@@ -115,9 +115,9 @@ def read_stop(fields: Fields, limits: Limits) -> tuple[str, ...]:
     if value is None:
         return ()
     if isinstance(value, str):
-        texts = [fields.checked_text(value, "stop")]
+        texts = [checked_text(value, "stop")]
     else:
-        texts = fields.list_of("stop", fields.checked_text, limits.stop_texts)
+        texts = fields.list_of("stop", checked_text, limits.stop_texts)
     for text in texts:
         if not 0 < len(text) <= limits.stop_letters:
             raise fields.refuse("stop", f"holds a text of {len(text)} letters, but one has 1 to {limits.stop_letters}")

@@ -59,19 +59,7 @@ class Fields:
     def text(self, name: str, default: str | None = None) -> str | None:
         """A text without lone surrogates."""
         value = self.value(name)
-        return default if value is None else self.checked_text(value, name)
-
-    def checked_text(self, value: Any, name: str) -> str:
-        """A value that must be a text.
-
-        Raises:
-            Refusal: it is another kind of value, or not Unicode.
-        """
-        if not isinstance(value, str):
-            raise self.refuse(name, f"must be a text, not {kind_of(value)}")
-        if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise self.refuse(name, "holds half of a surrogate pair, which is no character")
-        return value
+        return default if value is None else checked_text(value, self._place + name)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false."""
@@ -115,7 +103,7 @@ class Fields:
             raise self.refuse(name, f"must be a list, not {kind_of(value)}")
         if len(value) > most:
             raise self.refuse(name, f"has {len(value)} entries, but may have at most {most}")
-        return [item(entry, f"{name}[{number}]") for number, entry in enumerate(value)]
+        return [item(entry, f"{self._place}{name}[{number}]") for number, entry in enumerate(value)]
 
     def unsupported(self, name: str, reason: str, harmless: Collection[Any] = ()) -> None:
         """Refuses a field of OpenAI's that this server cannot honour, unless its value asks for nothing.
@@ -144,6 +132,19 @@ class Fields:
     def refuse(self, name: str, reason: str, code: str | None = None) -> Refusal:
         """A refusal that names a field and says what is wrong with it."""
         return refuse_field(f"{self._place}{name}", reason, code)
+
+
+def checked_text(value: Any, place: str) -> str:
+    """A value that must be a text.
+
+    Raises:
+        Refusal: it is another kind of value, or not Unicode.
+    """
+    if not isinstance(value, str):
+        raise refuse_field(place, f"must be a text, not {kind_of(value)}")
+    if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise refuse_field(place, "holds half of a surrogate pair, which is no character")
+    return value
 
 
 def refuse_field(place: str, reason: str, code: str | None = None) -> Refusal:

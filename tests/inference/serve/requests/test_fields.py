@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.inference.serve.requests.fields import Fields, kind_of, read_object
+from megatron.inference.serve.requests.fields import Fields, checked_text, kind_of, read_object
 from megatron.inference.serve.requests.refusals import Refusal
 
 
@@ -74,7 +74,7 @@ def test_hostile_bodies_take_linear_time() -> None:
         (lambda fields: fields.number("x", 1, 0, 2), False, "'x' must be a number, not false"),
         (lambda fields: fields.list_of("x", lambda one, _: one, 2), {}, "'x' must be a list, not an object"),
         (lambda fields: fields.list_of("x", lambda one, _: one, 2), [1, 2, 3], "'x' has 3 entries, but .* at most 2"),
-        (lambda fields: fields.list_of("x", fields.checked_text, 2), ["a", 1], r"'x\[1\]' must be a text"),
+        (lambda fields: fields.list_of("x", checked_text, 2), ["a", 1], r"'x\[1\]' must be a text"),
         (
             lambda fields: fields.unsupported("x", "no tools", harmless=(False,)),
             0,
@@ -97,7 +97,7 @@ def test_huge_numbers_are_out_of_bounds() -> None:
 def test_right_values_are_returned() -> None:
     fields = Fields({"text": "ş", "on": True, "count": 3.0, "share": 1, "list": ["a"], "nothing": None, "off": False})
     assert (fields.text("text"), fields.flag("on"), fields.whole("count", 0, 0, 9)) == ("ş", True, 3)
-    assert fields.number("share", 0.5, 0, 1) == 1.0 and fields.list_of("list", fields.checked_text, 1) == ["a"]
+    assert fields.number("share", 0.5, 0, 1) == 1.0 and fields.list_of("list", checked_text, 1) == ["a"]
     assert not fields.has("nothing") and fields.text("nothing", "x") == "x" and fields.whole("absent", 4, 0, 9) == 4
     fields.unsupported("off", "it is off", harmless=(False,))
     fields.finish()
