@@ -36,6 +36,7 @@ from megatron.data.datasets.build import (
     epoch_samples,
     token_file_prefixes,
 )
+from megatron.data.datasets.examples.options import ExampleOptions
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
@@ -125,8 +126,8 @@ def _with_epochs(config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer) ->
     """Gives a run of --epochs its length, for which the training data are counted."""
     if config.finetuning.epochs is None or config.control.eval_only:
         return config
-    data, length, seed = config.data, config.data.seq_length, config.random.seed
-    return resolve_epochs(config, run_on_first(mesh, lambda: epoch_samples(data, length, seed, tokenizer)))
+    data, length, seed, examples = config.data, config.data.seq_length, config.random.seed, example_options(config)
+    return resolve_epochs(config, run_on_first(mesh, lambda: epoch_samples(data, length, seed, tokenizer, examples)))
 
 
 @contextlib.contextmanager
@@ -298,7 +299,10 @@ def _open_data(
 
     def build(build_indices: bool) -> tuple[SplitDatasets, DataPlan]:
         length, seed, consumed = config.data.seq_length, config.random.seed, progress.consumed_samples
-        return build_split_datasets(config.data, length, seed, samples, stored, build_indices, consumed, tokenizer)
+        options = ExampleOptions.of(config.finetuning, config.loss, config.data)
+        return build_split_datasets(
+            config.data, length, seed, samples, stored, build_indices, consumed, tokenizer, options
+        )
 
     built: list[tuple[SplitDatasets, DataPlan]] = []
 
