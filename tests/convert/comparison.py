@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,8 +132,11 @@ def logits_of(network: LayerStack, tokens: torch.Tensor, model: ModelConfig) -> 
 
 
 def generated(network: LayerStack, model: ModelConfig, tokens: torch.Tensor) -> list[list[int]]:
-    """Greedy continuations of the first tokens, with our cache."""
-    config: Any = SimpleNamespace(model=model)
+    """Greedy continuations of the first tokens, with our cache; beyond the model's context, as `transformers` does."""
+    length = max(model.max_position_embeddings, PROMPT + NEW_TOKENS)
+    original = model.original_context if model.uses_rope else None
+    longer = dataclasses.replace(model, max_position_embeddings=length, rope_original_max_positions=original)
+    config: Any = SimpleNamespace(model=longer)
     tokenizer: Any = SimpleNamespace(vocab_size=model.vocab_size)
     loaded = LoadedModel(config, MESH, tokenizer, network, Path("nowhere"), 0)
     requests = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint import save
@@ -13,16 +14,24 @@ from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.checkpoint.records import make_record
 from tests.helpers.networks import build_gpt
 from tests.helpers.vocabulary import write_vocabulary
+from tests.tokenizers.chat.tokenizers_with_tokens import gpt2_with
 
 POSITIONS = 48
 
 
-def make_checkpoint(folder: Path, *extra_flags: str) -> Path:
-    """Writes a vocabulary and a checkpoint of step 3 under a folder; returns the folder of checkpoints."""
+def make_checkpoint(
+    folder: Path, *extra_flags: str, more_tokens: Sequence[str] = (), positions: int = POSITIONS
+) -> Path:
+    """Writes a vocabulary and a checkpoint of step 3 under a folder; returns the folder of checkpoints.
+
+    Args:
+        more_tokens: of the vocabulary, such as those of a chat template.
+    """
     choice = write_vocabulary(folder)
+    gpt2_with(folder, more_tokens)
     flags = [
         *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32"),
-        *("--max-position-embeddings", str(POSITIONS), "--micro-batch-size", "1", "--global-batch-size", "1"),
+        *("--max-position-embeddings", str(positions), "--micro-batch-size", "1", "--global-batch-size", "1"),
         *("--train-iters", "3", "--lr", "0.001", "--data-path", "nowhere", "--init-method-std", "0.4"),
         *("--vocab-file", str(choice.vocab_file), "--merge-file", str(choice.merge_file), *extra_flags),
     ]

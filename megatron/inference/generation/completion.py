@@ -59,7 +59,7 @@ def recompute(loaded: LoadedModel, request: Request) -> Completion:
         context = StepSettings().context(torch.zeros(1, dtype=torch.int64, device=device), first_sample=0)
         inputs = torch.tensor([tokens], device=device)  # [1, s]
         scores = forward(inputs, context, torch.tensor([len(tokens) - 1], device=device))
-        (chosen,) = choose_on_all(None if scores is None else scores[0], [chooser], loaded)
+        (chosen,) = choose_on_all(scores, [chooser], loaded)
         tokens.append(chosen.token)
         finish = finish_of(request, chosen.token, len(tokens), last_length(request, loaded))
         generated.append(GeneratedToken(request.id, chosen.token, chosen.logprob, chosen.top, finish))

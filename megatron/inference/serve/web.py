@@ -113,7 +113,7 @@ class _Sender:
         from starlette.responses import Response
 
         try:
-            self._access.check(request.url.path, request.headers)
+            self._check(request)
         except Refusal as refusal:
             return _refused(refusal)
         content, media_type = self._service.metrics.exposition(request.headers.get("accept", ""))
@@ -124,10 +124,18 @@ class _Sender:
         from starlette.responses import Response
 
         try:
-            self._access.check(request.url.path, request.headers)
+            self._check(request)
         except Refusal as refusal:
             return _refused(refusal)
         return Response(self._page.content, headers={**self._page.headers, **_NO_SNIFFING})
+
+    def _check(self, request: Request) -> None:
+        """Refuses a request that is not allowed, or whose headers are too long (h11 only bounds incomplete ones)."""
+        most = self._service.limits.header_bytes
+        size = len(request.scope["raw_path"]) + len(request.scope["query_string"])
+        if size + sum(len(name) + len(value) for name, value in request.scope["headers"]) > most:
+            raise Refusal(431, f"The headers are longer than {most} bytes.", code="too_long", headers=_CLOSE)
+        self._access.check(request.url.path, request.headers)
 
     async def _respond(self, name: str, act: Act, request: Request) -> Response:
         from starlette.responses import Response
@@ -135,7 +143,7 @@ class _Sender:
         metrics = self._service.metrics
         status = 500
         try:
-            self._access.check(request.url.path, request.headers)
+            self._check(request)
             reply = await _while_connected(request, act)
             status = reply.status
             return _response(reply, metrics.disconnects.inc)

@@ -37,9 +37,12 @@ WRONG_TOKEN = 598  # the engine refuses a prompt that begins with it
 
 
 def counting(request: Request) -> list[int]:
-    """An answer that depends on the prompt and on the sample: whoever gets another one's tokens shows it."""
+    """An answer that depends on the prompt and on the sample: whoever gets another one's tokens shows it.
+
+    The tokens are those of the visible ASCII letters, one each.
+    """
     first = sum(request.prompt) * 7 + request.sample * 13
-    return [(first + place * place) % 255 + 1 for place in range(request.max_new_tokens)]
+    return [(first + place * place) % 94 for place in range(request.max_new_tokens)]
 
 
 @dataclass

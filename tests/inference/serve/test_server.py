@@ -1,0 +1,131 @@
+"""A whole server: starting, ready, stopping; many clients at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from megatron.errors import NumericsError
+from megatron.inference.generation import Request
+from megatron.inference.sampling import Sampling
+from megatron.inference.serve.requests.limits import Limits
+from megatron.inference.serve.requests.served import Served
+from tests.inference.serve.fakes import FakeEngine, counting
+from tests.inference.serve.listening import get, listening, post, read_all
+
+ASK = {"prompt": "a", "max_tokens": 5, "seed": 1}
+
+
+def body_of(answer: bytes) -> str:
+    """The body of a response."""
+    return answer.partition(b"\r\n\r\n")[2].decode()
+
+
+def test_health_says_what_the_server_is_doing(served: Served) -> None:
+    may_load = threading.Event()
+    engine = FakeEngine(step_seconds=0.02)
+    with listening(served, engine, before=lambda: may_load.wait(60) and None, waits=False) as running:
+        health = running.ask(get("/health"))
+        assert b" 503 " in health.splitlines()[0] and json.loads(body_of(health)) == {
+            "status": "starting",
+            "model": None,
+        }
+        refused = running.ask(post(ASK))
+        assert b" 503 " in refused.splitlines()[0] and b"Retry-After" in refused.replace(b"retry-after", b"Retry-After")
+        assert "The checkpoint is being loaded" in body_of(refused)
+        may_load.set()
+        while json.loads(body_of(running.ask(get("/health"))))["status"] != "ready":
+            time.sleep(0.01)
+        with running.connect() as connection:
+            connection.sendall(post({**ASK, "max_tokens": 60}))
+            while not engine.requests:
+                time.sleep(0.005)
+            running.server.stop()
+            ends_at = time.monotonic() + 30
+            while "stopping" not in body_of(running.ask(get("/health"))):
+                assert time.monotonic() < ends_at
+            assert '"code":"stopping"' in body_of(running.ask(post(ASK)))
+            answer = json.loads(body_of(read_all(connection)))  # what runs is completed
+            assert answer["usage"]["completion_tokens"] == 60
+        running.join()
+        assert running.failures == []
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_does_not_end_within_the_grace_period_is_ended(served: Served, streams: bool) -> None:
+    engine = FakeEngine(step_seconds=0.05)
+    with listening(served, engine, grace_seconds=0.2) as running, running.connect() as connection:
+        connection.sendall(post({**ASK, "max_tokens": 120, "stream": streams}))
+        while engine.steps < 2:
+            time.sleep(0.005)
+        running.server.stop()
+        answer = read_all(connection)
+        running.join()
+        assert (b" 200 " if streams else b" 503 ") in answer.splitlines()[0]
+        assert b"The server is stopping" in answer and b"[DONE]" not in answer
+        assert len(engine.cancelled) == 1 and engine.steps < 100
+
+
+def test_a_second_signal_ends_what_runs_at_once(served: Served) -> None:
+    engine = FakeEngine(step_seconds=0.05)
+    with listening(served, engine, grace_seconds=3600) as running, running.connect() as connection:
+        connection.sendall(post({**ASK, "max_tokens": 120}))
+        while engine.steps < 2:
+            time.sleep(0.005)
+        running.server.stop()
+        running.server.stop()
+        assert b"The server is stopping" in read_all(connection)
+        running.join()
+
+
+def test_a_failure_of_the_engine_ends_the_server_and_its_requests(served: Served) -> None:
+    engine = FakeEngine(step_seconds=0.02)
+    with listening(served, engine) as running, running.connect() as connection:
+        connection.sendall(post({**ASK, "max_tokens": 120, "stream": True}))
+        while engine.steps < 2:
+            time.sleep(0.005)
+        engine.fails = NumericsError("the scores have NaN")
+        answer = read_all(connection)
+        running.join()
+        assert b"internal_error" in answer and b"NaN" not in answer
+        assert [str(failure) for failure in running.failures] == ["the scores have NaN"]
+
+
+def test_a_failure_to_load_ends_the_server(served: Served) -> None:
+    def fail() -> None:
+        raise NumericsError("no checkpoint")
+
+    with listening(served, before=fail) as running:
+        running.join()
+        assert [str(failure) for failure in running.failures] == ["no checkpoint"]
+
+
+def test_two_hundred_requests_at_once_get_their_own_tokens_in_order(served: Served) -> None:
+    """Streams and whole answers, with OpenAI's client; none is lost, and each is what it would be alone."""
+    engine = FakeEngine(most_running=16)
+
+    def expected(number: int) -> str:
+        request = Request("x", (number + 1,), 20, Sampling())
+        return served.tokenizer.decode(counting(request))
+
+    with listening(served, engine, Limits(queued_sequences=200)) as running:
+        client = openai.OpenAI(base_url=f"{running.server.address}/v1", api_key="none", max_retries=0, timeout=120)
+
+        def ask(number: int) -> str:
+            settings = {"model": "tiny", "prompt": [number + 1], "max_tokens": 20}
+            if number % 2:
+                return client.completions.create(**settings).choices[0].text
+            chunks = client.completions.create(**settings, stream=True)
+            return "".join(choice.text for chunk in chunks for choice in chunk.choices)
+
+        with ThreadPoolExecutor(200) as pool:
+            answers = list(pool.map(ask, range(200)))
+        assert answers == [expected(number) for number in range(200)]
+        metrics = body_of(running.ask(get("/metrics")))
+    assert 'megatron_requests_total{endpoint="completions",status="200"} 200.0' in metrics
+    assert "megatron_generated_tokens_total 4000.0" in metrics and "megatron_sequences_outstanding 0.0" in metrics
