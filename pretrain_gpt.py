@@ -26,8 +26,10 @@ def main(argv: Sequence[str] | None = None, decided: Mapping[str, str] | None = 
     signals = StopSignals()
     with signals.installed() if request.control.exit_on_signal else nullcontext():
         from megatron.data.datasets.build import check_sources
+        from megatron.data.datasets.examples.options import ExampleOptions
 
-        check_sources(request.data, request.data.seq_length, request.loss.objective)
+        needed_by = ExampleOptions.of(request.finetuning, request.loss, request.data).needed_by
+        check_sources(request.data, request.data.seq_length, request.loss.objective, needed_by)
         from megatron import device
 
         device.choose_accelerator()

@@ -150,7 +150,7 @@ def _options(flags: EvaluateFlags, loaded: LoadedModel) -> TaskOptions:
 
     from megatron.evaluation.baselines.scorers import Baselines
     from megatron.evaluation.tasks.task import TaskOptions
-    from megatron.inference.task_completion import LoadedCompleter
+    from megatron.inference.generation.task_completion import LoadedCompleter
     from megatron.parallel.agreement import run_on_all
 
     train = None if flags.train_data is None else Path(flags.train_data)

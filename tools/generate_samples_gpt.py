@@ -3,10 +3,11 @@
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --num-samples 4 --genfile samples.jsonl --top_p 0.9
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --sample-input-file prompts.txt --greedy
 
-The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file produces one line
-of output; an empty line starts from the end-of-document token. Without --num-samples (or with 0) and without
---sample-input-file, prompts are read from the terminal. Under torchrun, --tensor-model-parallel-size N splits the
-network over N processes.
+The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file produces
+--samples-per-prompt lines of output; an empty line starts from the end-of-document token. Without --num-samples (or
+with 0) and without --sample-input-file, prompts are read from the terminal. Texts are computed side by side, as many as
+--micro-batch-size; which these are does not change them. Under torchrun, --tensor-model-parallel-size and
+--pipeline-model-parallel-size spread the network over several processes.
 """
 
 from __future__ import annotations
@@ -21,30 +22,25 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, ParallelRequest, flag
+from megatron.config import ParallelRequest, flag
 from megatron.config.overlay import parse_over
+from megatron.config.sampling_flags import SamplingFlags
 from megatron.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
-    from megatron.inference.generate import Continuation
+    from megatron.inference.generation import Completion, Request
     from megatron.inference.loading import LoadedModel
     from megatron.parallel.mesh import ParallelMesh
 
 _USUAL_NEW_TOKENS = 1024
+_USUAL_BATCH = 32  # texts side by side
 
 
-@dataclass(frozen=True)
-class GenerateFlags(ConfigSection):
-    """Upstream's flags of this tool, in addition to the trainer's."""
+@dataclass(frozen=True, kw_only=True)
+class GenerateFlags(SamplingFlags):
+    """Upstream's flags of this tool and how tokens are chosen, in addition to the trainer's flags."""
 
     load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
-    temperature: float = flag(1.0, "divisor of the logits", above=0, remedy="Use --greedy for the most probable token.")
-    greedy: bool = flag(False, "always take the most probable token")
-    top_k: int = flag(0, "sample from the k most probable tokens; 0 from all", at_least=0, spelled=("--top_k",))
-    top_p: float = flag(
-        0.0, "sample from the most probable tokens up to this cumulative probability; 0 from all", at_least=0,
-        at_most=1, spelled=("--top_p",),
-    )  # fmt: skip
     out_seq_length: int | None = flag(
         None, "maximum number of tokens generated per text; by default 1024, or what the model's positions allow",
         at_least=1,
@@ -52,6 +48,7 @@ class GenerateFlags(ConfigSection):
     num_samples: int = flag(
         0, "number of texts to generate without a prompt, into --genfile; 0 reads prompts from the terminal", at_least=0
     )
+    samples_per_prompt: int = flag(1, "number of texts for each prompt", at_least=1, at_most=1024)
     genfile: str | None = flag(None, "file for the texts of --num-samples, one JSON object per line")
     sample_input_file: str | None = flag(None, "file of prompts to continue, one per line; lines may be empty")
     sample_output_file: str | None = flag(
@@ -61,12 +58,18 @@ class GenerateFlags(ConfigSection):
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
+        yield from super().problems()
         if self.num_samples > 0 and not self.genfile:
             yield f"--num-samples {self.num_samples} needs --genfile FILE for the texts."
         if self.num_samples == 0 and self.genfile:
             yield f"--genfile {self.genfile} is for --num-samples N; continued prompts go to --sample-output-file."
         if self.num_samples > 0 and self.sample_input_file:
             yield "--num-samples generates without prompts and --sample-input-file continues prompts. Give one of them."
+        if self.num_samples > 0 and self.samples_per_prompt > 1:
+            yield (
+                f"--samples-per-prompt {self.samples_per_prompt} is for prompts, and --num-samples {self.num_samples} "
+                f"generates without any. Give --num-samples {self.num_samples * self.samples_per_prompt} instead."
+            )
 
 
 @dataclass(frozen=True)
@@ -75,37 +78,43 @@ class Generator:
 
     Args:
         new_tokens: maximum number of tokens generated for one text.
+        batch: texts that are computed side by side.
     """
 
     flags: GenerateFlags
     new_tokens: int
+    batch: int
     loaded: LoadedModel
 
-    def records(self, prompts: Sequence[str], first_sample: int) -> Iterator[dict[str, Any]]:
-        """Continues prompts with equal numbers of tokens; an empty prompt becomes end-of-document."""
-        from megatron.inference.generate import Limits, generate
+    def records(self, prompts: Sequence[str], first_prompt: int = 0) -> Iterator[dict[str, Any]]:
+        """Continues prompts, in order; an empty prompt becomes end-of-document.
+
+        Args:
+            first_prompt: index of the first prompt; together with the seed it determines the draws.
+        """
+        copies = self.flags.samples_per_prompt
+        requests = [
+            self.request(prompt, number * copies + copy)
+            for number, prompt in enumerate(prompts, start=first_prompt)
+            for copy in range(copies)
+        ]
+        for place, completion in enumerate(self._completions(requests)):
+            yield self._record(prompts[place // copies], completion)
+
+    def request(self, prompt: str, sample: int) -> Request:
+        """The request to continue a prompt."""
+        from megatron.inference.generation import Request
         from megatron.inference.sampling import Sampling
 
-        flags, loaded = self.flags, self.loaded
-        tokens = [self.encode(prompt) for prompt in prompts]
-        found = generate(
-            loaded.model,
-            loaded.mesh,
-            tokens,
-            Limits(self.new_tokens, loaded.positions, loaded.eod_id, loaded.config.model.short_context),
-            Sampling(
-                greedy=flags.greedy,
-                temperature=flags.temperature,
-                top_k=flags.top_k,
-                top_p=flags.top_p,
-                seed=loaded.config.random.seed,
-            ),
-            vocab_size=loaded.vocab_size,
-            first_sample=first_sample,
-            recompute=flags.recompute,
+        eod_id = self.loaded.eod_id
+        return Request(
+            id=str(sample),
+            prompt=tuple(self.encode(prompt)),
+            max_new_tokens=self.new_tokens,
+            sampling=Sampling.of_flags(self.flags, self.loaded.config.random.seed),
+            sample=sample,
+            stop_ids=frozenset() if eod_id is None else frozenset({eod_id}),
         )
-        for prompt, continuation in zip(prompts, found, strict=True):
-            yield self._record(prompt, continuation)
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt.
@@ -115,13 +124,33 @@ class Generator:
         """
         return self.loaded.tokenizer.encode(prompt) or [self.loaded.tokenizer.eod_id]
 
-    def _record(self, prompt: str, continuation: Continuation) -> dict[str, Any]:
+    def check_prompt(self, prompt: str, name: str) -> None:
+        """Checks that a prompt leaves at least one position for a new token.
+
+        Raises:
+            ConfigError: it fills all positions.
+        """
+        length, positions = len(self.encode(prompt)), self.loaded.positions
+        if length >= positions:
+            raise ConfigError(
+                f"{name} has {length} tokens, and the model has {positions} positions (--max-position-embeddings "
+                f"{positions}). Shorten it to at most {positions - 1}."
+            )
+
+    def _completions(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        from megatron.inference.generation import completions, recompute
+
+        if self.flags.recompute:
+            return (recompute(self.loaded, request) for request in requests)
+        return completions(self.loaded, requests, max_sequences=self.batch)
+
+    def _record(self, prompt: str, completion: Completion) -> dict[str, Any]:
         return {
             "prompt": prompt,
-            "text": self.loaded.tokenizer.decode(continuation.tokens),
-            "tokens": list(continuation.tokens),
-            "length": len(continuation.tokens),
-            "finished": continuation.is_finished,
+            "text": self.loaded.tokenizer.decode(completion.tokens),
+            "tokens": list(completion.tokens),
+            "length": len(completion.tokens),
+            "finished": completion.finish == "stop",
         }
 
 
@@ -139,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         generator = _open(request.own, request.given, mesh)
         if request.own.num_samples:
-            _unconditional(generator, request.given.get("optim.micro_batch_size", 4))
+            _write(generator, str(request.own.genfile), generator.records([""] * request.own.num_samples))
         elif prompts is not None:
             _continue_file(generator, prompts)
         else:
@@ -150,40 +179,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _layout(given: Mapping[str, Any]) -> ParallelRequest:
-    """The layout: one pipeline stage, one replica, and the requested tensor-parallel size.
-
-    Raises:
-        ConfigError: a pipeline-parallel size above 1 was requested.
-    """
-    own = {name.partition(".")[2]: value for name, value in given.items() if name.startswith("parallel.")}
-    stages = own.get("pipeline_model_parallel_size", 1)
-    if stages > 1:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {stages} is not supported here: generation runs every layer on each rank. "
-            f"Remove the flag; a checkpoint of any layout loads at pipeline size 1, and --tensor-model-parallel-size "
-            "splits it over several processes."
-        )
-    return ParallelRequest(**own)
+    return ParallelRequest(
+        **{name.partition(".")[2]: value for name, value in given.items() if name.startswith("parallel.")}
+    )
 
 
 def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) -> Generator:
     """Builds the checkpoint's network and loads its weights.
 
     Raises:
-        CheckpointError, ConfigError: see `open_checkpoint`; or there are more processes than tensor-parallel ranks.
+        CheckpointError, ConfigError: see `open_checkpoint`; or there are more processes than one model copy needs.
     """
     from megatron.inference.loading import open_checkpoint
 
-    if mesh.dp.size > 1:
+    if mesh.model.size < mesh.world.size:
         raise ConfigError(
-            f"{mesh.world.size} processes were started, but the network is split over {mesh.tp.size} "
-            f"(--tensor-model-parallel-size "
-            f"{mesh.tp.size}). Start {mesh.tp.size}, or split the network over all of them: "
-            f"--tensor-model-parallel-size "
-            f"{mesh.world.size}."
+            f"{mesh.world.size} processes were started, but the network is split over {mesh.model.size} "
+            f"(--tensor-model-parallel-size {mesh.tp.size}, --pipeline-model-parallel-size {mesh.pp.size}). Start "
+            f"{mesh.model.size}, or split the network over all of them."
         )
     loaded = open_checkpoint(flags.load, given, mesh)
-    return Generator(flags, _new_tokens(flags.out_seq_length, loaded.positions, mesh), loaded)
+    batch = given.get("optim.micro_batch_size", _USUAL_BATCH)
+    return Generator(flags, _new_tokens(flags.out_seq_length, loaded.positions, mesh), batch, loaded)
 
 
 def _new_tokens(asked: int | None, positions: int, mesh: ParallelMesh) -> int:
@@ -223,31 +240,12 @@ def _read_prompts(path: str | None) -> list[str] | None:
     return prompts
 
 
-def _unconditional(generator: Generator, batch: int) -> None:
-    """Generates texts without prompts, in batches."""
-    flags = generator.flags
-
-    def records() -> Iterator[dict[str, Any]]:
-        for first in range(0, flags.num_samples, batch):
-            yield from generator.records([""] * min(batch, flags.num_samples - first), first)
-
-    _write(generator, str(flags.genfile), records())
-
-
 def _continue_file(generator: Generator, prompts: Sequence[str]) -> None:
     """Continues the prompts of a file, after checking that all of them fit."""
-    from megatron.inference.generate import Limits
-
     flags = generator.flags
-    limits = Limits(generator.new_tokens, generator.loaded.positions, None)
     for number, prompt in enumerate(prompts, start=1):
-        limits.check_prompt(len(generator.encode(prompt)), f"prompt {number} of {flags.sample_input_file}")
-    path = flags.sample_output_file or f"{flags.sample_input_file}.out"
-    _write(
-        generator,
-        path,
-        (record for index, prompt in enumerate(prompts) for record in generator.records([prompt], index)),
-    )
+        generator.check_prompt(prompt, f"prompt {number} of {flags.sample_input_file}")
+    _write(generator, flags.sample_output_file or f"{flags.sample_input_file}.out", generator.records(prompts))
 
 
 def _interact(generator: Generator) -> None:
@@ -258,13 +256,14 @@ def _interact(generator: Generator) -> None:
     """
     from megatron.parallel.messages import broadcast_json
 
-    speaks = generator.loaded.mesh.world.rank == 0
-    is_terminal = broadcast_json(_is_terminal() if speaks else None, generator.loaded.mesh.world)
+    listeners = generator.loaded.mesh.background  # a person may take longer than a collective may
+    speaks = listeners.rank == 0
+    is_terminal = broadcast_json(_is_terminal() if speaks else None, listeners)
     if is_terminal:
         log.info("Without --num-samples N and --sample-input-file, prompts are read from this terminal, one per line.")
     index = 0
     while True:
-        prompt = broadcast_json(_ask() if speaks else None, generator.loaded.mesh.world)
+        prompt = broadcast_json(_ask() if speaks else None, listeners)
         if prompt is None:
             if index == 0 and not is_terminal:
                 raise ConfigError(
@@ -276,6 +275,7 @@ def _interact(generator: Generator) -> None:
         if not prompt.strip():
             continue
         try:
+            generator.check_prompt(prompt, f"prompt {index + 1}")
             for record in generator.records([prompt], index):
                 if speaks:
                     print(prompt + record["text"] + "\n", flush=True)

@@ -92,6 +92,8 @@ class Record:
         recent: the latest values, by name, from which unusual ones are told.
         passed_batches: batches that were not trained on because they made runs fail: `step`, `first_sample`,
             `last_sample`.
+        began_at: of parameters that were frozen before, by global name, how many updates the optimizer had made when
+            their training began.
     """
 
     progress: Progress
@@ -107,6 +109,7 @@ class Record:
     validation_loss: float | None = None
     recent: Mapping[str, Sequence[float]] = field(default_factory=dict)
     passed_batches: Sequence[Mapping[str, int]] = ()
+    began_at: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def has_optimizer_state(self) -> bool:
@@ -122,6 +125,7 @@ class Record:
             "validation_loss": self.validation_loss,
             "recent": {name: list(values) for name, values in self.recent.items()},
             "passed_batches": [dict(batch) for batch in self.passed_batches],
+            "began_at": dict(self.began_at),
         }
         return {
             "progress": self.progress.to_json(),
@@ -165,6 +169,7 @@ class Record:
             validation_loss=fields.optional_number("validation_loss"),
             recent=fields.optional_series("recent"),
             passed_batches=fields.optional_batches("passed_batches"),
+            began_at=fields.optional_counts("began_at"),
         )
         planned, consumed = record.data_plan.train, record.progress.consumed_samples
         if planned is not None and consumed > planned.available:
@@ -251,6 +256,13 @@ class _Fields:
         for key, values in found.items():
             if not isinstance(values, list) or not all(_is_number(value) for value in values):
                 raise self._wrong(f"{name}.{key}", values, "a list of numbers")
+        return found
+
+    def optional_counts(self, name: str) -> Mapping[str, int]:
+        found = self.optional_mapping(name)
+        for key, count in found.items():
+            if not _is_count(count):
+                raise self._wrong(f"{name}.{key}", count, "a whole number >= 0")
         return found
 
     def optional_batches(self, name: str) -> Sequence[Mapping[str, int]]:

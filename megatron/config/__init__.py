@@ -8,12 +8,13 @@ from megatron.config.flags.command_line import parse_flags
 from megatron.config.flags.fields import flag
 from megatron.config.flags.section import ConfigSection
 from megatron.config.parse import parse
-from megatron.config.resolve import Machine, TokenizerFacts, resolve
+from megatron.config.resolve import Machine, TokenizerFacts, resolve, resolve_epochs
 from megatron.config.resume import check_resume
 from megatron.config.run import RunConfig, RunRequest
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
+from megatron.config.sections.finetuning import FinetuningConfig
 from megatron.config.sections.kernels import KernelConfig
 from megatron.config.sections.loss import LossConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
@@ -30,6 +31,7 @@ __all__ = [
     "ControlConfig",
     "DataConfig",
     "DocumentConfig",
+    "FinetuningConfig",
     "KernelConfig",
     "LossConfig",
     "Machine",
@@ -55,4 +57,5 @@ __all__ = [
     "parse",
     "parse_flags",
     "resolve",
+    "resolve_epochs",
 ]

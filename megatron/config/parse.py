@@ -66,6 +66,10 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
 _DESCRIPTION = "Pretrains a GPT language model with tensor, pipeline and data parallelism."
 
 
+# What --epochs replaces of a preset.
+_LENGTHS = frozenset({"optim.train_iters", "optim.lr_warmup_iters", "optim.lr_decay_iters"})
+
+
 def field_flags() -> dict[str, Flag]:
     """Every flag that sets a field, by its destination "section.field"."""
     return {
@@ -101,6 +105,8 @@ def parse(argv: Sequence[str], prog: str | None = None, decided: Mapping[str, st
         file = read_config_file(reading.values["control.config"], flags, sections_of(RunRequest))
     preset = _read_preset({**file.values, **reading.values}.get("control.model_preset"), flags)
     (by_preset, by_file, given), contradictions = expand_shorthands([preset.values, file.values, reading.values])
+    if "finetuning.epochs" in {**by_file, **given}:
+        by_preset = {name: value for name, value in by_preset.items() if name not in _LENGTHS}
     values = {**by_preset, **by_file, **given}
     problems = [*reading.problems, *file.problems, *preset.problems, *contradictions]
     broken = reading.broken | file.broken | preset.broken
@@ -171,7 +177,7 @@ def _build_sections(
         sections[section] = build_unchecked(cls, fields)
     rules = [
         *cross_problems(sections["model"], sections["parallel"], sections["data"], sections["optim"]),
-        *request_problems(sections["optim"], sections["data"], sections["control"], provenance),
+        *request_problems(sections["optim"], sections["data"], sections["control"], sections["finetuning"], provenance),
     ]
     given = {name.partition(".")[2] for name in values}
     refused = broken | {flag.field for flag in missing}

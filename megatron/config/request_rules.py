@@ -12,14 +12,19 @@ from megatron.config.sections.data import (
     WORDPIECE_TOKENIZERS,
     DataConfig,
 )
+from megatron.config.sections.finetuning import FinetuningConfig
 from megatron.config.sections.optim import OptimRequest
 
 
 def request_problems(
-    optim: OptimRequest, data: DataConfig, control: ControlConfig, provenance: Mapping[str, str]
+    optim: OptimRequest,
+    data: DataConfig,
+    control: ControlConfig,
+    finetuning: FinetuningConfig,
+    provenance: Mapping[str, str],
 ) -> Iterator[str]:
     """One sentence for every broken rule between flags that were given."""
-    yield from _length_problems(optim, control)
+    yield from _length_problems(optim, control, finetuning)
     yield from _data_problems(data, provenance)
     yield from _tokenizer_problems(data)
     if control.load is None:
@@ -28,11 +33,13 @@ def request_problems(
                 yield f"{name} needs --load, the folder of the checkpoint to take the weights from."
 
 
-def _length_problems(optim: OptimRequest, control: ControlConfig) -> Iterator[str]:
+def _length_problems(optim: OptimRequest, control: ControlConfig, finetuning: FinetuningConfig) -> Iterator[str]:
     if control.eval_only:
         return
-    if optim.train_iters is None and not optim.is_counted_in_samples:
-        yield "--train-iters, --train-samples or --train-tokens is required: how long to train."
+    if finetuning.epochs is not None:
+        yield from _epochs_problems(optim, finetuning.epochs)
+    elif optim.train_iters is None and not optim.is_counted_in_samples:
+        yield "--train-iters, --train-samples, --train-tokens or --epochs is required: how long to train."
     if optim.lr is None:
         yield "--lr is required: the peak learning rate, for example 1.5e-4."
     if optim.train_iters is not None and optim.train_samples is not None:
@@ -40,6 +47,22 @@ def _length_problems(optim: OptimRequest, control: ControlConfig) -> Iterator[st
             f"--train-iters {optim.train_iters} and --train-samples {optim.train_samples} are both given. Only "
             "one of them can set the length of a run; drop the other."
         )
+
+
+def _epochs_problems(optim: OptimRequest, epochs: int) -> Iterator[str]:
+    lengths = {
+        "--train-iters": optim.train_iters,
+        "--train-samples": optim.train_samples,
+        "--train-tokens": optim.train_tokens,
+    }
+    for name, value in lengths.items():
+        if value is not None:
+            yield f"--epochs {epochs} and {name} {value} are both given. A run has one length; drop one of them."
+    in_steps = {"--lr-warmup-iters": optim.lr_warmup_iters, "--lr-decay-iters": optim.lr_decay_iters}
+    for name, value in in_steps.items():
+        if value:
+            other = "--lr-warmup-fraction or --lr-warmup-samples" if "warmup" in name else "--lr-decay-samples"
+            yield f"{name} {value} does not go with --epochs, which counts samples. Use {other}."
 
 
 def _data_problems(data: DataConfig, provenance: Mapping[str, str]) -> Iterator[str]:

@@ -59,7 +59,11 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
-    skip_notices = [] if request.control.eval_only else list(_skip_notices(optim, request.control.skip_ranges))
+    skip_notices = (
+        []
+        if request.control.eval_only or request.finetuning.epochs
+        else list(_skip_notices(optim, request.control.skip_ranges))
+    )
     problems.extend(_hang_timeout_problems(request, machine))
     if problems:
         raise ConfigError(problems)
@@ -81,6 +85,28 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
             "notices": (*request.notices, *vocabulary_notices, *backend_notices, *stage_notices, *skip_notices),
         }
     )
+
+
+def resolve_epochs(config: RunConfig, epoch_samples: int) -> RunConfig:
+    """Gives a run of --epochs its length: it ends with the step that completes the last pass.
+
+    Args:
+        config: as `resolve` left it, without a length.
+        epoch_samples: samples of one pass over the training data.
+
+    Raises:
+        ConfigError: the warm-up is longer than the decay.
+    """
+    epochs = config.finetuning.epochs
+    if epochs is None or config.control.eval_only:
+        return config
+    length = config.data.seq_length
+    optim = dataclasses.replace(config.optim, train_iters=0, train_tokens=epochs * epoch_samples * length)
+    optim = dataclasses.replace(optim, train_iters=planned_iterations(optim))
+    problems = list(_warmup_problems(optim))
+    if problems:
+        raise ConfigError(problems)
+    return dataclasses.replace(config, optim=optim)
 
 
 def resolve_optim(request: OptimRequest, global_batch_size: int, tokens_per_sample: int) -> OptimConfig:
@@ -205,6 +231,10 @@ def _length_problems(request: OptimRequest, optim: OptimConfig) -> Iterator[str]
         )
     if request.lr_warmup_tokens is None and request.lr_decay_tokens is None and request.train_tokens is None:
         return  # the units are the same, and the section has compared them
+    yield from _warmup_problems(optim)
+
+
+def _warmup_problems(optim: OptimConfig) -> Iterator[str]:
     course, length = schedule(optim), optim.tokens_per_sample
     if optim.train_iters > 0 and course.warmup_samples >= course.decay_samples:
         yield (

@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron import log
 from megatron.config import OptimConfig
+from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.errors import ConfigError
 from megatron.parallel.mesh import ParallelMesh
@@ -23,6 +24,8 @@ from megatron.parallel.shard_spec import shard_spec_of
 
 # Stands for "no clipping": with a clipping threshold of 0, DeepSpeed would not compute the gradient norm at all.
 _NO_CLIPPING = 1.0e30
+
+_PLACEHOLDER = "placeholder_"
 
 # Warnings that torch prints at every step of some layouts because of how DeepSpeed uses it: pipeline stages exchange
 # activations inside a backward pass (gradients cross stages explicitly, so none is lost; tests/parity checks that), and
@@ -45,7 +48,9 @@ def join_deepspeed() -> None:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
 
 
-def initialize(settings: Mapping[str, Any], optim: OptimConfig, mesh: ParallelMesh, module: nn.Module) -> Any:
+def initialize(
+    settings: Mapping[str, Any], optim: OptimConfig, mesh: ParallelMesh, module: nn.Module, freezing: Freezing
+) -> Any:
     """Wraps a module and its optimizer in a DeepSpeed engine."""
     settings = dict(settings)
     stage = settings["zero_optimization"]["stage"]
@@ -57,7 +62,7 @@ def initialize(settings: Mapping[str, Any], optim: OptimConfig, mesh: ParallelMe
     with quiet():
         engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=build_optimizer(optim, module, mesh),
+            optimizer=build_optimizer(optim, module, mesh, freezing),
             config=settings,
             mpu=None if mesh.pp.size > 1 else ModelParallelUnit(mesh),
             dist_init_required=False,
@@ -78,27 +83,32 @@ def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh
         )
 
 
-def build_optimizer(optim: OptimConfig, module: nn.Module, mesh: ParallelMesh) -> torch.optim.Optimizer:
+def build_optimizer(
+    optim: OptimConfig, module: nn.Module, mesh: ParallelMesh, freezing: Freezing = EVERYTHING_IS_TRAINED
+) -> torch.optim.Optimizer:
     """Builds the torch optimizer; collective over the pipeline stages.
 
-    Parameters with the same weight decay and learning rate form a group: matrices have weight decay, biases and norm
-    weights have none, and `lr_multiplier`, an entry of every group, is the factor of its learning rate. Adam's epsilon
-    has the same factor, since a gradient is as small as the learning rate it calls for.
+    Parameters with the same weight decay and learning rate that are trained since the same update form a group:
+    matrices have weight decay, biases and norm weights have none, and `lr_multiplier`, an entry of every group, is the
+    factor of its learning rate. Adam's epsilon has the same factor, since a gradient is as small as the learning rate
+    it calls for. Frozen parameters are in no group.
 
     Raises:
-        ConfigError: the optimizer is unknown, or this stage has fewer parameters than there are groups.
+        ConfigError: the optimizer is unknown.
     """
     decays = (optim.weight_decay, 0.0)
-    found: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    found: dict[tuple[bool, float, int], list[nn.Parameter]] = {}
     for parameter in module.parameters():
-        if parameter.requires_grad:
+        if not is_frozen(parameter):
             spec = shard_spec_of(parameter)
-            found.setdefault((not spec.is_matrix, spec.lr_multiplier), []).append(parameter)
+            began_at = freezing.began_at.get(getattr(parameter, "global_name", ""), 0)
+            key = (not spec.is_matrix, spec.lr_multiplier, began_at)
+            found.setdefault(key, []).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": found[key], "weight_decay": decays[key[0]], "is_decayed": not key[0], "lr_multiplier": key[1]}
         for key in sorted(found)
     ]
-    groups = _evenly_many(groups, mesh)
+    _add_placeholders(groups, module, mesh)
     rate = optim.lr or 0.0
     if optim.optimizer == "adam":
         for group in groups:
@@ -122,29 +132,45 @@ def set_weight_decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> N
         group["weight_decay"] = weight_decay if group["is_decayed"] else 0.0
 
 
-def _evenly_many(groups: list[dict[str, Any]], mesh: ParallelMesh) -> list[dict[str, Any]]:
-    """Splits groups until there are as many as on the stage with the most: DeepSpeed takes one norm per group over all
-    stages, and a middle stage, without embeddings, may have fewer kinds of parameters.
+def _add_placeholders(groups: list[dict[str, Any]], module: nn.Module, mesh: ParallelMesh) -> None:
+    """Adds parameters of one element where DeepSpeed's optimizers need one and the layers have none; collective over
+    the pipeline stages.
 
-    Raises:
-        ConfigError: there are too few parameters.
+    They take one gradient norm per group over all stages, so every stage must have as many groups; a middle stage,
+    without embeddings, may have fewer kinds of parameters, and one whose layers are all frozen has none. One of them
+    cannot take the norm of nothing, so every rank must count some gradient. The placeholder's is zero; it belongs to no
+    layer and is in no checkpoint.
+
+    Source: DeepSpeed `runtime/zero/stage_1_and_2.py`, `scaled_global_norm`, and `runtime/utils.py`,
+    `get_global_norm_of_tensors`.
     """
-    count = torch.tensor([len(groups)], device=mesh.device)
-    wanted = int(all_reduce_max(count, mesh.pp))
-    while len(groups) < wanted:
-        place = max(range(len(groups)), key=lambda index: len(groups[index]["params"]), default=None)
-        parameters = [] if place is None else groups[place]["params"]
-        if place is None or len(parameters) < 2:
-            raise ConfigError(
-                f"a pipeline stage holds only {sum(len(group['params']) for group in groups)} parameters, and another "
-                f"one has {wanted} optimizer parameter groups. Give every stage at least one transformer layer "
-                "(--pipeline-model-parallel-size, --pp-partition-method)."
-            )
-        half = len(parameters) // 2
-        groups[place : place + 1] = [
-            {**groups[place], "params": part} for part in (parameters[:half], parameters[half:])
-        ]
-    return groups
+    optimized = [parameter for group in groups for parameter in group["params"]]
+    counts_some = any(shard_spec_of(parameter).is_counted(mesh) for parameter in optimized)
+    is_partitioned = any(hasattr(parameter, "ds_tensor") for parameter in optimized)  # ZeRO-3 needs none
+    wanted = int(all_reduce_max(torch.tensor([len(groups)], device=mesh.device), mesh.pp))
+    for _ in range(len(groups), wanted):
+        kind = {"weight_decay": 0.0, "is_decayed": False, "lr_multiplier": 1.0}
+        groups.append({"params": [_placeholder(module)], **kind})
+        counts_some = True
+    if optimized and not counts_some and not is_partitioned:
+        groups[0]["params"].append(_placeholder(module))
+
+
+def _placeholder(module: nn.Module) -> nn.Parameter:
+    """A new parameter of one element that the gradient norm counts, outside all layers."""
+    like = next(module.parameters())
+    placeholder = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+    placeholder.tensor_model_parallel = True  # type: ignore[attr-defined]
+    number = sum(name.startswith(_PLACEHOLDER) for name, _ in module.named_parameters(recurse=False))
+    module.register_parameter(f"{_PLACEHOLDER}{number}", placeholder)
+    return placeholder
+
+
+def zero_placeholder_gradients(module: nn.Module) -> None:
+    """Gives the placeholders of `build_optimizer` their gradient; before every step."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if name.startswith(_PLACEHOLDER):
+            parameter.grad = torch.zeros_like(parameter)
 
 
 @contextlib.contextmanager

@@ -11,10 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.config import OptimConfig, PrecisionConfig
-from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_learning_rate, set_weight_decay
+from megatron.engine.deepspeed_setup import (
+    initialize,
+    join_deepspeed,
+    set_learning_rate,
+    set_weight_decay,
+    zero_placeholder_gradients,
+)
+from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.pipeline import StageHooks, announce_phases
 from megatron.engine.stage_build import build_module
@@ -45,8 +53,10 @@ class Engine:
         steps: settings shared by all micro-batches; its dtype is that of `precision`.
         seed: seed of the initial parameter values.
         skip_spikes: standard deviations above the recent mean from which a step is not applied; None for no limit.
+        freezing: which parameters are not trained, or not since the beginning.
 
     Attributes:
+        update_count: number of optimizer updates so far; Adam's bias correction depends on it.
         on_phase: called with the phase that this rank enters: forward, backward, p2p (pipelines), step or evaluation.
     """
 
@@ -61,12 +71,15 @@ class Engine:
         steps: StepSettings,
         seed: int,
         skip_spikes: float | None = None,
+        freezing: Freezing = EVERYTHING_IS_TRAINED,
     ) -> None:
         self.objective = objective
         self.optim = optim
         self.precision = precision
         self.mesh = mesh
         self.steps = steps
+        self.freezing = freezing
+        self.update_count = 0
         self.zero_stage = int(settings["zero_optimization"]["stage"])
         self._totals = StepTotals({}, mesh.device)
         self._target_names: tuple[str, ...] = ()
@@ -76,8 +89,8 @@ class Engine:
         self._is_training = True
         join_deepspeed()
         hooks = StageHooks(self._pipeline_loss, self._backward_scale, self._take_auxiliary)
-        self.module = build_module(network, mesh, settings, steps, seed, hooks)
-        self.deepspeed = initialize(settings, optim, mesh, self.module)
+        self.module = build_module(network, mesh, settings, steps, seed, hooks, freezing.frozen)
+        self.deepspeed = initialize(settings, optim, mesh, self.module, freezing)
         if self.zero_stage == 0:
             self.deepspeed.clip_fp32_gradients = self._clip_gradients
         if self.is_pipelined:
@@ -102,25 +115,25 @@ class Engine:
         return self.mesh.pp.size > 1
 
     @property
-    def update_count(self) -> int:
-        """Number of optimizer updates so far; Adam's bias correction depends on it."""
-        return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
-
-    @property
     def stack(self) -> LayerStack:
         """This rank's layers."""
         return self.module.stack if self.is_pipelined else self.module  # type: ignore[return-value]
 
-    def counted_parameters(self) -> Iterator[tuple[LayerSpec, int]]:
-        """The layer and local size, padding included, of every parameter that this rank counts.
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's layers, each once, without what the optimizer needed beside them."""
+        return (parameter for parameter in self.stack.parameters() if hasattr(parameter, "global_name"))
 
-        Summed over the ranks of a model replica, they give the size of the network.
+    def counted_parameters(self) -> Iterator[tuple[LayerSpec, int, bool]]:
+        """The layer and local size, padding included, of every parameter that this rank counts, and whether it is
+        trained.
+
+        Summed over the ranks of a model replica, the sizes give the size of the network.
         """
         for spec, layer in self.stack.named_layers():
             for parameter in layer.parameters():
                 is_shared = spec.tied_to is not None and not shard_spec_of(parameter).is_tied_copy
                 if not is_shared and shard_spec_of(parameter).is_counted(self.mesh):
-                    yield spec, getattr(parameter, "ds_numel", parameter.numel())
+                    yield spec, getattr(parameter, "ds_numel", parameter.numel()), not is_frozen(parameter)
 
     @property
     def loss_scale_state(self) -> dict[str, float]:
@@ -161,16 +174,19 @@ class Engine:
         batches = self._prepare(micro_batches)
         self.gate.expect(self._figures)
         self.module.train()
+        zero_placeholder_gradients(self.module)
         if self.is_pipelined:
             self.deepspeed.train_batch(data_iter=_pipeline_input(batches))
         else:
             self._train_plain(batches)
+        skipped = self.precision.fp16 and not self.deepspeed.was_step_applied()
+        self.update_count += int(not skipped and not self.gate.is_bad)
         return StepResult(
             self._totals.over_ranks(self.mesh),
             self.objective.metric_sizes,
             gradient_norm=self._gradient_norm(),
             sample_count=count * self.optim.micro_batch_size * self.mesh.batch.size,
-            skipped=self.precision.fp16 and not self.deepspeed.was_step_applied(),
+            skipped=skipped,
             is_spike=self.gate.decision is Decision.SPIKE,
             bad_in_a_row=self.gate.bad_in_a_row,
             loss_scale=self._loss_scale(),
@@ -301,15 +317,15 @@ class Engine:
 
         DeepSpeed's norm counts a tied weight on both stages and omits the replicated parameters of later stages.
         """
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for parameter in self.module.parameters():
+        for parameter in self.parameters():
             if parameter.grad is not None and shard_spec_of(parameter).is_counted(self.mesh):
                 square += torch.linalg.vector_norm(parameter.grad, dtype=torch.float64) ** 2
         norm = all_reduce_sum(square, self.mesh.model).sqrt()
         self._last_norm = norm
         limit = self.optim.clip_grad
-        if limit > 0.0:
+        if limit > 0.0 and gradients:
             torch._foreach_mul_(gradients, (limit / (norm + 1.0e-6)).clamp(max=1.0).to(torch.float32))
 
 

@@ -14,6 +14,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import schedule
 from torch import nn
 
+from megatron.engine.freezing import is_frozen
 from megatron.engine.grid import PipelineGrid
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.network import LayerStack
@@ -96,11 +97,17 @@ class StageModule(PipelineModule):
         context = self.settings.context_of(passed, backward_scale=self._hooks.backward_scale())
         hidden = self.stack(own[0] if len(own) == 1 else own, context)
         self._hooks.take_auxiliary(context.auxiliary)
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # all before it is frozen, and the engine runs a backward pass from it
         return hidden if self._is_last else (hidden, *context.tensors)
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
         """The weights whose gradients the pipeline engine sums across stages after the last backward pass."""
-        return [(weight, axis.group) for weight, axis in self._tied]
+        return [(weight, axis.group) for weight, axis in self._tied if not is_frozen(weight)]
+
+    def tied_weights(self) -> list[nn.Parameter]:
+        """The weights that another stage also holds."""
+        return [weight for weight, _ in self._tied]
 
     def get_additional_losses(self) -> None:
         """None: the engine collects metrics itself."""

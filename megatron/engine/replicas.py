@@ -20,6 +20,7 @@ from torch import nn
 
 from megatron.engine.digest import CHUNK, Digester, comparable
 from megatron.engine.engine import Engine
+from megatron.engine.freezing import is_frozen
 from megatron.engine.pipeline import StageModule
 from megatron.engine.state import moment_kinds, moments, slice_of, updates_weights_directly
 from megatron.parallel.mesh import Axis
@@ -89,9 +90,9 @@ def replicas(engine: Engine) -> Iterator[tuple[Axis, Replica]]:
 
     On all ranks of an axis, its entries come in the same order.
     """
-    tied = engine.module.get_tied_weights_and_groups() if isinstance(engine.module, StageModule) else []
-    tied_ids = {id(weight) for weight, _ in tied}
-    for parameter in engine.module.parameters():
+    tied = engine.module.tied_weights() if isinstance(engine.module, StageModule) else []
+    tied_ids = set(map(id, tied))
+    for parameter in engine.parameters():
         spec, mesh = shard_spec_of(parameter), engine.mesh
         data = mesh.expert_gradient if mesh.ep.name in spec.split_axes else mesh.gradient
         model = [axis for axis in mesh.axes_of("tensor") if axis.name not in spec.split_axes]
@@ -110,6 +111,8 @@ def _replicas_of(engine: Engine, parameter: nn.Parameter, axis: Axis, data: Axis
         yield Replica(name, "weight", parameter.ds_tensor.data)  # type: ignore[attr-defined]
     elif not is_partitioned or parameter.ds_status.name == "AVAILABLE":  # type: ignore[attr-defined]
         yield Replica(name, "weight", parameter.data)
+    if is_frozen(parameter):
+        return
     if updates_weights_directly(engine):
         part = slice_of(engine, parameter)
         if part is not None:
@@ -127,7 +130,7 @@ def _divided_replicas(engine: Engine, parameter: nn.Parameter, divided_over: Axi
     name: str = parameter.global_name  # type: ignore[attr-defined]
     part = slice_of(engine, parameter)
     if part is not None:
-        yield Replica(name, "master", part.master, part.first, divided_over)
+        yield Replica(name, "master", part.values, part.first, divided_over)
         yield from (Replica(name, kind, values, part.first, divided_over) for kind, values in moments(engine, part))
     else:
         nothing = torch.empty(0, device=engine.mesh.device)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron.engine.deepspeed_setup import quiet
+from megatron.engine.freezing import freeze, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.engine.pipeline import StageHooks, StageModule
 from megatron.engine.stages import stage_bounds
@@ -28,6 +29,7 @@ def build_module(
     steps: StepSettings,
     seed: int,
     hooks: StageHooks,
+    frozen: frozenset[str] = frozenset(),
 ) -> nn.Module:
     """Builds and initializes this rank's part of a network: one pipeline stage, or the whole network.
 
@@ -37,6 +39,7 @@ def build_module(
         steps: settings shared by all micro-batches.
         seed: seed of the initial parameter values.
         hooks: the engine's callbacks for a pipeline stage.
+        frozen: global names of the parameters that are not trained.
     """
     bounds = stage_bounds(network, mesh.pp.size)
     own = network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]]
@@ -44,6 +47,7 @@ def build_module(
         stack = _partitioned_stack(own, mesh, settings, seed)
     else:
         stack = LayerStack(own, seed=seed).to(steps.dtype)
+    freeze(stack.parameters(), frozen)
     _mark_for_deepspeed(stack, mesh)
     if mesh.pp.size == 1:
         return stack
@@ -97,7 +101,7 @@ def _mark_for_deepspeed(stack: LayerStack, mesh: ParallelMesh) -> None:
         spec = shard_spec_of(parameter)
         parameter.tensor_model_parallel = spec.is_counted(mesh)  # type: ignore[attr-defined]
         parameter.ds_pipe_replicated = spec.is_tied_copy  # type: ignore[attr-defined]
-        for axis in spec.summed_over:
+        for axis in () if is_frozen(parameter) else spec.summed_over:
             if axis.size > 1:
                 parameter.register_hook(_summing_over(axis))
 

@@ -1,9 +1,9 @@
-"""The fp32 weights and optimizer moments inside DeepSpeed, as named pieces.
+"""The weights and optimizer moments inside DeepSpeed, as named pieces.
 
-`optimizer_slices` finds for every local parameter which flat range of it this rank holds and where its master weight
-and moments are, for every optimizer that DeepSpeed may return; saving and loading both build on it. The base
-optimizer's state is accessed directly, so nothing depends on DeepSpeed's linking of fragments, which covers only the
-first parameter group.
+`held_parts` finds for every local parameter which flat range of it this rank holds and where its values are: of a
+trained one the fp32 master weight and the moments, for every optimizer that DeepSpeed may return; of a frozen one the
+weight that the network computes with. Saving and loading both build on it. The base optimizer's state is accessed
+directly, so nothing depends on DeepSpeed's linking of fragments, which covers only the first parameter group.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.engine.engine import Engine
+from megatron.engine.freezing import is_frozen
 from megatron.parallel.pieces import Kind, PieceKey, filling
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
@@ -27,42 +29,53 @@ _MOMENTS: dict[str, dict[Kind, str]] = {
 
 
 @dataclass(frozen=True)
-class OptimizerSlice:
-    """The part of one parameter that this rank updates.
+class HeldPart:
+    """The part of one parameter whose values this rank holds.
 
     Attributes:
         name: global name of the parameter.
         spec: the position of the local tensor in the global one.
         first: flat row-major offset of the part in the local tensor.
-        master: the part's fp32 weight, 1-D, a view into the optimizer.
-        flat: the tensor that the torch optimizer updates; the key of its state.
-        offset: offset of the part in `flat`.
+        values: the part's weight, 1-D; of a trained parameter in fp32, a view into the optimizer.
         is_counted: whether this rank, among those that hold the part, writes it to a checkpoint.
+        is_shared: whether every data-parallel rank holds the part, so that they divide the writing.
     """
 
     name: str
     spec: ShardSpec
     first: int
-    master: torch.Tensor
-    flat: torch.Tensor
-    offset: int
+    values: torch.Tensor
     is_counted: bool
+    is_shared: bool
 
     @cached_property
     def numel(self) -> int:
         """Number of elements of the part without vocabulary padding."""
-        return max(0, min(self.master.numel(), self.spec.box_numel - self.first))
+        return max(0, min(self.values.numel(), self.spec.box_numel - self.first))
 
     def key(self, kind: Kind) -> PieceKey:
         """The layout-free description of the part."""
         return PieceKey.of(self.spec, self.name, kind, self.first, self.first + self.numel)
 
 
+@dataclass(frozen=True)
+class OptimizerSlice(HeldPart):
+    """The part of one parameter that this rank updates.
+
+    Attributes:
+        flat: the tensor that the torch optimizer updates; the key of its state.
+        offset: offset of the part in `flat`.
+    """
+
+    flat: torch.Tensor
+    offset: int
+
+
 def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tuple[PieceKey, torch.Tensor]]:
     """Yields the pieces that this rank must write; over all ranks, every element of every parameter and moment appears
     exactly once.
     """
-    for part, first, last in _owned_slices(engine):
+    for part, first, last in _owned_parts(engine):
         key = part.key("weight").narrowed(first, last)
         for kind, tensor in _tensors(engine, part, with_optimizer):
             yield key.of_kind(kind), tensor[first:last].detach()
@@ -70,17 +83,20 @@ def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tup
 
 def owned_bytes(engine: Engine, *, with_optimizer: bool = True) -> int:
     """How many bytes the values of `owned_pieces` take; known before any moment exists."""
-    kinds = 1 + (len(_MOMENTS[engine.optim.optimizer]) if with_optimizer else 0)
-    return sum((last - first) * kinds * part.master.element_size() for part, first, last in _owned_slices(engine))
+    moment_count = len(moment_kinds(engine)) if with_optimizer else 0
+    return sum(
+        (last - first) * part.values.element_size() * (1 + (moment_count if isinstance(part, OptimizerSlice) else 0))
+        for part, first, last in _owned_parts(engine)
+    )
 
 
-def _owned_slices(engine: Engine) -> Iterator[tuple[OptimizerSlice, int, int]]:
-    """The slices that this rank writes, and which elements of each."""
-    for part in optimizer_slices(engine):
+def _owned_parts(engine: Engine) -> Iterator[tuple[HeldPart, int, int]]:
+    """The parts that this rank writes, and which elements of each."""
+    for part in held_parts(engine):
         if not part.is_counted or part.numel == 0:
             continue
         first, last = 0, part.numel
-        if updates_weights_directly(engine):
+        if part.is_shared:
             first, last = _share(part.numel, engine.mesh.gradient.rank, engine.mesh.gradient.size)
         if first < last:
             yield part, first, last
@@ -95,9 +111,9 @@ def wanted_pieces(
     """
     return filling(
         (part.key(kind), tensor[: part.numel])
-        for part in optimizer_slices(engine)
+        for part in held_parts(engine)
         if part.numel
-        for kind, tensor in _tensors(engine, part, with_optimizer)
+        for kind, tensor in _tensors(engine, part, with_optimizer and part.name not in engine.freezing.thawed)
     )
 
 
@@ -110,9 +126,12 @@ def refresh_weights(engine: Engine, update_count: int | None) -> None:
         update_count: number of optimizer updates behind the loaded moments (bias correction depends on it); None if
             only weights were loaded, which resets the optimizer.
     """
-    for state in engine.optimizer.state.values():
-        if torch.is_tensor(state.get("step")):
-            state["step"].fill_(float(update_count or 0))
+    engine.update_count = update_count or 0
+    engine.freezing = engine.freezing.as_of(engine.update_count)
+    for part in optimizer_slices(engine):
+        step = engine.optimizer.state[part.flat].get("step") if part.flat in engine.optimizer.state else None
+        if torch.is_tensor(step):
+            step.fill_(float(engine.update_count - engine.freezing.began_at.get(part.name, 0)))
     wrapper = engine.deepspeed.optimizer
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         _refresh_stage_three(wrapper)
@@ -120,15 +139,24 @@ def refresh_weights(engine: Engine, update_count: int | None) -> None:
         wrapper.update_lp_params()
 
 
+def held_parts(engine: Engine) -> Iterator[HeldPart]:
+    """Yields the parts of the local parameters in a fixed order, those of frozen ones included."""
+    for parameter in engine.parameters():
+        part = _frozen_part(engine, parameter) if is_frozen(parameter) else slice_of(engine, parameter)
+        if part is not None:
+            yield part
+
+
 def optimizer_slices(engine: Engine) -> Iterator[OptimizerSlice]:
     """Yields the slices of the local parameters in a fixed order."""
-    return (part for parameter in engine.module.parameters() if (part := slice_of(engine, parameter)) is not None)
+    return (part for parameter in engine.parameters() if (part := slice_of(engine, parameter)) is not None)
 
 
 def slice_of(engine: Engine, parameter: nn.Parameter) -> OptimizerSlice | None:
     """The slice of a local parameter; None if this rank updates nothing of it."""
+    if is_frozen(parameter):
+        return None
     wrapper = engine.deepspeed.optimizer
-    spec = shard_spec_of(parameter)
     found: tuple[int, torch.Tensor, torch.Tensor, int] | None
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         found = _stage_three_slice(engine, wrapper, parameter)
@@ -138,8 +166,37 @@ def slice_of(engine: Engine, parameter: nn.Parameter) -> OptimizerSlice | None:
         found = _partitioned_slice(engine, parameter)
     if found is None:
         return None
-    name: str = parameter.global_name  # type: ignore[attr-defined]
-    return OptimizerSlice(name, spec, *found, is_counted=spec.is_counted(engine.mesh))
+    first, values, flat, offset = found
+    return OptimizerSlice(
+        **_place(engine, parameter),
+        first=first,
+        values=values,
+        is_shared=updates_weights_directly(engine),
+        flat=flat,
+        offset=offset,
+    )
+
+
+def _frozen_part(engine: Engine, parameter: nn.Parameter) -> HeldPart | None:
+    """What this rank holds of a frozen parameter: its partition under ZeRO-3, else all of it."""
+    if not hasattr(parameter, "ds_tensor"):
+        return HeldPart(**_place(engine, parameter), first=0, values=parameter.data.view(-1), is_shared=True)
+    partition = parameter.ds_tensor.data.view(-1)
+    first = engine.mesh.gradient.rank * partition.numel()
+    held = max(0, min(partition.numel(), parameter.ds_numel - first))  # type: ignore[attr-defined]
+    if not held:
+        return None
+    return HeldPart(**_place(engine, parameter), first=first, values=partition[:held], is_shared=False)
+
+
+def _place(engine: Engine, parameter: nn.Parameter) -> dict[str, Any]:
+    """Which parameter it is, and whether this rank accounts for it."""
+    spec = shard_spec_of(parameter)
+    return {
+        "name": parameter.global_name,  # type: ignore[attr-defined]
+        "spec": spec,
+        "is_counted": spec.is_counted(engine.mesh),
+    }
 
 
 def updates_weights_directly(engine: Engine) -> bool:
@@ -155,7 +212,7 @@ def moment_kinds(engine: Engine) -> tuple[Kind, ...]:
 def moments(engine: Engine, part: OptimizerSlice) -> Iterator[tuple[Kind, torch.Tensor]]:
     """The moments of a slice; missing ones are created as zeros."""
     state = engine.optimizer.state[part.flat]
-    length = part.master.numel()
+    length = part.values.numel()
     if engine.optim.optimizer == "adam" and "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=part.flat.device)
     for kind, name in _MOMENTS[engine.optim.optimizer].items():
@@ -202,10 +259,11 @@ def _refresh_stage_three(wrapper: object) -> None:
         persistent[0].all_gather(persistent)
 
 
-def _tensors(engine: Engine, part: OptimizerSlice, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
-    """The weight or master weight of a slice, then its moments."""
-    yield "weight" if engine.precision.dtype_name == "float32" else "master", part.master
-    if with_optimizer:
+def _tensors(engine: Engine, part: HeldPart, with_optimizer: bool) -> Iterator[tuple[Kind, torch.Tensor]]:
+    """The weight or master weight of a part, then its moments."""
+    is_trained = isinstance(part, OptimizerSlice)
+    yield "master" if is_trained and engine.precision.dtype_name != "float32" else "weight", part.values
+    if with_optimizer and isinstance(part, OptimizerSlice):
         yield from moments(engine, part)
 
 

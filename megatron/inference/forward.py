@@ -27,10 +27,11 @@ class Forward:
     ) -> torch.Tensor | None:
         """Returns the outputs on the last stage, None on the others; collective over the ranks of one model copy.
 
-        Shapes: inputs `[b, s]` int64, equal on all ranks; rows `[n]` int64; result `[b, s, v/t]`, or `[b, n, v/t]`.
+        Shapes: inputs `[b, s]` int64, equal on all ranks; rows `[n]` int64; result `[b, s, v/t]`, or `[n, v/t]`.
 
         Args:
-            rows: the places along s whose outputs are wanted; None for all. A head is the widest layer by far.
+            rows: the positions whose outputs are wanted, as indices into `[b * s]`; None for all. A head is the widest
+                layer by far.
         """
         stage, last = self._pipeline.rank, self._pipeline.size - 1
         hidden = inputs
@@ -38,10 +39,10 @@ class Forward:
             like = self._first_weight
             hidden = torch.empty(*inputs.shape, self._hidden_size, dtype=like.dtype, device=like.device)
             receive(hidden, self._pipeline, stage - 1)
-        is_whole = rows is not None
+        is_whole = True
         for spec, layer in self._model.named_layers():
-            if is_whole and spec.kind in (LayerKind.NORM, LayerKind.HEAD):
-                hidden, is_whole = hidden[:, rows], False
+            if rows is not None and is_whole and spec.kind in (LayerKind.NORM, LayerKind.HEAD):
+                hidden, is_whole = hidden.flatten(0, 1)[rows], False  # [n, h]
             hidden = layer(hidden, context)
         if stage < last:
             send(hidden, self._pipeline, stage + 1)

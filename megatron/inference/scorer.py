@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
 from megatron import device
 from megatron.evaluation.batches import Answers, QueryBatch, plan_batches
 from megatron.evaluation.scoring import Progress, Query, Score, check_queries
+from megatron.inference.forward import Forward
 from megatron.inference.loading import LoadedModel
 from megatron.model.interface.step_context import StepSettings
 from megatron.objective.scoring import score_targets
@@ -19,8 +19,9 @@ from megatron.parallel.messages import all_reduce_sum
 class LoadedScorer:
     """A `Scorer` of a loaded checkpoint, over all its ranks.
 
-    Queries of similar length share a forward pass, data-parallel ranks run different ones, and the results are summed,
-    so they are the same on every rank. Logits are computed where a target is predicted and nowhere else.
+    Queries of similar length share a forward pass, data-parallel ranks run different ones, pipeline stages run batch
+    after batch, and all ranks get all results. Logits are computed where a target is predicted and nowhere else.
+    A network that was trained with prefixes attends to a context in both directions.
 
     Args:
         loaded: the checkpoint, opened on this rank's mesh.
@@ -30,6 +31,8 @@ class LoadedScorer:
     def __init__(self, loaded: LoadedModel, batch_size: int = 8) -> None:
         self.loaded = loaded
         self.batch_size = batch_size
+        self._forward = Forward(loaded)
+        self._settings = StepSettings(has_prefixes=loaded.config.loss.has_prefixes)
 
     @property
     def max_length(self) -> int:
@@ -66,12 +69,15 @@ class LoadedScorer:
     def _score(self, answers: Answers, batch: QueryBatch) -> None:
         """Runs one batch and writes its results to their places."""
         mesh = self.loaded.mesh
-        inputs, rows, labels = (
-            device.copy_to_device(array, mesh.device) for array in (batch.inputs, batch.rows, batch.labels)
+        inputs, prefix, rows, labels = (
+            device.copy_to_device(array, mesh.device)
+            for array in (batch.inputs, batch.prefix, batch.rows, batch.labels)
         )
         sample_ids = torch.zeros(len(inputs), dtype=torch.int64, device=mesh.device)
-        context = replace(StepSettings().context(sample_ids, first_sample=0), output_rows=rows)
-        logits = self.loaded.model(inputs, context)  # [n, v/t]
+        mask = prefix if self._settings.has_prefixes else None
+        logits = self._forward(inputs, self._settings.context(sample_ids, None, mask, first_sample=0), rows)
+        if logits is None:  # a stage before the last
+            return
         found = score_targets(logits, labels, mesh.tp, self.loaded.config.model.vocab_size)
         if mesh.tp.rank == 0:  # all ranks of the axis have found the same, and one of them reports it
             answers.logprobs[batch.places] = found.logprobs.double().cpu().numpy()

@@ -84,6 +84,12 @@ def size_line(tp_rank: int, pp_rank: int, parameters: int, parameters_without_em
     return f"[{tp_rank:03d}-{pp_rank:03d}] {parameters / 1e9:.4f}B / {parameters_without_embeddings / 1e9:.4f}B"
 
 
+def trained_line(trained: int, parameters: int) -> str:
+    """How much of a partly frozen network is trained."""
+    share = 100 * trained / max(1, parameters)
+    return f"trained parameters: {trained:,} of {parameters:,} ({share:.1f} %); the others are frozen (--freeze)"
+
+
 def argument_lines(values: Mapping[str, Any]) -> list[str]:
     """Every argument with its value, sorted by name ignoring case, between a header and a footer line."""
     lines = ["------------------------ arguments ------------------------"]

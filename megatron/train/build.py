@@ -15,7 +15,7 @@ import torch
 from megatron import __version__, device, log
 from megatron.checkpoint import CheckpointLock
 from megatron.checkpoint.publish import sweep_at_start
-from megatron.checkpoint.record import Progress
+from megatron.checkpoint.record import Progress, Record
 from megatron.config import (
     ControlConfig,
     Machine,
@@ -25,6 +25,7 @@ from megatron.config import (
     TokenizerFacts,
     check_resume,
     resolve,
+    resolve_epochs,
 )
 from megatron.config.schedule import is_done, planned_samples
 from megatron.data.datasets.build import (
@@ -32,16 +33,19 @@ from megatron.data.datasets.build import (
     build_split_datasets,
     describe,
     empty_splits,
+    epoch_samples,
     token_file_prefixes,
 )
+from megatron.data.datasets.examples.options import ExampleOptions
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
+from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind
-from megatron.observe.console import argument_lines, size_line
+from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.metrics import Workload
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
@@ -56,6 +60,7 @@ from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
 from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
 from megatron.train.restarts.breaker import decide, settings_digest
+from megatron.train.restarts.freezing import find_freezing
 from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
@@ -99,6 +104,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
         run_on_first(mesh, lambda: check_packages(config.control))
+        config = _with_epochs(config, mesh, tokenizer)
         _show_notices(config.notices, mesh)
         save = config.control.save
         watch.open(mesh, rendezvous(), _time_limits(config))
@@ -114,6 +120,15 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         closing.callback(run.report.close)
         closing.callback(watch.enter, END)
         yield run
+
+
+def _with_epochs(config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer) -> RunConfig:
+    """Gives a run of --epochs its length, for which the training data are counted."""
+    if config.finetuning.epochs is None or config.control.eval_only:
+        return config
+    data, length, seed = config.data, config.data.seq_length, config.random.seed
+    examples = ExampleOptions.of(config.finetuning, config.loss, data)
+    return resolve_epochs(config, run_on_first(mesh, lambda: epoch_samples(data, length, seed, tokenizer, examples)))
 
 
 @contextlib.contextmanager
@@ -151,11 +166,8 @@ def _build(
         config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
     tasks = open_tasks(config.control.eval_tasks, tokenizer, config.model, mesh)
-    engine = build_engine(config, mesh)
+    engine, sizes = _open_engine(config, mesh, saved.record if saved else None)
     writer = open_writer(config.control, config.saving, engine, lock, is_required=config.was_given("saving.async_save"))
-    check_layers(engine, config.model.num_layers)
-    sizes = parameter_counts(engine)
-    log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes))
     record, progress = load_tensors(config.control, engine, saved)
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
@@ -167,8 +179,6 @@ def _build(
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
     engine.objective = build_objective(config, mesh, source_count=len(names))
-    if config.loss.reweight_loss_based_on_position_frequency:
-        log.info("Using loss reweighting")
     return Run(
         config=config,
         mesh=mesh,
@@ -191,6 +201,20 @@ def _build(
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
         tasks=tasks,
     )
+
+
+def _open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) -> tuple[Engine, tuple[int, int, int]]:
+    """Builds the engine and shows the size of its network; see `parameter_counts`."""
+    freezing = find_freezing(config.finetuning, config.control, gpt_layers(config.model, mesh), mesh, record)
+    engine = build_engine(config, mesh, freezing)
+    check_layers(engine, config.model.num_layers)
+    sizes = parameter_counts(engine)
+    log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes[:2]))
+    if freezing.frozen:
+        log.info(trained_line(sizes[2], sizes[0]))
+    if config.loss.reweight_loss_based_on_position_frequency:
+        log.info("Using loss reweighting")
+    return engine, sizes
 
 
 def _path(text: str | None) -> Path | None:
@@ -238,7 +262,7 @@ def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
         )
 
 
-def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
+def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVERYTHING_IS_TRAINED) -> Engine:
     """The training engine of a resolved configuration."""
     return Engine(
         gpt_layers(config.model, mesh),
@@ -250,6 +274,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh) -> Engine:
         step_settings(config),
         config.random.seed,
         config.safety.skip_spikes,
+        freezing,
     )
 
 
@@ -279,7 +304,10 @@ def _open_data(
 
     def build(build_indices: bool) -> tuple[SplitDatasets, DataPlan]:
         length, seed, consumed = config.data.seq_length, config.random.seed, progress.consumed_samples
-        return build_split_datasets(config.data, length, seed, samples, stored, build_indices, consumed, tokenizer)
+        options = ExampleOptions.of(config.finetuning, config.loss, config.data)
+        return build_split_datasets(
+            config.data, length, seed, samples, stored, build_indices, consumed, tokenizer, options
+        )
 
     built: list[tuple[SplitDatasets, DataPlan]] = []
 
@@ -338,14 +366,17 @@ def _open_report(
     )
 
 
-def parameter_counts(engine: Engine) -> tuple[int, int]:
-    """Parameter counts of the whole network, with and without embeddings; collective over the mesh."""
-    counts = torch.zeros(2, dtype=torch.float64, device=engine.mesh.device)
-    for spec, numel in engine.counted_parameters():
+def parameter_counts(engine: Engine) -> tuple[int, int, int]:
+    """Parameter counts of the whole network, of the network without embeddings, and of what is trained; collective over
+    the mesh.
+    """
+    counts = torch.zeros(3, dtype=torch.float64, device=engine.mesh.device)
+    for spec, numel, is_trained in engine.counted_parameters():
         counts[0] += numel
         counts[1] += 0 if spec.kind is LayerKind.EMBEDDING else numel
-    counts = all_reduce_sum(counts, engine.mesh.model)
-    return int(counts[0]), int(counts[1])
+        counts[2] += numel if is_trained else 0
+    total, without_embeddings, trained = map(int, all_reduce_sum(counts, engine.mesh.model).tolist())
+    return total, without_embeddings, trained
 
 
 def check_layers(engine: Engine, num_layers: int) -> None:

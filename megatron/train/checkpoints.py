@@ -138,6 +138,7 @@ def run_record(run: Run) -> Record:
         passed_batches=run.passed_batches,
         recent=run.engine.gate.to_json(),
         validation_loss=_validation_loss(run),
+        began_at=run.engine.freezing.began_at,
     )
 
 

@@ -73,6 +73,7 @@ def train_steps(run: Run) -> Verdict:
         step = run.engine.train_batch(run.train_batches(), rate, weight_decay(optim, consumed))
         tokens = step.sample_count * run.config.data.seq_length
         run.progress = run.progress.after(step.sample_count, tokens, step.skipped, step.bad_in_a_row > 0)
+        run.say_completed_epochs(consumed)
         trained.append(TrainedStep(run.progress, step, rate, time.monotonic() - started_at))
         report_steps(run, trained, keep=run.steps_in_flight)
         if run.is_due(run.config.safety.check_replicas_interval):

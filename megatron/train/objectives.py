@@ -89,7 +89,7 @@ def with_prefixes(datasets: SplitDatasets, config: RunConfig, tokenizer: Tokeniz
 
 def has_prefixes(config: RunConfig) -> bool:
     """Whether tokens attend to a prefix or to inputs in both directions."""
-    return config.loss.objective in (PREFIX, MULTITASK)
+    return config.loss.has_prefixes
 
 
 def packs_examples(config: RunConfig) -> bool:

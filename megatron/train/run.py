@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron import log
 from megatron.checkpoint import CheckpointLock
 from megatron.checkpoint.background.writer import BackgroundWriter
 from megatron.checkpoint.record import Progress
@@ -115,6 +116,20 @@ class Run:
         self.passed_batches += passed
         for number, batch in enumerate(passed, start=len(self.passed_batches) - len(passed) + 1):
             self.report.passed(self.progress, batch, number)
+
+    def say_completed_epochs(self, consumed_before: int) -> None:
+        """Logs that the last step completed a pass of --epochs over the training data.
+
+        Args:
+            consumed_before: samples that were consumed before the step.
+        """
+        epochs, optim = self.config.finetuning.epochs, self.config.optim
+        if epochs is None or optim.train_tokens is None:
+            return
+        samples = optim.train_tokens // optim.tokens_per_sample // epochs
+        completed = self.progress.consumed_samples // samples
+        if completed > consumed_before // samples:
+            log.info(f"epoch {min(completed, epochs)}/{epochs} is complete after iteration {self.progress.step}")
 
     def is_due(self, interval: int | None) -> bool:
         """Whether an action that runs every `interval` steps is due after this one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import ControlConfig, DataConfig, OptimRequest
+from megatron.config import ControlConfig, DataConfig, FinetuningConfig, OptimRequest
 from megatron.config.request_rules import request_problems
 
 DATA = DataConfig(seq_length=8, data_path=("a",), vocab_file="v", merge_file="m")
@@ -15,7 +15,7 @@ def found(
     optim: OptimRequest = OPTIM, data: DataConfig = DATA, control: ControlConfig | None = None, split: str = "default"
 ) -> list[str]:
     """The broken rules."""
-    return list(request_problems(optim, data, control or ControlConfig(), {"data.split": split}))
+    return list(request_problems(optim, data, control or ControlConfig(), FinetuningConfig(), {"data.split": split}))
 
 
 def test_a_complete_request_breaks_no_rule() -> None:
@@ -50,3 +50,24 @@ def test_a_split_needs_one_source_that_is_split() -> None:
     assert found(data=data) == []
     (problem,) = found(data=data, split="given")
     assert problem.startswith("--split 969,30,1 does not go with --train-data-path, which already says")
+
+
+@pytest.mark.parametrize(
+    ("optim", "sentence"),
+    [
+        ({"train_iters": 3}, "--epochs 2 and --train-iters 3 are both given. A run has one length"),
+        ({"train_samples": 8}, "--epochs 2 and --train-samples 8 are both given"),
+        ({"train_tokens": 64}, "--epochs 2 and --train-tokens 64 are both given"),
+        (
+            {"lr_warmup_iters": 4},
+            "--lr-warmup-iters 4 does not go with --epochs, which counts samples. Use --lr-warmup-f",
+        ),
+        ({"lr_decay_iters": 5}, "--lr-decay-iters 5 does not go with --epochs, which counts samples. Use --lr-decay-s"),
+    ],
+)
+def test_epochs_are_the_only_length(optim: dict[str, int], sentence: str) -> None:
+    asked = OptimRequest(micro_batch_size=1, lr=1.0, **optim)
+    (problem,) = request_problems(asked, DATA, ControlConfig(), FinetuningConfig(epochs=2), {})
+    assert problem.startswith(sentence)
+    complete = OptimRequest(micro_batch_size=1, lr=1.0)
+    assert not list(request_problems(complete, DATA, ControlConfig(), FinetuningConfig(epochs=2), {}))

@@ -6,8 +6,8 @@ import typing
 
 import pytest
 
-from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
-from megatron.config.resolve import resolve_optim
+from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
+from megatron.config.resolve import resolve_epochs, resolve_optim
 from megatron.config.schedule import Schedule, is_done, planned_iterations, schedule
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
@@ -223,3 +223,28 @@ def test_a_hang_is_found_before_collectives_time_out() -> None:
     assert resolved("--hang-timeout-seconds 0").safety.hang_timeout_seconds == 0
     with pytest.raises(ConfigError, match=r"--hang-timeout-seconds 120 is not less than the 120 seconds .* at most 60"):
         resolved("--hang-timeout-seconds 120 --distributed-timeout-minutes 2")
+
+
+def test_epochs_end_with_the_step_that_completes_the_last_pass() -> None:
+    """Three passes over 10 samples in batches of 4: eight steps, of which the last takes two samples of a fourth."""
+    config = resolved("--epochs 3 --lr-warmup-fraction 0.5 --global-batch-size 4", drop="--train-iters")
+    assert config.optim.train_iters == 0
+    found = resolve_epochs(config, 10)
+    assert found.optim.train_iters == 8 == planned_iterations(found.optim)
+    assert (found.optim.train_tokens, schedule(found.optim)) == (30 * found.data.seq_length, Schedule(15.0, 30.0))
+    assert not is_done(found.optim, 7, 28) and is_done(found.optim, 8, 32)
+    plain = resolved()
+    assert resolve_epochs(plain, 10) is plain
+
+
+def test_a_warm_up_longer_than_the_epochs_is_refused() -> None:
+    config = resolved("--epochs 2 --lr-warmup-samples 21", drop="--train-iters")
+    with pytest.raises(ConfigError, match=r"warm-up of the learning rate takes \d+ tokens"):
+        resolve_epochs(config, 10)
+
+
+def test_epochs_replace_the_length_of_a_preset() -> None:
+    request = parse(
+        ["--model-preset", "laptop", "--epochs", "2", "--data-path", "a", "--vocab-file", "v", "--merge-file", "m"]
+    )
+    assert request.optim.train_iters is None and request.finetuning.epochs == 2

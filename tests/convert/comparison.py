@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ from megatron.checkpoint.record import Record
 from megatron.config import ModelConfig, RunConfig
 from megatron.convert.hugging_face.exporting import ExportRequest, export_model
 from megatron.convert.hugging_face.importing import ImportRequest, import_model
-from megatron.inference.generate import Limits, generate
+from megatron.inference.generation import Request, generate_all
+from megatron.inference.loading import LoadedModel
 from megatron.inference.sampling import Sampling
 from megatron.inference.weights import load_weights, wanted_weights
 from megatron.model.gpt import gpt_layers
@@ -129,11 +132,18 @@ def logits_of(network: LayerStack, tokens: torch.Tensor, model: ModelConfig) -> 
 
 
 def generated(network: LayerStack, model: ModelConfig, tokens: torch.Tensor) -> list[list[int]]:
-    """Greedy continuations of the first tokens, with our cache."""
-    limits = Limits(NEW_TOKENS, PROMPT + NEW_TOKENS, None, model.short_context)
-    prompts = tokens[:, :PROMPT].tolist()
-    found = generate(network, MESH, prompts, limits, Sampling(greedy=True), vocab_size=model.vocab_size)
-    return [list(continuation.tokens) for continuation in found]
+    """Greedy continuations of the first tokens, with our cache; beyond the model's context, as `transformers` does."""
+    length = max(model.max_position_embeddings, PROMPT + NEW_TOKENS)
+    original = model.original_context if model.uses_rope else None
+    longer = dataclasses.replace(model, max_position_embeddings=length, rope_original_max_positions=original)
+    config: Any = SimpleNamespace(model=longer)
+    tokenizer: Any = SimpleNamespace(vocab_size=model.vocab_size)
+    loaded = LoadedModel(config, MESH, tokenizer, network, Path("nowhere"), 0)
+    requests = [
+        Request(str(row), tuple(prompt), NEW_TOKENS, Sampling(greedy=True))
+        for row, prompt in enumerate(tokens[:, :PROMPT].tolist())
+    ]
+    return [list(completion.tokens) for completion in generate_all(loaded, requests)]
 
 
 def generated_by_transformers(model: PreTrainedModel, tokens: torch.Tensor) -> list[list[int]]:

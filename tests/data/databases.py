@@ -60,6 +60,35 @@ class Database:
         else:
             self._write_mongo(collections, counted, column, index)
 
+    def write_pairs(
+        self,
+        collections: Mapping[str, Sequence[tuple[int, tuple[Any, Any]]]],
+        counted: Mapping[str, int] | None = None,
+        columns: tuple[str, str] = ("q", "a"),
+        index: str = "unique",
+    ) -> None:
+        """Writes collections of (idx, (prompt, answer)), as dsGPT2's chat collections are."""
+        prompt, answer = columns
+        if self.kind != "sqlite":
+            for name, rows in collections.items():
+                self.mongo()[name].create_index("idx", unique=index == "unique")
+                self.mongo()[name].insert_many([{"idx": idx, prompt: pair[0], answer: pair[1]} for idx, pair in rows])
+            for name, count in (counted or {}).items():
+                self.mongo()["meta_info"].insert_one({"collection_name": name, "num_docs": count})
+            return
+        connection = sqlite3.connect(self.path)
+        for name, rows in collections.items():
+            connection.execute(f'CREATE TABLE "{name}" (_id INTEGER PRIMARY KEY, idx INTEGER, {prompt}, {answer})')
+            unique = "UNIQUE" if index == "unique" else ""
+            connection.execute(f'CREATE {unique} INDEX "{name}_idx" ON "{name}" (idx)')
+            found = [(idx, *pair) for idx, pair in rows]
+            connection.executemany(f'INSERT INTO "{name}" (idx, {prompt}, {answer}) VALUES (?, ?, ?)', found)
+        if counted is not None:
+            connection.execute("CREATE TABLE meta_info (collection_name TEXT PRIMARY KEY, num_docs INTEGER)")
+            connection.executemany("INSERT INTO meta_info VALUES (?, ?)", counted.items())
+        connection.commit()
+        connection.close()
+
     def _write_sqlite(
         self, collections: Collections, counted: Mapping[str, int] | None, column: str, index: str | None
     ) -> None:

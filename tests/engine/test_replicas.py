@@ -116,7 +116,7 @@ def held(engine: Engine, kind: str, name: str) -> torch.Tensor:
         return parameter.data
     part = slice_of(engine, parameter)
     assert part is not None
-    return part.master if kind == "master" else dict(moments(engine, part))[kind]
+    return part.values if kind == "master" else dict(moments(engine, part))[kind]
 
 
 def flip(values: torch.Tensor, element: int, bit: int = 3) -> None:

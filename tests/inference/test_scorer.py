@@ -7,17 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron.errors import DataError
 from megatron.evaluation.scoring import Query, Score
 from megatron.inference.loading import LoadedModel, open_checkpoint
 from megatron.inference.scorer import LoadedScorer
-from megatron.parallel.joining import close_mesh, open_mesh
+from megatron.model.interface.step_context import StepSettings
+from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.layouts import Layout
 from tests.helpers.networks import forward
 from tests.helpers.ranks import run_ranks
 from tests.inference.checkpoints import POSITIONS, make_checkpoint
+from tools import export_hf
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +40,17 @@ def some_queries(count: int = 12) -> list[Query]:
     return [Query(tuple(draws.integers(0, 256, length).tolist()), int(draws.integers(1, length))) for length in lengths]
 
 
-def score_here(rank: int, layout: Layout, folder: str) -> tuple[list[Score], list[tuple[int, int]]]:
-    """The scores of `some_queries` on one rank, and the progress it was told of."""
-    mesh, told = open_mesh(layout), []
-    try:
+LAYOUTS = {"tp2-dp2": Layout(2), "pp2-dp2": Layout(1, 2), "tp2-pp2": Layout(2, 2), "dp4": Layout()}  # of four ranks
+
+
+def score_here(rank: int, folder: str) -> dict[str, tuple[list[Score], list[tuple[int, int]]]]:
+    """The scores of `some_queries` in each layout on one rank, and the progress it was told of."""
+    found = {}
+    for name, layout in LAYOUTS.items():
+        mesh, told = open_mesh(layout), []
         scorer = LoadedScorer(open_checkpoint(folder, {}, mesh), batch_size=1)
-        return scorer.score(some_queries(), lambda *progress: told.append(progress)), told
-    finally:
-        close_mesh(mesh)
+        found[name] = scorer.score(some_queries(), lambda *progress, told=told: told.append(progress)), told
+    return found
 
 
 def close(found: list[Score], expected: list[Score]) -> bool:
@@ -85,14 +91,40 @@ def test_a_query_longer_than_the_network_is_refused(loaded: LoadedModel) -> None
         scorer.score([Query((1,) * (POSITIONS + 2), 1)])
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(2)], ids=["dp2", "tp2"])
-def test_every_layout_gives_the_same_scores(checkpoints: Path, loaded: LoadedModel, layout: Layout) -> None:
-    first, second = run_ranks(score_here, 2, layout, str(checkpoints))
-    assert first == second
+def test_every_layout_gives_the_same_scores(checkpoints: Path, loaded: LoadedModel) -> None:
+    first, *others = run_ranks(score_here, 4, str(checkpoints))
+    assert all(other == first for other in others), "every rank has the same result"
     told: list[tuple[int, int]] = []
     single = LoadedScorer(loaded, 1).score(some_queries(), lambda *progress: told.append(progress))
-    assert close(first[0], single)
-    assert first[1][-1] == told[-1] == (12, 12)
-    if layout == Layout():
-        assert first[0] == single, "the same batches, so the same bits"
-        assert len(first[1]) == (len(told) + 1) // 2
+    for name, (scores, heard) in first.items():
+        assert close(scores, single), name
+        assert heard[-1] == told[-1] == (12, 12)
+        if not name.startswith("tp2"):
+            assert scores == single, "the same batches, so the same bits"
+    assert [len(heard) for _, heard in first.values()] == [-(-len(told) // dp) for dp in (2, 2, 1, 4)]
+
+
+def test_a_prefix_language_model_reads_the_context_in_both_directions(tmp_path: Path, loaded: LoadedModel) -> None:
+    path = make_checkpoint(tmp_path, "--objective", "prefix")
+    prefixed = open_checkpoint(str(path), {}, ParallelMesh.single())
+    queries = [Query((4, 5, 6, 7, 8), 3), Query((4, 5, 6, 7, 8, 9), 1)]
+    (bound, free), (causal, free_too) = LoadedScorer(prefixed).score(queries), LoadedScorer(loaded).score(queries)
+    assert free == free_too, "a context of one token has only one direction"
+    assert abs(bound.logprob - causal.logprob) > 0.01
+    context = StepSettings(has_prefixes=True).context(
+        torch.tensor([0]), None, torch.tensor([[True, True, True, False]])
+    )
+    with torch.no_grad():
+        logits = prefixed.model(torch.tensor([[4, 5, 6, 7]]), context)[0, 2:, : prefixed.config.model.vocab_size]
+    assert bound.logprob == pytest.approx(float(logits.log_softmax(-1)[[0, 1], [7, 8]].sum()), rel=1e-5)
+
+
+def test_scores_are_those_of_transformers(checkpoints: Path, loaded: LoadedModel, tmp_path: Path) -> None:
+    assert export_hf.main(["--load", str(checkpoints), "--output", str(tmp_path / "exported")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    for query, score in zip(some_queries(), LoadedScorer(loaded).score(some_queries()), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([query.tokens[:-1]])).logits[0, query.first_target - 1 :]
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(query.targets)[:, None])
+        assert score.logprob == pytest.approx(float(logprobs.sum()), rel=1e-5)
+        assert list(score.predicted) == logits.argmax(-1).tolist()

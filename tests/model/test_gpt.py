@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -45,13 +44,6 @@ def _loss(
 ) -> torch.Tensor:
     axis = model.layer(OUTPUT_LAYER).axis
     return mean_loss(forward(model, tokens, ids, settings=settings), tokens.roll(-1, dims=1), axis)
-
-
-def test_the_head_computes_only_the_rows_that_are_asked_for() -> None:
-    model, tokens, ids = build_gpt(tiny_config(), MESH).eval(), _tokens(), _ids()
-    context = dataclasses.replace(StepSettings(seed=SEED).context(ids), output_rows=torch.tensor([47, 0, 16]))
-    whole = forward(model, tokens, ids).flatten(0, 1)
-    torch.testing.assert_close(model(tokens, context), whole[[47, 0, 16]])
 
 
 def test_names_are_megatron_cores() -> None:

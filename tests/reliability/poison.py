@@ -218,7 +218,7 @@ def _state(engine: Engine, parameter: torch.nn.Parameter, kind: str) -> torch.Te
     part = slice_of(engine, parameter)
     if part is None:
         return torch.empty(0)
-    return part.master if kind == "master" else dict(moments(engine, part))[kind]  # type: ignore[index]
+    return part.values if kind == "master" else dict(moments(engine, part))[kind]  # type: ignore[index]
 
 
 def _reduced_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -137,11 +137,11 @@ def test_every_argument_is_logged_under_its_own_name() -> None:
     assert (arguments["hidden_size"], arguments["micro_batch_size"], arguments["world_size"]) == (64, 2, 1)
 
 
-def test_parameters_are_counted_with_and_without_embeddings() -> None:
+def test_parameters_are_counted_with_and_without_embeddings_and_frozen_ones() -> None:
     kinds = [(LayerKind.EMBEDDING, 100), (LayerKind.EMBEDDING, 20), (LayerKind.BLOCK, 7)]
-    counted = [(LayerSpec("any", kind, LayerCost(0), object), count) for kind, count in kinds]
+    counted = [(LayerSpec("any", kind, LayerCost(0), object), count, count > 7) for kind, count in kinds]
     engine: Any = SimpleNamespace(mesh=ParallelMesh.single(), counted_parameters=lambda: iter(counted))
-    assert parameter_counts(engine) == (127, 7)
+    assert parameter_counts(engine) == (127, 7, 120)
 
 
 def test_an_active_kill_switch_prevents_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

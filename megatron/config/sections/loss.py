@@ -42,6 +42,11 @@ class LossConfig(ConfigSection):
         0.0, "share of the target probability that is spread evenly over the vocabulary", at_least=0, below=1
     )
 
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether tokens attend to a prefix, or to the inputs of a task, in both directions."""
+        return self.objective in (PREFIX, MULTITASK)
+
     def problems(self) -> Iterator[str]:
         if self.reweight_loss_based_on_position_frequency and self.objective != PREFIX:
             yield (

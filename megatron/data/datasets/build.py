@@ -14,6 +14,8 @@ from megatron.config import DataConfig, WeightedGroup
 from megatron.config.flags.blends import read_blend, shown_split
 from megatron.config.sections.loss import CAUSAL
 from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
+from megatron.data.datasets.examples.options import ExampleOptions
+from megatron.data.datasets.examples.tokens import TokenizedExamples
 from megatron.data.datasets.gpt import GPTDataset
 from megatron.data.datasets.open_files import allow_open_files
 from megatron.data.datasets.pairs import TokenPairs
@@ -58,6 +60,7 @@ def build_split_datasets(
     build_indices: bool = True,
     consumed: int = 0,
     tokenizer: Tokenizer | None = None,
+    examples: ExampleOptions | None = None,
 ) -> tuple[SplitDatasets, DataPlan]:
     """Opens the sources and gives the data sets of all splits.
 
@@ -68,7 +71,8 @@ def build_split_datasets(
         build_indices: whether this process writes missing indices; true on one process per node, which goes first.
         consumed: training samples that were consumed before; a changed blend begins there, and phases that end there
             or before are not opened.
-        tokenizer: of the run; document stores are encoded by it, Parquet windows must have been.
+        tokenizer: of the run; document stores and examples are encoded by it, Parquet windows must have been.
+        examples: how examples become rows.
 
     Raises:
         DataError: a source is missing or damaged or of another layout than --data-impl says, training has no data, or
@@ -77,7 +81,7 @@ def build_split_datasets(
     """
     allow_open_files(_FILES_PER_PREFIX * len(data_prefixes(data)))
     caches = _Caches(data.data_cache_path, build_indices)
-    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside)
+    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside, examples)
     fresh = _fresh_plan(data, sequence_length, seed, files)
     current = resumed_plan(fresh, plan, consumed, may_change_blend=data.change_data_blend) if plan else fresh
     current = current.extended(samples)
@@ -91,6 +95,49 @@ def build_split_datasets(
         test={group.name: built[id(group)] for group in current.test if group.samples},
     )
     return datasets, current
+
+
+def epoch_samples(
+    data: DataConfig,
+    sequence_length: int,
+    seed: int,
+    tokenizer: Tokenizer | None = None,
+    examples: ExampleOptions | None = None,
+    build_indices: bool = True,
+) -> int:
+    """How many samples one pass over the training data makes.
+
+    Of a token file, which is one stream over all passes, the samples that fit into one.
+
+    Args:
+        build_indices, tokenizer, examples: see `build_split_datasets`.
+
+    Raises:
+        ConfigError: several sources are blended, or the data do not fill one sample; or as `build_split_datasets`.
+        DataError: as `build_split_datasets`.
+    """
+    allow_open_files(_FILES_PER_PREFIX * len(data_prefixes(data)))
+    caches = _Caches(data.data_cache_path, build_indices)
+    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside, examples)
+    train = _fresh_plan(data, sequence_length, seed, files).train
+    if train is None:
+        raise DataError(_no_training_data_text(data))
+    counts = [
+        source.last - source.first if source.is_rows else (source.tokens - 1) // sequence_length
+        for source in train.sources
+    ]
+    if len(counts) > 1:
+        raise ConfigError(
+            f"--epochs counts passes over one source, and {len(counts)} are blended for training, each of which is "
+            f"passed over as often as its weight says. They have {' + '.join(map(str, counts))} samples; give "
+            f"--train-samples {sum(counts)} for as many as one pass over all."
+        )
+    if counts[0] == 0:
+        raise ConfigError(
+            f"--epochs: the training data {train.sources[0].prefix} have {train.sources[0].tokens} tokens and do not "
+            f"fill one sample of --seq-length {sequence_length}. Use a shorter one."
+        )
+    return counts[0]
 
 
 def empty_splits(data: DataConfig, plan: DataPlan) -> list[str]:
@@ -135,14 +182,17 @@ def token_file_prefixes(data: DataConfig) -> list[str]:
     return [part for prefix in data_prefixes(data) for part in token_files(prefix)]
 
 
-def check_sources(data: DataConfig, sequence_length: int, objective: str = CAUSAL) -> None:
+def check_sources(data: DataConfig, sequence_length: int, objective: str = CAUSAL, needed_by: str = "") -> None:
     """Checks that the sources exist, so that a wrong one is refused before anything heavy is imported or built.
+
+    Args:
+        needed_by: a flag that was given and is only for examples; empty if there is none.
 
     Raises:
         ConfigError, DataError: see `check_source`.
     """
     for prefix in data_prefixes(data):
-        check_source(prefix, sequence_length, objective)
+        check_source(prefix, sequence_length, objective, needed_by)
 
 
 def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
@@ -268,8 +318,8 @@ def _group(name: str, blended: bool, ranges: Sequence[_Range], files: DataSource
 
 def _source(name: str, part: _Range, files: DataSources) -> SourcePlan:
     source = files[part.prefix]
-    if isinstance(source, TokenPairs):
-        rows = files.packed(source, part.first, part.last)
+    if isinstance(source, (TokenPairs, TokenizedExamples)):
+        rows = files.packed(source, part.first, part.last, name)
         return SourcePlan(rows.prefix, rows.fingerprint, 0, len(rows), len(rows) * files.sequence_length, is_rows=True)
     if not isinstance(source, IndexedDataset):
         tokens = (part.last - part.first) * files.sequence_length

@@ -1,4 +1,4 @@
-"""What a data prefix names: a pair of token files, Parquet windows, a document store, or inputs with their targets."""
+"""What a data prefix names: token files, Parquet windows, a document store, inputs with their targets, or examples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.config.sections.loss import CAUSAL, MULTITASK
+from megatron.config.sections.loss import CAUSAL, MULTITASK, PREFIX
+from megatron.data.datasets.examples.files import example_files, files_fingerprint, names_example_files
+from megatron.data.datasets.examples.options import ExampleOptions
+from megatron.data.datasets.examples.rows import ExampleRows
+from megatron.data.datasets.examples.tokens import FileRecords, StoreRecords, TokenizedExamples
 from megatron.data.datasets.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
 from megatron.data.datasets.parquet_rows import ParquetRows, check_window_length
 from megatron.data.datasets.rows import RowSource
@@ -19,7 +23,9 @@ from megatron.data.order.index_cache import IndexCache
 from megatron.data.order.plan import SourcePlan
 from megatron.data.stores.address import StoreAddress, is_store_address
 from megatron.data.stores.document_store import open_store
+from megatron.data.stores.record_store import PairStore, holds_pairs
 from megatron.errors import ConfigError, DataError
+from megatron.secret_text import masked
 from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer
 
@@ -35,6 +41,7 @@ class DataSources:
         tokenizer: of the run; without it no document store can be read, and windows are not checked to be of it.
         seed: of the run; pairs are shuffled by it before they are packed.
         cache: where the index arrays of a prefix are kept.
+        options: how examples become rows.
 
     Raises:
         ConfigError, DataError, StorageError: on access, see the source's class.
@@ -47,20 +54,39 @@ class DataSources:
         tokenizer: Tokenizer | None,
         seed: int,
         cache: Callable[[str], IndexCache],
+        options: ExampleOptions | None = None,
     ) -> None:
         self.sequence_length = sequence_length
         self._layout = layout
         self._tokenizer = tokenizer
         self._seed = seed
         self._cache = cache
-        self._opened: dict[str, IndexedDataset | RowSource | TokenPairs] = {}
-        self._packed: dict[str, PackedPairs] = {}
+        self._options = options or ExampleOptions()
+        self._opened: dict[str, IndexedDataset | RowSource | TokenPairs | TokenizedExamples] = {}
+        self._packed: dict[str, PackedPairs | ExampleRows] = {}
+        self._named: dict[str, str] = {}  # how the user wrote a prefix that is shown without its secret
 
-    def packed(self, pairs: TokenPairs, first: int, last: int) -> PackedPairs:
-        """The rows that the pairs [first, last) fill."""
-        padding_id = (self._tokenizer.eod_id if self._tokenizer else None) or 0
-        cache = self._cache(pairs.prefix)
-        rows = PackedPairs(pairs, first, last, self.sequence_length, self._seed, padding_id, cache)
+    def packed(
+        self, parts: TokenPairs | TokenizedExamples, first: int, last: int, split: str
+    ) -> PackedPairs | ExampleRows:
+        """The rows that the pairs or examples [first, last) fill.
+
+        Args:
+            split: what they are for, in messages.
+        """
+        rows: PackedPairs | ExampleRows
+        if isinstance(parts, TokenPairs):
+            padding_id = (self._tokenizer.eod_id if self._tokenizer else None) or 0
+            cache = self._cache(parts.prefix)
+            rows = PackedPairs(parts, first, last, self.sequence_length, self._seed, padding_id, cache)
+            return self._packed.setdefault(rows.fingerprint, rows)
+        pack, on_targets_only = self._options.pack, self._options.on_targets_only
+        cache = self._cache(self._named[parts.prefix])
+        rows = ExampleRows(
+            parts, first, last, self.sequence_length, pack=pack, on_targets_only=on_targets_only, cache=cache
+        )
+        if rows.fingerprint not in self._packed:
+            rows.report(split)
         return self._packed.setdefault(rows.fingerprint, rows)
 
     def planned(self, source: SourcePlan) -> IndexedDataset | RowSource:
@@ -72,20 +98,23 @@ class DataSources:
         if source.fingerprint in self._packed:
             return self._packed[source.fingerprint]
         found = self[source.prefix]
-        if isinstance(found, TokenPairs):
+        if isinstance(found, (TokenPairs, TokenizedExamples)):
             raise DataError(
-                f"The order of samples was planned with other ranges of the pairs {source.prefix} than the flags name "
-                "now. Use the same files and ranges."
+                f"The order of samples was planned with other ranges of {source.prefix} than the flags name now, or "
+                "its rows were filled in another way. Use the same files, ranges and flags."
             )
         return found
 
-    def __getitem__(self, prefix: str) -> IndexedDataset | RowSource | TokenPairs:
+    def __getitem__(self, prefix: str) -> IndexedDataset | RowSource | TokenPairs | TokenizedExamples:
         if prefix not in self._opened:
             source = self._open(prefix)
             self._opened[prefix] = self._opened[source.prefix] = source
         return self._opened[prefix]
 
-    def _open(self, prefix: str) -> IndexedDataset | RowSource | TokenPairs:
+    def _open(self, prefix: str) -> IndexedDataset | RowSource | TokenPairs | TokenizedExamples:
+        if names_examples(prefix):
+            return self._examples(prefix)
+        _check_examples(prefix, False, CAUSAL, self._options.needed_by)
         if is_store_address(prefix):
             return StoreRows(prefix, self._encoder)
         if _is_windows(prefix):
@@ -103,6 +132,14 @@ class DataSources:
         indexed = IndexedDataset(prefix)
         check_layout(indexed, self._layout)
         return indexed
+
+    def _examples(self, prefix: str) -> TokenizedExamples:
+        if self._tokenizer is None:
+            raise ConfigError("Examples are encoded while they are read, which needs a tokenizer (--tokenizer-type).")
+        records = FileRecords(prefix) if names_example_files(prefix) else StoreRecords(prefix)
+        found = TokenizedExamples(prefix, records, self._options.template, self._tokenizer, self._cache(prefix))
+        self._named[found.prefix] = prefix
+        return found
 
     @functools.cached_property
     def _encoder(self) -> DocumentEncoder:
@@ -128,8 +165,20 @@ def check_layout(indexed: IndexedDataset, data_impl: str) -> None:
         )
 
 
-def check_source(prefix: str, sequence_length: int, objective: str = CAUSAL) -> None:
+def names_examples(prefix: str) -> bool:
+    """Whether a source is examples: files by their suffix, a document store by its columns.
+
+    Raises:
+        ConfigError, DataError, StorageError: the store cannot be opened.
+    """
+    return holds_pairs(StoreAddress.of(prefix)) if is_store_address(prefix) else names_example_files(prefix)
+
+
+def check_source(prefix: str, sequence_length: int, objective: str = CAUSAL, needed_by: str = "") -> None:
     """Checks that the files of a source exist and fit the objective, and the length of windows in their first file.
+
+    Args:
+        needed_by: a flag that was given and is only for examples.
 
     Raises:
         ConfigError: windows have another length, an address cannot be read, pyarrow is missing, or the objective
@@ -142,8 +191,13 @@ def check_source(prefix: str, sequence_length: int, objective: str = CAUSAL) -> 
         address.check_password()
         if address.kind == "sqlite" and not os.path.isfile(address.place):
             open_store(address)  # raises the error
+        if address.kind == "sqlite":  # no server is asked before the run has its ranks
+            _check_examples(prefix, holds_pairs(address), objective, needed_by)
         return
-    if _is_windows(prefix):
+    _check_examples(prefix, names_examples(prefix), objective, needed_by)
+    if names_examples(prefix):
+        example_files(prefix)
+    elif _is_windows(prefix):
         with WindowFile(expand_windows([prefix])[0]) as file:
             check_window_length(prefix, file.sequence_length, sequence_length)
     elif names_pairs(prefix):
@@ -157,6 +211,11 @@ def source_facts(prefix: str) -> tuple[tuple[str, int | str], ...]:
     """Facts that identify the data of a prefix; cached, since every save asks for them and a run's data do not
     change.
     """
+    if names_example_files(prefix):
+        return ("files", len(example_files(prefix))), ("sha256", files_fingerprint(prefix))
+    if is_store_address(prefix) and names_examples(prefix):
+        pairs_of_store = PairStore(StoreAddress.of(prefix))
+        return ("examples", len(pairs_of_store)), ("sha256", pairs_of_store.fingerprint())
     if is_store_address(prefix):
         store = open_store(prefix)
         return ("documents", len(store)), ("sha256", store_fingerprint(store))
@@ -181,6 +240,8 @@ def source_folder(prefix: str) -> Path:
     if is_store_address(prefix):
         address = StoreAddress.of(prefix)
         return Path(address.place).parent if address.kind == "sqlite" else Path()
+    if names_example_files(prefix):
+        return Path(example_files(prefix)[0]).parent
     return Path(expand_windows([prefix])[0] if _is_windows(prefix) else prefix).parent
 
 
@@ -207,6 +268,24 @@ def _check_kind(prefix: str, objective: str) -> None:
             f"--objective {MULTITASK} trains on pairs of inputs and targets, and there is no {prefix}_inputs_document"
             f".idx beside a {prefix}_targets_document.idx. Make both with tools/preprocess_data.py --json-keys inputs "
             "targets --output-prefix PREFIX, and give --data-path PREFIX."
+        )
+
+
+def _check_examples(prefix: str, is_examples: bool, objective: str, needed_by: str) -> None:
+    """Checks that examples are trained on causally, and that flags for them are given with them only.
+
+    Raises:
+        ConfigError: it is not so.
+    """
+    if is_examples and objective == PREFIX:
+        raise ConfigError(
+            f"{prefix} holds examples with answers, which --objective {PREFIX} does not train on: its prefixes are "
+            f"random. Drop the objective, or use --objective {MULTITASK} with inputs and targets as token files."
+        )
+    if needed_by and not is_examples:
+        raise ConfigError(
+            f"{needed_by} is for examples with answers (chat.jsonl), which {masked(prefix)} does not hold. Drop the "
+            "flag, or give --data-path examples only."
         )
 
 

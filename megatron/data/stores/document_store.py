@@ -67,7 +67,7 @@ class DocumentStore:
         first = 0
         for name in chosen_collections(backend, names):
             facts = backend.facts(name)
-            size = _checked_size(backend.shown, name, facts)
+            size = checked_size(backend.shown, name, facts)
             _check_no_holes(backend, name, size)
             chosen = text_column(backend.shown, name, facts.columns, column) if size or facts.columns else ""
             collections.append(Collection(name, first, first + size, chosen))
@@ -242,7 +242,7 @@ def _check_no_holes(backend: StoreBackend, name: str, size: int) -> None:
         )
 
 
-def _checked_size(shown: str, name: str, facts: CollectionFacts) -> int:
+def checked_size(shown: str, name: str, facts: CollectionFacts) -> int:
     """Documents of a collection that can be fetched by number."""
     if not facts.is_numbered or not facts.is_indexed:
         what = "no index on idx" if facts.is_numbered else "no column idx and no rowid"

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import megatron
-from megatron.config.files.bounded_file import check_values
 from megatron.data.formats.atomic_files import write_atomically
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from megatron.evaluation.tasks.task import TaskResult
 
 FORMAT = "megatron-evaluation"
@@ -69,8 +68,7 @@ def read_results(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as stream:
             tree = json.loads(stream.read(MOST_BYTES))
-        check_values(tree, str(path))
-    except (OSError, ValueError, RecursionError, ConfigError) as failure:
+    except (OSError, ValueError, RecursionError) as failure:
         raise DataError(f"{path} cannot be read as results of an evaluation: {failure}.") from failure
     if not isinstance(tree, dict) or tree.get("format") != FORMAT or tree.get("format_version") != FORMAT_VERSION:
         raise DataError(f"{path} holds no results of tools/evaluate.py of this version.")

@@ -8,6 +8,7 @@ from megatron.errors import printable
 from megatron.evaluation.tasks.task import TaskResult
 
 NETWORK = "model"
+_ROUNDING = 1e-12  # an error below this part of its figure comes from adding up equal values
 
 
 def result_lines(result: TaskResult) -> Iterator[str]:
@@ -32,5 +33,8 @@ def result_lines(result: TaskResult) -> Iterator[str]:
 def _cell(metric: str, figures: Mapping[str, float], errors: Mapping[str, float]) -> str:
     if metric not in figures:
         return ""
-    value = f"{figures[metric]:.4g}"
-    return f"{value} ± {errors[metric]:.2g}" if metric in errors else value
+    value = figures[metric]
+    error = errors.get(metric)
+    if error is not None and error <= _ROUNDING * abs(value):
+        error = 0.0
+    return f"{value:.4g}" if error is None else f"{value:.4g} ± {error:.2g}"

@@ -1,8 +1,8 @@
 """Exact match: whether the text that a network writes after a prompt is the answer.
 
 Before they are compared, both texts are normalised: compatibility forms (NFKC), case folded, white space runs made one
-blank, and quotes, brackets, marks that end a sentence and white space removed at both ends. `normalise: none` compares what stands between the prompt
-and the first stop text as it is, without the white space at its ends.
+blank, and quotes, brackets, marks that end a sentence and white space removed at both ends. `normalise: none` compares
+what stands between the prompt and the first stop text as it is, without the white space at its ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def normalised(text: str) -> str:
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:
-    """A text up to the first of the stop texts."""
+    """An answer up to the first of the stop texts; blanks that it begins with are no part of it and end nothing."""
+    text = text.lstrip(" ")
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 

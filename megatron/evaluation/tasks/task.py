@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -234,8 +234,8 @@ def result_of(
         figures=_values(measured),
         errors=_errors(measured),
         count=count,
-        wrong=measured.mistakes,
-        per_item=measured.per_item,
+        wrong=tuple(replace(mistake, place=_short(mistake.place)) for mistake in measured.mistakes),
+        per_item=tuple({**item, "item": _short(item["item"])} for item in measured.per_item),
         baselines={name: _values(one) for name, one in baselines.items()},
         baseline_errors={name: _errors(one) for name, one in baselines.items()},
         notes=notes,
@@ -245,6 +245,11 @@ def result_of(
 def shown_end(text: str) -> str:
     """The end of a context, short enough to be read."""
     return text if len(text) <= MOST_SHOWN_LETTERS else f"...{text[-MOST_SHOWN_LETTERS:]}"
+
+
+def _short(place: str) -> str:
+    """A place without the folders of its file, so that results from another folder are the same."""
+    return place.rsplit("/", 1)[-1]
 
 
 def _values(measured: Measured) -> dict[str, float]:

@@ -23,17 +23,14 @@ def generate_all(
     Raises:
         ConfigError: a request can never be served; nothing is generated then.
     """
-    order = {request.id: place for place, request in enumerate(requests)}
-    found: list[Completion | None] = [None] * len(requests)
-    for completion in completions(loaded, requests, max_sequences=max_sequences):
-        found[order[completion.request.id]] = completion
-    return [completion for completion in found if completion is not None]
+    return list(completions(loaded, requests, max_sequences=max_sequences))
 
 
 def completions(
     loaded: LoadedModel, requests: Sequence[Request], *, max_sequences: int = USUAL_SEQUENCES
 ) -> Iterator[Completion]:
-    """Continues all requests and yields each text as soon as it is finished; collective over a model copy.
+    """Continues all requests and yields their texts in the same order, each as early as possible; collective over a
+    model copy.
 
     Raises:
         ConfigError: a request can never be served; nothing is generated then.
@@ -41,13 +38,13 @@ def completions(
     engine = GenerationEngine(loaded, max_sequences=max_sequences)
     for request in requests:
         engine.add(request)
-    wanted = {request.id: request for request in requests}
-    texts: dict[str, list[GeneratedToken]] = {request.id: [] for request in requests}
-    while not engine.is_idle:
-        for generated in engine.step():
-            texts[generated.request_id].append(generated)
-            if generated.finish is not None:
-                yield Completion.of(wanted[generated.request_id], texts.pop(generated.request_id))
+    generated: dict[str, list[GeneratedToken]] = {request.id: [] for request in requests}
+    for request in requests:
+        text = generated[request.id]
+        while not text or text[-1].finish is None:
+            for one in engine.step():
+                generated[one.request_id].append(one)
+        yield Completion.of(request, generated.pop(request.id))
 
 
 @torch.inference_mode()
@@ -62,7 +59,7 @@ def recompute(loaded: LoadedModel, request: Request) -> Completion:
         context = StepSettings().context(torch.zeros(1, dtype=torch.int64, device=device), first_sample=0)
         inputs = torch.tensor([tokens], device=device)  # [1, s]
         scores = forward(inputs, context, torch.tensor([len(tokens) - 1], device=device))
-        (chosen,) = choose_on_all(None if scores is None else scores[0], [chooser], loaded)
+        (chosen,) = choose_on_all(scores, [chooser], loaded)
         tokens.append(chosen.token)
         finish = finish_of(request, chosen.token, len(tokens), last_length(request, loaded))
         generated.append(GeneratedToken(request.id, chosen.token, chosen.logprob, chosen.top, finish))

@@ -151,7 +151,7 @@ class GenerationEngine:
         )
         chosen_rows = None if len(rows) == ends else torch.tensor(rows, dtype=torch.int64, device=device)
         scores = self._forward(tokens, context, chosen_rows)
-        return None if scores is None else scores[0]
+        return None if scores is None else scores.flatten(0, -2)  # [n, v/t]
 
     def _accept(self, text: Text, chosen: Chosen) -> GeneratedToken:
         text.tokens.append(chosen.token)

@@ -93,7 +93,7 @@ class EmbeddingDropout(nn.Module):
 class OutputHead(nn.Module):
     """Computes the logits of this rank's vocabulary rows, including padding rows, whose logits are 0.
 
-    Shapes: `[b, s, h]` to `[b, s, v/t]`, or to `[n, v/t]` where the context asks for `n` rows; weight `[v/t, h]`.
+    Shapes: `[b, s, h]` to `[b, s, v/t]`; weight `[v/t, h]`.
 
     Args:
         weight: the word embedding matrix that the head shares; None creates a separate matrix.
@@ -115,8 +115,6 @@ class OutputHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Computes the logits."""
-        if context.output_rows is not None:
-            hidden = hidden.flatten(0, 1)[context.output_rows]  # [n, h]
         if self.multiplier != 1:
             hidden = hidden * self.multiplier
         logits = F.linear(copy_to(hidden, self.axis), self.weight)  # type: ignore[arg-type]

@@ -154,6 +154,17 @@ def name_parameters(spec: LayerSpec, module: nn.Module) -> None:
         parameter.shard_spec = placed if spec.tied_to is None else placed.as_tied_copy()  # type: ignore[attr-defined]
 
 
+def parameter_names(specs: Sequence[LayerSpec]) -> list[str]:
+    """The global names of all parameters of a network, each once; the layers are built without memory."""
+    names: dict[str, None] = {}
+    for spec in specs:
+        with torch.device("meta"):
+            module = build_layer(spec)
+        name_parameters(spec, module)
+        names.update((parameter.global_name, None) for parameter in module.parameters())  # type: ignore[attr-defined]
+    return list(names)
+
+
 def draw_initial_values(module: nn.Module, seed: int) -> None:
     """Draws the initial values of the matrices of a named module; norms and biases keep theirs."""
     for parameter in module.parameters():

@@ -54,8 +54,7 @@ class TextPart:
 class StepContext:
     """What the layers know about a micro-batch.
 
-    Shapes: sample_ids `[b]`, segment_ids and position_ids `[b, s]`, output_rows `[n]`, all int64; prefix_mask `[b, s]`
-    bool.
+    Shapes: sample_ids `[b]` int64; segment_ids and position_ids `[b, s]` int64; prefix_mask `[b, s]` bool.
 
     Attributes:
         sample_ids: index of each sample in the sample order of the run; together with the seed it determines dropout.
@@ -68,7 +67,6 @@ class StepContext:
         mask: what a token may attend to.
         prefix_mask: tokens that all tokens of their document may attend to, earlier ones included; None if a token is
             only seen by later ones.
-        output_rows: the positions whose outputs the head computes, as indices into `[b * s]`; None for all.
         recompute: what is recomputed during backward.
         caches: keys and values of earlier tokens; None outside generation.
         texts: the texts whose new tokens follow each other along s, in a batch of 1 with `position_ids`; empty if every
@@ -85,7 +83,6 @@ class StepContext:
     segment_ids: torch.Tensor | None = None
     mask: MaskKind = MaskKind.CAUSAL
     prefix_mask: torch.Tensor | None = None
-    output_rows: torch.Tensor | None = None
     recompute: Recompute = Recompute.NONE
     caches: KeyValueCaches | None = None
     texts: tuple[TextPart, ...] = ()

@@ -114,10 +114,9 @@ class BoundedTemplate:
             ConfigError: the program fails or exceeds its budget.
             DataError: it refuses the conversation (`raise_exception`).
         """
-        letters = _size(variables)
         with self._lock:
             environment = self._environment
-            environment.begin(_BASE_UNITS + _UNITS_PER_LETTER * letters, now, generation_marks)
+            environment.begin(_BASE_UNITS + _UNITS_PER_LETTER * _size(variables), now, generation_marks)
             try:
                 return "".join(self._template.generate(**variables))
             except _ConversationRefused as refusal:
@@ -411,6 +410,8 @@ def _refuse(message: str) -> None:
 
 def _size(value: Any, by_letters: bool = True, most: int = 1 << 40) -> int:
     """Letters and elements of a value, those inside of others included; counting ends beyond `most`."""
+    if isinstance(value, str):
+        return len(value) if by_letters else 1
     total = 0
     waiting = [value]
     while waiting and total <= most:

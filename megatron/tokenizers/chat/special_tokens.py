@@ -9,7 +9,7 @@ by itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.errors import DataError, printable
@@ -18,41 +18,15 @@ from megatron.tokenizers.tokenizer import Tokenizer
 _FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD  # a plane that Unicode leaves to private use
 
 
-class Guard:
-    """Keeps the contents of one conversation from spelling special tokens.
-
-    Args:
-        tokens: texts of the special tokens.
-        contents: what is said in the conversation.
-    """
-
-    def __init__(self, tokens: Iterable[str], contents: Iterable[str]) -> None:
-        self._tokens = sorted(tokens, key=len, reverse=True)
-        self._found = re.compile("|".join(map(re.escape, self._tokens)) or "(?!)")
-        self.mark, begin, end = private_characters(contents, 3)
-        self.generation_marks = begin, end
-
-    def applied(self, content: str) -> str:
-        """A text with marks in the special tokens that it spells, whole or in part at its ends."""
-        guarded = self._found.sub(lambda match: match[0][:1] + self.mark + match[0][1:], content)
-        core = guarded.strip()
-        if not core:
-            return guarded
-        first = guarded.index(core)
-        before, after = guarded[:first], guarded[first + len(core) :]
-        if any(core.startswith(token[cut:]) for token in self._tokens for cut in range(1, len(token))):
-            core = self.mark + core
-        if any(core.endswith(token[:cut]) for token in self._tokens for cut in range(1, len(token))):
-            core = core + self.mark
-        return before + core + after
-
-
-def private_characters(texts: Iterable[str], count: int) -> list[str]:
+def private_characters(texts: Sequence[str], count: int) -> list[str]:
     """Some characters for private use that none of the texts contains.
 
     Raises:
         DataError: they contain all of them.
     """
+    usual = [chr(_FIRST_PRIVATE + place) for place in range(count)]
+    if not any(one in text for text in texts for one in usual):
+        return usual
     used = set().union(*texts)
     free = (chr(point) for point in range(_FIRST_PRIVATE, _LAST_PRIVATE + 1) if chr(point) not in used)
     found = [one for one, _ in zip(free, range(count), strict=False)]
@@ -70,13 +44,23 @@ class Piece(NamedTuple):
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer, and the encoding of texts that contain them."""
+    """The special tokens of a tokenizer, and the encoding of texts that contain them.
+
+    Attributes:
+        ids: by what the tokens are written as.
+        found: matches any of them, the longest first.
+        tails: beginnings that could complete a token, by their first letter.
+        heads: ends that could begin a token, by their last letter.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: Mapping[str, int] = tokenizer.special_ids
-        self._texts = sorted(self.ids, key=len, reverse=True)
-        self._found = re.compile("|".join(map(re.escape, self._texts)) or "(?!)")
+        texts = sorted(self.ids, key=len, reverse=True)
+        self.found = re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        parts = [(text[:cut], text[cut:]) for text in texts for cut in range(1, len(text))]
+        self.tails = _grouped((tail[0], tail) for _, tail in parts)
+        self.heads = _grouped((head[-1], head) for head, _ in parts)
         self._numbers = frozenset(self.ids.values())
 
     def pieces(self, text: str, cuts: Iterable[int]) -> Iterator[Piece]:
@@ -87,7 +71,7 @@ class SpecialTokens:
         """
         places = sorted({*cuts, len(text)})
         position = 0
-        for match in [*self._found.finditer(text), None]:
+        for match in [*self.found.finditer(text), None]:
             first = len(text) if match is None else match.start()
             for cut in (*(place for place in places if position < place < first), first):
                 if position < cut:
@@ -99,12 +83,12 @@ class SpecialTokens:
 
     def first_after(self, text: str, position: int, last: int) -> tuple[int, int] | None:
         """Where the first special token in a part of a text stands."""
-        match = self._found.search(text, position, last)
+        match = self.found.search(text, position, last)
         return None if match is None else match.span()
 
     def end_at(self, text: str, position: int) -> int:
         """Where the special token that begins at a place ends; the place itself if none does."""
-        match = self._found.match(text, position)
+        match = self.found.match(text, position)
         return position if match is None else match.end()
 
     def names(self) -> dict[str, str]:
@@ -135,3 +119,39 @@ class SpecialTokens:
                 "so a message could end itself. Use another tokenizer."
             )
         return ids
+
+
+class Guard:
+    """Keeps the contents of one conversation from spelling special tokens.
+
+    Args:
+        special: the special tokens.
+        contents: what is said in the conversation.
+    """
+
+    def __init__(self, special: SpecialTokens, contents: Sequence[str]) -> None:
+        self._special = special
+        self.mark, begin, end = private_characters(contents, 3)
+        self.generation_marks = begin, end
+
+    def applied(self, content: str) -> str:
+        """A text with marks in the special tokens that it spells, whole or in part at its ends."""
+        guarded = self._special.found.sub(lambda match: match[0][:1] + self.mark + match[0][1:], content)
+        core = guarded.strip()
+        if not core:
+            return guarded
+        first = guarded.index(core)
+        before, after = guarded[:first], guarded[first + len(core) :]
+        if core.startswith(self._special.tails.get(core[0], ())):
+            core = self.mark + core
+        if core.endswith(self._special.heads.get(core[-1], ())):
+            core = core + self.mark
+        return before + core + after
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
+    """The values of each key, each once."""
+    found: dict[str, dict[str, None]] = {}
+    for key, value in pairs:
+        found.setdefault(key, {})[value] = None
+    return {key: tuple(values) for key, values in found.items()}

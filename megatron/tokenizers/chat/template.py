@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -87,7 +87,7 @@ class ChatTemplate:
         """
         _check_messages(messages)
         special, tokens = self._prepare(tokenizer)
-        guard = Guard(special.ids, _contents(messages))
+        guard = Guard(special, _contents(messages))
         conversation = _Conversation(self, messages, guard, special, tokens)
         text, answers = conversation.whole(add_generation_prompt=True)
         ids, _ = _encoded(text, answers, special, guard)
@@ -103,7 +103,7 @@ class ChatTemplate:
         """
         _check_messages(messages)
         special, tokens = self._prepare(tokenizer)
-        guard = Guard(special.ids, _contents(messages))
+        guard = Guard(special, _contents(messages))
         conversation = _Conversation(self, messages, guard, special, tokens, now=_DAY_OF_EXAMPLES)
         text, answers = conversation.whole(add_generation_prompt=False)
         ids, is_answer = _encoded(text, answers, special, guard)
@@ -297,8 +297,8 @@ def _encoded(
     return ids, is_answer
 
 
-def _contents(messages: Sequence[Message]) -> Iterator[str]:
-    return (value for message in messages for value in message.values())
+def _contents(messages: Sequence[Message]) -> list[str]:
+    return [value for message in messages for value in message.values()]
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.datasets.build import build_split_datasets, check_sources, data_fingerprint, describe
+from megatron.data.datasets.build import (
+    build_split_datasets,
+    check_sources,
+    data_fingerprint,
+    describe,
+    epoch_samples,
+)
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.windows import WindowFile, shard_name
 from megatron.data.loader import BatchOptions, MicroBatches
@@ -197,3 +203,25 @@ def test_the_order_of_rows_is_not_that_of_the_files(windows: str) -> None:
     datasets, _ = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (100, 0, 0))
     rows = np.array(first_tokens(datasets.train, 100)) // LENGTH
     assert abs(np.corrcoef(rows, np.arange(100))[0, 1]) < 0.3
+
+
+def test_an_epoch_is_every_row_of_the_training_split(windows: str) -> None:
+    data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="80,10,10")
+    assert epoch_samples(data, LENGTH, 1234, None) == 80
+    datasets, _ = build(data, (160, 0, 0))
+    seen = [first // LENGTH for first in first_tokens(datasets.train, 160)]
+    assert sorted(seen[:80]) == sorted(seen[80:]) == list(range(80)) and seen[:80] != seen[80:]
+
+
+def test_epochs_of_a_blend_are_refused_with_its_size(windows: str, tmp_path: Path) -> None:
+    other = write_corpus(tmp_path / "corpus", [10] * 9)
+    data = DataConfig(seq_length=LENGTH, data_path=("1", windows, "3", other), split="1,0,0")
+    with pytest.raises(ConfigError, match=r"2 are blended.* They have 100 \+ 11 samples; give --train-samples 111"):
+        epoch_samples(data, LENGTH, 1234, None)
+
+
+def test_an_epoch_of_token_files_is_what_fits_into_one_pass(tmp_path: Path) -> None:
+    data = DataConfig(seq_length=LENGTH, data_path=(write_corpus(tmp_path / "corpus", [10] * 9),), split="1,0,0")
+    assert epoch_samples(data, LENGTH, 1234, None) == 11
+    with pytest.raises(ConfigError, match=r"have 90 tokens and do not fill one sample of --seq-length 90"):
+        epoch_samples(data, 90, 1234, None)

@@ -29,7 +29,7 @@ def test_baselines_are_fitted_to_a_text_once(tmp_path: Path, monkeypatch: pytest
     names = [baseline.name for baseline in baselines.fitted_to(None)]
     assert names == ["uniform", "unigram", "bigram"]
     text.unlink()
-    uniform, unigram, bigram = baselines.fitted_to(None)
+    _, unigram, bigram = baselines.fitted_to(None)
     (after_a,) = bigram.score([Query((*b"ab",), 1)])
     assert after_a.is_greedy and after_a.predicted == (ord("b"),)
     # Each document begins with end-of-document: 9 tokens, 4 of them a, and 257 added ones.

@@ -20,10 +20,10 @@ def test_the_network_stands_below_the_baselines() -> None:
     )
     assert list(result_lines(result)) == [
         "lambada:a (lambada; 8 items; a note)",
-        "                    acc     ppl",
-        "  uniform                  8000",
-        "  bigram    0.125 ± 0.1    99.5",
-        "  model    0.25 ± 0.062   12.35" if False else "  model     0.25 ± 0.062   12.35",
+        "                     acc     ppl",
+        "  uniform                   8000",
+        "  bigram     0.125 ± 0.1    99.5",
+        "  model     0.25 ± 0.062   12.35",
         "  wrong at a.jsonl line 2",
         "    after 'We saw\\x1b[2J the'",
         "    it is ' cat', predicted was ' dog'",

@@ -57,6 +57,7 @@ def test_texts_are_normalised(text: str, same: str) -> None:
 
 def test_an_answer_ends_at_the_first_stop_text() -> None:
     assert before_stops("a\nb. c", (".", "\n")) == "a"
+    assert before_stops("  four five", (" ",)) == "four"
     assert before_stops("abc", ()) == before_stops("abc", ("\n",)) == "abc"
 
 

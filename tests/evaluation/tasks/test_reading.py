@@ -45,9 +45,7 @@ def test_all_problems_of_a_file_are_shown(tmp_path: Path) -> None:
         read_tasks(path)
     problems = failure.value.problems
     assert len(problems) == 6
-    assert (
-        "task 1: `task` 'lambda' is not known. Use one of: perplexity, lambada, cloze, multiple_choice" in problems[0]
-    )
+    assert "task 1: `task` 'lambda' is not known. Use one of: perplexity, lambada, cloze" in problems[0]
     assert "task 2 (lambada): the key 'strickt' is not one of its keys. Did you mean \"strict\"?" in problems[1]
     assert "They are: name, data, train, key, strict." in problems[1]
     assert 'task 3 (lambada): "strict" must be true or false, not 3' in problems[2]

@@ -11,6 +11,11 @@ from tests.tokenizers.chat.tokenizers_with_tokens import hugging_face_with
 TOKENS = ("<usr>", "</s>", "<s>")
 
 
+@pytest.fixture(scope="module")
+def special(tmp_path_factory):
+    return SpecialTokens(hugging_face_with(tmp_path_factory.mktemp("hf"), TOKENS, "</s>"))
+
+
 @pytest.mark.parametrize(
     ("content", "guarded"),
     [
@@ -25,13 +30,14 @@ TOKENS = ("<usr>", "</s>", "<s>")
         ("a < b", "a < b"),
     ],
 )
-def test_marks_stand_where_a_token_could_be_read(content, guarded):
-    guard = Guard(TOKENS, [content])
+def test_marks_stand_where_a_token_could_be_read(content, guarded, special):
+    guard = Guard(special, [content])
     assert guard.applied(content) == guarded.replace("|", guard.mark)
 
 
 def test_private_characters_are_those_that_no_text_has():
     first, second = private_characters(["a", "\U000f0000\U000f0002"], 2)
+    assert private_characters(["a"], 2) == ["\U000f0000", "\U000f0001"]
     assert (first, second) == ("\U000f0001", "\U000f0003")
     with pytest.raises(DataError, match="every character for private use"):
         private_characters(["".join(map(chr, range(0xF0000, 0xFFFFE)))], 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,13 +38,14 @@ def some_queries() -> list[Query]:
     ]
 
 
-def train_and_score(rank: int, layout: tuple[int, int, int], stages: list[int], extra: list[str]) -> dict[int, Any]:
-    """By ZeRO stage: the scores before each step, the curve with them, and the curve of a run without them."""
-    mesh, found = open_mesh(layout_config(RECIPE, layout, 0, extra).parallel), {}
-    for stage in stages:
-        config = layout_config(RECIPE, layout, stage, extra)
+def train_and_score(rank: int, cases: Sequence[tuple[tuple[int, int, int], int]]) -> dict[str, Any]:
+    """By layout and ZeRO stage: the scores before each step, the curve with them, and that of a run without them."""
+    found = {}
+    for layout, stage in cases:
+        config = layout_config(RECIPE, layout, stage, [])
+        mesh = open_mesh(config.parallel)
         asked, curve = train(build_engine(config, mesh), config, scores=True)
-        found[stage] = asked, curve, train(build_engine(config, mesh), config, scores=False)[1]
+        found[f"{layout} ZeRO-{stage}"] = asked, curve, train(build_engine(config, mesh), config, scores=False)[1]
     return found
 
 
@@ -60,25 +60,15 @@ def train(engine: Engine, config: RunConfig, *, scores: bool) -> tuple[list[list
     return asked, curve
 
 
-def check(found: dict[int, Any], expected: list[list[Score]]) -> None:
-    """Checks the scores of every ZeRO stage, and that the losses are those without scoring."""
-    for stage, (asked, curve, undisturbed) in found.items():
-        assert curve == undisturbed, f"ZeRO-{stage}"
-        for answers, truth in zip(asked, expected, strict=True):
-            assert [one.predicted for one in answers] == [one.predicted for one in truth], f"ZeRO-{stage}"
-            logprobs = [one.logprob for one in answers]
-            np.testing.assert_allclose(logprobs, [one.logprob for one in truth], rtol=2e-5, err_msg=f"ZeRO-{stage}")
-
-
 @pytest.fixture(scope="module")
-def single() -> dict[int, Any]:
-    (found,) = run_ranks(train_and_score, 1, (1, 1, 1), [0], [])
-    return found
+def single() -> Any:
+    (found,) = run_ranks(train_and_score, 1, [((1, 1, 1), 0)])
+    return found["(1, 1, 1) ZeRO-0"]
 
 
-def test_scores_are_log_probabilities_of_the_targets(single: dict[int, Any]) -> None:
+def test_scores_are_log_probabilities_of_the_targets(single: Any) -> None:
     model = build_gpt(layout_config(RECIPE, (1, 1, 1), 0, []).model).eval()
-    before_training, after_a_step, _ = single[0][0]
+    before_training, after_a_step, _ = single[0]
     for query, score, later in zip(some_queries(), before_training, after_a_step, strict=True):
         text, first = torch.tensor([query.tokens]), query.first_target
         with torch.no_grad():
@@ -89,17 +79,18 @@ def test_scores_are_log_probabilities_of_the_targets(single: dict[int, Any]) -> 
         assert score.tokens == len(query.targets) and later.logprob != score.logprob
 
 
-@pytest.mark.parametrize(
-    ("layout", "stages"),
-    [((1, 1, 1), [0]), ((2, 1, 1), [1]), ((1, 1, 2), [1, 2, 3]), ((1, 2, 2), [0, 1])],
-    ids=["single", "tp2", "dp2", "pp2-dp2"],
-)
-def test_every_layout_gives_the_same_scores(
-    single: dict[int, Any], layout: tuple[int, int, int], stages: list[int]
-) -> None:
-    found = [single] if layout == (1, 1, 1) else run_ranks(train_and_score, math.prod(layout), layout, stages, [])
-    check(found[0], single[0][0])
-    assert all(other == found[0] for other in found), "every rank has the same result"
+def test_every_layout_and_zero_stage_gives_the_same_scores_and_trains_on(single: Any) -> None:
+    expected, curve, undisturbed = single
+    assert curve == undisturbed
+    cases = [((2, 1, 2), 1), ((2, 1, 2), 2), ((1, 1, 4), 3), ((1, 2, 2), 0), ((1, 2, 2), 1)]
+    first, *others = run_ranks(train_and_score, 4, cases)
+    assert all(other == first for other in others), "every rank has the same result"
+    for name, (asked, curve, undisturbed) in first.items():
+        assert curve == undisturbed, name
+        for answers, truth in zip(asked, expected, strict=True):
+            assert [one.predicted for one in answers] == [one.predicted for one in truth], name
+            logprobs = [one.logprob for one in answers]
+            np.testing.assert_allclose(logprobs, [one.logprob for one in truth], rtol=2e-5, err_msg=name)
 
 
 class RecordingEngine:

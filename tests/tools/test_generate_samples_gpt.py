@@ -1,4 +1,4 @@
-"""Generation: cache and recompute agree, texts end where they must, and the tool from flags to JSON lines."""
+"""The tool that generates samples, from flags to JSON lines: files, layouts, refusals."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
-from megatron.inference.generate import Continuation, Limits, generate
-from megatron.inference.sampling import Sampling
-from megatron.model.interface.network import LayerStack
-from megatron.parallel.mesh import ParallelMesh
-from tests.helpers.networks import build_gpt, forward, tiny_config
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.inference.checkpoints import POSITIONS, make_checkpoint
 from tools import generate_samples_gpt
@@ -31,93 +25,6 @@ def prompt_file(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.txt"
     path.write_bytes(PROMPTS.encode())
     return path
-
-
-def _model() -> LayerStack:
-    return build_gpt(tiny_config(init_method_std=0.4), ParallelMesh.single()).eval()
-
-
-def _generate(prompts: list[list[int]], sampling: Sampling, **changes: object) -> list[Continuation]:
-    limits = Limits(new_tokens=10, positions=16, eod_id=None)
-    settings: dict = {"vocab_size": 101, **changes}
-    limits = settings.pop("limits", limits)
-    return generate(_model(), ParallelMesh.single(), prompts, limits, sampling, **settings)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(greedy=True), Sampling(top_p=0.9, seed=5)], ids=["greedy", "top_p"])
-def test_the_cache_does_not_change_the_output(sampling: Sampling) -> None:
-    prompts = [[1, 2, 3, 4], [9, 8, 7, 6]]
-    assert _generate(prompts, sampling) == _generate(prompts, sampling, recompute=True)
-
-
-def test_the_cache_is_filled_anew_where_all_rotations_change() -> None:
-    scaling = {"rope_short_factors": (1.0,) * 4, "rope_long_factors": (3.0,) * 4, "rope_original_max_positions": 8}
-    config = tiny_config(init_method_std=0.4, position_embedding_type="rope", rope_scaling_type="longrope", **scaling)
-    model, mesh, greedy = build_gpt(config, ParallelMesh.single()).eval(), ParallelMesh.single(), Sampling(greedy=True)
-    settings: dict = {"vocab_size": 101}
-    limits = Limits(10, 16, None, config.short_context)
-    whole = generate(model, mesh, [[1, 2, 3, 4]], limits, greedy, recompute=True, **settings)
-    assert config.short_context == 8
-    assert generate(model, mesh, [[1, 2, 3, 4]], limits, greedy, **settings) == whole
-    assert generate(model, mesh, [[1, 2, 3, 4]], Limits(10, 16, None), greedy, **settings) != whole
-
-
-def test_greedy_takes_the_most_probable_token_given_the_whole_text() -> None:
-    model = _model()
-    (found,) = _generate([[5, 6, 7]], Sampling(greedy=True))
-    text = [5, 6, 7]
-    for token in found.tokens:
-        scores = forward(model, torch.tensor([text]), torch.tensor([0]))[0, -1, :101]
-        assert token == int(scores.argmax())
-        text.append(token)
-
-
-def test_a_sample_does_not_depend_on_its_batch() -> None:
-    sampling = Sampling(temperature=1.3, seed=11)
-    together = _generate([[1], [1], [1]], sampling)
-    alone = [_generate([[1]], sampling, first_sample=number)[0] for number in range(3)]
-    assert together == alone
-    assert len({found.tokens for found in together}) == 3
-
-
-def test_padding_ids_are_never_generated() -> None:
-    found = _generate([[1]] * 8, Sampling(temperature=50.0), limits=Limits(15, 16, None))
-    assert max(token for one in found for token in one.tokens) < 101
-
-
-def test_a_text_ends_at_end_of_document() -> None:
-    (free,) = _generate([[5, 6, 7]], Sampling(greedy=True))
-    eod_id = free.tokens[4]
-    first = free.tokens.index(eod_id)
-    (ended,) = _generate([[5, 6, 7]], Sampling(greedy=True), limits=Limits(10, 16, eod_id))
-    assert ended == Continuation(free.tokens[:first], True)
-
-
-def test_a_finished_text_does_not_stop_the_others() -> None:
-    sampling = Sampling(seed=2, temperature=2.0)
-    free = _generate([[1]] * 4, sampling)
-    eod_id = free[0].tokens[2]
-    ended = _generate([[1]] * 4, sampling, limits=Limits(10, 16, eod_id))
-    for before, after in zip(free, ended, strict=True):
-        cut = before.tokens.index(eod_id) if eod_id in before.tokens else len(before.tokens)
-        assert after.tokens == before.tokens[:cut]
-    assert ended[0].is_finished
-
-
-@pytest.mark.parametrize(("new_tokens", "expected"), [(1, 1), (5, 5), (13, 13), (99, 13)])
-def test_length_is_bounded_by_flag_and_positions(new_tokens: int, expected: int) -> None:
-    (found,) = _generate([[1, 2, 3]], Sampling(), limits=Limits(new_tokens, 16, None))
-    assert len(found.tokens) == expected
-    assert not found.is_finished
-
-
-def test_prompts_that_cannot_be_continued() -> None:
-    with pytest.raises(ConfigError, match=r"prompt 0 has 16 tokens, and the model has 16 positions.*at most 15"):
-        _generate([[1] * 16], Sampling())
-    with pytest.raises(ConfigError, match="prompt 0 has no tokens"):
-        _generate([[]], Sampling())
-    with pytest.raises(ConfigError, match=r"different lengths \(1, 2 tokens\)"):
-        _generate([[1], [1, 2]], Sampling())
 
 
 def _records(path: Path) -> list[dict]:
@@ -231,14 +138,31 @@ def test_only_tokens_of_the_tokenizer_are_generated(tmp_path: Path) -> None:
         generate_samples_gpt.main([*flags, "--ckpt-step", "2"])
 
 
-def test_two_ranks_generate_the_same_text_as_one(checkpoints: Path, prompt_file: Path) -> None:
+def test_two_stages_generate_the_same_text_as_one(checkpoints: Path, prompt_file: Path) -> None:
     common = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "20", "--greedy"]
     one, two = prompt_file.with_name("one"), prompt_file.with_name("two")
     assert generate_samples_gpt.main([*common, "--sample-output-file", str(one)]) == 0
-    argv = [*common, "--sample-output-file", str(two), "--tensor-model-parallel-size", "2"]
+    argv = [*common, "--sample-output-file", str(two), "--pipeline-model-parallel-size", "2"]
     assert run_ranks(_tool, 2, argv) == [0, 0]
     assert _records(two) == _records(one)
     assert any(record["length"] == 20 for record in _records(one))
+
+
+def test_batches_and_the_cache_change_no_text(checkpoints: Path, prompt_file: Path) -> None:
+    common = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "9"]
+    found = []
+    for flags in (["--micro-batch-size", "2"], [], ["--recompute"]):
+        assert generate_samples_gpt.main([*common, "--top_p", "0.9", "--min-p", "0.01", *flags]) == 0
+        found.append(_records(prompt_file.with_name("prompts.txt.out")))
+    assert found[0] == found[1] == found[2]
+
+
+def test_several_samples_of_each_prompt(checkpoints: Path, prompt_file: Path) -> None:
+    argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "8"]
+    assert generate_samples_gpt.main([*argv, "--samples-per-prompt", "3"]) == 0
+    records = _records(prompt_file.with_name("prompts.txt.out"))
+    assert [record["prompt"] for record in records[:6]] == ["def main(argument):"] * 3 + ["import os"] * 3
+    assert len({tuple(record["tokens"]) for record in records}) == len(records) == 15
 
 
 def test_the_trainers_flags_may_be_given_too(checkpoints: Path, prompt_file: Path) -> None:
@@ -272,9 +196,11 @@ def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
         (["--num-samples", "3"], "--num-samples 3 needs --genfile"),
         (["--genfile", "a"], "--genfile a is for --num-samples"),
         (["--num-samples", "3", "--genfile", "a", "--sample-input-file", "b"], "Give one of them"),
-        (["--temperature", "0"], "--temperature 0.0 is out of range"),
+        (["--temperature", "-1"], "--temperature -1.0 is out of range"),
+        (["--logit-bias", "x=1"], "--logit-bias x=1 is not a token id and a bias"),
         (["--top_p", "1.5"], "--top-p 1.5 is out of range"),
-        (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size 2 is not supported here"),
+        (["--num-samples", "3", "--genfile", "a", "--samples-per-prompt", "2"], "Give --num-samples 6 instead"),
+        (["--samples-per-prompt", "0"], "--samples-per-prompt 0 is out of range"),
     ],
 )
 def test_contradicting_flags_are_rejected(flags: list[str], says: str) -> None:

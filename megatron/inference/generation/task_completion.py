@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.evaluation.tasks.exact_match import before_stops
-from megatron.inference.generation import Request, generate_all
+from megatron.inference.generation.completion import generate_all
+from megatron.inference.generation.request import Request
 from megatron.inference.loading import LoadedModel
 from megatron.inference.sampling import Sampling
 from megatron.parallel.messages import all_gather_json

@@ -1,0 +1,47 @@
+"""How examples become rows, as far as the flags decide it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.config.sections.finetuning import FinetuningConfig
+from megatron.config.sections.loss import CAUSAL, LossConfig
+from megatron.tokenizers.chat import ChatTemplate, load_chat_template, tokenizer_folder
+from megatron.tokenizers.tokenizer import TokenizerFlags
+
+
+@dataclass(frozen=True)
+class ExampleOptions:
+    """What the fine-tuning flags say of examples.
+
+    Args:
+        chat_template: `--chat-template`.
+        pack: several examples in a row (`--pack-examples`).
+        on_targets_only: no loss on prompts (`--loss-on-targets-only`).
+        needed_by: a flag that was given and has a meaning for examples only; empty if there is none.
+        flags: those that choose the tokenizer, whose folder may hold a template.
+    """
+
+    chat_template: str | None = None
+    pack: bool = False
+    on_targets_only: bool = False
+    needed_by: str = ""
+    flags: TokenizerFlags | None = None
+
+    @staticmethod
+    def of(finetuning: FinetuningConfig, loss: LossConfig, flags: TokenizerFlags) -> ExampleOptions:
+        """The options that flags give; only the causal objective trains on examples."""
+        pack = finetuning.pack_examples and loss.objective == CAUSAL
+        on_targets_only = loss.loss_on_targets_only and loss.objective == CAUSAL
+        needed_by = "--pack-examples" if pack else "--loss-on-targets-only" if on_targets_only else ""
+        return ExampleOptions(finetuning.chat_template, pack, on_targets_only, needed_by, flags)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template; loaded when it is first needed, since training without examples needs none.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        return load_chat_template(self.chat_template, None if self.flags is None else tokenizer_folder(self.flags))

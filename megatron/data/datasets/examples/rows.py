@@ -1,0 +1,156 @@
+"""Examples as rows: one in each, or several that do not see each other.
+
+An example that is longer than a row loses the beginning of its prompt, so that the last answer is whole. Only if that
+answer does not fit either is its end cut off, and a quarter of the row stays with what came before it. Both are counted
+and reported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from megatron import log
+from megatron.data.datasets.examples.tokens import TokenizedExamples
+from megatron.data.order.best_fit import best_fit
+from megatron.data.order.index_cache import IndexCache
+
+_PROMPT_SHARE = 4  # a row keeps a quarter for the prompt of an answer that is too long
+
+
+class ExampleRows:
+    """The rows that the examples [first, last) fill; each epoch has the same rows in another order.
+
+    Args:
+        sequence_length: tokens of a sample, without the one that is only a label.
+        pack: whether a row holds several examples.
+        on_targets_only: whether only answers count as labels; else all tokens of an example do.
+        cache: where the packing is kept.
+    """
+
+    reads_chunks = False
+    chunk_rows = 1 << 16
+
+    def __init__(
+        self,
+        examples: TokenizedExamples,
+        first: int,
+        last: int,
+        sequence_length: int,
+        *,
+        pack: bool,
+        on_targets_only: bool,
+        cache: IndexCache,
+    ) -> None:
+        self.prefix = examples.prefix
+        self._examples = examples
+        self._first = first
+        self._length = sequence_length + 1
+        self._on_targets_only = on_targets_only
+        description = {
+            "examples": examples.fingerprint,
+            "first": first,
+            "last": last,
+            "sequence_length": sequence_length,
+            "packed": pack,
+        }
+        self.fingerprint = hashlib.sha256(repr(sorted(description.items())).encode()).hexdigest()
+        self._kept = windows(
+            examples.lengths[first:last], examples.last_answers[first:last], self._length
+        )  # [n, 2], of each example the tokens that a row holds
+        self._order, self._starts = np.arange(last - first), np.arange(last - first + 1)
+        if pack:
+            lengths = self._kept[:, 1] - self._kept[:, 0]
+            made = cache.arrays("rows", description, lambda: best_fit(lengths, self._length)._asdict())
+            self._order, self._starts = made["order"], made["starts"]
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def blocks(self, first: int, last: int) -> np.ndarray:
+        """Every row by itself: the ids are mapped, so that one row is read as fast as many."""
+        return np.arange(first, last + 1)
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Reads rows.
+
+        Shapes:
+            rows: int64 [n]; result: tokens int64 [n, s + 1], loss mask bool [n, s], segments int64 [n, s], where the
+            padding is one of its own.
+        """
+        tokens = np.full((len(rows), self._length), self._examples.padding_id, np.int64)
+        segments = np.zeros(tokens.shape, np.int64)
+        counts = np.zeros(tokens.shape, np.bool_)
+        for place, row in enumerate(rows.tolist()):
+            end = 0
+            numbers = self._order[self._starts[row] : self._starts[row + 1]].tolist()
+            for segment, number in enumerate(numbers):
+                first, last = self._kept[number].tolist()
+                part = slice(end, end + last - first)
+                example = self._first + number
+                tokens[place, part] = self._examples.ids(example)[first:last]
+                counts[place, part] = self._examples.is_answer(example)[first:last] if self._on_targets_only else True
+                segments[place, part] = segment
+                end = part.stop
+            segments[place, end:] = len(numbers)
+        loss_mask = counts[:, 1:] & (segments[:, 1:] == segments[:, :-1])
+        return tokens, loss_mask, segments[:, :-1]
+
+    def locate(self, row: int, position: int) -> str:
+        """Describes where a token of a row is stored."""
+        end = 0
+        for number in self._order[self._starts[row] : self._starts[row + 1]].tolist():
+            first, last = self._kept[number].tolist()
+            begin, end = end, end + last - first
+            if position < end:
+                return f"{self._examples.place(self._first + number)}: token {first + position - begin} of the example"
+        return f"{self.prefix}: padding at {position} of row {row}"
+
+    def report(self, name: str) -> None:
+        """Says in the log how full the rows are, and what did not fit.
+
+        Args:
+            name: of the split.
+        """
+        kept = int((self._kept[:, 1] - self._kept[:, 0]).sum())
+        log.info(
+            f"{name}: {len(self._kept):,} examples of {self.prefix} in {len(self):,} rows of {self._length} tokens, "
+            f"{kept / (len(self) * self._length):.1%} filled"
+        )
+        first, last = self._first, self._first + len(self._kept)
+        lengths = self._examples.lengths[first:last]
+        begun_late = self._kept[:, 0] > self._examples.first_answers[first:last, 0]
+        cut_short = self._kept[:, 1] < self._examples.last_answers[first:last, 1]
+        longer = lengths > self._length
+        for which, what in (
+            (longer & ~begun_late & ~cut_short, "lose the beginning of their prompts"),
+            (begun_late & ~cut_short, "lose their first answers with the beginning of the conversation"),
+            (cut_short, "lose the end of their answers, which are longer than a row"),
+        ):
+            if which.any():
+                worst = int(np.argmax(np.where(which, lengths, -1)))
+                log.info(
+                    f"warning: {name}: {int(which.sum()):,} of {len(lengths):,} examples {what}: the longest "
+                    f"({self._examples.place(first + worst)}) has {int(lengths[worst]):,} tokens, a row "
+                    f"{self._length:,}. A longer --seq-length keeps them whole."
+                )
+
+
+def windows(lengths: np.ndarray, last_answers: np.ndarray, capacity: int) -> np.ndarray:
+    """Which tokens of each example a row holds: all, or those up to the end of the last answer.
+
+    Shapes:
+        lengths: int64 [n]; last_answers: int64 [n, 2], where the last answer of each example begins and ends; result:
+        int64 [n, 2], first and one past the last token.
+
+    Args:
+        capacity: tokens of a row.
+    """
+    answer_firsts, answer_lasts = last_answers[:, 0], last_answers[:, 1]
+    fits = lengths <= capacity
+    firsts = np.maximum(answer_lasts - capacity, 0)
+    is_beheaded = (firsts >= answer_firsts) & (answer_firsts > 0)  # nothing would predict its first token
+    firsts = np.where(is_beheaded, np.maximum(answer_firsts - capacity // _PROMPT_SHARE, 0), firsts)
+    lasts = np.minimum(firsts + capacity, answer_lasts)
+    return np.stack([np.where(fits, 0, firsts), np.where(fits, lengths, lasts)], axis=1).astype(np.int64)

@@ -1,0 +1,242 @@
+"""The ids of all examples of a source, made once, kept beside the data and mapped by every process.
+
+Making them all at the start finds every bad record before training, and gives the lengths that packing and the number
+of rows depend on. A token takes two bytes, or four with more than 65,536 of them in the vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from megatron import log
+from megatron.data.datasets.examples.files import example_files, files_fingerprint, read_records
+from megatron.data.datasets.examples.records import example_of
+from megatron.data.order.index_cache import IndexCache
+from megatron.data.stores.address import StoreAddress
+from megatron.data.stores.record_store import PairStore
+from megatron.errors import ConfigError, DataError
+from megatron.secret_text import masked
+from megatron.tokenizers.chat import ChatTemplate
+from megatron.tokenizers.tokenizer import Tokenizer
+
+_FORMAT = 1  # of the cached arrays and of how records become ids
+_NUMBERS_IN_MEMORY = 1 << 18
+_REPORTED_EXAMPLES = 100_000
+
+
+class Place(NamedTuple):
+    """Where a record is: its file, or a database, and its number there."""
+
+    file: int
+    number: int
+
+
+class RecordSource(Protocol):
+    """Records with their places."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The files, as messages show them."""
+
+    def fingerprint(self) -> str:
+        """Hash of the content."""
+
+    def records(self) -> Iterator[tuple[Place, Any]]:
+        """All records in order."""
+
+
+class FileRecords:
+    """The records of files.
+
+    Raises:
+        DataError: there is no file of that name or pattern.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self.names: Sequence[str] = example_files(prefix)
+
+    def fingerprint(self) -> str:
+        """Hash of the files' contents."""
+        return files_fingerprint(self._prefix)
+
+    def records(self) -> Iterator[tuple[Place, Any]]:
+        """All records, file after file; a number is that of the line."""
+        for place, path in enumerate(self.names):
+            for number, record in read_records(path):
+                yield Place(place, number), record
+
+
+class StoreRecords:
+    """The pairs of a document store."""
+
+    def __init__(self, address: str) -> None:
+        self._store = PairStore(StoreAddress.of(address))
+        self.names: Sequence[str] = (masked(address),)
+
+    def fingerprint(self) -> str:
+        """Hash of all pairs."""
+        return self._store.fingerprint()
+
+    def records(self) -> Iterator[tuple[Place, Any]]:
+        """All pairs; a number is that of the document in the store."""
+        for number, record in enumerate(self._store.records()):
+            yield Place(0, number), record
+
+
+class TokenizedExamples:
+    """Examples by number, as ids.
+
+    Args:
+        prefix: the source as the user named it.
+        cache: where the ids are kept.
+
+    Raises:
+        ConfigError: the chat template cannot be used, or needs tokens that the vocabulary lacks.
+        DataError: a record is bad, or there are none.
+    """
+
+    def __init__(
+        self, prefix: str, source: RecordSource, template: ChatTemplate, tokenizer: Tokenizer, cache: IndexCache
+    ) -> None:
+        self.prefix = masked(prefix)
+        self.padding_id = tokenizer.eod_id
+        self.names = source.names
+        template.check_tokenizer(tokenizer)
+        self.description: dict[str, object] = {
+            "format": _FORMAT,
+            "records_sha256": source.fingerprint(),
+            "tokenizer": tokenizer.fingerprint,
+            "template": template.fingerprint,
+        }
+        made = cache.arrays("examples", self.description, lambda: _tokenized(source, template, tokenizer))
+        self._ids, self._starts = made["ids"], made["starts"]
+        self._spans, self._span_starts = made["spans"].reshape(-1, 2), made["span_starts"]
+        self._numbers, self._file_starts = made["numbers"], made["file_starts"]
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash over what the ids depend on."""
+        return hashlib.sha256(repr(sorted(self.description.items())).encode()).hexdigest()
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each example. Shapes: int64 [n]."""
+        return np.diff(self._starts)
+
+    @property
+    def last_answers(self) -> np.ndarray:
+        """Where the last answer of each example begins and ends. Shapes: int64 [n, 2]."""
+        return self._spans[self._span_starts[1:] - 1].astype(np.int64)
+
+    @property
+    def first_answers(self) -> np.ndarray:
+        """Where the first answer of each example begins and ends. Shapes: int64 [n, 2]."""
+        return self._spans[self._span_starts[:-1]].astype(np.int64)
+
+    def ids(self, example: int) -> np.ndarray:
+        """The ids of an example. Shapes: int64 [length]."""
+        return self._ids[self._starts[example] : self._starts[example + 1]].astype(np.int64)
+
+    def is_answer(self, example: int) -> np.ndarray:
+        """Which ids of an example are answers. Shapes: bool [length]."""
+        found = np.zeros(int(self._starts[example + 1] - self._starts[example]), np.bool_)
+        for first, last in self._spans[self._span_starts[example] : self._span_starts[example + 1]].tolist():
+            found[first:last] = True
+        return found
+
+    def place(self, example: int) -> str:
+        """Where the record of an example is."""
+        file = bisect_right(self._file_starts.tolist(), example) - 1
+        return f"{self.names[file]}:{int(self._numbers[example])}"
+
+
+def _tokenized(source: RecordSource, template: ChatTemplate, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    """The arrays that are kept.
+
+    Shapes:
+        ids: [tokens]; starts: int64 [n + 1]; spans: int32 [2 answers], first and one past the last token of each
+        answer; span_starts: int64 [n + 1]; numbers: int64 [n], of each record in its file; file_starts: int64 [files].
+    """
+    ids = _Numbers(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32)
+    spans, starts, span_starts, numbers = (_Numbers(kind) for kind in (np.int32, np.int64, np.int64, np.int64))
+    file_starts = [0] * len(source.names)
+    cut_messages = cut_examples = 0
+    starts.extend([0])
+    span_starts.extend([0])
+    for place, record in source.records():
+        shown = f"{source.names[place.file]}:{place.number}"
+        try:
+            example = example_of(record)
+            found, is_answer = template.example_ids(example.messages, tokenizer)
+        except ValueError as failure:
+            raise DataError(f"{shown}: {failure}. Correct the record, or leave it out.") from None
+        except (DataError, ConfigError) as failure:
+            raise type(failure)(f"{shown}: {failure}") from None
+        cut_messages += example.cut_messages
+        cut_examples += example.cut_messages > 0
+        ids.extend(found)
+        spans.extend(_spans(is_answer))
+        starts.extend([len(ids)])
+        span_starts.extend([len(spans) // 2])
+        numbers.extend([place.number])
+        for file in range(place.file + 1, len(file_starts)):
+            file_starts[file] = len(numbers)
+        if len(numbers) % _REPORTED_EXAMPLES == 0:
+            log.info(f"{len(numbers):,} examples of {masked(source.names[0])} encoded")
+    if not len(numbers):
+        raise DataError(f"{source.names[0]} holds no examples. Write at least one record.")
+    if cut_messages:
+        log.info(
+            f"warning: {cut_examples} of {len(numbers)} conversations in {source.names[0]} end without an answer; "
+            f"their last {cut_messages} messages are left out."
+        )
+    made = {"ids": ids, "starts": starts, "spans": spans, "span_starts": span_starts, "numbers": numbers}
+    return {name: array.array() for name, array in made.items()} | {"file_starts": np.array(file_starts, np.int64)}
+
+
+def _spans(is_answer: Sequence[bool]) -> list[int]:
+    """First and one past the last place of each stretch of answers."""
+    edges = [place for place, (before, after) in enumerate(pairwise([False, *is_answer, False])) if before != after]
+    return edges
+
+
+class _Numbers:
+    """Numbers that are written to a temporary file as they come, so that memory does not grow with them."""
+
+    def __init__(self, kind: type[np.integer[Any]]) -> None:
+        self._kind = np.dtype(kind)
+        self._waiting: list[int] = []
+        self._written = 0
+        self._file = tempfile.TemporaryFile()
+
+    def __len__(self) -> int:
+        return self._written + len(self._waiting)
+
+    def extend(self, numbers: Sequence[int]) -> None:
+        """Adds numbers at the end."""
+        self._waiting += numbers
+        if len(self._waiting) >= _NUMBERS_IN_MEMORY:
+            self._write()
+
+    def array(self) -> np.ndarray:
+        """All numbers, mapped from the file."""
+        self._write()
+        return np.memmap(self._file, self._kind, mode="r", shape=(self._written,))
+
+    def _write(self) -> None:
+        self._file.write(np.array(self._waiting, self._kind).tobytes())
+        self._file.flush()
+        self._written += len(self._waiting)
+        self._waiting = []

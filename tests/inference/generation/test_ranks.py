@@ -1,0 +1,118 @@
+"""Engines on several ranks: layouts give the text of one process, rank 0 leads, and a rank that ends ends all."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.inference.generation import GenerationEngine, Request, follow, generate_all, lead, recompute
+from megatron.inference.generation.ranks import SIGN_OF_LIFE_SECONDS
+from megatron.inference.sampling import Sampling
+from megatron.parallel.joining import open_mesh
+from tests.helpers.architectures import ARCHITECTURES
+from tests.helpers.layouts import Layout
+from tests.helpers.ranks import RankFailure, run_ranks
+from tests.inference.networks import GREEDY, load, mixed_requests, texts
+
+SHOWN = ("gpt2", "llama", "gemma", "olmo2, two groups", "experts")
+DRAWN = Sampling(temperature=1.2, top_k=40, seed=9)
+
+
+def everything(rank: int, tp: int, pp: int) -> dict[str, Any]:
+    """Texts of several architectures, greedy and drawn."""
+    mesh = open_mesh(Layout(tp, pp)) if tp * pp > 1 else None
+    found: dict[str, Any] = {}
+    for name in SHOWN:
+        loaded = load(ARCHITECTURES[name], mesh)
+        for sampling in (GREEDY, DRAWN):
+            requests = mixed_requests(4, new_tokens=8, sampling=sampling, top_logprobs=2)
+            completions = generate_all(loaded, requests)
+            found[f"{name} {sampling.greedy}"] = texts(completions)
+    found["logprobs"], found["top"] = completions[-1].logprobs, completions[-1].top
+    found["recompute"] = recompute(loaded, requests[-1]).tokens
+    return found
+
+
+def test_every_layout_gives_the_texts_of_one_process() -> None:
+    expected = everything(0, 1, 1)
+    for found in run_ranks(everything, 4, 2, 2):
+        values = [(ours["logprobs"], ours["top"]) for ours in (found, expected)]
+        assert values[0][0] == pytest.approx(values[1][0], abs=1e-4)
+        assert [[token for token, _ in top] for top in values[0][1]] == [[t for t, _ in top] for top in values[1][1]]
+        for key in found.keys() - {"logprobs", "top"}:
+            assert found[key] == expected[key], key
+
+
+def led(rank: int, tp: int, pp: int) -> dict[str, Any]:
+    """Rank 0 adds, cancels and is silent for a while; the others follow."""
+    loaded = load(ARCHITECTURES["llama"], open_mesh(Layout(tp, pp)))
+    engine = GenerationEngine(loaded)
+    if rank > 0:
+        if rank == 1:
+            with pytest.raises(ConfigError, match="Rank 1 cannot lead"):
+                lead(engine)
+        cpu_before, before = time.process_time(), time.monotonic()
+        follow(engine)
+        return {"share": (time.process_time() - cpu_before) / (time.monotonic() - before), "idle": engine.is_idle}
+    tokens: dict[str, list[int | None]] = {}
+    with lead(engine) as leader:
+        requests = mixed_requests(3)
+        for request in requests:
+            leader.add(request)
+        with pytest.raises(ConfigError, match="Request 0 is being served already"):
+            leader.add(requests[0])
+        assert leader.waiting_requests == 3 and not leader.is_idle
+        leader.step()
+        leader.cancel("1")
+        time.sleep(1.5 * SIGN_OF_LIFE_SECONDS)
+        leader.check_ranks()
+        while not leader.is_idle:
+            for token in leader.step():
+                tokens.setdefault(token.request_id, []).append(token.token)
+        assert leader.running_requests == 0
+    return tokens
+
+
+def test_rank_0_leads_and_waiting_ranks_sleep() -> None:
+    (tokens, *followers) = run_ranks(led, 2, 1, 2)
+    loaded = load(ARCHITECTURES["llama"])
+    requests = mixed_requests(3)
+    for request in (requests[0], requests[2]):
+        assert tuple(tokens[request.id]) == generate_all(loaded, [request])[0].tokens[1:]
+    assert tokens["1"] == [None]
+    assert all(follower["idle"] and follower["share"] < 0.5 for follower in followers)
+
+
+def left_alone(rank: int, ends: int) -> None:
+    """One rank ends without a word; the other must notice."""
+    engine = GenerationEngine(load(mesh=open_mesh(Layout(1, 2))))
+    if rank == ends and rank == 1:
+        os._exit(0)
+    if rank == 1:
+        follow(engine)
+        return
+    leader = lead(engine)
+    leader.add(Request("a", (1, 2), 4, GREEDY))
+    if ends == 0:
+        leader.step()
+        os._exit(0)
+    while True:
+        leader.check_ranks()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+def test_a_rank_that_ends_ends_all(ends: int) -> None:
+    with pytest.raises(RankFailure, match="PeerLostError: A rank of the generation engine ended|ended without a word"):
+        run_ranks(left_alone, 2, ends, timeout_seconds=60)
+
+
+def test_an_engine_of_one_rank_can_be_led() -> None:
+    with lead(GenerationEngine(load())) as leader:
+        leader.add(Request("a", (1, 2), 4, GREEDY))
+        found = [token.token for _ in range(4) for token in leader.step()]
+    assert tuple(found) == generate_all(load(), [Request("a", (1, 2), 4, GREEDY)])[0].tokens
