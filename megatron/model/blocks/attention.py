@@ -103,7 +103,7 @@ class SelfAttention(nn.Module):
         attended = []
         for own, text in zip(queries, texts, strict=True):
             key, value = (visible_keys(part, text.queries, self.window) for part in (text.keys, text.values))
-            bias = cached_bias(context, own, key.shape[2], self.window, self.slopes)
+            bias = cached_bias(context, own, key.shape[2], self.window, self.slopes, text.prefix)
             causal = bias is None and text.queries > 1
             attended.append(attention(own, key, value, self.scale, bias=bias, causal=causal, softcap=self.softcap))
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)

@@ -21,11 +21,13 @@ class CachedText:
 
     Attributes:
         queries: how many places along s belong to this text.
+        prefix: how many of its first keys the queries before them may attend to as well.
     """
 
     queries: int
     keys: torch.Tensor
     values: torch.Tensor
+    prefix: int = 0
 
 
 class KeyValueCaches(Protocol):
@@ -110,10 +112,12 @@ class TextCache:
 
     Args:
         block_tokens: tokens of a block.
+        prefix: how many of its first tokens attend to each other in both directions; they come in one step.
     """
 
     block_tokens: int
     length: int = 0
+    prefix: int = 0
     _layers: dict[int, Layer] = field(default_factory=dict)
 
     @property
@@ -137,7 +141,7 @@ class TextCache:
         all_keys, all_values = held
         all_keys.narrow(2, first, count).copy_(keys)
         all_values.narrow(2, first, count).copy_(values)
-        return CachedText(count, all_keys.narrow(2, 0, stop), all_values.narrow(2, 0, stop))
+        return CachedText(count, all_keys.narrow(2, 0, stop), all_values.narrow(2, 0, stop), self.prefix)
 
     def clear(self) -> None:
         """Forgets all tokens and frees their memory."""
