@@ -38,7 +38,7 @@ def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
     finished = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
     output = finished.stdout + finished.stderr
-    assert re.search(r"train: 2\d\d examples of examples/data/questions.jsonl in \d+ rows of 65 tokens, 9\d", output)
+    assert re.search(r"train: 2\d\d examples of examples/data/questions.jsonl in \d+ rows of 257 tokens, 9\d", output)
     assert "finetuning the weights of checkpoints/demo/iter_0000010 from iteration 0" in output
     assert "resumed checkpoints/chat/iter_0000005: iteration 5" in output
     assert list((tmp_path / "checkpoints" / "chat").glob("iter_*"))
