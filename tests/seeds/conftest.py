@@ -89,8 +89,8 @@ def fine_tuning(tmp_path_factory: pytest.TempPathFactory) -> FineTuning:
         *shared, "--finetune", "--load", str(folder / "base"), "--save", str(folder / "tuned"),
         "--run-dir", str(folder / "run"), "--train-data-path", str(folder / "train.jsonl"),
         "--valid-data-path", str(folder / "valid.jsonl"), "--loss-on-targets-only", "--chat-template", "dsgpt2",
-        "--epochs", "40", "--eval-interval", "10", "--eval-iters", "1", "--save-interval", "40", "--keep-last", "1", "--keep-best",
-        "--freeze", *_FROZEN,
+        "--epochs", "40", "--eval-interval", "10", "--eval-iters", "1", "--save-interval", "40",
+        "--keep-last", "1", "--keep-best", "--freeze", *_FROZEN,
     ]  # fmt: skip
     outcomes = [train([*flags, "--exit-interval", "40"]), train(flags)]
     assert outcomes == [(0, ""), (0, "")]
