@@ -4,7 +4,7 @@
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --sample-input-file prompts.txt --greedy
 
 The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file produces
---samples-per-prompt lines of output; an empty line starts from the end-of-document token. Without --num-samples (or
+--num-return-sequences lines of output; an empty line starts from the end-of-document token. Without --num-samples (or
 with 0) and without --sample-input-file, prompts are read from the terminal. Texts are computed side by side, as many as
 --micro-batch-size; which these are does not change them. Under torchrun, --tensor-model-parallel-size and
 --pipeline-model-parallel-size spread the network over several processes.
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron import log
 from megatron.config import ParallelRequest, flag
 from megatron.config.overlay import parse_over
-from megatron.config.sampling_flags import SamplingFlags
+from megatron.config.sampling_flags import BeamFlags, SamplingFlags
 from megatron.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _USUAL_BATCH = 32  # texts side by side
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateFlags(SamplingFlags):
+class GenerateFlags(BeamFlags, SamplingFlags):
     """Upstream's flags of this tool and how tokens are chosen, in addition to the trainer's flags."""
 
     load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
@@ -48,7 +48,6 @@ class GenerateFlags(SamplingFlags):
     num_samples: int = flag(
         0, "number of texts to generate without a prompt, into --genfile; 0 reads prompts from the terminal", at_least=0
     )
-    samples_per_prompt: int = flag(1, "number of texts for each prompt", at_least=1, at_most=1024)
     genfile: str | None = flag(None, "file for the texts of --num-samples, one JSON object per line")
     sample_input_file: str | None = flag(None, "file of prompts to continue, one per line; lines may be empty")
     sample_output_file: str | None = flag(
@@ -58,17 +57,25 @@ class GenerateFlags(SamplingFlags):
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
-        yield from super().problems()
+        yield from SamplingFlags.problems(self)
+        yield from BeamFlags.problems(self)
         if self.num_samples > 0 and not self.genfile:
             yield f"--num-samples {self.num_samples} needs --genfile FILE for the texts."
         if self.num_samples == 0 and self.genfile:
             yield f"--genfile {self.genfile} is for --num-samples N; continued prompts go to --sample-output-file."
         if self.num_samples > 0 and self.sample_input_file:
             yield "--num-samples generates without prompts and --sample-input-file continues prompts. Give one of them."
-        if self.num_samples > 0 and self.samples_per_prompt > 1:
+        if self.num_samples > 0 and self.num_return_sequences > 1:
             yield (
-                f"--samples-per-prompt {self.samples_per_prompt} is for prompts, and --num-samples {self.num_samples} "
-                f"generates without any. Give --num-samples {self.num_samples * self.samples_per_prompt} instead."
+                f"--num-return-sequences {self.num_return_sequences} is for prompts, and --num-samples "
+                f"{self.num_samples} generates without any. Give --num-samples "
+                f"{self.num_samples * self.num_return_sequences} instead."
+            )
+        if self.num_beams > 1 and (self.num_samples > 1 or self.recompute):
+            other = "--recompute" if self.recompute else f"--num-samples {self.num_samples}"
+            yield (
+                f"--num-beams {self.num_beams} draws nothing, so that texts without a prompt are equal, and always "
+                f"uses a cache. It cannot be given together with {other}; drop one of them."
             )
 
 
@@ -92,29 +99,37 @@ class Generator:
         Args:
             first_prompt: index of the first prompt; together with the seed it determines the draws.
         """
-        copies = self.flags.samples_per_prompt
+        if self.flags.num_beams > 1:
+            yield from self._beams(prompts)
+            return
+        copies = self.flags.num_return_sequences
         requests = [
             self.request(prompt, number * copies + copy)
             for number, prompt in enumerate(prompts, start=first_prompt)
             for copy in range(copies)
         ]
         for place, completion in enumerate(self._completions(requests)):
-            yield self._record(prompts[place // copies], completion)
+            yield self._record(prompts[place // copies], completion.tokens, completion.finish)
 
     def request(self, prompt: str, sample: int) -> Request:
         """The request to continue a prompt."""
         from megatron.inference.generation import Request
         from megatron.inference.sampling import Sampling
 
-        eod_id = self.loaded.eod_id
         return Request(
             id=str(sample),
             prompt=tuple(self.encode(prompt)),
             max_new_tokens=self.new_tokens,
             sampling=Sampling.of_flags(self.flags, self.loaded.config.random.seed),
             sample=sample,
-            stop_ids=frozenset() if eod_id is None else frozenset({eod_id}),
+            stop_ids=self.stop_ids,
         )
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The end-of-document token, if there is one."""
+        eod_id = self.loaded.eod_id
+        return frozenset() if eod_id is None else frozenset({eod_id})
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt.
@@ -144,13 +159,22 @@ class Generator:
             return (recompute(self.loaded, request) for request in requests)
         return completions(self.loaded, requests, max_sequences=self.batch)
 
-    def _record(self, prompt: str, completion: Completion) -> dict[str, Any]:
+    def _beams(self, prompts: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The best beams of each prompt, best first, with their scores."""
+        from megatron.inference.beams import BeamSettings, beam_search
+
+        settings = BeamSettings.of_flags(self.flags, self.new_tokens, self.stop_ids)
+        for prompt in prompts:
+            for beam in beam_search(self.loaded, self.encode(prompt), settings):
+                yield {**self._record(prompt, beam.tokens, beam.finish), "score": beam.score}
+
+    def _record(self, prompt: str, tokens: Sequence[int], finish: str) -> dict[str, Any]:
         return {
             "prompt": prompt,
-            "text": self.loaded.tokenizer.decode(completion.tokens),
-            "tokens": list(completion.tokens),
-            "length": len(completion.tokens),
-            "finished": completion.finish == "stop",
+            "text": self.loaded.tokenizer.decode(tokens),
+            "tokens": list(tokens),
+            "length": len(tokens),
+            "finished": finish == "stop",
         }
 
 

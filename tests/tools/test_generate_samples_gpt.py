@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
+from megatron.inference.beams import BeamSettings, beam_search
+from megatron.inference.loading import open_checkpoint
+from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.inference.checkpoints import POSITIONS, make_checkpoint
 from tools import generate_samples_gpt
@@ -159,10 +162,22 @@ def test_batches_and_the_cache_change_no_text(checkpoints: Path, prompt_file: Pa
 
 def test_several_samples_of_each_prompt(checkpoints: Path, prompt_file: Path) -> None:
     argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "8"]
-    assert generate_samples_gpt.main([*argv, "--samples-per-prompt", "3"]) == 0
+    assert generate_samples_gpt.main([*argv, "--num-return-sequences", "3"]) == 0
     records = _records(prompt_file.with_name("prompts.txt.out"))
     assert [record["prompt"] for record in records[:6]] == ["def main(argument):"] * 3 + ["import os"] * 3
     assert len({tuple(record["tokens"]) for record in records}) == len(records) == 15
+
+
+def test_beams_come_best_first(checkpoints: Path, prompt_file: Path) -> None:
+    argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "5"]
+    assert generate_samples_gpt.main([*argv, "--num-beams", "3", "--num-return-sequences", "2"]) == 0
+    records = _records(prompt_file.with_name("prompts.txt.out"))
+    assert len(records) == 10 and records[0]["prompt"] == records[1]["prompt"]
+    assert all(best["score"] >= second["score"] for best, second in zip(records[::2], records[1::2], strict=True))
+    loaded = open_checkpoint(str(checkpoints), {}, ParallelMesh.single())
+    settings = BeamSettings(beams=3, max_new_tokens=5, returned=2, stop_ids=frozenset({loaded.tokenizer.eod_id}))
+    found = beam_search(loaded, loaded.tokenizer.encode("import os"), settings)
+    assert [list(beam.tokens) for beam in found] == [record["tokens"] for record in records[2:4]]
 
 
 def test_the_trainers_flags_may_be_given_too(checkpoints: Path, prompt_file: Path) -> None:
@@ -199,8 +214,9 @@ def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
         (["--temperature", "-1"], "--temperature -1.0 is out of range"),
         (["--logit-bias", "x=1"], "--logit-bias x=1 is not a token id and a bias"),
         (["--top_p", "1.5"], "--top-p 1.5 is out of range"),
-        (["--num-samples", "3", "--genfile", "a", "--samples-per-prompt", "2"], "Give --num-samples 6 instead"),
-        (["--samples-per-prompt", "0"], "--samples-per-prompt 0 is out of range"),
+        (["--num-samples", "3", "--genfile", "a", "--num-return-sequences", "2"], "Give --num-samples 6 instead"),
+        (["--num-beams", "3", "--recompute"], "--num-beams 3 draws nothing.*together with --recompute"),
+        (["--num-beams", "2", "--num-return-sequences", "3"], "more than --num-beams 2 finds"),
     ],
 )
 def test_contradicting_flags_are_rejected(flags: list[str], says: str) -> None:
