@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,8 +13,7 @@ from megatron.errors import ConfigError
 Layer = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class CachedText:
+class CachedText(NamedTuple):
     """What some consecutive queries may attend to: the keys and values of their text, whose last ones are their own.
 
     Shapes: keys and values `[b, g/t, k, d]`.
