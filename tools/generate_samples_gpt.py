@@ -2,6 +2,7 @@
 
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --num-samples 4 --genfile samples.jsonl --top_p 0.9
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --sample-input-file prompts.txt --greedy
+    python tools/generate_samples_gpt.py --load checkpoints/gpt2 --sample-input-file prompts.txt --num-beams 4
 
 The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file produces
 --num-return-sequences lines of output; an empty line starts from the end-of-document token. Without --num-samples (or
@@ -24,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron import log
 from megatron.config import ParallelRequest, flag
 from megatron.config.overlay import parse_over
-from megatron.config.sampling_flags import BeamFlags, SamplingFlags
+from megatron.config.sampling_flags import BeamFlags
 from megatron.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
+    from megatron.inference.beams import Beam
     from megatron.inference.generation import Completion, Request
     from megatron.inference.loading import LoadedModel
     from megatron.parallel.mesh import ParallelMesh
@@ -37,7 +39,7 @@ _USUAL_BATCH = 32  # texts side by side
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateFlags(BeamFlags, SamplingFlags):
+class GenerateFlags(BeamFlags):
     """Upstream's flags of this tool and how tokens are chosen, in addition to the trainer's flags."""
 
     load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
@@ -48,6 +50,10 @@ class GenerateFlags(BeamFlags, SamplingFlags):
     num_samples: int = flag(
         0, "number of texts to generate without a prompt, into --genfile; 0 reads prompts from the terminal", at_least=0
     )
+    num_return_sequences: int = flag(
+        1, "number of texts for each prompt; of beams the best", at_least=1, at_most=1024,
+        spelled=("--num_return_sequences",),
+    )  # fmt: skip
     genfile: str | None = flag(None, "file for the texts of --num-samples, one JSON object per line")
     sample_input_file: str | None = flag(None, "file of prompts to continue, one per line; lines may be empty")
     sample_output_file: str | None = flag(
@@ -57,8 +63,7 @@ class GenerateFlags(BeamFlags, SamplingFlags):
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
-        yield from SamplingFlags.problems(self)
-        yield from BeamFlags.problems(self)
+        yield from super().problems()
         if self.num_samples > 0 and not self.genfile:
             yield f"--num-samples {self.num_samples} needs --genfile FILE for the texts."
         if self.num_samples == 0 and self.genfile:
@@ -67,16 +72,16 @@ class GenerateFlags(BeamFlags, SamplingFlags):
             yield "--num-samples generates without prompts and --sample-input-file continues prompts. Give one of them."
         if self.num_samples > 0 and self.num_return_sequences > 1:
             yield (
-                f"--num-return-sequences {self.num_return_sequences} is for prompts, and --num-samples "
-                f"{self.num_samples} generates without any. Give --num-samples "
-                f"{self.num_samples * self.num_return_sequences} instead."
+                f"--num-return-sequences {self.num_return_sequences} is for prompts, and --num-samples {self.num_samples} "
+                f"generates without any. Give --num-samples {self.num_samples * self.num_return_sequences} instead."
             )
-        if self.num_beams > 1 and (self.num_samples > 1 or self.recompute):
-            other = "--recompute" if self.recompute else f"--num-samples {self.num_samples}"
+        if 1 < self.num_beams < max(self.num_return_sequences, self.num_samples):
             yield (
-                f"--num-beams {self.num_beams} draws nothing, so that texts without a prompt are equal, and always "
-                f"uses a cache. It cannot be given together with {other}; drop one of them."
+                f"--num-beams {self.num_beams} finds {self.num_beams} texts for a prompt, and "
+                f"{max(self.num_return_sequences, self.num_samples)} are asked for. Search with more beams."
             )
+        if self.num_beams > 1 and self.recompute:
+            yield "--recompute is for drawing tokens, and --num-beams searches. Drop one of them."
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Generator:
             first_prompt: index of the first prompt; together with the seed it determines the draws.
         """
         if self.flags.num_beams > 1:
-            yield from self._beams(prompts)
+            yield from self._best_records(prompts)
             return
         copies = self.flags.num_return_sequences
         requests = [
@@ -109,7 +114,7 @@ class Generator:
             for copy in range(copies)
         ]
         for place, completion in enumerate(self._completions(requests)):
-            yield self._record(prompts[place // copies], completion.tokens, completion.finish)
+            yield self._record(prompts[place // copies], completion)
 
     def request(self, prompt: str, sample: int) -> Request:
         """The request to continue a prompt."""
@@ -122,14 +127,8 @@ class Generator:
             max_new_tokens=self.new_tokens,
             sampling=Sampling.of_flags(self.flags, self.loaded.config.random.seed),
             sample=sample,
-            stop_ids=self.stop_ids,
+            stop_ids=self._stop_ids(),
         )
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """The end-of-document token, if there is one."""
-        eod_id = self.loaded.eod_id
-        return frozenset() if eod_id is None else frozenset({eod_id})
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt.
@@ -159,22 +158,31 @@ class Generator:
             return (recompute(self.loaded, request) for request in requests)
         return completions(self.loaded, requests, max_sequences=self.batch)
 
-    def _beams(self, prompts: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The best beams of each prompt, best first, with their scores."""
+    def _best_records(self, prompts: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The best beams of every prompt; without prompts, the best of all texts."""
         from megatron.inference.beams import BeamSettings, beam_search
 
-        settings = BeamSettings.of_flags(self.flags, self.new_tokens, self.stop_ids)
-        for prompt in prompts:
+        flags = self.flags
+        settings = BeamSettings.of_flags(
+            flags,
+            max_new_tokens=self.new_tokens,
+            returned=max(flags.num_return_sequences, flags.num_samples),
+            stop_ids=self._stop_ids(),
+        )
+        for prompt in prompts[:1] if flags.num_samples else prompts:
             for beam in beam_search(self.loaded, self.encode(prompt), settings):
-                yield {**self._record(prompt, beam.tokens, beam.finish), "score": beam.score}
+                yield {**self._record(prompt, beam), "score": beam.score}
 
-    def _record(self, prompt: str, tokens: Sequence[int], finish: str) -> dict[str, Any]:
+    def _stop_ids(self) -> frozenset[int]:
+        return frozenset() if self.loaded.eod_id is None else frozenset({self.loaded.eod_id})
+
+    def _record(self, prompt: str, found: Completion | Beam) -> dict[str, Any]:
         return {
             "prompt": prompt,
-            "text": self.loaded.tokenizer.decode(tokens),
-            "tokens": list(tokens),
-            "length": len(tokens),
-            "finished": finish == "stop",
+            "text": self.loaded.tokenizer.decode(found.tokens),
+            "tokens": list(found.tokens),
+            "length": len(found.tokens),
+            "finished": found.finish == "stop",
         }
 
 

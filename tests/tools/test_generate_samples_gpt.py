@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
-from megatron.inference.beams import BeamSettings, beam_search
-from megatron.inference.loading import open_checkpoint
-from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.inference.checkpoints import POSITIONS, make_checkpoint
 from tools import generate_samples_gpt
@@ -168,18 +165,6 @@ def test_several_samples_of_each_prompt(checkpoints: Path, prompt_file: Path) ->
     assert len({tuple(record["tokens"]) for record in records}) == len(records) == 15
 
 
-def test_beams_come_best_first(checkpoints: Path, prompt_file: Path) -> None:
-    argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "5"]
-    assert generate_samples_gpt.main([*argv, "--num-beams", "3", "--num-return-sequences", "2"]) == 0
-    records = _records(prompt_file.with_name("prompts.txt.out"))
-    assert len(records) == 10 and records[0]["prompt"] == records[1]["prompt"]
-    assert all(best["score"] >= second["score"] for best, second in zip(records[::2], records[1::2], strict=True))
-    loaded = open_checkpoint(str(checkpoints), {}, ParallelMesh.single())
-    settings = BeamSettings(beams=3, max_new_tokens=5, returned=2, stop_ids=frozenset({loaded.tokenizer.eod_id}))
-    found = beam_search(loaded, loaded.tokenizer.encode("import os"), settings)
-    assert [list(beam.tokens) for beam in found] == [record["tokens"] for record in records[2:4]]
-
-
 def test_the_trainers_flags_may_be_given_too(checkpoints: Path, prompt_file: Path) -> None:
     argv = [
         *("--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "3"),
@@ -200,6 +185,20 @@ def test_typed_prompts_are_continued(
     assert "positions" in printed.err
 
 
+def test_beams_are_written_best_first(checkpoints: Path, prompt_file: Path, tmp_path: Path) -> None:
+    common = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "4"]
+    out = tmp_path / "beams"
+    flags = ["--num-beams", "3", "--num-return-sequences", "2", "--sample-output-file", str(out)]
+    assert generate_samples_gpt.main([*common, *flags]) == 0
+    records = _records(out)
+    assert [record["prompt"] for record in records[:4]] == ["def main(argument):"] * 2 + ["import os"] * 2
+    for best, second in zip(records[::2], records[1::2], strict=True):
+        assert best["score"] >= second["score"] and best["tokens"] != second["tokens"]
+    free = ["--load", str(checkpoints), "--num-samples", "3", "--num-beams", "3", "--genfile", str(out)]
+    assert generate_samples_gpt.main([*free, "--out-seq-length", "4"]) == 0
+    assert len({tuple(record["tokens"]) for record in _records(out)}) == 3
+
+
 def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
     with pytest.raises(ConfigError, match="--num-layers 24 is given, but the checkpoint holds a network with 2"):
         generate_samples_gpt.main(["--load", str(checkpoints), "--num-layers", "24"])
@@ -215,8 +214,13 @@ def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
         (["--logit-bias", "x=1"], "--logit-bias x=1 is not a token id and a bias"),
         (["--top_p", "1.5"], "--top-p 1.5 is out of range"),
         (["--num-samples", "3", "--genfile", "a", "--num-return-sequences", "2"], "Give --num-samples 6 instead"),
-        (["--num-beams", "3", "--recompute"], "--num-beams 3 draws nothing.*together with --recompute"),
-        (["--num-beams", "2", "--num-return-sequences", "3"], "more than --num-beams 2 finds"),
+        (["--num-return-sequences", "0"], "--num-return-sequences 0 is out of range"),
+        (
+            ["--num-beams", "2", "--num-return-sequences", "3"],
+            "--num-beams 2 finds 2 texts for a prompt, and 3 are asked",
+        ),
+        (["--num-beams", "2", "--recompute"], "--recompute is for drawing tokens"),
+        (["--num-beams", "2", "--top_k", "3"], "--top-k 3 is for drawing tokens"),
     ],
 )
 def test_contradicting_flags_are_rejected(flags: list[str], says: str) -> None:
