@@ -15,7 +15,7 @@ import torch
 from megatron import __version__, device, log
 from megatron.checkpoint import CheckpointLock
 from megatron.checkpoint.publish import sweep_at_start
-from megatron.checkpoint.record import Progress
+from megatron.checkpoint.record import Progress, Record
 from megatron.config import (
     ControlConfig,
     Machine,
@@ -126,7 +126,8 @@ def _with_epochs(config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer) ->
     """Gives a run of --epochs its length, for which the training data are counted."""
     if config.finetuning.epochs is None or config.control.eval_only:
         return config
-    data, length, seed, examples = config.data, config.data.seq_length, config.random.seed, example_options(config)
+    data, length, seed = config.data, config.data.seq_length, config.random.seed
+    examples = ExampleOptions.of(config.finetuning, config.loss, data)
     return resolve_epochs(config, run_on_first(mesh, lambda: epoch_samples(data, length, seed, tokenizer, examples)))
 
 
@@ -165,16 +166,8 @@ def _build(
         config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
     tasks = open_tasks(config.control.eval_tasks, tokenizer, config.model, mesh)
-    freezing = find_freezing(
-        config.finetuning, config.control, gpt_layers(config.model, mesh), mesh, saved.record if saved else None
-    )
-    engine = build_engine(config, mesh, freezing)
+    engine, sizes = _open_engine(config, mesh, saved.record if saved else None)
     writer = open_writer(config.control, config.saving, engine, lock, is_required=config.was_given("saving.async_save"))
-    check_layers(engine, config.model.num_layers)
-    sizes = parameter_counts(engine)
-    log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes[:2]))
-    if freezing.frozen:
-        log.info(trained_line(sizes[2], sizes[0]))
     record, progress = load_tensors(config.control, engine, saved)
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
@@ -186,8 +179,6 @@ def _build(
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
     engine.objective = build_objective(config, mesh, source_count=len(names))
-    if config.loss.reweight_loss_based_on_position_frequency:
-        log.info("Using loss reweighting")
     return Run(
         config=config,
         mesh=mesh,
@@ -210,6 +201,20 @@ def _build(
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
         tasks=tasks,
     )
+
+
+def _open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) -> tuple[Engine, tuple[int, int, int]]:
+    """Builds the engine and shows the size of its network; see `parameter_counts`."""
+    freezing = find_freezing(config.finetuning, config.control, gpt_layers(config.model, mesh), mesh, record)
+    engine = build_engine(config, mesh, freezing)
+    check_layers(engine, config.model.num_layers)
+    sizes = parameter_counts(engine)
+    log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes[:2]))
+    if freezing.frozen:
+        log.info(trained_line(sizes[2], sizes[0]))
+    if config.loss.reweight_loss_based_on_position_frequency:
+        log.info("Using loss reweighting")
+    return engine, sizes
 
 
 def _path(text: str | None) -> Path | None:

@@ -31,25 +31,27 @@ class LoadedCompleter:
     def __call__(self, prompts: Sequence[str], max_new_tokens: int, stop_texts: Sequence[str]) -> list[str]:
         """The continuations of prompts, up to the first stop text, the end of the document or the most new tokens.
 
-        A prompt that leaves no room for `max_new_tokens` loses its first tokens. Collective over all ranks, which pass
-        the same prompts; the result is the same on every rank.
-
-        Raises:
-            ConfigError: the network has too few positions for `max_new_tokens`.
+        A prompt that leaves no room for `max_new_tokens` loses its first tokens, but keeps half of the positions.
+        Collective over all ranks, which pass the same prompts; the result is the same on every rank.
         """
+        room = max(self.loaded.positions - max_new_tokens, self.loaded.positions // 2)
+        start = [] if self.loaded.eod_id is None else [self.loaded.eod_id]
+        encoded = [self.loaded.tokenizer.encode(prompt)[-room:] or start for prompt in prompts]
+        return self.continue_tokens(encoded, max_new_tokens, stop_texts)
+
+    def continue_tokens(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_texts: Sequence[str]
+    ) -> list[str]:
+        """The same for prompts that are tokens already, and are taken as they are."""
         replicas = self.loaded.mesh.batch
         own = [self._request(number, prompts[number], max_new_tokens) for number in range(len(prompts))]
         texts = self._texts(own[replicas.rank :: replicas.size], stop_texts)
         by_replica = all_gather_json(texts, replicas)
         return [by_replica[number % replicas.size][number // replicas.size] for number in range(len(prompts))]
 
-    def _request(self, number: int, prompt: str, max_new_tokens: int) -> Request:
-        eod_id = self.loaded.eod_id
-        start = [] if eod_id is None else [eod_id]
-        room = max(self.loaded.positions - max_new_tokens, 1)
-        tokens = self.loaded.tokenizer.encode(prompt)[-room:] or start
-        stops = frozenset(start)
-        return Request(str(number), tuple(tokens), max_new_tokens, self.sampling, number, stop_ids=stops)
+    def _request(self, number: int, prompt: Sequence[int], max_new_tokens: int) -> Request:
+        stops = frozenset(() if self.loaded.eod_id is None else (self.loaded.eod_id,))
+        return Request(str(number), tuple(prompt), max_new_tokens, self.sampling, number, stop_ids=stops)
 
     def _texts(self, requests: Sequence[Request], stop_texts: Sequence[str]) -> list[str]:
         """The text of each request up to its first stop text, at which its generation ends."""

@@ -170,7 +170,10 @@ class _Methods:
                 f"(--max-position-embeddings {self.max_length}), prompt included. Set max_gen_toks in the task's "
                 f"generation_kwargs to at most {self.max_length - 1}."
             )
-        return LoadedCompleter(self.loaded, _sampling(settings), keeps_blanks=True)(contexts, new_tokens, stops)
+        room = self.max_length - new_tokens
+        prompts = [self.tok_encode(context)[-room:] or [self.prefix_token_id] for context in contexts]
+        completer = LoadedCompleter(self.loaded, _sampling(settings), keeps_blanks=True)
+        return completer.continue_tokens(prompts, new_tokens, stops)
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """Refuses chats.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,8 @@ from tests.inference.checkpoints import make_checkpoint
 from tests.inference.harness.harness_tasks import TASKS, offline, write_tasks
 
 pytest.importorskip("lm_eval")
+
+GUIDE = Path(__file__).resolve().parents[3] / "docs" / "evaluation_harness.md"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,29 +51,25 @@ def figures(path: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_ranks_find_what_one_process_finds(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_of_the_guide_finds_on_one_process_what_ranks_find(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = [
-        "--task_list",
-        ",".join(TASKS),
-        "--adaptive_seq_len",
-        "--bootstrap_iters",
-        "10",
-        "--micro_bs_multiplier",
-        "2",
-    ]
-    assert evaluate.main([*flags, *more, "--intermed_results", "--results_path", str(tmp_path / "one.json")]) == 0
-    one = json.loads((tmp_path / "one.json").read_text())
+    (command,) = re.findall(r"```bash\npython tasks/eval_harness/evaluate.py (.*?)```", GUIDE.read_text(), flags=re.S)
+    words = shlex.split(command.replace("\\\n", " "))
+    for name, source in (("my_tasks", flags[3]), ("checkpoints/demo", flags[1])):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(source)
+    monkeypatch.chdir(tmp_path)
+    assert evaluate.main(words) == 0
+    one = json.loads((tmp_path / "harness.json").read_text())
     assert set(one["results"]) == set(TASKS) == set(one["versions"])
     assert '"own_choices"' in capsys.readouterr().out
-    split = ["--tensor-model-parallel-size", "2", "--eval_fp32", "--results_path", str(tmp_path / "two.json")]
-    assert run_ranks(run_here, 2, [*flags, *more, *split]) == [0] * 2
-    first, second = figures(tmp_path / "one.json"), figures(tmp_path / "two.json")
-    numbers = {name for name, value in first.items() if isinstance(value, int | float)}
-    assert len(numbers) > 8
-    for name in numbers - {name for name in numbers if "stderr" in name}:
-        assert second[name] == pytest.approx(first[name], rel=1e-4), name
+    words[words.index("harness.json")] = "ranks.json"
+    assert run_ranks(run_here, 2, [*words, "--tensor-model-parallel-size", "2", "--eval_fp32"]) == [0, 0]
+    first, second = figures(tmp_path / "harness.json"), figures(tmp_path / "ranks.json")
+    numbers = [name for name, value in first.items() if isinstance(value, int | float) and "stderr" not in name]
+    assert len(numbers) > 5
+    assert {name: second[name] for name in numbers} == pytest.approx({name: first[name] for name in numbers}, rel=1e-4)
 
 
 @pytest.mark.parametrize(

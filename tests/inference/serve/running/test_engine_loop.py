@@ -15,6 +15,12 @@ from megatron.inference.serve.running.engine_loop import Add, Arrival, Cancel, C
 from tests.inference.serve.fakes import WRONG_TOKEN, FakeEngine
 
 
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle loop looks at its engine at once, which is how these tests end it."""
+    monkeypatch.setattr(engine_loop, "_IDLE_CHECK_SECONDS", 0.001)
+
+
 def requests(job: str, count: int, tokens: int = 3, prompt: tuple[int, ...] = (5,)) -> tuple[Request, ...]:
     """Sequences of one request."""
     return tuple(Request(f"{job}/{place}", prompt, tokens, Sampling(), place) for place in range(count))
@@ -88,8 +94,7 @@ def test_stop_drops_what_is_left() -> None:
     assert not thread.is_alive() and engine.cancelled == ["a/0"]
 
 
-def test_the_idle_engine_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_loop, "_IDLE_CHECK_SECONDS", 0.001)
+def test_the_idle_engine_is_looked_at() -> None:
     looks = 0
 
     def look() -> None:
