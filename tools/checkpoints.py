@@ -132,7 +132,17 @@ def _list(directory: Path, *, as_json: bool) -> int:
     for entry in entries:
         if entry.problem:
             log.line(f"{entry.path.name}: {entry.problem}")
+    _say_best(entries)
     return ExitCode.DONE
+
+
+def _say_best(entries: Sequence[Entry]) -> None:
+    """Names the checkpoint with the lowest validation loss, where that is not the one which --load would take."""
+    known = [entry for entry in entries if entry.summary is not None and not entry.problem]
+    rated = [(entry.summary.validation_loss, -entry.step, entry.path) for entry in known if entry.summary is not None]
+    losses = [(loss, step, path) for loss, step, path in rated if loss is not None]
+    if losses and min(losses)[2] != known[0].path:
+        log.line(f"the lowest validation loss has {min(losses)[2].name}: --load {min(losses)[2]}")
 
 
 def _row(entry: Entry) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError, printable
 
 LARGEST_LOGIT_BIAS = 100.0
+LARGEST_LENGTH_PENALTY = 10.0
+MOST_BEAMS = 256
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,40 @@ class SamplingFlags(ConfigSection):
             read_logit_bias(self.logit_bias)
         except ConfigError as failure:
             yield from failure.problems
+
+
+@dataclass(frozen=True)
+class BeamFlags(ConfigSection):
+    """Flags of a tool that can search for the most probable texts instead of drawing them.
+
+    Source: names and meaning, transformers `GenerationConfig`.
+    """
+
+    num_beams: int = flag(
+        1, "beam search with this many texts, instead of drawing; 1 does not", at_least=1,
+        at_most=MOST_BEAMS, spelled=("--num_beams",),
+    )  # fmt: skip
+    length_penalty: float = flag(
+        1.0, "power of the length by which a beam's log-probability is divided; higher favors longer texts",
+        at_least=-LARGEST_LENGTH_PENALTY, at_most=LARGEST_LENGTH_PENALTY, spelled=("--length_penalty",),
+    )  # fmt: skip
+    early_stopping: str = flag(
+        "false", "when a beam search ends, once --num-beams texts are finished: at once (true), when the best running "
+        "text could not get among them if it ended now (false), or at any length (never)",
+        choices=("false", "true", "never"), spelled=("--early_stopping",),
+    )  # fmt: skip
+    num_return_sequences: int = flag(
+        1, "texts for each prompt: the best beams, or draws with different sample indices", at_least=1,
+        spelled=("--num_return_sequences",),
+    )  # fmt: skip
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if 1 < self.num_beams < self.num_return_sequences:
+            yield (
+                f"--num-return-sequences {self.num_return_sequences} is more than --num-beams {self.num_beams} finds. "
+                f"Ask for at most {self.num_beams} texts, or search with more beams."
+            )
 
 
 def read_logit_bias(words: Sequence[str]) -> tuple[tuple[int, float], ...]:

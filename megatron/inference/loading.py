@@ -49,6 +49,11 @@ class LoadedModel:
         return min(self.config.model.vocab_size, self.tokenizer.vocab_size)
 
     @property
+    def sees_prompts(self) -> bool:
+        """Whether the tokens of a prompt attend to each other in both directions, as prefixes did in training."""
+        return self.config.loss.has_prefixes
+
+    @property
     def positions(self) -> int:
         """The most tokens of one text, prompt included (--max-position-embeddings)."""
         return self.config.model.max_position_embeddings

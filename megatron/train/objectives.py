@@ -55,7 +55,7 @@ def step_settings(config: RunConfig) -> StepSettings:
         recompute=recompute,
         restart_positions=config.documents.reset_position_ids or packed,
         mask=MaskKind.DOCUMENTS if config.documents.reset_attention_mask or packed else MaskKind.CAUSAL,
-        has_prefixes=has_prefixes(config),
+        has_prefixes=config.loss.has_prefixes,
         dtype=getattr(torch, config.precision.dtype_name),
     )
 
@@ -67,7 +67,7 @@ def batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
         vocab_size=config.model.vocab_size,
         eod_mask_loss=config.documents.eod_mask_loss,
         segments=config.documents.needs_segments or packs_examples(config),
-        prefixes=has_prefixes(config),
+        prefixes=config.loss.has_prefixes,
     )
 
 
@@ -85,11 +85,6 @@ def with_prefixes(datasets: SplitDatasets, config: RunConfig, tokenizer: Tokeniz
         valid={name: prefixed(dataset) for name, dataset in datasets.valid.items()},
         test={name: prefixed(dataset) for name, dataset in datasets.test.items()},
     )
-
-
-def has_prefixes(config: RunConfig) -> bool:
-    """Whether tokens attend to a prefix or to inputs in both directions."""
-    return config.loss.has_prefixes
 
 
 def packs_examples(config: RunConfig) -> bool:

@@ -62,7 +62,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
     "megatron.train": ("restarts", "tasks", "."),
-    "megatron.inference": ("sampling", ".", "generation", "serve"),
+    "megatron.inference": ("sampling", ".", "beams", "generation", "serve"),
     "megatron.inference.serve": ("requests", "running", "."),
     "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
     "megatron.evaluation": (".", "baselines", "tasks", "report"),

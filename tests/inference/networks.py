@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.config import LossConfig
 from megatron.inference.generation import Completion, Request
 from megatron.inference.loading import LoadedModel
 from megatron.inference.sampling import Sampling
@@ -19,13 +20,16 @@ GREEDY = Sampling(greedy=True)
 
 
 def load(
-    changes: dict[str, Any] | None = None, mesh: ParallelMesh | None = None, dtype: torch.dtype = torch.float32
+    changes: dict[str, Any] | None = None,
+    mesh: ParallelMesh | None = None,
+    dtype: torch.dtype = torch.float32,
+    objective: str = "causal",
 ) -> LoadedModel:
     """This rank's part of a small network of 101 words and 16 positions (more if `changes` say so)."""
     changes = {"init_method_std": 0.4, **(changes or {})}
     mesh = mesh or ParallelMesh.single()
     model = build(changes, mesh).eval().to(dtype)
-    config: Any = SimpleNamespace(model=config_of(changes))
+    config: Any = SimpleNamespace(model=config_of(changes), loss=LossConfig(objective=objective))
     tokenizer: Any = SimpleNamespace(vocab_size=101)
     return LoadedModel(config, mesh, tokenizer, model, Path("nowhere"), 0)
 

@@ -56,8 +56,13 @@ def recompute(loaded: LoadedModel, request: Request) -> Completion:
     tokens, generated = list(request.prompt), []
     finish: Finish | None = None
     while finish is None:
-        context = StepSettings().context(torch.zeros(1, dtype=torch.int64, device=device), first_sample=0)
         inputs = torch.tensor([tokens], device=device)  # [1, s]
+        prefix = torch.arange(len(tokens), device=device)[None] < len(request.prompt)  # [1, s]
+        context = StepSettings().context(
+            torch.zeros(1, dtype=torch.int64, device=device),
+            prefix_mask=prefix if loaded.sees_prompts else None,
+            first_sample=0,
+        )
         scores = forward(inputs, context, torch.tensor([len(tokens) - 1], device=device))
         (chosen,) = choose_on_all(scores, [chooser], loaded)
         tokens.append(chosen.token)

@@ -27,6 +27,8 @@ class GenerationEngine:
     its most probable tokens are that close, or a draw falls that close to the boundary between two tokens. Of equal
     scores the lowest token is chosen.
 
+    A network that was trained with `--objective prefix` or `multitask` attends to a prompt in both directions.
+
     All ranks of a model copy call the same methods in the same order; one rank chooses the tokens, so that they are
     equal on all ranks whatever their scores. Not to be used from several threads at once.
 
@@ -45,7 +47,9 @@ class GenerationEngine:
         self.loaded = loaded
         limits = Limits(max_sequences, 0, short_context=loaded.config.model.short_context)
         room = max_sequences * limits.reserved(loaded.positions) if max_tokens is None else max_tokens
-        self._limits = Limits(max_sequences, room, short_context=limits.short_context)
+        self._limits = Limits(
+            max_sequences, room, whole_prompts=loaded.sees_prompts, short_context=limits.short_context
+        )
         self._schedule = Schedule(self._limits)
         self._forward = Forward(loaded)
         self._cancelled: list[str] = []
@@ -95,7 +99,7 @@ class GenerationEngine:
         """
         self.check(request)
         chooser = Chooser(request.sampling, request.prompt, request.sample, request.top_logprobs)
-        cache = TextCache(self._limits.block_tokens)
+        cache = TextCache(self._limits.block_tokens, prefix=len(request.prompt) if self.loaded.sees_prompts else 0)
         last = last_length(request, self.loaded)
         self._schedule.waiting.append(Text(request, list(request.prompt), last, cache, chooser))
 

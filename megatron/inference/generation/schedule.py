@@ -50,6 +50,8 @@ class Limits:
         tokens: tokens of all running texts at their full lengths, counted in whole blocks.
         chunk_tokens: tokens of a prompt that are computed in one step.
         block_tokens: tokens of a block of the cache.
+        whole_prompts: whether a prompt is computed in one step, however long it is, because its tokens attend to each
+            other in both directions.
         short_context: length beyond which all tokens of a text are rotated otherwise, so that its cache is made anew;
             None if there is none.
     """
@@ -58,6 +60,7 @@ class Limits:
     tokens: int
     chunk_tokens: int = 128
     block_tokens: int = 32
+    whole_prompts: bool = False
     short_context: int | None = None
 
     def reserved(self, length: int) -> int:
@@ -110,8 +113,8 @@ class Schedule:
             if text.pending == 1:
                 parts.append(Part(text, 1))
                 continue
-            count = min(text.pending, self.limits.chunk_tokens)
-            if count <= left:
+            count = text.pending if self.limits.whole_prompts else min(text.pending, self.limits.chunk_tokens)
+            if count <= left or left == self.limits.chunk_tokens:
                 parts.append(Part(text, count))
                 left -= count
         return parts

@@ -25,11 +25,8 @@ class LoadedCompleter:
     def __call__(self, prompts: Sequence[str], max_new_tokens: int, stop_texts: Sequence[str]) -> list[str]:
         """The continuations of prompts, up to the first stop text, the end of the document or the most new tokens.
 
-        A prompt that leaves no room for `max_new_tokens` loses its first tokens. Collective over all ranks, which pass
-        the same prompts; the result is the same on every rank.
-
-        Raises:
-            ConfigError: the network has too few positions for `max_new_tokens`.
+        A prompt that leaves no room for `max_new_tokens` loses its first tokens, but keeps half of the positions.
+        Collective over all ranks, which pass the same prompts; the result is the same on every rank.
         """
         replicas = self.loaded.mesh.batch
         own = [self._request(number, prompts[number], max_new_tokens) for number in range(len(prompts))]
@@ -44,7 +41,7 @@ class LoadedCompleter:
     def _request(self, number: int, prompt: str, max_new_tokens: int) -> Request:
         eod_id = self.loaded.eod_id
         start = [] if eod_id is None else [eod_id]
-        room = max(self.loaded.positions - max_new_tokens, 1)
+        room = max(self.loaded.positions - max_new_tokens, self.loaded.positions // 2)
         tokens = self.loaded.tokenizer.encode(prompt)[-room:] or start
         stops = frozenset(start)
         return Request(str(number), tuple(tokens), max_new_tokens, Sampling(greedy=True), stop_ids=stops)

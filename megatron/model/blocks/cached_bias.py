@@ -20,7 +20,12 @@ def visible_keys(keys: torch.Tensor, queries: int, window: int | None) -> torch.
 
 
 def cached_bias(
-    context: StepContext, query: torch.Tensor, keys: int, window: int | None, slopes: tuple[float, ...] = ()
+    context: StepContext,
+    query: torch.Tensor,
+    keys: int,
+    window: int | None,
+    slopes: tuple[float, ...] = (),
+    prefix: int = 0,
 ) -> torch.Tensor | None:
     """The bias of the scores of new tokens; None if the plain causal mask suffices.
 
@@ -33,6 +38,7 @@ def cached_bias(
         keys: number of visible keys.
         window: tokens that a token may attend to, itself included; None for all.
         slopes: this rank's slopes of a linear bias; empty for none.
+        prefix: how many of the text's first tokens attend to each other in both directions.
 
     Raises:
         ConfigError: documents are to be separated.
@@ -44,6 +50,11 @@ def cached_bias(
         )
     if window is not None and window >= keys:
         window = None
+    if prefix > 1 and length == keys:  # later tokens come after it, and see what is visible to all
+        return context.once(
+            ("cached bias", length, keys, window, slopes, query.dtype, prefix),
+            lambda: local_bias(query, keys, window, slopes, torch.arange(keys, device=query.device)[None] < prefix),
+        )
     if not slopes and (length == 1 or (window is None and keys == length)):
         return None
     return context.once(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,19 +13,20 @@ from megatron.errors import ConfigError
 Layer = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class CachedText:
+class CachedText(NamedTuple):
     """What some consecutive queries may attend to: the keys and values of their text, whose last ones are their own.
 
     Shapes: keys and values `[b, g/t, k, d]`.
 
     Attributes:
         queries: how many places along s belong to this text.
+        prefix: how many of its first keys the queries before them may attend to as well.
     """
 
     queries: int
     keys: torch.Tensor
     values: torch.Tensor
+    prefix: int = 0
 
 
 class KeyValueCaches(Protocol):
@@ -110,10 +111,12 @@ class TextCache:
 
     Args:
         block_tokens: tokens of a block.
+        prefix: how many of its first tokens attend to each other in both directions; they come in one step.
     """
 
     block_tokens: int
     length: int = 0
+    prefix: int = 0
     _layers: dict[int, Layer] = field(default_factory=dict)
 
     @property
@@ -137,7 +140,7 @@ class TextCache:
         all_keys, all_values = held
         all_keys.narrow(2, first, count).copy_(keys)
         all_values.narrow(2, first, count).copy_(values)
-        return CachedText(count, all_keys.narrow(2, 0, stop), all_values.narrow(2, 0, stop))
+        return CachedText(count, all_keys.narrow(2, 0, stop), all_values.narrow(2, 0, stop), self.prefix)
 
     def clear(self) -> None:
         """Forgets all tokens and frees their memory."""

@@ -20,6 +20,11 @@ def test_positions_are_weighed_only_where_prefixes_are_random() -> None:
     assert LossConfig(objective="prefix", reweight_loss_based_on_position_frequency=True)
 
 
+@pytest.mark.parametrize(("objective", "sees"), [("causal", False), ("prefix", True), ("multitask", True)])
+def test_prefixes_and_inputs_are_seen_in_both_directions(objective: str, sees: bool) -> None:
+    assert LossConfig(objective=objective).has_prefixes is sees
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from megatron.checkpoint import read_tensors
 from megatron.checkpoint.manifest import read_manifest
+from megatron.config import parse
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, train, train_here, write_tiny_corpus
 
@@ -113,3 +115,13 @@ def test_wrong_patterns_are_refused_before_training(corpus: TinyCorpus, base: Pa
     ):
         code, message = train(tuned(corpus, base, "--freeze", pattern, save=None))
         assert code == 64 and text in message
+
+
+def test_the_command_of_the_guide_parses() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "freezing.md").read_text()
+    command = text.partition("```bash\n")[2].partition("```")[0]
+    words = [word for word in shlex.split(command) if word != "\n"][2:]
+    place = words.index("--config")
+    network = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 256"
+    request = parse(words[:place] + words[place + 2 :] + f"{network} --vocab-file v --merge-file m".split())
+    assert request.finetuning.freeze == ("embedding.*", "decoder.layers.[0-7].*") and request.finetuning.epochs == 3

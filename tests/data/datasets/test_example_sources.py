@@ -1,0 +1,197 @@
+"""Examples as sources of a run: splits, blends, epochs, resumes, caches, and flags that need them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config import DataConfig
+from megatron.data.datasets.build import build_split_datasets, check_sources, data_fingerprint, epoch_samples
+from megatron.data.datasets.examples.options import ExampleOptions
+from megatron.data.loader import BatchOptions, MicroBatches
+from megatron.data.order.plan import DataPlan
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.tokenizer import build_tokenizer
+from tests.data.corpora import write_corpus
+from tests.data.databases import new_database, numbered
+from tests.helpers.vocabulary import write_vocabulary
+
+LENGTH = 31
+PACKED = ExampleOptions(pack=True, on_targets_only=True, needed_by="--pack-examples")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory):
+    return build_tokenizer(write_vocabulary(tmp_path_factory.mktemp("vocabulary"), 400))
+
+
+def write(path: Path, count: int, word: str = "to") -> str:
+    records = [{"prompt": f"{word} {number}", "answer": "a" + " b" * (number % 5)} for number in range(count)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def build(tokenizer, *paths: str, samples=(40, 0, 0), plan=None, options=None, consumed=0, **flags):
+    data = DataConfig(**{"seq_length": LENGTH, "data_path": paths, "split": "1,0,0", **flags})
+    return build_split_datasets(
+        data, LENGTH, 1234, samples, plan, consumed=consumed, tokenizer=tokenizer, examples=options
+    )
+
+
+def prompts(dataset, numbers, tokenizer) -> list[str]:
+    return [tokenizer.decode(dataset[number]).partition("\n")[0] for number in numbers]
+
+
+def test_splits_hold_out_examples_packed_or_not(tmp_path: Path, tokenizer) -> None:
+    path = write(tmp_path / "chat.jsonl", 40)
+    for options in (None, PACKED):
+        datasets, plan = build(tokenizer, path, samples=(100, 20, 0), split="8,2,0", options=options)
+        assert plan.train is not None
+        found = {}
+        for name, dataset, group in (
+            ("train", datasets.train, plan.train),
+            ("valid", datasets.valid["valid"], plan.valid[0]),
+        ):
+            rows = group.sources[0].last
+            texts = "".join(tokenizer.decode(dataset[number]) for number in range(rows))
+            found[name] = {int(part.partition("\n")[0]) for part in texts.split("to ")[1:]}
+        assert found == {"train": set(range(32)), "valid": set(range(32, 40))}
+
+
+def test_every_epoch_has_all_examples_in_another_order(tmp_path: Path, tokenizer) -> None:
+    datasets, _ = build(tokenizer, write(tmp_path / "chat.jsonl", 20), samples=(40, 0, 0))
+    first, second = (prompts(datasets.train, numbers, tokenizer) for numbers in (range(20), range(20, 40)))
+    assert sorted(first) == sorted(second) == sorted(f"to {number}" for number in range(20))
+    assert first != second
+
+
+def test_batches_carry_segments_and_masks_whatever_the_ranks(tmp_path: Path, tokenizer) -> None:
+    datasets, _ = build(tokenizer, write(tmp_path / "chat.jsonl", 40), samples=(8, 0, 0), options=PACKED)
+    options = BatchOptions(eod_id=tokenizer.eod_id, segments=True)
+
+    def read(dp_size: int) -> dict[int, tuple[list[int], list[float], list[int]]]:
+        found = {}
+        for rank in range(dp_size):
+            batches = MicroBatches(
+                datasets.train, first_sample=0, global_batch_size=8, micro_batch_size=2, dp_rank=rank,
+                dp_size=dp_size, options=options,
+            )  # fmt: skip
+            for batch in batches:
+                for place, number in enumerate(batch.sample_ids.tolist()):
+                    rows = (batch.tokens, batch.loss_mask, batch.segment_ids)
+                    found[number] = tuple(row[place].tolist() for row in rows)
+        return found
+
+    assert read(1) == read(2) == read(4)
+    tokens, mask, segments = read(1)[0]
+    assert segments[0] == 0 and max(segments) > 1 and 0 < sum(mask) < len(mask)
+    assert all(not counts for token, counts, one in zip(tokens, mask, segments, strict=True) if one == max(segments))
+
+
+def test_a_resume_continues_the_order_and_notices_a_changed_file(tmp_path: Path, tokenizer) -> None:
+    path = write(tmp_path / "chat.jsonl", 20)
+    whole, _ = build(tokenizer, path, samples=(60, 0, 0), options=PACKED)
+    _, plan = build(tokenizer, path, samples=(10, 0, 0), options=PACKED)
+    stored = DataPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    (tmp_path / "moved").mkdir()
+    moved = str((tmp_path / "chat.jsonl").rename(tmp_path / "moved" / "chat.jsonl"))
+    resumed, _ = build(tokenizer, moved, samples=(10, 0, 0), plan=stored, options=PACKED, consumed=5)
+    for number in range(10):
+        assert resumed.train[number].tolist() == whole.train[number].tolist()
+    with pytest.raises(DataError, match="The training data is not that of the run to be resumed"):
+        build(tokenizer, moved, plan=stored, consumed=5)  # in rows of their own now
+    write(tmp_path / "moved" / "chat.jsonl", 20, "of")
+    with pytest.raises(DataError, match="The training data is not that of the run to be resumed"):
+        build(tokenizer, moved, plan=stored, options=PACKED, consumed=5)
+
+
+def test_blends_of_files_and_stores(tmp_path: Path, tokenizer) -> None:
+    pairs = [(f"of {number}", "a") for number in range(10)]
+    with new_database("sqlite", tmp_path) as database:
+        database.write_pairs({"chat": numbered(pairs)})
+        path, store = write(tmp_path / "chat.jsonl", 30), database.address("chat")
+        datasets, plan = build(tokenizer, "3", path, "1", store, samples=(40, 0, 0))
+    assert plan.train is not None and len(plan.train.sources) == 2
+    found = prompts(datasets.train, range(40), tokenizer)
+    assert sum(text.startswith("of") for text in found) == 10
+    assert (tmp_path / "index-cache").is_dir()
+
+
+def test_indices_lie_beside_the_data_or_where_they_are_wanted(tmp_path: Path, tokenizer) -> None:
+    path = write(tmp_path / "chat.jsonl", 20)
+    build(tokenizer, path, options=PACKED, data_cache_path=str(tmp_path / "elsewhere"))
+    names = {found.name.partition("-")[0] for found in (tmp_path / "elsewhere").glob("*.npy")}
+    assert names == {"examples", "rows"}
+    assert not (tmp_path / "index-cache").exists()
+    build(tokenizer, f"{tmp_path}/*.jsonl", options=PACKED)
+    assert (tmp_path / "index-cache").is_dir()
+
+
+def test_samples_of_an_epoch_are_the_rows_of_the_training_split(tmp_path: Path, tokenizer) -> None:
+    path = write(tmp_path / "chat.jsonl", 40)
+
+    def count(*paths: str, options=None, **flags) -> int:
+        data = DataConfig(**{"seq_length": LENGTH, "data_path": paths, "split": "1,0,0", **flags})
+        return epoch_samples(data, LENGTH, 1234, tokenizer, options)
+
+    assert count(path) == 40
+    assert count(path, split="3,1,0") == 30
+    _, plan = build(tokenizer, path, options=PACKED)
+    assert plan.train is not None
+    assert count(path, options=PACKED) == plan.train.sources[0].last < 20
+    corpus = write_corpus(tmp_path / "corpus", [50, 14])
+    assert count(corpus) == 63 // LENGTH
+    with pytest.raises(DataError, match="No sequences are left for training"):
+        count(path, split="0,1,0")
+
+
+def test_facts_of_examples_are_their_number_and_content(tmp_path: Path) -> None:
+    path = write(tmp_path / "chat.jsonl", 3)
+    (facts,) = data_fingerprint(DataConfig(seq_length=LENGTH, data_path=(path,))).values()
+    assert facts["files"] == 1 and len(str(facts["sha256"])) == 64
+    with new_database("sqlite", tmp_path) as database:
+        database.write_pairs({"chat": numbered([("q", "a")])})
+        (facts,) = data_fingerprint(DataConfig(seq_length=LENGTH, data_path=(database.address("chat"),))).values()
+    assert facts["examples"] == 1
+
+
+def test_flags_for_examples_are_refused_with_other_data(tmp_path: Path, tokenizer) -> None:
+    corpus = write_corpus(tmp_path / "corpus", [50, 14])
+    data = DataConfig(seq_length=LENGTH, data_path=(corpus,))
+    with pytest.raises(ConfigError, match=f"--pack-examples is for examples with answers .*{corpus} does not hold"):
+        check_sources(data, LENGTH, needed_by="--pack-examples")
+    with pytest.raises(ConfigError, match="--pack-examples is for examples"):
+        build(tokenizer, corpus, options=PACKED)
+    with new_database("sqlite", tmp_path) as database:
+        database.write({"web": numbered(["a text"])})
+        database.write_pairs({"chat": numbered([("q", "a")])})
+        web, chat = (DataConfig(seq_length=LENGTH, data_path=(database.address(name),)) for name in ("web", "chat"))
+        with pytest.raises(ConfigError, match="--loss-on-targets-only is for examples"):
+            check_sources(web, LENGTH, needed_by="--loss-on-targets-only")
+        check_sources(chat, LENGTH, needed_by="--loss-on-targets-only")
+
+
+def test_what_examples_cannot_be(tmp_path: Path, tokenizer) -> None:
+    path = write(tmp_path / "chat.jsonl", 3)
+    data = DataConfig(seq_length=LENGTH, data_path=(path,))
+    check_sources(data, LENGTH)
+    with pytest.raises(ConfigError, match="holds examples with answers, which --objective prefix does not train on"):
+        check_sources(data, LENGTH, "prefix")
+    with pytest.raises(DataError, match="--objective multitask trains on pairs"):
+        check_sources(data, LENGTH, "multitask")
+    with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
+        check_sources(DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/none.jsonl",)), LENGTH)
+    with pytest.raises(ConfigError, match="Examples are encoded while they are read, which needs a tokenizer"):
+        build(None, path)
+
+
+def test_tokens_are_located_by_line(tmp_path: Path, tokenizer) -> None:
+    datasets, _ = build(tokenizer, write(tmp_path / "chat.jsonl", 20), options=PACKED)
+    assert "chat.jsonl:" in datasets.train.locate(0, 2)
+    assert datasets.train.locate(0, 2).endswith(": token 2 of the example")
+    (span,) = datasets.train.spans(0)
+    assert span.tokens == LENGTH + 1
+    assert isinstance(datasets.train.read(0).segment_ids, np.ndarray)
