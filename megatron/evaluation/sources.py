@@ -84,8 +84,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                         f"{path} line {number} is longer than {MOST_LINE_BYTES:,} bytes. Is it the right file?"
                     )
                 yield number, _decoded(line, f"{path} line {number}").rstrip("\r\n")
-    except OSError as failure:
-        raise DataError(f"{path} cannot be read: {failure.strerror or failure}. Give a readable file.") from failure
+    except (OSError, ValueError) as failure:  # ValueError: a path that no file can have
+        reason = getattr(failure, "strerror", None) or failure
+        raise DataError(f"{path} cannot be read: {reason}. Give a readable file.") from failure
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -157,8 +158,9 @@ def _whole_text(path: Path) -> str:
     try:
         with path.open("rb") as stream:
             content = stream.read(MOST_TEXT_BYTES + 1)
-    except OSError as failure:
-        raise DataError(f"{path} cannot be read: {failure.strerror or failure}. Give a readable file.") from failure
+    except (OSError, ValueError) as failure:  # ValueError: a path that no file can have
+        reason = getattr(failure, "strerror", None) or failure
+        raise DataError(f"{path} cannot be read: {reason}. Give a readable file.") from failure
     if len(content) > MOST_TEXT_BYTES:
         raise DataError(f"{path} holds more than {MOST_TEXT_BYTES:,} bytes. Split it, or give a token file.")
     return _decoded(content, str(path)).removeprefix("\ufeff")

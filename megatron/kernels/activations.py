@@ -36,7 +36,7 @@ def gated(x: torch.Tensor, name: str) -> torch.Tensor:
 
     Source: Shazeer, "GLU variants improve transformer", 2020, section 2.
     """
-    if name in ("silu", "gelu", "gelu_tanh"):
+    if name in ("silu", "gelu", "gelu_tanh") and torch.is_grad_enabled():
         return _Gated.apply(x, name)  # type: ignore[no-any-return]
     gate, up = x.unbind(-2)
     return activation(gate, name) * up

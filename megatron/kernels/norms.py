@@ -26,7 +26,25 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered
 
     Source: Zhang and Sennrich, "Root mean square layer normalization", 2019, equation 4.
     """
-    return _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-any-return]
+    return _normalized(x, weight, eps, zero_centered)[0]
+
+
+def _normalized(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm, and the inverse of the root mean square of each row.
+
+    Shapes: x `[..., h]`; results `[..., h]` and `[..., 1]`.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
+    normalized = x * inverse
+    if zero_centered:
+        return normalized.mul_(weight.to(wide) + 1).to(x.dtype), inverse
+    return normalized.to(x.dtype).mul_(weight), inverse
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -34,15 +52,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps, zero_centered):  # type: ignore[no-untyped-def]
-        wide = torch.promote_types(x.dtype, torch.float32)
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        inverse = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]
+        result, inverse = _normalized(x, weight, eps, zero_centered)
         ctx.save_for_backward(x, weight, inverse)
         ctx.zero_centered = zero_centered
-        normalized = x * inverse
-        if zero_centered:
-            return normalized.mul_(weight.to(wide) + 1).to(x.dtype)
-        return normalized.to(x.dtype).mul_(weight)
+        return result
 
     @staticmethod
     @once_differentiable

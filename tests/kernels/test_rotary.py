@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.kernels.rotary import rotate
+from megatron.kernels.rotary import doubled, rotate, rotate_few
 
 
 def _case(width: int, batch: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -49,3 +49,12 @@ def test_half_precision_is_rounded_once(interleaved: bool) -> None:
     assert torch.equal(y, exact.bfloat16())
     y.backward(torch.ones_like(y))
     assert x.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotating_a_few_tokens_gives_the_same(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    angles = torch.rand(1, 1, 4, 4, generator=torch.Generator().manual_seed(2)) * 9
+    expected = rotate(x, angles.cos(), angles.sin())
+    found = rotate_few(x, *doubled(angles.cos(), angles.sin()))
+    assert found.dtype == dtype and torch.equal(found, expected)

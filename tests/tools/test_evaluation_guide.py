@@ -29,7 +29,8 @@ def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
     for name in ("data", "checkpoints", "made"):
         (tmp_path / name).mkdir()
     made = make_checkpoint(tmp_path / "made")
-    (tmp_path / "checkpoints" / "demo").symlink_to(made)
+    for name in ("demo", "other"):
+        (tmp_path / "checkpoints" / name).symlink_to(made)
     vocabulary, merges = (str(made.parent / name) for name in ("demo-vocab.json", "demo-merges.txt"))
     tokenizer = build_tokenizer(TokenizerChoice("GPT2BPETokenizer", vocabulary, merges))
     with IndexedWriter(str(tmp_path / "data" / "demo_text_document"), np.uint16) as writer:
@@ -51,6 +52,7 @@ torchrun() {{ "{python}" -m torch.distributed.run --master-addr 127.0.0.1 "$@"; 
     for name in ("WIKITEXT103", "LAMBADA"):
         assert f" validation results on {name} | " in finished.stdout
     assert "lambada:passages (lambada; 10 items)" in finished.stdout
+    assert "no difference shown" in finished.stdout
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,8 @@ from megatron.evaluation.tasks.task import SHOWN_MISTAKES, Measured, Mistake, sh
 
 # Makes a value of a choice that the right one should have the highest of: (item, number of the choice, its score).
 Preference = Callable[["ChoiceItem", int, Score], float]
+# The same without a score: (item, number of the choice).
+Habit = Callable[["ChoiceItem", int], float]
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,14 @@ class PreparedChoices:
 
     Attributes:
         preferences: how each metric ranks the choices; the first one decides which mistakes are shown.
+        habits: baselines that choose without a model, by name.
         unconditional: queries about each choice without its question; empty if no metric needs them.
     """
 
     items: Sequence[ChoiceItem]
     conditional: Sequence[Query]
     preferences: Mapping[str, Preference]
-    constants: Mapping[str, Measured]
+    habits: Mapping[str, Habit]
     unconditional: Sequence[Query] = ()
     notes: tuple[str, ...] = ()
 
@@ -50,9 +53,18 @@ class PreparedChoices:
         return [*self.conditional, *self.unconditional]
 
     @property
+    def constants(self) -> Mapping[str, Measured]:
+        """What the habits answer."""
+        return {name: constant(self.items, self._leading, value) for name, value in self.habits.items()}
+
+    @property
     def count(self) -> int:
         """Number of items."""
         return len(self.items)
+
+    @property
+    def _leading(self) -> str:
+        return next(iter(self.preferences))
 
     def measure(self, scores: Sequence[Score], *, is_uniform: bool = False) -> Measured:
         """The share of items whose right choice ranks highest, by metric; a tie counts in parts."""
@@ -66,12 +78,11 @@ class PreparedChoices:
                 lambda item, place, number: with_question[place].logprob - alone[place].logprob
             )
         credits = {metric: self._credits(values) for metric, values in rankings.items()}
-        leading = next(iter(rankings))
         per_item = tuple(
             {"item": item.place, **{metric: credits[metric][number] for metric in credits}}
             for number, item in enumerate(self.items)
         )
-        mistakes = () if is_uniform else self._mistakes(rankings[leading], credits[leading])
+        mistakes = () if is_uniform else self._mistakes(rankings[self._leading], credits[self._leading])
         return Measured({metric: mean(values) for metric, values in credits.items()}, per_item, mistakes)
 
     def _ranked(self, value: Callable[[ChoiceItem, int, int], float]) -> list[list[float]]:
@@ -99,7 +110,7 @@ def credit(values: Sequence[float], answer: int) -> float:
     return 1.0 / sum(value == highest for value in values) if values[answer] == highest else 0.0
 
 
-def constant(items: Sequence[ChoiceItem], metric: str, value: Callable[[ChoiceItem, int], float]) -> Measured:
+def constant(items: Sequence[ChoiceItem], metric: str, value: Habit) -> Measured:
     """A baseline that ranks the choices of each item without a model."""
     credits = [credit([value(item, number) for number in range(len(item.choices))], item.answer) for item in items]
     return Measured({metric: mean(credits)})

@@ -18,7 +18,7 @@ from megatron.config import flag
 from megatron.errors import DataError, printable
 from megatron.evaluation.scoring import Query, Score
 from megatron.evaluation.sources import Row, checked_text, read_lines, read_rows
-from megatron.evaluation.tasks.choices import ChoiceItem, PreparedChoices, constant
+from megatron.evaluation.tasks.choices import ChoiceItem, Habit, PreparedChoices
 from megatron.evaluation.tasks.queries import continuation_query
 from megatron.evaluation.tasks.task import Prepared, ScoredTask
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -65,11 +65,8 @@ class Cloze(ScoredTask):
                 continuation_query(tokenizer, context, f" {candidate}{rest}", max_length, question.place)
                 for candidate in question.candidates
             ]
-        constants = {
-            "chance": constant(items, "acc", lambda item, number: 0.0),
-            "frequent": constant(items, "acc", _occurrences),
-        }
-        return PreparedChoices(items, queries, {"acc": _logprob}, constants)
+        habits: dict[str, Habit] = {"chance": lambda item, number: 0.0, "frequent": _occurrences}
+        return PreparedChoices(items, queries, {"acc": _logprob}, habits)
 
 
 def _logprob(item: ChoiceItem, number: int, score: Score) -> float:

@@ -10,7 +10,7 @@ tokens as in EleutherAI/lm-evaluation-harness `lm_eval/api/task.py`, so that tok
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
@@ -19,7 +19,7 @@ from megatron.config import flag
 from megatron.errors import DataError, printable
 from megatron.evaluation.scoring import Score
 from megatron.evaluation.sources import Row, checked_text, read_rows
-from megatron.evaluation.tasks.choices import ChoiceItem, PreparedChoices, constant
+from megatron.evaluation.tasks.choices import ChoiceItem, Habit, PreparedChoices
 from megatron.evaluation.tasks.queries import continuation_query
 from megatron.evaluation.tasks.task import Prepared, ScoredTask
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -52,14 +52,14 @@ class MultipleChoice(ScoredTask):
                 queries.append(continuation_query(tokenizer, context, text, max_length, item.place))
                 if self.unconditional:
                     alone.append(continuation_query(tokenizer, "", text, max_length, item.place))
-        constants = {
-            "chance": constant(items, "acc", lambda item, number: 0.0),
-            "longest": constant(items, "acc", lambda item, number: float(len(item.choices[number].encode()))),
-            "position": constant(items, "acc", _most_frequent_position(items)),
+        habits: dict[str, Habit] = {
+            "chance": lambda item, number: 0.0,
+            "longest": lambda item, number: float(len(item.choices[number].encode())),
+            "position": _most_frequent_position(items),
         }
         preferences = {"acc": _logprob, "acc_norm": _logprob_per_byte}
         notes = (f"{self.few_shot} questions with answers in front",) if self.few_shot else ()
-        return PreparedChoices(items, queries, preferences, constants, alone, notes)
+        return PreparedChoices(items, queries, preferences, habits, alone, notes)
 
     def _asked(self, item: ChoiceItem) -> str:
         return self.template.replace(PLACE_OF_QUESTION, item.context)
@@ -90,7 +90,7 @@ def _logprob_per_byte(item: ChoiceItem, number: int, score: Score) -> float:
     return score.logprob / len(item.choices[number].encode())
 
 
-def _most_frequent_position(items: Sequence[ChoiceItem]) -> Callable[[ChoiceItem, int], float]:
+def _most_frequent_position(items: Sequence[ChoiceItem]) -> Habit:
     """Always the place that is right most often among these items: knowledge that no model has."""
     counts = Counter(item.answer for item in items)
     return lambda item, number: float(counts[number])

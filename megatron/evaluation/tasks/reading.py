@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.config.files.bounded_file import read_json, read_yaml
+from megatron.config.files.bounded_file import check_values, read_json, read_yaml
 from megatron.config.flags.command_line import nearest, shown_value, value_from_file
 from megatron.config.flags.fields import flags_of
 from megatron.config.flags.section import build_unchecked, missing_problems, relevant_problems
@@ -74,6 +74,7 @@ def task_from(description: Any, folder: Path, place: str) -> Task:
     """
     if not isinstance(description, Mapping):
         raise ConfigError(f"{place} must be a mapping of keys to values, not {shown_value(description)}.")
+    check_values(description, place)
     kind = description.get("task")
     cls = KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron.config.flags.command_line import value_from_file
 from megatron.config.flags.fields import Flag, FlagFacts, flags_of
-from megatron.config.flags.section import bound_problems, build_unchecked
 from megatron.config.sampling_flags import LARGEST_LOGIT_BIAS, SamplingFlags, read_logit_bias
 from megatron.errors import ConfigError, printable
 
@@ -125,15 +124,15 @@ class Sampling:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def _bound_problems(self) -> Iterator[str]:
-        """The bounds of the flags, with the names of the fields in the sentences."""
-        values = {flag.field: getattr(self, flag.field) for flag in _FLAGS}
-        spelled = {flag.field: flag.positive_name for flag in _FLAGS}
-        for name, value in values.items():
+        """The bounds of the flags; in the sentences stand the names of the fields."""
+        for flag in _FLAGS:
+            value, least, most = getattr(self, flag.field), flag.facts.at_least, flag.facts.at_most
             if not abs(value) < math.inf:
-                yield f"{name} {value} is not a number that can be used. Give a finite one."
-        for name, sentence in bound_problems(build_unchecked(SamplingFlags, values)):
-            if abs(values[name]) < math.inf:
-                yield sentence.replace(spelled[name], name, 1)
+                yield f"{flag.field} {value} is not a number that can be used. Give a finite one."
+            elif least is not None and value < least:
+                yield f"{flag.field} {printable(value)} is out of range. It must be at least {least}."
+            elif most is not None and value > most:
+                yield f"{flag.field} {printable(value)} is out of range. It must be at most {most}."
 
 
 def _biases_from_json(value: Any) -> tuple[tuple[int, float], ...]:

@@ -14,10 +14,10 @@ from megatron.config import ModelConfig
 from megatron.config.architecture.positions import ALIBI
 from megatron.kernels.attention import attention, explicit_attention
 from megatron.kernels.bounded_attention import AttentionPlan
-from megatron.kernels.rotary import rotate
+from megatron.kernels.rotary import rotate, rotate_few
 from megatron.model.blocks.cached_bias import cached_bias, visible_keys
 from megatron.model.blocks.norm import build_head_norm
-from megatron.model.blocks.position import alibi_slopes, rotation
+from megatron.model.blocks.position import alibi_slopes, rotation, whole_rotation
 from megatron.model.blocks.query_key_value import QueryKeyValue
 from megatron.model.blocks.score_bias import bounded_plan, score_bias
 from megatron.model.interface.key_value_cache import CachedText
@@ -75,10 +75,7 @@ class SelfAttention(nn.Module):
         key, value = self.linear_qkv.expanded(key), self.linear_qkv.expanded(value)  # [b, s, g/t, d]
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))  # [b, a/t, s, d], [b, g/t, s, d]
         if self.is_rotary:
-            cosine, sine = rotation(self.config, self.layer, context, length)
-            query, key = (
-                rotate(part, cosine, sine, interleaved=self.config.rotary_interleaved) for part in (query, key)
-            )
+            query, key = self._rotated(query, key, context)
         if context.caches is not None:
             attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
             return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
@@ -93,6 +90,19 @@ class SelfAttention(nn.Module):
         else:
             attended = self._attend(query, key, value, plan, bias, context)
         return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
+
+    def _rotated(
+        self, query: torch.Tensor, key: torch.Tensor, context: StepContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys, rotated by their positions. Shapes: `[b, a/t, s, d]` and `[b, g/t, s, d]` to the same."""
+        length, interleaved = query.shape[2], self.config.rotary_interleaved
+        if context.caches is not None and not torch.is_grad_enabled():
+            whole = whole_rotation(self.config, self.layer, context, length)
+            if whole is not None:
+                rotated = rotate_few(torch.cat((query, key), dim=1), *whole)
+                return rotated.split((query.shape[1], key.shape[1]), dim=1)  # type: ignore[return-value]
+        cosine, sine = rotation(self.config, self.layer, context, length)
+        return rotate(query, cosine, sine, interleaved=interleaved), rotate(key, cosine, sine, interleaved=interleaved)
 
     def _attend_cached(self, query: torch.Tensor, texts: Sequence[CachedText], context: StepContext) -> torch.Tensor:
         """Attention of new tokens to their texts, one call per text.

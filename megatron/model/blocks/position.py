@@ -7,12 +7,14 @@ import math
 import torch
 
 from megatron.config import ModelConfig
+from megatron.kernels.rotary import doubled
 from megatron.model.interface.step_context import StepContext
 
+Rotation = tuple[torch.Tensor, torch.Tensor]
 _SCALINGS_BY_LENGTH = ("dynamic", "longrope")
 
 
-def rotation(config: ModelConfig, layer: int, context: StepContext, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rotation(config: ModelConfig, layer: int, context: StepContext, length: int) -> Rotation:
     """Cosine and sine of the rotation angles of a micro-batch's tokens, computed once for all layers that share them.
 
     Shapes: both `[b or 1, 1, s, r/2]` float32, r the rotated width of a head.
@@ -20,7 +22,7 @@ def rotation(config: ModelConfig, layer: int, context: StepContext, length: int)
     Args:
         length: tokens of the micro-batch.
     """
-    windowed = config.rotary_base_windowed is not None and config.window_of(layer) is not None
+    windowed = _is_windowed(config, layer)
     device = context.sample_ids.device
 
     def compute() -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,6 +35,22 @@ def rotation(config: ModelConfig, layer: int, context: StepContext, length: int)
         return (angles.cos() * factor).unsqueeze(1), (angles.sin() * factor).unsqueeze(1)
 
     return context.once(("rotation", windowed, length), compute)
+
+
+def whole_rotation(config: ModelConfig, layer: int, context: StepContext, length: int) -> Rotation | None:
+    """`rotation` in the form of `rotate_few`; None where that does not apply.
+
+    Shapes: both `[b or 1, 1, s, d]` float32.
+    """
+    if config.rotary_interleaved or rotary_width(config) != config.kv_channels:
+        return None
+    key = ("whole rotation", _is_windowed(config, layer), length)
+    return context.once(key, lambda: doubled(*rotation(config, layer, context, length)))
+
+
+def _is_windowed(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer rotates with the base of the layers with a sliding window."""
+    return config.rotary_base_windowed is not None and config.window_of(layer) is not None
 
 
 def _frequencies(config: ModelConfig, context: StepContext, length: int, windowed: bool) -> tuple[torch.Tensor, float]:

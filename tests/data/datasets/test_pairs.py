@@ -6,6 +6,7 @@ The fields and what holds of them are those of upstream's `test_decoder_packed_m
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -22,9 +23,13 @@ from megatron.data.datasets.build import (
     token_file_prefixes,
 )
 from megatron.data.datasets.pairs import TokenPairs, names_pairs
+from megatron.data.datasets.sources import DataSources
+from megatron.data.formats.sidecar import Sidecar, write_sidecar
 from megatron.data.loader import Batch, BatchOptions, MicroBatches
-from megatron.data.order.plan import DataPlan
+from megatron.data.order.index_cache import IndexCache
+from megatron.data.order.plan import DataPlan, SourcePlan
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.record import TokenizerRecord
 from tests.data.corpora import write_corpus
 from tests.data.token_pairs import TARGET, token_ids, write_pairs
 
@@ -221,3 +226,21 @@ def test_inputs_without_their_targets_are_refused(pairs: str, tmp_path: Path) ->
     (tmp_path / "tasks_targets_document.idx").unlink()
     with pytest.raises(DataError, match=r"tasks_targets_document"):
         check_sources(DataConfig(seq_length=LENGTH, data_path=(pairs,)), LENGTH, "multitask")
+
+
+def test_records_that_are_missing_on_one_side_are_pointed_out(pairs: str, capfd: pytest.CaptureFixture[str]) -> None:
+    made_with = TokenizerRecord("GPT2BPETokenizer", "ab" * 32, 500, 499)
+    sidecar = Sidecar(42, 2, 0, 40, 120, append_eod=False, tokenizer=made_with)
+    write_sidecar(f"{pairs}_targets_document", sidecar)
+    TokenPairs(pairs)
+    written = capfd.readouterr().err
+    assert "2 records without any token were left out of " in written and "tasks_targets_document." in written
+
+
+def test_a_plan_of_other_ranges_cannot_be_read(pairs: str, tmp_path: Path) -> None:
+    files = DataSources(LENGTH, "infer", None, 1, lambda prefix: IndexCache(tmp_path / "cache"))
+    rows = files.packed(TokenPairs(pairs), 0, 20, "train")
+    planned = SourcePlan(pairs, rows.fingerprint, 0, len(rows), len(rows) * LENGTH, is_rows=True)
+    assert files.planned(planned) is rows
+    with pytest.raises(DataError, match=r"planned with other ranges of .*tasks than the flags name"):
+        files.planned(dataclasses.replace(planned, fingerprint="0" * 64))

@@ -102,6 +102,12 @@ def test_a_bad_question_is_named(tmp_path: Path, content: str, says: str) -> Non
         list(read_cloze(tmp_path / "bad.txt"))
 
 
+def test_a_file_without_a_question_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("1 a story .\n")
+    with pytest.raises(DataError, match=r"empty\.txt holds no item"):
+        Cloze(data="empty.txt", folder=tmp_path).run(FakeScorer(), BYTES)
+
+
 def test_a_line_without_candidates_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"query": "a XXXXX", "candidates": "b", "answer": "b"}')
     with pytest.raises(DataError, match='line 1 must have a list of texts under "candidates" or "choices"'):

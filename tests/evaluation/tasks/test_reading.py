@@ -78,6 +78,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_tasks(tmp_path / "nowhere.yaml")
 
 
+def test_a_text_that_nothing_can_encode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'here: the text "a\\ud800" contains U\+D800'):
+        task_from({"task": "multiple_choice", "data": "a", "separator": "a\ud800"}, Path(), "here")
+
+
 def test_rules_between_keys_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"here \(multiple_choice\): --few-shot 2 needs --examples"):
         task_from({"task": "multiple_choice", "data": "a", "few_shot": 2}, Path(), "here")

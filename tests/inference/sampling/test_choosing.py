@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.errors import NumericsError
 from megatron.inference.sampling import Chooser, Chosen, Sampling, choose
-from megatron.inference.sampling.processing import warp
 
 PROBABILITIES = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05]])
 SCORES = PROBABILITIES.log()
@@ -19,13 +20,81 @@ def _tokens(scores: torch.Tensor, sampling: Sampling, samples: range) -> list[in
     return [found.token for found in choose(scores, [Chooser(sampling, [], sample) for sample in samples])]
 
 
-def test_draws_follow_the_distribution() -> None:
-    sampling = Sampling(top_p=0.8, seed=7)
-    count = 4000
-    drawn = torch.bincount(torch.tensor(_tokens(SCORES.expand(count, -1), sampling, range(count))), minlength=5) / count
-    expected = warp(SCORES, [sampling]).softmax(-1)[0]
-    for observed, probability in zip(drawn.tolist(), expected.tolist(), strict=True):
-        assert abs(observed - probability) <= 5 * math.sqrt(probability * (1 - probability) / count)
+BASE = (0.4, 0.2, 0.2, 0.1, 0.05, 0.05)
+DRAWS = 4000
+# What a correct sampler exceeds with one seed in a thousand, by degrees of freedom; the seed is fixed.
+LIMITS = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52}
+HALF = math.log(2)
+# Settings, prompt, text so far, and the distribution computed by hand, up to a common factor.
+CASES: dict[str, tuple[dict[str, Any], list[int], list[int], tuple[float, ...]]] = {
+    "plain": ({}, [], [], BASE),
+    "low temperature": ({"temperature": 0.5}, [], [], (0.16, 0.04, 0.04, 0.01, 0.0025, 0.0025)),
+    "high temperature": ({"temperature": 2.0}, [], [], tuple(math.sqrt(one) for one in BASE)),
+    "top_k": ({"top_k": 4}, [], [], (0.4, 0.2, 0.2, 0.1, 0, 0)),
+    "top_p": ({"top_p": 0.7}, [], [], (0.4, 0.2, 0.2, 0, 0, 0)),
+    "min_p": ({"min_p": 0.2}, [], [], (0.4, 0.2, 0.2, 0.1, 0, 0)),
+    # entropy 1.540 nats; information 0.916, 1.609, 1.609, 2.303, 2.996, 2.996
+    "typical_p": ({"typical_p": 0.3}, [], [], (0, 0.2, 0.2, 0, 0, 0)),
+    "repetition_penalty": ({"repetition_penalty": 2.0}, [0], [3], (0.16, 0.2, 0.2, 0.01, 0.05, 0.05)),
+    "frequency_penalty": ({"frequency_penalty": HALF}, [0], [1, 1], (0.4, 0.05, 0.2, 0.1, 0.05, 0.05)),
+    "presence_penalty": ({"presence_penalty": HALF}, [0], [1, 1, 3], (0.4, 0.1, 0.2, 0.05, 0.05, 0.05)),
+    "logit_bias": ({"logit_bias": ((5, 2 * HALF), (0, -100.0))}, [], [], (0, 0.2, 0.2, 0.1, 0.05, 0.2)),
+    "all": (
+        {"temperature": 0.5, "top_k": 5, "top_p": 0.97, "min_p": 0.02, "frequency_penalty": HALF}, [], [0],
+        (0.04, 0.04, 0.04, 0.01, 0.0025, 0),  # 0.4 is halved; of the last two, which tie, top_p needs the first
+    ),
+}  # fmt: skip
+
+
+def _statistic(drawn: list[int], weights: Sequence[float]) -> tuple[float, int]:
+    """Pearson's χ² of the draws, and its degrees of freedom; infinite if a token was drawn that never should be."""
+    total, value, kinds = sum(weights), 0.0, 0
+    for token, weight in enumerate(weights):
+        count = drawn.count(token)
+        if weight:
+            expected = len(drawn) * weight / total
+            value, kinds = value + (count - expected) ** 2 / expected, kinds + 1
+        elif count:
+            value = math.inf
+    return value, kinds - 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_draws_follow_the_distribution(name: str) -> None:
+    changes, prompt, text, weights = CASES[name]
+    sampling = Sampling(seed=7, **changes)
+    choosers = [Chooser(sampling, prompt, sample) for sample in range(DRAWS)]
+    for chooser in choosers:
+        for token in text:
+            chooser.append(token)
+    drawn = [found.token for found in choose(torch.tensor([BASE]).log().expand(DRAWS, -1), choosers)]
+    value, freedom = _statistic(drawn, weights)
+    assert value < LIMITS[freedom]
+
+
+def test_the_distribution_test_notices_other_distributions() -> None:
+    drawn = _tokens(torch.tensor([BASE]).log().expand(DRAWS, -1), Sampling(seed=7), range(DRAWS))
+    value, freedom = _statistic(drawn, (0.36, 0.22, 0.2, 0.1, 0.06, 0.06))
+    assert value > LIMITS[freedom]
+    assert _statistic(drawn, (0.4, 0.2, 0.2, 0.1, 0.1, 0))[0] == math.inf
+
+
+def test_the_draws_of_one_sequence_follow_the_distribution_and_do_not_depend_on_each_other() -> None:
+    chooser = Chooser(Sampling(seed=5), [])
+    scores = torch.tensor([[0.5, 0.5]]).log()
+    drawn = [choose(scores, [chooser])[0].token for _ in range(DRAWS)]
+    assert _statistic(drawn, (1, 1))[0] < LIMITS[1]
+    pairs = [2 * first + second for first, second in zip(drawn[::2], drawn[1::2], strict=True)]
+    assert _statistic(pairs, (1, 1, 1, 1))[0] < LIMITS[3]
+
+
+def test_the_same_draw_for_rows_that_differ_by_rounding() -> None:
+    """What other layouts and batches do to scores changes the choice about as rarely as it changes probabilities."""
+    scores = torch.randn(2000, 500, generator=torch.Generator().manual_seed(2)) * 2
+    noise = 1e-6 * torch.randn(scores.shape, generator=torch.Generator().manual_seed(3))
+    for sampling in (Sampling(seed=1), Sampling(seed=1, top_p=0.9), Sampling(seed=1, top_k=40)):
+        one, other = (_tokens(rows, sampling, range(2000)) for rows in (scores, scores + noise))
+        assert sum(a != b for a, b in zip(one, other, strict=True)) <= 2
 
 
 @pytest.mark.parametrize("settings", [{"greedy": True}, {"temperature": 0.0}])

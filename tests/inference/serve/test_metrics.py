@@ -1,0 +1,57 @@
+"""The metrics read back with Prometheus' own parser."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from megatron.errors import ConfigError
+from megatron.inference.serve.metrics import Metrics
+from megatron.inference.serve.requests.served import Served
+from megatron.inference.serve.running.engine_loop import Load
+from tests.inference.serve.fakes import FakeEngine, running
+
+
+def test_requests_tokens_and_times_are_counted(served: Served) -> None:
+    async def whole() -> str:
+        async with running(served, FakeEngine()) as service:
+            ask = {"prompt": [1, 2, 3], "max_tokens": 5, "n": 2}
+            await service.http.post("/v1/completions", json=ask)
+            await service.http.post("/v1/completions", json={"wrong": 1})
+            await service.http.get("/generate?sentence=a")
+            await service.settle()
+            return (await service.http.get("/metrics")).text
+
+    families = {family.name: family for family in text_string_to_metric_families(asyncio.run(whole()))}
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert samples["megatron_requests_total", "completions", "200"] == 1
+    assert samples["megatron_requests_total", "completions", "400"] == 1
+    assert samples["megatron_requests_total", "generate", "200"] == 1
+    assert samples["megatron_prompt_tokens_total",] == 3 + 1
+    assert samples["megatron_generated_tokens_total",] == 10 + 60
+    assert samples["megatron_time_to_first_token_seconds_count",] == 3
+    assert samples["megatron_time_per_token_seconds_count",] == 8 + 59
+    assert samples["megatron_request_seconds_count",] == 2
+    assert samples["megatron_sequences_running",] == samples["megatron_sequences_outstanding",] == 0
+    assert samples["megatron_engine_steps",] >= 65 and samples["process_resident_memory_bytes",] > 1 << 20
+
+
+def test_two_servers_in_one_process_count_apart() -> None:
+    one, other = Metrics(Load(), lambda: 1), Metrics(Load(), lambda: 2)
+    one.generated_tokens.inc(5)
+    assert b"megatron_generated_tokens_total 5.0" in one.exposition("")[0]
+    assert b"megatron_generated_tokens_total 0.0" in other.exposition("")[0]
+    assert "openmetrics" in one.exposition("application/openmetrics-text; version=1.0.0")[1]
+
+
+def test_without_the_package_there_is_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"prometheus-client package \(pip install trident-megatron\[serve\]\)"):
+        Metrics(Load(), lambda: 0)
