@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ConfigSection, RunRequest, parse, parse_flags
-from megatron.config.overlay import parse_over
 from megatron.config.flags.fields import flags_of
+from megatron.config.overlay import parse_over
 from megatron.config.parse import field_flags
 from megatron.config.sampling_flags import BeamFlags
 from tests.helpers.programs import forking_python
