@@ -5,7 +5,7 @@
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --sample-input-file prompts.txt --num-beams 4
 
 The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file produces
---samples-per-prompt lines of output; an empty line starts from the end-of-document token. Without --num-samples (or
+--num-return-sequences lines of output; an empty line starts from the end-of-document token. Without --num-samples (or
 with 0) and without --sample-input-file, prompts are read from the terminal. Texts are computed side by side, as many as
 --micro-batch-size; which these are does not change them. Under torchrun, --tensor-model-parallel-size and
 --pipeline-model-parallel-size spread the network over several processes.
@@ -50,7 +50,10 @@ class GenerateFlags(BeamFlags):
     num_samples: int = flag(
         0, "number of texts to generate without a prompt, into --genfile; 0 reads prompts from the terminal", at_least=0
     )
-    samples_per_prompt: int = flag(1, "number of texts for each prompt; of beams the best", at_least=1, at_most=1024)
+    num_return_sequences: int = flag(
+        1, "number of texts for each prompt; of beams the best", at_least=1, at_most=1024,
+        spelled=("--num_return_sequences",),
+    )  # fmt: skip
     genfile: str | None = flag(None, "file for the texts of --num-samples, one JSON object per line")
     sample_input_file: str | None = flag(None, "file of prompts to continue, one per line; lines may be empty")
     sample_output_file: str | None = flag(
@@ -67,15 +70,15 @@ class GenerateFlags(BeamFlags):
             yield f"--genfile {self.genfile} is for --num-samples N; continued prompts go to --sample-output-file."
         if self.num_samples > 0 and self.sample_input_file:
             yield "--num-samples generates without prompts and --sample-input-file continues prompts. Give one of them."
-        if self.num_samples > 0 and self.samples_per_prompt > 1:
+        if self.num_samples > 0 and self.num_return_sequences > 1:
             yield (
-                f"--samples-per-prompt {self.samples_per_prompt} is for prompts, and --num-samples {self.num_samples} "
-                f"generates without any. Give --num-samples {self.num_samples * self.samples_per_prompt} instead."
+                f"--num-return-sequences {self.num_return_sequences} is for prompts, and --num-samples {self.num_samples} "
+                f"generates without any. Give --num-samples {self.num_samples * self.num_return_sequences} instead."
             )
-        if 1 < self.num_beams < max(self.samples_per_prompt, self.num_samples):
+        if 1 < self.num_beams < max(self.num_return_sequences, self.num_samples):
             yield (
                 f"--num-beams {self.num_beams} finds {self.num_beams} texts for a prompt, and "
-                f"{max(self.samples_per_prompt, self.num_samples)} are asked for. Search with more beams."
+                f"{max(self.num_return_sequences, self.num_samples)} are asked for. Search with more beams."
             )
         if self.num_beams > 1 and self.recompute:
             yield "--recompute is for drawing tokens, and --num-beams searches. Drop one of them."
@@ -104,7 +107,7 @@ class Generator:
         if self.flags.num_beams > 1:
             yield from self._best_records(prompts)
             return
-        copies = self.flags.samples_per_prompt
+        copies = self.flags.num_return_sequences
         requests = [
             self.request(prompt, number * copies + copy)
             for number, prompt in enumerate(prompts, start=first_prompt)
@@ -163,7 +166,7 @@ class Generator:
         settings = BeamSettings.of_flags(
             flags,
             max_new_tokens=self.new_tokens,
-            returned=max(flags.samples_per_prompt, flags.num_samples),
+            returned=max(flags.num_return_sequences, flags.num_samples),
             stop_ids=self._stop_ids(),
         )
         for prompt in prompts[:1] if flags.num_samples else prompts:

@@ -61,9 +61,9 @@ def test_temperature_zero_is_greedy_and_others_are_not(checkpoints: Path, tmp_pa
     ["--temperature 0.8", "--top_k 20", "--top_p 0.9", "--frequency-penalty 1", "--top_k 50 --top_p 0.9 --min-p 0.01"],
 )
 def test_the_same_seed_gives_the_same_text(checkpoints: Path, tmp_path: Path, flags: str) -> None:
-    first = _texts(checkpoints, tmp_path, *flags.split(), "--seed", "5", "--samples-per-prompt", "3")
-    assert _texts(checkpoints, tmp_path, *flags.split(), "--seed", "5", "--samples-per-prompt", "3") == first
-    assert _texts(checkpoints, tmp_path, *flags.split(), "--seed", "6", "--samples-per-prompt", "3") != first
+    first = _texts(checkpoints, tmp_path, *flags.split(), "--seed", "5", "--num-return-sequences", "3")
+    assert _texts(checkpoints, tmp_path, *flags.split(), "--seed", "5", "--num-return-sequences", "3") == first
+    assert _texts(checkpoints, tmp_path, *flags.split(), "--seed", "6", "--num-return-sequences", "3") != first
     assert len({tuple(text) for text in first}) == 3
 
 
@@ -71,7 +71,7 @@ def test_a_frequency_penalty_makes_tokens_differ(checkpoints: Path, tmp_path: Pa
     def repeated(*flags: str) -> int:
         return sum(len(text) - len(set(text)) for text in _texts(checkpoints, tmp_path, *flags))
 
-    common = ("--samples-per-prompt", "8", "--temperature", "0.5")
+    common = ("--num-return-sequences", "8", "--temperature", "0.5")
     assert repeated(*common, "--frequency-penalty", "2") < repeated(*common) / 2
 
 
@@ -89,7 +89,7 @@ def test_draws_with_top_p_follow_the_distribution(checkpoints: Path, tmp_path: P
         nucleus[token] = float(probabilities[token])
         if sum(nucleus.values()) >= 0.6:
             break
-    records = _sample(checkpoints, tmp_path, "--top_p", "0.6", "--samples-per-prompt", str(DRAWS), length=1)
+    records = _sample(checkpoints, tmp_path, "--top_p", "0.6", "--num-return-sequences", str(DRAWS), length=1)
     drawn = Counter(record["tokens"][0] for record in records)
     assert set(drawn) <= set(nucleus) < set(range(loaded.vocab_size))
     expected = {token: DRAWS * value / sum(nucleus.values()) for token, value in nucleus.items()}
@@ -113,7 +113,7 @@ def test_beam_search_finds_more_probable_texts_than_greedy(
         return total
 
     (greedy,) = _sample(checkpoints, tmp_path, "--greedy")
-    beams = _sample(checkpoints, tmp_path, "--num-beams", "6", "--samples-per-prompt", "6", "--length-penalty", "0")
+    beams = _sample(checkpoints, tmp_path, "--num-beams", "6", "--num-return-sequences", "6", "--length-penalty", "0")
     assert [beam["score"] for beam in beams] == sorted((beam["score"] for beam in beams), reverse=True)
     assert len({tuple(beam["tokens"]) for beam in beams}) == 6
     assert beams[0]["score"] == pytest.approx(logprob(beams[0]["tokens"]), abs=1e-3)

@@ -159,7 +159,7 @@ def test_batches_and_the_cache_change_no_text(checkpoints: Path, prompt_file: Pa
 
 def test_several_samples_of_each_prompt(checkpoints: Path, prompt_file: Path) -> None:
     argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "8"]
-    assert generate_samples_gpt.main([*argv, "--samples-per-prompt", "3"]) == 0
+    assert generate_samples_gpt.main([*argv, "--num-return-sequences", "3"]) == 0
     records = _records(prompt_file.with_name("prompts.txt.out"))
     assert [record["prompt"] for record in records[:6]] == ["def main(argument):"] * 3 + ["import os"] * 3
     assert len({tuple(record["tokens"]) for record in records}) == len(records) == 15
@@ -188,7 +188,7 @@ def test_typed_prompts_are_continued(
 def test_beams_are_written_best_first(checkpoints: Path, prompt_file: Path, tmp_path: Path) -> None:
     common = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "4"]
     out = tmp_path / "beams"
-    flags = ["--num-beams", "3", "--samples-per-prompt", "2", "--sample-output-file", str(out)]
+    flags = ["--num-beams", "3", "--num-return-sequences", "2", "--sample-output-file", str(out)]
     assert generate_samples_gpt.main([*common, *flags]) == 0
     records = _records(out)
     assert [record["prompt"] for record in records[:4]] == ["def main(argument):"] * 2 + ["import os"] * 2
@@ -213,10 +213,10 @@ def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
         (["--temperature", "-1"], "--temperature -1.0 is out of range"),
         (["--logit-bias", "x=1"], "--logit-bias x=1 is not a token id and a bias"),
         (["--top_p", "1.5"], "--top-p 1.5 is out of range"),
-        (["--num-samples", "3", "--genfile", "a", "--samples-per-prompt", "2"], "Give --num-samples 6 instead"),
-        (["--samples-per-prompt", "0"], "--samples-per-prompt 0 is out of range"),
+        (["--num-samples", "3", "--genfile", "a", "--num-return-sequences", "2"], "Give --num-samples 6 instead"),
+        (["--num-return-sequences", "0"], "--num-return-sequences 0 is out of range"),
         (
-            ["--num-beams", "2", "--samples-per-prompt", "3"],
+            ["--num-beams", "2", "--num-return-sequences", "3"],
             "--num-beams 2 finds 2 texts for a prompt, and 3 are asked",
         ),
         (["--num-beams", "2", "--recompute"], "--recompute is for drawing tokens"),

@@ -30,7 +30,7 @@ def beam_search(loaded: LoadedModel, prompt: Sequence[int], settings: BeamSettin
     _check_prompt(pad, loaded.positions)
     longest = min(settings.max_new_tokens, loaded.positions - pad)
     hypotheses = Hypotheses(settings, longest)
-    forward, caches = Forward(loaded), loaded.model.new_caches(pad + longest)
+    forward, caches = Forward(loaded), loaded.model.new_caches(pad + longest, pad if loaded.sees_prompts else 0)
     texts = torch.tensor([list(prompt)], dtype=torch.int64, device=device)  # [n, s], equal on all ranks
     cached, short_context = 0, loaded.config.model.short_context or 0
     while True:
