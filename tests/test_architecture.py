@@ -13,7 +13,7 @@ from tests.helpers import architecture_rules
 from tests.helpers.architecture_rules import RULES, Rule, Source
 
 ROOT = Path(__file__).resolve().parent.parent
-PRODUCT = ("megatron/**/*.py", "tools/*.py", "tasks/*.py", "pretrain_*.py", "finetune_*.py", "examples/*.py")
+PRODUCT = ("megatron/**/*.py", "tools/*.py", "tasks/**/*.py", "pretrain_*.py", "finetune_*.py", "examples/*.py")
 EVERYTHING = (*PRODUCT, "benchmarks/**/*.py", "tests/**/*.py", "setup.py")
 MEASURED_EVERYWHERE = (architecture_rules.files_and_functions_are_short, architecture_rules.no_global)
 

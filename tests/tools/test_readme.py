@@ -13,7 +13,9 @@ import pytest
 
 from megatron.config import ConfigSection, RunRequest, parse, parse_flags
 from megatron.config.overlay import parse_over
+from megatron.config.flags.fields import flags_of
 from megatron.config.parse import field_flags
+from megatron.config.sampling_flags import BeamFlags
 from tests.helpers.programs import forking_python
 from tests.helpers.recording_shell import recorded
 from tests.reliability.fuzz import FuzzFlags
@@ -147,6 +149,7 @@ def test_files_that_are_named_exist() -> None:
 def test_flags_that_are_named_exist(document: str) -> None:
     known = set(re.findall(r"^(--[\w-]+)", (ROOT / "tests" / "config" / "flags.txt").read_text(), flags=re.M))
     known |= {spelling for entry in field_flags().values() for spelling in entry.spellings}
+    known |= {spelling for entry in flags_of(BeamFlags) for spelling in entry.spellings}
     text = (ROOT / document).read_text()
     elsewhere = "\n".join(
         path.read_text()

@@ -45,9 +45,13 @@ def normalised(text: str) -> str:
     return _WHITE_SPACE.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip(_EDGES)
 
 
-def before_stops(text: str, stops: Sequence[str]) -> str:
-    """An answer up to the first of the stop texts; blanks that it begins with are no part of it and end nothing."""
-    text = text.lstrip(" ")
+def before_stops(text: str, stops: Sequence[str], *, keeps_blanks: bool = False) -> str:
+    """An answer up to the first of the stop texts.
+
+    Args:
+        keeps_blanks: whether blanks that it begins with are part of it; else they are left out and end nothing.
+    """
+    text = text if keeps_blanks else text.lstrip(" ")
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 

@@ -1,0 +1,133 @@
+"""Runs tasks of EleutherAI's lm-evaluation-harness on a checkpoint, with upstream's flags.
+
+    python tasks/eval_harness/evaluate.py --load checkpoints/gpt2 --task_list lambada_openai,piqa --results_path r.json
+    torchrun --nproc_per_node 2 tasks/eval_harness/evaluate.py --load checkpoints/gpt2 --task_list own \
+        --include_path my_tasks --tensor-model-parallel-size 2
+
+The network, its dtype and the tokenizer come from the checkpoint; the trainer's flags may be given as well and must
+agree with it. Needs the package lm-eval. The harness downloads the data of its own tasks; tasks over local files are
+YAML files in the folder --include_path.
+
+Source: bigscience Megatron-DeepSpeed `tasks/eval_harness/evaluate.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.config import ConfigSection, ParallelRequest, flag
+from megatron.config.overlay import ToolRequest, parse_over
+
+
+@dataclass(frozen=True)
+class HarnessFlags(ConfigSection):
+    """Upstream's flags of this program, in addition to the trainer's."""
+
+    load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
+    task_list: str = flag("all", "names of tasks with commas between them", spelled=("--task_list",))
+    results_path: str = flag("./results.json", "file for the results, JSON", spelled=("--results_path",))
+    adaptive_seq_len: bool = flag(
+        False,
+        "pad a batch to its longest text only; accepted, as batches never have more padding",
+        spelled=("--adaptive_seq_len",),
+    )
+    eval_fp32: bool = flag(False, "compute in float32, whatever the network was trained in", spelled=("--eval_fp32",))
+    intermed_results: bool = flag(False, "write the results after every task", spelled=("--intermed_results",))
+    bootstrap_iters: int = flag(
+        100_000,
+        "draws behind the standard errors of metrics without a formula",
+        at_least=0,
+        spelled=("--bootstrap_iters",),
+    )
+    micro_bs_multiplier: int = flag(
+        1,
+        "factor of the micro batch size, as evaluation needs less memory",
+        at_least=1,
+        spelled=("--micro_bs_multiplier",),
+    )
+    num_fewshot: int | None = flag(
+        None,
+        "solved examples before each question; what the task says if unset",
+        at_least=0,
+        spelled=("--num_fewshot",),
+    )
+    limit: int | None = flag(None, "take only the first N items of each task", at_least=1)
+    include_path: str | None = flag(None, "folder of further tasks, YAML files", spelled=("--include_path",))
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if self.task_list == "all":
+            yield (
+                "--task_list all is not supported: today's harness has thousands of tasks. Give the names you want, "
+                "such as --task_list lambada_openai,piqa (`lm_eval ls tasks` shows them)."
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program on the command line's flags."""
+    request = parse_over(HarnessFlags, sys.argv[1:] if argv is None else argv, "evaluate.py", description=__doc__ or "")
+
+    from megatron.data.formats.atomic_files import check_writable
+    from megatron.parallel.agreement import run_on_first
+    from megatron.parallel.joining import close_mesh, open_mesh
+
+    given = request.given
+    own_layout = {name.partition(".")[2]: value for name, value in given.items() if name.startswith("parallel.")}
+    mesh = open_mesh(ParallelRequest(**own_layout))
+    try:
+        run_on_first(mesh, lambda: check_writable(Path(request.own.results_path)))
+        _run(request, mesh)
+    finally:
+        close_mesh(mesh)
+    return 0
+
+
+def _run(request: ToolRequest[HarnessFlags], mesh: Any) -> None:
+    """Opens the checkpoint, runs the tasks, and writes and prints what rank 0 found."""
+    from megatron.inference.harness.adapter import harness_model
+    from megatron.inference.harness.running import run_harness
+    from megatron.inference.loading import open_checkpoint
+    from megatron.parallel.agreement import run_on_first
+
+    flags, given = request.own, dict(request.given)
+    if flags.eval_fp32:
+        given |= {"precision.bf16": False, "precision.fp16": False}
+    loaded = open_checkpoint(flags.load, given, mesh)
+    micro_batch_size = given.get("optim.micro_batch_size", loaded.config.optim.micro_batch_size)
+    model = harness_model(loaded, micro_batch_size * flags.micro_bs_multiplier)
+    names = [name.strip() for name in flags.task_list.split(",") if name.strip()]
+    results: dict[str, Any] = {}
+    groups = [[name] for name in names] if flags.intermed_results else [names]
+    for group in groups:
+        for key, part in run_harness(
+            model,
+            mesh,
+            group,
+            include_path=flags.include_path,
+            num_fewshot=flags.num_fewshot,
+            limit=flags.limit,
+            bootstrap_iters=flags.bootstrap_iters,
+        ).items():
+            results.setdefault(key, {}).update(part)
+        run_on_first(mesh, lambda: _write(Path(flags.results_path), results))
+    log.line(json.dumps(results["results"], indent=2))
+
+
+def _write(path: Path, results: dict[str, Any]) -> None:
+    """Writes the results, over an older file."""
+    from megatron.data.formats.atomic_files import write_atomically
+
+    text = json.dumps(results, indent=4) + "\n"
+    write_atomically(path, lambda stream: stream.write(text.encode()))
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
