@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _USUAL_NEW_TOKENS = 1024
 _USUAL_BATCH = 32  # texts side by side
+_MOST_PROMPTS = 2**32  # the first text of prompt i has sample index i, whatever the number of texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,8 @@ class GenerateFlags(BeamFlags):
             yield "--num-samples generates without prompts and --sample-input-file continues prompts. Give one of them."
         if self.num_samples > 0 and self.num_return_sequences > 1:
             yield (
-                f"--num-return-sequences {self.num_return_sequences} is for prompts, and --num-samples {self.num_samples} "
-                f"generates without any. Give --num-samples {self.num_samples * self.num_return_sequences} instead."
+                f"--num-return-sequences {self.num_return_sequences} is for prompts, and --num-samples "
+                f"{self.num_samples} generates without any. Give --num-samples {self.num_samples * self.num_return_sequences} instead."
             )
         if 1 < self.num_beams < max(self.num_return_sequences, self.num_samples):
             yield (
@@ -109,7 +110,7 @@ class Generator:
             return
         copies = self.flags.num_return_sequences
         requests = [
-            self.request(prompt, number * copies + copy)
+            self.request(prompt, number + copy * _MOST_PROMPTS)
             for number, prompt in enumerate(prompts, start=first_prompt)
             for copy in range(copies)
         ]
