@@ -72,8 +72,8 @@ class GenerateFlags(BeamFlags):
             yield "--num-samples generates without prompts and --sample-input-file continues prompts. Give one of them."
         if self.num_samples > 0 and self.num_return_sequences > 1:
             yield (
-                f"--num-return-sequences {self.num_return_sequences} is for prompts, and --num-samples {self.num_samples} "
-                f"generates without any. Give --num-samples {self.num_samples * self.num_return_sequences} instead."
+                f"--num-return-sequences {self.num_return_sequences} is for prompts, and --num-samples "
+                f"{self.num_samples} generates without any. Give --num-samples {self.num_samples * self.num_return_sequences} instead."
             )
         if 1 < self.num_beams < max(self.num_return_sequences, self.num_samples):
             yield (
