@@ -2,9 +2,10 @@
 
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --num-samples 4 --genfile samples.jsonl --top_p 0.9
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --sample-input-file prompts.txt --greedy
+    python tools/generate_samples_gpt.py --load checkpoints/gpt2 --sample-input-file prompts.txt --num-beams 4
 
 The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file produces
---samples-per-prompt lines of output; an empty line starts from the end-of-document token. Without --num-samples (or
+--num-return-sequences lines of output; an empty line starts from the end-of-document token. Without --num-samples (or
 with 0) and without --sample-input-file, prompts are read from the terminal. Texts are computed side by side, as many as
 --micro-batch-size; which these are does not change them. Under torchrun, --tensor-model-parallel-size and
 --pipeline-model-parallel-size spread the network over several processes.
@@ -24,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron import log
 from megatron.config import ParallelRequest, flag
 from megatron.config.overlay import parse_over
-from megatron.config.sampling_flags import SamplingFlags
+from megatron.config.sampling_flags import BeamFlags
 from megatron.errors import ConfigError, DataError, StorageError
 
 if TYPE_CHECKING:
+    from megatron.inference.beams import Beam
     from megatron.inference.generation import Completion, Request
     from megatron.inference.loading import LoadedModel
     from megatron.parallel.mesh import ParallelMesh
@@ -37,7 +39,7 @@ _USUAL_BATCH = 32  # texts side by side
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateFlags(SamplingFlags):
+class GenerateFlags(BeamFlags):
     """Upstream's flags of this tool and how tokens are chosen, in addition to the trainer's flags."""
 
     load: str = flag(help="folder of checkpoints (the newest valid one is used), or one checkpoint")
@@ -48,7 +50,10 @@ class GenerateFlags(SamplingFlags):
     num_samples: int = flag(
         0, "number of texts to generate without a prompt, into --genfile; 0 reads prompts from the terminal", at_least=0
     )
-    samples_per_prompt: int = flag(1, "number of texts for each prompt", at_least=1, at_most=1024)
+    num_return_sequences: int = flag(
+        1, "number of texts for each prompt; of beams the best", at_least=1, at_most=1024,
+        spelled=("--num_return_sequences",),
+    )  # fmt: skip
     genfile: str | None = flag(None, "file for the texts of --num-samples, one JSON object per line")
     sample_input_file: str | None = flag(None, "file of prompts to continue, one per line; lines may be empty")
     sample_output_file: str | None = flag(
@@ -65,11 +70,19 @@ class GenerateFlags(SamplingFlags):
             yield f"--genfile {self.genfile} is for --num-samples N; continued prompts go to --sample-output-file."
         if self.num_samples > 0 and self.sample_input_file:
             yield "--num-samples generates without prompts and --sample-input-file continues prompts. Give one of them."
-        if self.num_samples > 0 and self.samples_per_prompt > 1:
+        if self.num_samples > 0 and self.num_return_sequences > 1:
             yield (
-                f"--samples-per-prompt {self.samples_per_prompt} is for prompts, and --num-samples {self.num_samples} "
-                f"generates without any. Give --num-samples {self.num_samples * self.samples_per_prompt} instead."
+                f"--num-return-sequences {self.num_return_sequences} is for prompts, and --num-samples "
+                f"{self.num_samples} generates without any. Give --num-samples "
+                f"{self.num_samples * self.num_return_sequences} instead."
             )
+        if 1 < self.num_beams < max(self.num_return_sequences, self.num_samples):
+            yield (
+                f"--num-beams {self.num_beams} finds {self.num_beams} texts for a prompt, and "
+                f"{max(self.num_return_sequences, self.num_samples)} are asked for. Search with more beams."
+            )
+        if self.num_beams > 1 and self.recompute:
+            yield "--recompute is for drawing tokens, and --num-beams searches. Drop one of them."
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,10 @@ class Generator:
         Args:
             first_prompt: index of the first prompt; together with the seed it determines the draws.
         """
-        copies = self.flags.samples_per_prompt
+        if self.flags.num_beams > 1:
+            yield from self._best_records(prompts)
+            return
+        copies = self.flags.num_return_sequences
         requests = [
             self.request(prompt, number * copies + copy)
             for number, prompt in enumerate(prompts, start=first_prompt)
@@ -106,14 +122,13 @@ class Generator:
         from megatron.inference.generation import Request
         from megatron.inference.sampling import Sampling
 
-        eod_id = self.loaded.eod_id
         return Request(
             id=str(sample),
             prompt=tuple(self.encode(prompt)),
             max_new_tokens=self.new_tokens,
             sampling=Sampling.of_flags(self.flags, self.loaded.config.random.seed),
             sample=sample,
-            stop_ids=frozenset() if eod_id is None else frozenset({eod_id}),
+            stop_ids=self._stop_ids(),
         )
 
     def encode(self, prompt: str) -> list[int]:
@@ -144,13 +159,31 @@ class Generator:
             return (recompute(self.loaded, request) for request in requests)
         return completions(self.loaded, requests, max_sequences=self.batch)
 
-    def _record(self, prompt: str, completion: Completion) -> dict[str, Any]:
+    def _best_records(self, prompts: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The best beams of every prompt; without prompts, the best of all texts."""
+        from megatron.inference.beams import BeamSettings, beam_search
+
+        flags = self.flags
+        settings = BeamSettings.of_flags(
+            flags,
+            max_new_tokens=self.new_tokens,
+            returned=max(flags.num_return_sequences, flags.num_samples),
+            stop_ids=self._stop_ids(),
+        )
+        for prompt in prompts[:1] if flags.num_samples else prompts:
+            for beam in beam_search(self.loaded, self.encode(prompt), settings):
+                yield {**self._record(prompt, beam), "score": beam.score}
+
+    def _stop_ids(self) -> frozenset[int]:
+        return frozenset() if self.loaded.eod_id is None else frozenset({self.loaded.eod_id})
+
+    def _record(self, prompt: str, found: Completion | Beam) -> dict[str, Any]:
         return {
             "prompt": prompt,
-            "text": self.loaded.tokenizer.decode(completion.tokens),
-            "tokens": list(completion.tokens),
-            "length": len(completion.tokens),
-            "finished": completion.finish == "stop",
+            "text": self.loaded.tokenizer.decode(found.tokens),
+            "tokens": list(found.tokens),
+            "length": len(found.tokens),
+            "finished": found.finish == "stop",
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,14 +66,14 @@ class SamplingFlags(ConfigSection):
 
 
 @dataclass(frozen=True)
-class BeamFlags(ConfigSection):
-    """Flags of a tool that can search for the most probable texts instead of drawing them.
+class BeamFlags(SamplingFlags):
+    """How the next token is chosen, or how the most probable texts are searched for instead.
 
     Source: names and meaning, transformers `GenerationConfig`.
     """
 
     num_beams: int = flag(
-        1, "beam search with this many texts, instead of drawing; 1 does not", at_least=1,
+        1, "search for the most probable texts with this many beams instead of drawing; 1 draws", at_least=1,
         at_most=MOST_BEAMS, spelled=("--num_beams",),
     )  # fmt: skip
     length_penalty: float = flag(
@@ -80,22 +81,24 @@ class BeamFlags(ConfigSection):
         at_least=-LARGEST_LENGTH_PENALTY, at_most=LARGEST_LENGTH_PENALTY, spelled=("--length_penalty",),
     )  # fmt: skip
     early_stopping: str = flag(
-        "false", "when a beam search ends, once --num-beams texts are finished: at once (true), when the best running "
-        "text could not get among them if it ended now (false), or at any length (never)",
+        "false", "when a search ends, once --num-beams texts are finished: at once (true), when the best running text "
+        "could not get among them if it ended now (false), or at any length (never)",
         choices=("false", "true", "never"), spelled=("--early_stopping",),
-    )  # fmt: skip
-    num_return_sequences: int = flag(
-        1, "texts for each prompt: the best beams, or draws with different sample indices", at_least=1,
-        spelled=("--num_return_sequences",),
     )  # fmt: skip
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
-        if 1 < self.num_beams < self.num_return_sequences:
-            yield (
-                f"--num-return-sequences {self.num_return_sequences} is more than --num-beams {self.num_beams} finds. "
-                f"Ask for at most {self.num_beams} texts, or search with more beams."
-            )
+        yield from super().problems()
+        of_draws = {field.name for field in dataclasses.fields(SamplingFlags)}
+        for field in dataclasses.fields(BeamFlags):
+            value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
+            if field.name == "num_beams" or value == field.default:
+                continue
+            shown = f"{option} {' '.join(value)}" if isinstance(value, tuple) else f"{option} {value}"
+            if field.name in of_draws and self.num_beams > 1:
+                yield f"{shown} is for drawing tokens, and --num-beams {self.num_beams} searches. Drop one of them."
+            if field.name not in of_draws and self.num_beams == 1:
+                yield f"{shown} is for beam search. Give --num-beams too, or drop {option}."
 
 
 def read_logit_bias(words: Sequence[str]) -> tuple[tuple[int, float], ...]:

@@ -21,10 +21,8 @@ def test_all_other_flags() -> None:
         min_p=0.1, typical_p=0.2, repetition_penalty=1.2, frequency_penalty=-1.0, presence_penalty=2.0,
         logit_bias=("5=-100", "7=1.5"),
     )  # fmt: skip
-    words = "--num_beams 4 --length-penalty -0.5 --early-stopping never --num_return_sequences 2"
-    assert parse_flags(BeamFlags, words.split()) == BeamFlags(
-        num_beams=4, length_penalty=-0.5, early_stopping="never", num_return_sequences=2
-    )
+    words = "--num_beams 4 --length-penalty -0.5 --early-stopping never"
+    assert parse_flags(BeamFlags, words.split()) == BeamFlags(num_beams=4, length_penalty=-0.5, early_stopping="never")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +58,11 @@ def test_biases_that_cannot_be_used(word: str) -> None:
         ("--num-beams 257", "--num-beams 257 is out of range. It must be at most 256"),
         ("--length-penalty 11", r"--length-penalty 11\.0 is out of range"),
         ("--early-stopping soon", "--early-stopping soon is not known. Use one of: false, true, never"),
-        ("--num-beams 2 --num-return-sequences 3", "--num-return-sequences 3 is more than --num-beams 2 finds"),
+        ("--num-beams 2 --top_p 0.9", r"--top-p 0\.9 is for drawing tokens, and --num-beams 2 searches. Drop one"),
+        ("--num-beams 2 --logit-bias 5=1 6=1", "--logit-bias 5=1 6=1 is for drawing tokens"),
+        ("--num-beams 2 --greedy", "--greedy True is for drawing tokens"),
+        ("--length-penalty 2", r"--length-penalty 2\.0 is for beam search. Give --num-beams too, or drop"),
+        ("--early-stopping true", "--early-stopping true is for beam search"),
     ],
 )
 def test_searches_that_cannot_be_done(words: str, says: str) -> None:

@@ -5,7 +5,7 @@
 
 Every request must be refused with a status below 500, be answered, or end with a closed connection, within its time.
 Between them a question must get the answer that it got at first, and in the end nothing may be left: no sequence is
-being computed, the log has no traceback, and the memory of the process is what it was.
+being computed, the log has no traceback, and the memory of the process no longer grows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.helpers.serving import chat_server
 CONCURRENT = 16
 CASE_SECONDS = 60.0
 _EVERY = 250  # cases between two questions
-_MOST_GROWTH_BYTES = 24 << 20
+_MOST_GROWTH_BYTES = 8 << 20
 _ALLOWED = {100, 200, 400, 401, 403, 404, 405, 408, 413, 415, 421, 431, 503}
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 _FIELDS = (
@@ -136,7 +136,7 @@ def _wrong_values(draw: Random) -> Case:
     path = draw.choice((_COMPLETIONS, _CHAT))
     asked = {"prompt": "a"} if path == _COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
     values = _usual(draw, **asked)
-    for _ in range(draw.choice((1, 1, 2, 3))):
+    for _ in range(draw.choice((0, 1, 1, 2, 3))):  # the right ones among them must be answered
         values[draw.choice(_FIELDS)] = draw.choice(_VALUES)
     return Case("wrong values", _request(json.dumps(values).encode(), path))
 
@@ -266,16 +266,16 @@ async def attack(port: int, cases: int, seed: int) -> Findings:
 
 
 async def _check_rest(port: int, findings: Findings) -> None:
-    """Nothing is left when the clients have gone, and the memory is what it was after the first part."""
+    """Nothing is left when the clients have gone, and the memory no longer grows."""
     ends_at = time.monotonic() + CASE_SECONDS
     while await metric(port, "megatron_sequences_outstanding"):
         if time.monotonic() > ends_at:
             findings.failures.append("sequences of clients that left are still being computed")
             break
         await asyncio.sleep(0.1)
-    growth = findings.memory_bytes[-1] - findings.memory_bytes[0]
+    growth = findings.memory_bytes[-1] - findings.memory_bytes[len(findings.memory_bytes) // 2]
     if not growth < _MOST_GROWTH_BYTES:
-        findings.failures.append(f"the server grew by {growth / (1 << 20):.0f} MiB")
+        findings.failures.append(f"the server grew by {growth / (1 << 20):.0f} MiB in the second half")
 
 
 def run(cases: int, seed: int) -> Findings:
@@ -299,10 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     findings = run(flags.cases, flags.seed)
     for line in findings.table():
         log.line(line)
-    first, last = findings.memory_bytes[0] / (1 << 20), findings.memory_bytes[-1] / (1 << 20)
-    log.line(
-        f"{flags.cases} cases in {findings.seconds:.0f} s; memory {first:.1f} MiB after {_EVERY}, {last:.1f} at the end"
-    )
+    memory = [count / (1 << 20) for count in findings.memory_bytes]
+    shown = ", ".join(f"{memory[place]:.1f}" for place in (0, len(memory) // 4, len(memory) // 2, -1))
+    log.line(f"{flags.cases} cases in {findings.seconds:.0f} s; MiB after {_EVERY}, a quarter, a half, all: {shown}")
     for failure in findings.failures:
         log.line(failure)
     if flags.report:

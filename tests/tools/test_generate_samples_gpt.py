@@ -159,7 +159,7 @@ def test_batches_and_the_cache_change_no_text(checkpoints: Path, prompt_file: Pa
 
 def test_several_samples_of_each_prompt(checkpoints: Path, prompt_file: Path) -> None:
     argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "8"]
-    assert generate_samples_gpt.main([*argv, "--samples-per-prompt", "3"]) == 0
+    assert generate_samples_gpt.main([*argv, "--num-return-sequences", "3"]) == 0
     records = _records(prompt_file.with_name("prompts.txt.out"))
     assert [record["prompt"] for record in records[:6]] == ["def main(argument):"] * 3 + ["import os"] * 3
     assert len({tuple(record["tokens"]) for record in records}) == len(records) == 15
@@ -185,6 +185,20 @@ def test_typed_prompts_are_continued(
     assert "positions" in printed.err
 
 
+def test_beams_are_written_best_first(checkpoints: Path, prompt_file: Path, tmp_path: Path) -> None:
+    common = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "4"]
+    out = tmp_path / "beams"
+    flags = ["--num-beams", "3", "--num-return-sequences", "2", "--sample-output-file", str(out)]
+    assert generate_samples_gpt.main([*common, *flags]) == 0
+    records = _records(out)
+    assert [record["prompt"] for record in records[:4]] == ["def main(argument):"] * 2 + ["import os"] * 2
+    for best, second in zip(records[::2], records[1::2], strict=True):
+        assert best["score"] >= second["score"] and best["tokens"] != second["tokens"]
+    free = ["--load", str(checkpoints), "--num-samples", "3", "--num-beams", "3", "--genfile", str(out)]
+    assert generate_samples_gpt.main([*free, "--out-seq-length", "4"]) == 0
+    assert len({tuple(record["tokens"]) for record in _records(out)}) == 3
+
+
 def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
     with pytest.raises(ConfigError, match="--num-layers 24 is given, but the checkpoint holds a network with 2"):
         generate_samples_gpt.main(["--load", str(checkpoints), "--num-layers", "24"])
@@ -199,8 +213,14 @@ def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
         (["--temperature", "-1"], "--temperature -1.0 is out of range"),
         (["--logit-bias", "x=1"], "--logit-bias x=1 is not a token id and a bias"),
         (["--top_p", "1.5"], "--top-p 1.5 is out of range"),
-        (["--num-samples", "3", "--genfile", "a", "--samples-per-prompt", "2"], "Give --num-samples 6 instead"),
-        (["--samples-per-prompt", "0"], "--samples-per-prompt 0 is out of range"),
+        (["--num-samples", "3", "--genfile", "a", "--num-return-sequences", "2"], "Give --num-samples 6 instead"),
+        (["--num-return-sequences", "0"], "--num-return-sequences 0 is out of range"),
+        (
+            ["--num-beams", "2", "--num-return-sequences", "3"],
+            "--num-beams 2 finds 2 texts for a prompt, and 3 are asked",
+        ),
+        (["--num-beams", "2", "--recompute"], "--recompute is for drawing tokens"),
+        (["--num-beams", "2", "--top_k", "3"], "--top-k 3 is for drawing tokens"),
     ],
 )
 def test_contradicting_flags_are_rejected(flags: list[str], says: str) -> None:

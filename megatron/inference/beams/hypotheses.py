@@ -48,14 +48,16 @@ class BeamSettings:
             raise ConfigError(problems)
 
     @classmethod
-    def of_flags(cls, flags: BeamFlags, max_new_tokens: int, stop_ids: frozenset[int]) -> BeamSettings:
+    def of_flags(
+        cls, flags: BeamFlags, *, max_new_tokens: int, returned: int, stop_ids: frozenset[int]
+    ) -> BeamSettings:
         """The settings on a tool's command line."""
         return cls(
             beams=flags.num_beams,
             max_new_tokens=max_new_tokens,
             length_penalty=flags.length_penalty,
             early_stopping=flags.early_stopping,  # type: ignore[arg-type]  # one of its choices
-            returned=flags.num_return_sequences,
+            returned=returned,
             stop_ids=stop_ids,
         )
 

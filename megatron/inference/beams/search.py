@@ -30,7 +30,7 @@ def beam_search(loaded: LoadedModel, prompt: Sequence[int], settings: BeamSettin
     _check_prompt(pad, loaded.positions)
     longest = min(settings.max_new_tokens, loaded.positions - pad)
     hypotheses = Hypotheses(settings, longest)
-    forward, caches = Forward(loaded), loaded.model.new_caches(pad + longest)
+    forward, caches = Forward(loaded), loaded.model.new_caches(pad + longest, pad if loaded.sees_prompts else 0)
     texts = torch.tensor([list(prompt)], dtype=torch.int64, device=device)  # [n, s], equal on all ranks
     cached, short_context = 0, loaded.config.model.short_context or 0
     while True:
@@ -39,10 +39,10 @@ def beam_search(loaded: LoadedModel, prompt: Sequence[int], settings: BeamSettin
             caches.truncate(0)
             cached = 0
         context = StepSettings().context(torch.arange(len(texts), device=device), first_sample=0, caches=caches)
-        rows = torch.tensor([length - cached - 1], device=device)
-        scores = forward(texts[:, cached:], context, rows)  # [n, 1, v/t]
+        fresh = texts[:, cached:]
+        last_places = torch.arange(1, len(texts) + 1, device=device) * fresh.shape[1] - 1
         cached = length
-        answer = _extend_on_all(None if scores is None else scores[:, 0], hypotheses, loaded)
+        answer = _extend_on_all(forward(fresh, context, last_places), hypotheses, loaded)
         if "beams" in answer:
             return [Beam.of_json(beam) for beam in answer["beams"]]
         parents = torch.tensor(answer["parents"], device=device)  # [n]

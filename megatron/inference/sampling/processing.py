@@ -5,12 +5,13 @@ Each row has its own settings, and its result is the same in any batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from megatron.errors import ConfigError
+from megatron.inference.sampling.cutting import cut
 from megatron.inference.sampling.settings import Sampling
 
 _SMALLEST_TEMPERATURE = 1e-30  # a smaller one is 0 in float32; the distribution has no more to lose by then
@@ -71,7 +72,7 @@ def warp(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / torch.tensor(temperatures).unsqueeze(1)
     cutting = [row for row, one in enumerate(settings) if one.cuts]
     if cutting:
-        scores[cutting] = _cut(scores[cutting], [settings[row] for row in cutting])
+        scores[cutting] = cut(scores[cutting], [settings[row] for row in cutting])
     return scores
 
 
@@ -83,48 +84,3 @@ def _add_bias(scores: torch.Tensor, biases: Sequence[tuple[int, float]]) -> None
             f"logit_bias has token {max(ids)}, and the vocabulary ends at {len(scores) - 1}. Remove that token."
         )
     scores.index_add_(0, torch.tensor(ids), torch.tensor(values))
-
-
-def _cut(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
-    """Removes the tokens that each row's settings exclude. Shapes: `[b, v]` to the same.
-
-    Source: Holtzman et al., "The curious case of neural text degeneration", 2020, section 3.1 (top-p); Nguyen et al.,
-    "Turning up the heat: min-p sampling", 2024, section 3 (min-p).
-    """
-    vocabulary = scores.shape[1]
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    ranks = _column(settings, lambda one: min(one.top_k, vocabulary) or vocabulary, torch.int64) - 1
-    kept = ordered >= ordered.gather(1, ranks)  # ties with the k-th stay
-    weights = torch.where(kept, ordered.exp(), 0.0).to(torch.float64)
-    mass = weights.cumsum(dim=-1)
-    reached_before = (mass - weights) / mass[:, -1:]  # by the more probable tokens alone
-    top_p = _column(settings, lambda one: one.top_p if 0 < one.top_p < 1 else 2.0, torch.float64)
-    kept &= reached_before < top_p
-    kept &= weights >= _column(settings, lambda one: one.min_p, torch.float64)  # the highest weight is 1
-    typical = [row for row, one in enumerate(settings) if 0 < one.typical_p < 1]
-    if typical:
-        wanted = _column([settings[row] for row in typical], lambda one: one.typical_p, torch.float64)
-        kept[typical] &= _is_typical(weights[typical] * kept[typical], wanted)
-    removed = torch.ones_like(kept).scatter(1, order, ~kept)
-    return scores.masked_fill(removed, float("-inf"))
-
-
-def _is_typical(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Which tokens are needed for a probability of `wanted` if those nearest to the entropy come first; ties stay.
-
-    Shapes: weights `[b, v]`, wanted `[b, 1]`; result `[b, v]` bool.
-
-    Source: Meister et al., "Locally typical sampling", 2023, equations 10 and 11.
-    """
-    probabilities = weights / weights.sum(dim=-1, keepdim=True)
-    information = -probabilities.log()
-    entropy = torch.where(probabilities > 0, probabilities * information, 0.0).sum(dim=-1, keepdim=True)
-    distance, order = (information - entropy).abs().sort(dim=-1, stable=True)
-    mass = probabilities.gather(1, order).cumsum(dim=-1)
-    last = (mass < wanted).sum(dim=-1, keepdim=True).clamp(max=weights.shape[1] - 1)
-    return torch.zeros_like(weights, dtype=torch.bool).scatter(1, order, distance <= distance.gather(1, last))
-
-
-def _column(settings: Sequence[Sampling], value: Callable[[Sampling], float], dtype: torch.dtype) -> torch.Tensor:
-    """One value per row. Shapes: result `[b, 1]`."""
-    return torch.tensor([value(one) for one in settings], dtype=dtype).unsqueeze(1)

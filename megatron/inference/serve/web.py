@@ -87,9 +87,11 @@ def build_app(service: Service, access: Access) -> ASGIApp:
     cors = Middleware(
         CORSMiddleware, allow_origins=access.origins, allow_methods=["GET", "POST"], allow_headers=allowed
     )
-    return Starlette(
+    app = Starlette(
         routes=routes, middleware=[cors] if access.origins else [], exception_handlers={404: unknown, 405: unknown}
     )
+    app.router.redirect_slashes = False  # no redirect depends on what a request says of its host
+    return app
 
 
 class _Sender:

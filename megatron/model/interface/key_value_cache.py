@@ -55,10 +55,12 @@ class BatchCaches:
 
     Args:
         capacity: the most tokens of a text.
+        prefix: as in `TextCache`.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, prefix: int = 0) -> None:
         self.capacity = capacity
+        self.prefix = prefix
         self._layers: dict[int, Layer] = {}
         self._lengths: dict[int, int] = {}
 
@@ -86,7 +88,7 @@ class BatchCaches:
         all_keys[:, :, first:stop] = keys
         all_values[:, :, first:stop] = values
         self._lengths[layer] = stop
-        return (CachedText(keys.shape[2], all_keys[:, :, :stop], all_values[:, :, :stop]),)
+        return (CachedText(keys.shape[2], all_keys[:, :, :stop], all_values[:, :, :stop], self.prefix),)
 
     def truncate(self, length: int) -> None:
         """Drops all but the first `length` tokens."""

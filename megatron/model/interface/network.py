@@ -132,9 +132,9 @@ class LayerStack(nn.Module):
         """
         return _shared_weight(self.layer(name), name)
 
-    def new_caches(self, capacity: int) -> BatchCaches:
-        """Empty caches for a batch of texts of equal length, up to `capacity` tokens."""
-        return BatchCaches(capacity)
+    def new_caches(self, capacity: int, prefix: int = 0) -> BatchCaches:
+        """Empty caches for a batch of texts of equal length, up to `capacity` tokens; see `BatchCaches`."""
+        return BatchCaches(capacity, prefix)
 
 
 def build_layer(spec: LayerSpec, shared: nn.Parameter | None = None) -> nn.Module:

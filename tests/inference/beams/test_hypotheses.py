@@ -123,8 +123,8 @@ def test_settings_that_cannot_be_used(changes: dict[str, Any], says: str) -> Non
 
 
 def test_the_settings_of_a_command_line() -> None:
-    flags = BeamFlags(num_beams=4, length_penalty=2.0, early_stopping="never", num_return_sequences=3)
-    assert BeamSettings.of_flags(flags, 7, frozenset({1})) == BeamSettings(
+    flags = BeamFlags(num_beams=4, length_penalty=2.0, early_stopping="never")
+    assert BeamSettings.of_flags(flags, max_new_tokens=7, returned=3, stop_ids=frozenset({1})) == BeamSettings(
         beams=4, max_new_tokens=7, length_penalty=2.0, early_stopping="never", returned=3, stop_ids=frozenset({1})
     )
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.evaluation.scoring import Query
+from megatron.inference.beams import BeamSettings, beam_search
 from megatron.inference.generation import generate_all
 from megatron.inference.generation.completion import recompute
 from megatron.inference.loading import open_checkpoint
@@ -38,6 +39,16 @@ def test_a_prompt_longer_than_a_chunk_is_computed_at_once() -> None:
     longest = dataclasses.replace(requests[0], prompt=tuple(range(100)) * 3)
     requests = [longest, *requests[1:]]
     assert texts(generate_all(loaded, requests)) == texts([recompute(loaded, request) for request in requests])
+
+
+def test_a_beam_search_sees_the_prompt_as_greedy_generation_does() -> None:
+    loaded = load(objective="prefix")
+    requests = mixed_requests(3, new_tokens=3)
+    one_beam = [beam_search(loaded, request.prompt, BeamSettings(beams=1, max_new_tokens=3))[0] for request in requests]
+    greedy = generate_all(loaded, requests)
+    assert [beam.tokens for beam in one_beam] == texts(greedy)
+    for beam, completion in zip(one_beam, greedy, strict=True):
+        assert beam.score * len(beam.tokens) == pytest.approx(sum(completion.logprobs), rel=1e-5)
 
 
 def test_scores_of_a_checkpoint_see_its_prompts(tmp_path: Path) -> None:

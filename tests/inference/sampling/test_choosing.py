@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.errors import NumericsError
 from megatron.inference.sampling import Chooser, Chosen, Sampling, choose
@@ -115,6 +117,37 @@ def test_draws_depend_on_seed_and_sample_only() -> None:
     assert together == alone
     assert together != _tokens(rows, Sampling(seed=4), range(8))
     assert len(set(together)) > 4
+
+
+ANY_SETTINGS = st.builds(
+    Sampling,
+    greedy=st.booleans(),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    top_k=st.sampled_from([0, 0, 1, 7, 50]),
+    top_p=st.sampled_from([0.0, 0.3, 0.95]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1]),
+    typical_p=st.sampled_from([0.0, 0.0, 0.5]),
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, 1.0]),
+    presence_penalty=st.sampled_from([0.0, -1.0]),
+    logit_bias=st.sampled_from([(), ((3, 5.0), (9, -100.0))]),
+    seed=st.integers(0, 5),
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(ANY_SETTINGS, min_size=2, max_size=6), st.integers(0, 10**6))
+def test_what_is_chosen_for_a_row_does_not_depend_on_the_others(rows: list[Sampling], seed: int) -> None:
+    """Over three tokens, with settings of its own in each row, sequences that join later, and other samples beside."""
+    draws = torch.Generator().manual_seed(seed)
+    scores = torch.randn(3, len(rows), 80, generator=draws) * 4
+    together, alone = (
+        [Chooser(one, [5, 6], sample, top_logprobs=sample % 3) for sample, one in enumerate(rows)] for _ in range(2)
+    )
+    for step, of_step in enumerate(scores):
+        present = [row for row in range(len(rows)) if row % 2 == 0 or step > 0]
+        found = choose(of_step[present], [together[row] for row in present])
+        assert found == [choose(of_step[row : row + 1], [alone[row]])[0] for row in present]
 
 
 def test_a_sequence_draws_anew_for_each_token() -> None:
