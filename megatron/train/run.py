@@ -118,7 +118,8 @@ class Run:
             self.report.passed(self.progress, batch, number)
 
     def say_completed_epochs(self, consumed_before: int) -> None:
-        """Logs that the last step completed a pass of --epochs over the training data.
+        """Logs that the last step completed a pass of --epochs over the training data; of passes shorter than the
+        interval between log lines, only those that complete beside one, and the last.
 
         Args:
             consumed_before: samples that were consumed before the step.
@@ -128,7 +129,10 @@ class Run:
             return
         samples = optim.train_tokens // optim.tokens_per_sample // epochs
         completed = self.progress.consumed_samples // samples
-        if completed > consumed_before // samples:
+        is_long = samples >= self.config.control.log_interval * optim.global_batch_size
+        if completed > consumed_before // samples and (
+            is_long or self.is_done or self.is_due(self.config.control.log_interval)
+        ):
             log.info(f"epoch {min(completed, epochs)}/{epochs} is complete after iteration {self.progress.step}")
 
     def is_due(self, interval: int | None) -> bool:
