@@ -3,8 +3,8 @@
     python benchmarks/generate.py
 
 Prints one JSON line per figure. The networks have random weights: a GPT-2 of 124 million parameters and a Llama of
-about as many. Both sides generate greedily; that the texts are equal is checked before anything is timed. Runs of the
-two alternate; a ratio is the median over the pairs of runs, its spread their extremes.
+about as many, or smaller ones (--size). Both sides generate greedily; that the texts are equal is checked before
+anything is timed. Runs of the two alternate; a ratio is the median over the pairs of runs, its spread their extremes.
 
 The requests are one prompt alone, eight prompts of different lengths with as many new tokens each, and eight prompts of
 different lengths with different numbers of new tokens. For several requests `transformers` gets one batch, padded on
@@ -50,6 +50,7 @@ from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 _TINY = ("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "512")
 _SIZES = {
     "small": ("--num-layers", "12", "--hidden-size", "768", "--num-attention-heads", "12", "--vocab-size", "50257"),
+    "medium": ("--num-layers", "8", "--hidden-size", "512", "--num-attention-heads", "8", "--vocab-size", "8192"),
     "tiny": _TINY,
 }
 _KINDS = {

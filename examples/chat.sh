@@ -13,14 +13,14 @@ WORK_DIR="${1:-chat-demo}"
 case "$WORK_DIR" in /*) ;; *) WORK_DIR="$PWD/$WORK_DIR" ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
-prepare_environment test
+prepare_environment plot
 mkdir -p "$WORK_DIR"
 STARTED=$SECONDS
 
 SEED="${SEED:-1234}"
 LEAST_RIGHT="${LEAST_RIGHT:-0.95}"
 PRETRAINING_STEPS="${PRETRAINING_STEPS:-120}"
-EPOCHS="${EPOCHS:-60}"
+EPOCHS="${EPOCHS:-40}"
 RANKS="${RANKS:-2}"
 
 NETWORK="--num-layers 4 --hidden-size 192 --num-attention-heads 4 --num-query-groups 2 --swiglu --no-add-bias-linear
@@ -68,5 +68,5 @@ figures = {task["name"]: task["figures"]["exact_match"] for task in json.load(op
 right, least = figures["training questions"], float(sys.argv[2])
 print(f"right answers: {right:.1%} of the training questions, {figures['other words']:.1%} of those in other words")
 if right < least:
-    sys.exit(f"error: fewer than {least:.0%} of the training questions were answered right. Train longer: EPOCHS=100")
+    sys.exit(f"error: fewer than {least:.0%} of the training questions were answered right. Train longer: EPOCHS=80")
 PY

@@ -73,7 +73,8 @@ class GenerateFlags(BeamFlags):
         if self.num_samples > 0 and self.num_return_sequences > 1:
             yield (
                 f"--num-return-sequences {self.num_return_sequences} is for prompts, and --num-samples "
-                f"{self.num_samples} generates without any. Give --num-samples {self.num_samples * self.num_return_sequences} instead."
+                f"{self.num_samples} generates without any. Give --num-samples "
+                f"{self.num_samples * self.num_return_sequences} instead."
             )
         if 1 < self.num_beams < max(self.num_return_sequences, self.num_samples):
             yield (

@@ -203,8 +203,10 @@ def _must_match_sentence(section: str, field: dataclasses.Field[Any], then: Any,
     hint = " To start a new run from its weights, use --finetune." if rule == RUN_MUST_MATCH else ""
     switch = isinstance(then, bool)
     fix = (name if then else f"--no-{field.name.replace('_', '-')}") if switch else f"{name} {_shown(then)}"
-    saved, fix = ("saved without", f"leave out {name}") if then is None else (f"saved with {_shown(then)}", f"give {fix}")
-    return f"{name} is {_shown(now)} and the checkpoint was {saved}. They must match; {fix}.{hint}"
+    saved, remedy = (f"saved with {_shown(then)}", f"give {fix}")
+    if then is None:
+        saved, remedy = "saved without", f"leave out {name}"
+    return f"{name} is {_shown(now)} and the checkpoint was {saved}. They must match; {remedy}.{hint}"
 
 
 def _shown(value: Any) -> str:

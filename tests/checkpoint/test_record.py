@@ -53,6 +53,7 @@ OPTIONAL: dict[str, Any] = {
     "validation_loss": 2.5,
     "recent": {"losses": [3.0, 2.5]},
     "passed_batches": [{"step": 3, "first_sample": 16, "last_sample": 23}],
+    "began_at": {"decoder.layers.0.mlp.linear_fc1.weight": 2},
 }
 
 

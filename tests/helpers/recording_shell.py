@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROGRAMS = ("python", "torchrun", "deepspeed", "srun", "sbatch", "scontrol", "pip", "docker")
+PROGRAMS = ("python", "torchrun", "deepspeed", "srun", "sbatch", "scontrol", "pip", "docker", "curl")
 
 _STAND_IN = f"""#!{sys.executable}
 import json, os, sys

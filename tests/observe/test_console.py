@@ -79,6 +79,11 @@ def test_perplexity_is_capped() -> None:
     assert math.isnan(perplexity(math.nan))
 
 
+def test_trained_line() -> None:
+    text = "trained parameters: 12,704 of 50,240 (25.3 %); the others are frozen (--freeze)"
+    assert trained_line(12_704, 50_240) == text
+
+
 def test_size_line() -> None:
     assert size_line(1, 2, 1_300_000_000, 1_200_000_000) == "[001-002] 1.3000B / 1.2000B"
 

@@ -26,7 +26,7 @@ SCRIPT = (EXAMPLES / "chat.sh").read_text()
 
 def commands(folder: Path) -> dict[str, list[list[str]]]:
     """What the script starts, by program, with the arguments after it."""
-    text = SCRIPT.replace("prepare_environment test", "PYTHON=python").replace("source examples/environment.sh", "")
+    text = SCRIPT.replace("prepare_environment plot", "PYTHON=python").replace("source examples/environment.sh", "")
     text = text.replace('cd "$(dirname "${BASH_SOURCE[0]}")/.."', f'cd "{EXAMPLES.parent}"')
     found: dict[str, list[list[str]]] = {}
     for words in recorded(text, folder, str(folder / "work")):

@@ -197,3 +197,15 @@ def test_wrong_words_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
         checkpoints.main(["copy", str(tmp_path), str(tmp_path), "third"])
     assert checkpoints.main(["--help"]) == 0
     assert "Commands: list, verify, prune, copy; each has --help." in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_is_named_where_it_is_not_the_newest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_checkpoint(tmp_path, make_state(), 100, run_id=RUN, validation_loss=2.25)
+    said = f"the lowest validation loss has iter_0000100: --load {tmp_path / 'iter_0000100'}\n"
+    for step, loss, is_named in ((200, 2.5, True), (300, None, True), (400, 2.0, False)):
+        save_checkpoint(tmp_path, make_state(), step, run_id=RUN, validation_loss=loss)
+        capsys.readouterr()
+        assert checkpoints.main(["list", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.endswith(said) == is_named
