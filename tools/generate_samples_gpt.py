@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _USUAL_NEW_TOKENS = 1024
 _USUAL_BATCH = 32  # texts side by side
+_MOST_PROMPTS = 2**32  # the first text of prompt i has sample index i, whatever the number of texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ class Generator:
             return
         copies = self.flags.num_return_sequences
         requests = [
-            self.request(prompt, number * copies + copy)
+            self.request(prompt, number + copy * _MOST_PROMPTS)
             for number, prompt in enumerate(prompts, start=first_prompt)
             for copy in range(copies)
         ]

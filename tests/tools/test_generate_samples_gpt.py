@@ -163,6 +163,8 @@ def test_several_samples_of_each_prompt(checkpoints: Path, prompt_file: Path) ->
     records = _records(prompt_file.with_name("prompts.txt.out"))
     assert [record["prompt"] for record in records[:6]] == ["def main(argument):"] * 3 + ["import os"] * 3
     assert len({tuple(record["tokens"]) for record in records}) == len(records) == 15
+    assert generate_samples_gpt.main(argv) == 0
+    assert _records(prompt_file.with_name("prompts.txt.out")) == records[::3]
 
 
 def test_the_trainers_flags_may_be_given_too(checkpoints: Path, prompt_file: Path) -> None:
