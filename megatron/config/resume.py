@@ -78,8 +78,8 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
         elif rule == FROM_CHECKPOINT:
             taken.setdefault(section, {})[field.name] = then
             notices.append(f"{name} {_shown(then)} is taken from the checkpoint in place of {_shown(now)}.")
-        elif field.name == "train_tokens" and current.finetuning.epochs is not None:
-            continue  # it follows from the epochs
+        elif field.name in ("train_iters", "train_tokens") and current.finetuning.epochs is not None:
+            continue  # they follow from the epochs
         elif field.name in _NOTABLE and not (current.control.finetune or current.control.eval_only):
             notices.append(f"{name} is {_shown(now)} now; the checkpoint was saved with {_shown(then)}.")
     if current.optim.use_checkpoint_lr_scheduler:

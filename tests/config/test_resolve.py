@@ -6,7 +6,7 @@ import typing
 
 import pytest
 
-from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
+from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, parse, resolve
 from megatron.config.resolve import resolve_epochs, resolve_optim
 from megatron.config.schedule import Schedule, is_done, planned_iterations, schedule
 from megatron.errors import ConfigError
@@ -248,3 +248,8 @@ def test_epochs_replace_the_length_of_a_preset() -> None:
         ["--model-preset", "laptop", "--epochs", "2", "--data-path", "a", "--vocab-file", "v", "--merge-file", "m"]
     )
     assert request.optim.train_iters is None and request.finetuning.epochs == 2
+
+
+def test_a_resume_with_more_epochs_says_so_once() -> None:
+    one, two = (resolve_epochs(resolved(f"--epochs {count}", drop="--train-iters"), 10) for count in (1, 2))
+    assert check_resume(one.to_json(), two).notices == ("--epochs is 2 now; the checkpoint was saved with 1.",)

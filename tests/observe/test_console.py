@@ -13,6 +13,7 @@ from megatron.observe.console import (
     perplexity,
     size_line,
     task_lines,
+    trained_line,
 )
 from megatron.observe.metrics import SourceLoss
 from megatron.observe.routing import RoutingFigures

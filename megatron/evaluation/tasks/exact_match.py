@@ -1,7 +1,7 @@
 """Exact match: whether the text that a network writes after a prompt is the answer.
 
-Before they are compared, both texts are normalised: compatibility forms (NFKC), case folded, white space runs made one
-blank, and quotes, brackets, marks that end a sentence and white space removed at both ends. `normalise: none` compares
+Before they are compared, both texts are normalized: compatibility forms (NFKC), case folded, white space runs made one
+blank, and quotes, brackets, marks that end a sentence and white space removed at both ends. `normalize: none` compares
 what stands between the prompt and the first stop text as it is, without the white space at its ends.
 """
 
@@ -37,10 +37,10 @@ from megatron.tokenizers.tokenizer import Tokenizer
 _PROMPTS_AT_ONCE = 32
 _EDGES = " .,;:!?\"'()[]{}“”‘’«»"
 _WHITE_SPACE = re.compile(r"\s+")
-Normalise = Callable[[str], str]
+Normalize = Callable[[str], str]
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """A text as answers are compared."""
     return _WHITE_SPACE.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip(_EDGES)
 
@@ -64,7 +64,7 @@ class ExactMatch(DescribedTask):
     template: str = flag("{prompt}", "text that is continued; {prompt} stands for the prompt")
     max_new_tokens: int = flag(32, "most tokens of an answer", at_least=1)
     stop: tuple[str, ...] = flag(("\n",), "texts that end an answer", nargs="*")
-    normalise: str = flag("usual", "how texts are made comparable", choices=("usual", "none"))
+    normalize: str = flag("usual", "how texts are made comparable", choices=("usual", "none"))
 
     def problems(self) -> Iterator[str]:
         """Rules between the keys."""
@@ -102,10 +102,10 @@ class ExactMatch(DescribedTask):
         return result_of(self, self._measure(items, said), len(items), baselines)
 
     def _measure(self, items: Sequence[Question], said: Sequence[str]) -> Measured:
-        normalise: Normalise = normalised if self.normalise == "usual" else str.strip
-        answers = [normalise(before_stops(text, self.stop)) for text in said]
+        normalize: Normalize = normalized if self.normalize == "usual" else str.strip
+        answers = [normalize(before_stops(text, self.stop)) for text in said]
         hits = [
-            float(answer in {normalise(right) for right in item.answers})
+            float(answer in {normalize(right) for right in item.answers})
             for item, answer in zip(items, answers, strict=True)
         ]
         per_item: list[dict[str, Any]] = [

@@ -3,7 +3,7 @@
 `acc` compares the log-probabilities of the choices after the question, `acc_norm` the same divided by the bytes of each
 choice, and `acc_unconditional` what the question adds to the log-probability of a choice on its own.
 
-Source: Brown et al., "Language models are few-shot learners", 2020, section 2.4 (normalisation); bytes instead of
+Source: Brown et al., "Language models are few-shot learners", 2020, section 2.4 (normalization); bytes instead of
 tokens as in EleutherAI/lm-evaluation-harness `lm_eval/api/task.py`, so that tokenizers can be compared.
 """
 

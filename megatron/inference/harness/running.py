@@ -43,10 +43,10 @@ def run_harness(
     from lm_eval.tasks import TaskManager
 
     # The index of the harness's own tasks takes seconds; it is not needed where the folder has all of them.
-    manager = TaskManager(include_path=include_path, include_defaults=False)
-    if not set(names) <= set(manager.all_tasks):
-        manager = TaskManager(include_path=include_path)
-    unknown = [name for name in names if name not in manager.all_tasks]
+    index = TaskManager(include_path=include_path, include_defaults=False)
+    if not set(names) <= set(index.all_tasks):
+        index = TaskManager(include_path=include_path)
+    unknown = [name for name in names if name not in index.all_tasks]
     if unknown:
         raise ConfigError(
             f"the evaluation harness has no task {', '.join(unknown)}. `lm_eval ls tasks` shows its own; tasks over "
@@ -58,7 +58,7 @@ def run_harness(
         num_fewshot=num_fewshot,
         limit=limit,
         bootstrap_iters=bootstrap_iters,
-        task_manager=manager,
+        task_manager=index,
         log_samples=False,
     )
     # The harness returns results on the first process of a node only.

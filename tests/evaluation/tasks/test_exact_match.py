@@ -11,7 +11,7 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from megatron.evaluation.baselines.scorers import Baselines
-from megatron.evaluation.tasks.exact_match import ExactMatch, before_stops, normalised
+from megatron.evaluation.tasks.exact_match import ExactMatch, before_stops, normalized
 from megatron.evaluation.tasks.task import TaskOptions
 from tests.evaluation.fakes import ByteTokenizer, FakeScorer
 
@@ -51,8 +51,8 @@ def answering(*texts: str):
         ("-3.5", "-3.5"),
     ],
 )
-def test_texts_are_normalised(text: str, same: str) -> None:
-    assert normalised(text) == same
+def test_texts_are_normalized(text: str, same: str) -> None:
+    assert normalized(text) == same
 
 
 def test_an_answer_ends_at_the_first_stop_text() -> None:
@@ -76,7 +76,7 @@ def test_figures_mistakes_and_what_is_asked(tmp_path: Path) -> None:
 
 def test_texts_can_be_compared_as_they_are(tmp_path: Path) -> None:
     complete, _ = answering(" Four", " Blue", "four\n")
-    task = ExactMatch(data=write(tmp_path, *ROWS), normalise="none", folder=tmp_path)
+    task = ExactMatch(data=write(tmp_path, *ROWS), normalize="none", folder=tmp_path)
     result = task.run(FakeScorer(), BYTES, None, TaskOptions(complete=complete))
     assert [item["exact_match"] for item in result.per_item] == [0.0, 1.0, 1.0]
 

@@ -104,6 +104,13 @@ def test_greedy_ignores_temperature_and_cuts(settings: dict) -> None:
     assert _tokens(SCORES, Sampling(**{"temperature": 9.0, "top_k": 3, "top_p": 0.1, **settings}), range(1)) == [0]
 
 
+def test_of_equal_scores_greedy_takes_the_first() -> None:
+    scores = torch.zeros(3, 5000)
+    scores[0, 4000:] = scores[1, [7, 4999]] = 1.0
+    assert _tokens(scores, Sampling(greedy=True), range(3)) == [4000, 7, 0]
+    assert _tokens(scores, Sampling(greedy=True, logit_bias=((1, -1.0),)), range(3)) == [4000, 7, 0]
+
+
 def test_greedy_heeds_bias_and_penalties() -> None:
     assert _tokens(SCORES, Sampling(greedy=True, logit_bias=((3, 5.0),)), range(1)) == [3]
     chooser = Chooser(Sampling(greedy=True, presence_penalty=1.0), [0])
