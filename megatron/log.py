@@ -5,7 +5,8 @@ Afterwards one rank prints `info` and one prints `line`; every rank prints `warn
 `copy_to` appends the messages of this process to a file, including result lines that another rank prints. A copy that
 cannot be written ends nothing; nor, after `make_optional`, do the standard streams.
 Characters that steer a terminal, which a text from a file may hold, are written as escapes.
-`exit_with` ends a program, and `end_process` ends it from a thread; both first show the error that was the reason.
+`exit_with` ends a program, and `end_process` ends it from a thread; both first show the error that was the reason. A
+program whose reader went away (`program | head`) ends without a word, as one that SIGPIPE ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -34,6 +36,7 @@ _FIRST_RANK_SECONDS = 2.0
 # Control characters other than tab and line feed, marks that reverse the direction of writing, and lone surrogates,
 # which no output takes. As JSON's escapes they mean the same in a line that is JSON.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_READER_IS_GONE = 128 + signal.SIGPIPE
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 
@@ -207,7 +210,7 @@ def show_failure(failure: BaseException) -> int:
     code, text = _describe(failure)
     if _OUTPUT.shown is not failure:
         _OUTPUT.shown = failure
-        _show(code, text)
+        _show(code, text, is_shown=code == _READER_IS_GONE)
     return code
 
 
@@ -253,7 +256,10 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
         code = int(main() or 0)
     except (Exception, KeyboardInterrupt) as failure:
         code = show_failure(failure)
-    is_flushed = _flush(sys.stdout) and _flush(sys.stderr)
+    try:
+        is_flushed = _flush(sys.stdout) and _flush(sys.stderr)
+    except BrokenPipeError:
+        code, is_flushed = code or _READER_IS_GONE, False
     if code not in (ExitCode.DONE, ExitCode.USAGE) or not is_flushed:
         os._exit(code)  # Python would end with 120 after a failed flush
     sys.exit(code)
@@ -267,7 +273,19 @@ def _describe(failure: BaseException) -> tuple[int, str]:
         return 128 + signal.SIGTERM, "ended by SIGTERM"
     if isinstance(failure, KeyboardInterrupt):
         return 128 + signal.SIGINT, "interrupted from the keyboard"
+    if isinstance(failure, BrokenPipeError) and _is_reader_gone():
+        return _READER_IS_GONE, "nobody reads the output any more"
     return 1, masked("".join(traceback.format_exception(failure)))
+
+
+def _is_reader_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more; other pipes may break, too."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (AttributeError, OSError, ValueError):  # there is none, or it is no file
+        return False
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _show(code: int, text: str, *, is_shown: bool = False, waits_for_first: bool = True) -> None:

@@ -89,6 +89,39 @@ def test_a_full_disk_behind_the_output_ends_no_run_but_a_tool() -> None:
     assert ended.returncode == 1 and "No space left on device" in ended.stderr
 
 
+CLOSED_OUTPUT = """
+import os, sys
+from megatron import log
+def main():
+    log.info("begins")
+    sys.stdin.read()  # until the reader is gone
+    if sys.argv[1] == "flushed":
+        log.line("x")
+    if sys.argv[1] == "printed":
+        print("x")
+    if sys.argv[1] == "another pipe":
+        raise BrokenPipeError(32, "Broken pipe")
+    return 0
+log.exit_with(main)
+"""
+
+
+@pytest.mark.parametrize("way", ["flushed", "printed", "another pipe"])
+def test_a_closed_output_ends_a_program_without_a_word(way: str) -> None:
+    command = [sys.executable, "-c", CLOSED_OUTPUT, way]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None and process.stderr is not None
+        if way != "another pipe":
+            process.stdout.close()
+        process.stdin.close()
+        said = process.stderr.read()
+    if way == "another pipe":
+        assert process.returncode == 1 and "BrokenPipeError" in said
+    else:
+        assert (process.returncode, said) == (141, "begins\n")
+
+
 def test_sigterm_in_a_finalizer_ends_the_program() -> None:
     """Python drops exceptions of finalizers: the signal would be lost."""
     program = (

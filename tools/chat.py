@@ -4,13 +4,14 @@
     echo "What is the capital of Turkey?" | python tools/chat.py --load checkpoints/chat --greedy
 
 Answers appear as they are generated; Ctrl-C stops one, Ctrl-D ends the conversation. At the prompt, /reset forgets what
-was said, /system TEXT sets the instructions (and begins anew), /quit ends. Without a terminal, every line of standard
-input is a question. Under torchrun, --tensor-model-parallel-size and --pipeline-model-parallel-size split the network
-over several processes, of which the first talks.
+was said, /system TEXT sets the instructions (and begins anew), /quit ends; //help asks the question "/help". Without a
+terminal, every line of standard input is a question. Under torchrun, --tensor-model-parallel-size and
+--pipeline-model-parallel-size split the network over several processes, of which the first talks.
 """
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ from megatron import log
 from megatron.config import ParallelRequest, flag
 from megatron.config.overlay import ToolRequest, parse_over
 from megatron.config.sampling_flags import SamplingFlags
+from megatron.config.typed_lines import read_line
+from megatron.errors import DataError
 
 if TYPE_CHECKING:
     from megatron.inference.generation import GenerationEngine
@@ -81,6 +84,7 @@ def _conversation(request: ToolRequest[ChatFlags], engine: GenerationEngine, lea
     from megatron.inference.serve.opening import served_model
 
     flags, loaded = request.own, engine.loaded
+    flags.check_vocabulary(loaded.vocab_size)
     served = served_model(loaded, chat_template=flags.chat_template)
     sampling = Sampling.of_flags(flags, loaded.config.random.seed)
     return Conversation(served, leader, sampling, flags.max_new_tokens, flags.system)  # type: ignore[arg-type]
@@ -91,21 +95,35 @@ def talk(conversation: Conversation) -> None:
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
         log.info(f"{conversation.served.name}: /reset, /system TEXT, /quit; Ctrl-C stops an answer, Ctrl-D ends.")
-    while (line := _ask(is_terminal)) is not None:
-        command, _, rest = line.strip().partition(" ")
-        if command == "/quit":
+    for number in itertools.count(1):
+        try:
+            line = _ask(is_terminal, number)
+        except DataError as failure:  # the next line may be better
+            log.error(str(failure))
+            continue
+        text = None if line is None else line.strip()
+        if text is None or text == "/quit":
             return
-        if command == "/reset":
-            conversation.reset()
-            log.info("The conversation begins anew.")
-        elif command == "/system":
-            conversation.reset()
-            conversation.system = rest.strip()
-            log.info("The conversation begins anew, " + ("with" if rest.strip() else "without") + " instructions.")
-        elif command.startswith("/"):
-            log.error(f"{command} is no command. There are /reset, /system TEXT and /quit.")
-        elif command:
-            _answer(conversation, line.strip())
+        if text.startswith("/") and not text.startswith("//"):
+            _obey(text, conversation)
+        elif text:
+            _answer(conversation, text[1:] if text.startswith("//") else text)
+
+
+def _obey(text: str, conversation: Conversation) -> None:
+    """Does what a command says, or says why not."""
+    command, rest = (part.strip() for part in (text.split(maxsplit=1) + [""])[:2])
+    if command in ("/quit", "/reset") and rest:
+        log.error(f"{command} takes no text. Write {command} alone, or /{text} to ask that.")
+    elif command == "/reset":
+        conversation.reset()
+        log.info("The conversation begins anew.")
+    elif command == "/system":
+        conversation.reset()
+        conversation.system = rest
+        log.info("The conversation begins anew, " + ("with" if rest else "without") + " instructions.")
+    else:
+        log.error(f"{command} is no command. There are /reset, /system TEXT and /quit; /{command} asks that.")
 
 
 def _answer(conversation: Conversation, question: str) -> None:
@@ -148,16 +166,17 @@ def _visible(text: str) -> str:
     return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable() or letter.isspace())
 
 
-def _ask(is_terminal: bool) -> str | None:
-    """The next line; None at the end of the input, or when it is interrupted."""
-    if sys.stdin is None:  # closed by the parent process
-        return None
+def _ask(is_terminal: bool, number: int) -> str | None:
+    """The next line; None at the end of the input, or when it is interrupted.
+
+    Raises:
+        DataError: the line is not UTF-8.
+    """
     try:
-        return input("> " if is_terminal else "")
-    except EOFError:
-        if is_terminal:
+        line = read_line("> ", number)
+        if line is None and is_terminal:
             print()
-        return None
+        return line
     except KeyboardInterrupt:
         print()
         return None

@@ -7,15 +7,17 @@
 The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file produces
 --num-return-sequences lines of output; an empty line starts from the end-of-document token. Without --num-samples (or
 with 0) and without --sample-input-file, prompts are read from the terminal. Texts are computed side by side, as many as
---micro-batch-size; which these are does not change them. Under torchrun, --tensor-model-parallel-size and
+--micro-batch-size; which these are does not change them. A file of texts has its name once it is complete; until
+then they are in one that ends in .partial. Under torchrun, --tensor-model-parallel-size and
 --pipeline-model-parallel-size spread the network over several processes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,8 @@ from megatron import log
 from megatron.config import ParallelRequest, flag
 from megatron.config.overlay import parse_over
 from megatron.config.sampling_flags import BeamFlags
-from megatron.errors import ConfigError, DataError, StorageError
+from megatron.config.typed_lines import read_line
+from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatron.inference.beams import Beam
@@ -196,17 +199,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     layout = _layout(request.given)
     prompts = _read_prompts(request.own.sample_input_file)
 
+    from megatron.parallel.agreement import run_on_first
     from megatron.parallel.joining import close_mesh, open_mesh
 
     mesh = open_mesh(layout)
     try:
+        output = _output(request.own)
+        if output is not None:
+            run_on_first(mesh, lambda: _check_output(output, request.own.sample_input_file))
         generator = _open(request.own, request.given, mesh)
-        if request.own.num_samples:
-            _write(generator, str(request.own.genfile), generator.records([""] * request.own.num_samples))
-        elif prompts is not None:
-            _continue_file(generator, prompts)
-        else:
+        if output is None:
             _interact(generator)
+        else:
+            _write(generator, output, _records(generator, prompts))
     finally:
         close_mesh(mesh)
     return 0
@@ -233,6 +238,7 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) ->
             f"{mesh.model.size}, or split the network over all of them."
         )
     loaded = open_checkpoint(flags.load, given, mesh)
+    flags.check_vocabulary(loaded.vocab_size)
     batch = given.get("optim.micro_batch_size", _USUAL_BATCH)
     return Generator(flags, _new_tokens(flags.out_seq_length, loaded.positions, mesh), batch, loaded)
 
@@ -274,12 +280,12 @@ def _read_prompts(path: str | None) -> list[str] | None:
     return prompts
 
 
-def _continue_file(generator: Generator, prompts: Sequence[str]) -> None:
-    """Continues the prompts of a file, after checking that all of them fit."""
+def _records(generator: Generator, prompts: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+    """Texts without prompts, or the continuations of the prompts of a file, after checking that all of them fit."""
     flags = generator.flags
-    for number, prompt in enumerate(prompts, start=1):
+    for number, prompt in enumerate(prompts or (), start=1):
         generator.check_prompt(prompt, f"prompt {number} of {flags.sample_input_file}")
-    _write(generator, flags.sample_output_file or f"{flags.sample_input_file}.out", generator.records(prompts))
+    return generator.records([""] * flags.num_samples if prompts is None else prompts)
 
 
 def _interact(generator: Generator) -> None:
@@ -296,8 +302,8 @@ def _interact(generator: Generator) -> None:
     if is_terminal:
         log.info("Without --num-samples N and --sample-input-file, prompts are read from this terminal, one per line.")
     index = 0
-    while True:
-        prompt = broadcast_json(_ask() if speaks else None, listeners)
+    for number in itertools.count(1):
+        prompt = broadcast_json(_ask(number) if speaks else None, listeners)
         if prompt is None:
             if index == 0 and not is_terminal:
                 raise ConfigError(
@@ -306,15 +312,18 @@ def _interact(generator: Generator) -> None:
                     "--sample-input-file FILE, or one prompt per line on standard input."
                 )
             return
-        if not prompt.strip():
+        if prompt == "":
             continue
         try:
+            if not isinstance(prompt, str):
+                raise DataError(prompt["refused"])
             generator.check_prompt(prompt, f"prompt {index + 1}")
             for record in generator.records([prompt], index):
                 if speaks:
                     print(prompt + record["text"] + "\n", flush=True)
-        except ConfigError as failure:  # the prompt is too long; the next one may fit
-            log.error(str(failure))
+        except (ConfigError, DataError) as failure:  # it is too long, or no text; the next one may fit
+            if speaks:
+                log.error(str(failure))
         index += 1
 
 
@@ -322,40 +331,87 @@ def _is_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def _ask() -> str | None:
-    if sys.stdin is None:  # closed by the parent process
-        return None
+def _ask(number: int) -> str | dict[str, str] | None:
+    """A prompt, empty if the line is blank; None after the last; why the line is refused, if it is."""
     try:
-        return input("prompt (Ctrl-D ends)> " if _is_terminal() else "")
-    except EOFError:
-        return None
+        line = read_line("prompt (Ctrl-D ends)> ", number)
+    except DataError as failure:
+        return {"refused": str(failure)}
+    return "" if line is not None and not line.strip() else line
 
 
-def _write(generator: Generator, path: str, records: Iterable[dict[str, Any]]) -> None:
-    """Writes records as they are generated, one JSON object per line, on rank 0; the other ranks only generate.
+def _write(generator: Generator, path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Writes records as they are generated, one JSON object per line, on rank 0; the other ranks only generate. The
+    file has its name once it is complete; until then, and if the work ends before, they are in `_partial`.
 
     Raises:
         StorageError: the file cannot be written.
     """
-    writes = generator.loaded.mesh.world.rank == 0
+    from megatron.data.formats.atomic_files import storage_error
+
+    if generator.loaded.mesh.world.rank != 0:
+        for _ in records:
+            pass
+        return
+    partial = _partial(path)
     count = 0
-    emit: Callable[[str], object] = len
     try:
-        stream = Path(path).open("w", encoding="utf-8") if writes else None
-        try:
-            emit = stream.write if stream else emit
-            for record in records:
-                emit(json.dumps(record, ensure_ascii=False) + "\n")
-                count += 1
-        finally:
-            if stream:
-                stream.close()
-    except OSError as failure:
-        raise StorageError(
-            f"{path} cannot be written: {failure.strerror or failure}. Choose another file."
-        ) from failure
-    if writes:
-        print(f"{count} {'text' if count == 1 else 'texts'} in {path}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for record in records:
+            with partial.open("a" if count or partial == path else "w", encoding="utf-8") as stream:
+                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+            count += 1
+        if partial != path:
+            partial.replace(path.resolve())
+    except BaseException as failure:
+        if count and partial != path:
+            log.info(f"The {_texts(count)} until then are in {partial}.")
+        if isinstance(failure, OSError):
+            raise storage_error(path, failure) from failure
+        raise
+    print(f"{_texts(count)} in {path}")
+
+
+def _texts(count: int) -> str:
+    return f"{count} {'text' if count == 1 else 'texts'}"
+
+
+def _partial(path: Path) -> Path:
+    """Where records are until all are there; the file itself if it is a device or a pipe."""
+    if path.exists() and not path.is_file():
+        return path
+    final = path.resolve()
+    return final.with_name(f"{final.name}.partial")
+
+
+def _output(flags: GenerateFlags) -> Path | None:
+    """The file for the texts; None when prompts are read from the terminal."""
+    if flags.num_samples:
+        return Path(str(flags.genfile))
+    if flags.sample_input_file is None:
+        return None
+    return Path(flags.sample_output_file or f"{flags.sample_input_file}.out")
+
+
+def _check_output(path: Path, prompts: str | None) -> None:
+    """Checks that the output can be written, before the work whose result it will hold.
+
+    Raises:
+        ConfigError: it is the file of prompts, which it would replace.
+        StorageError: the file system refuses it.
+    """
+    from megatron.data.formats.atomic_files import check_writable
+
+    partial = _partial(path)
+    for file in (path, partial):
+        if prompts is not None and file.exists() and file.samefile(prompts):
+            raise ConfigError(
+                f"--sample-output-file {path} would overwrite the prompts (--sample-input-file {prompts}). Choose "
+                f"another file."
+            )
+    if partial != path or path.is_dir():
+        check_writable(path)
+        check_writable(partial)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,9 @@ def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(TrainTokenizerFlags, sys.argv[1:], prog="train_tokenizer.py", description=__doc__ or "")
     from megatron.corpus.vocabulary.learning import check_vocabulary_place, save_vocabulary, special_tokens
+    from megatron.tokenizers.package import require_tokenizers
 
+    require_tokenizers()
     check_vocabulary_place(flags.output_prefix, flags.model_type)
     special = special_tokens(flags.special_tokens, flags.nspecial)
     files = _learned(flags, special)

@@ -20,6 +20,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 
 Check = Callable[[Path, Mapping[str, Any]], None]
+Announce = Callable[[str], None]
 
 
 def load(
@@ -30,6 +31,7 @@ def load(
     known: Manifest | None = None,
     check: Check | None = None,
     storage: Storage | None = None,
+    announce: Announce = log.line,
 ) -> dict[str, Any]:
     """Reads this rank's wanted pieces from one checkpoint folder and returns its record; collective over the mesh.
 
@@ -39,6 +41,7 @@ def load(
     Args:
         known: a manifest that this rank has parsed before; it is used again if the one on the disk has its digest.
         check: called with the folder and its record before anything else is read; what it raises ends the attempt.
+        announce: says what was loaded: on standard output, unless that is for something else.
 
     Raises:
         DamagedError: some rank found damage (on every rank); an older checkpoint may do.
@@ -53,7 +56,7 @@ def load(
         raise CheckpointError(f"the ranks see different checkpoints at {path}. All nodes must see the same directory.")
     _warn_of_unclaimed(path, manifest, prepared.claimed, mesh)
     run_on_all(mesh, prepared.reader.deliver)
-    log.line(f"successfully loaded checkpoint from {path.parent} at iteration {manifest.step}")
+    announce(f"successfully loaded checkpoint from {path.parent} at iteration {manifest.step}")
     return manifest.record
 
 

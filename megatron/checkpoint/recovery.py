@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint.loading import Check, load
+from megatron.checkpoint.loading import Announce, Check, load
 from megatron.checkpoint.manifest import MANIFEST_NAME, Manifest, folder_step, read_manifest
 from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX
 from megatron.checkpoint.reader import Wanted, check_files
@@ -130,6 +130,7 @@ def load_newest(
     check: Check | None = None,
     also: Sequence[Path] = (),
     storage: Storage | None = None,
+    announce: Announce = log.line,
 ) -> Found | None:
     """Loads the newest checkpoint that verifies on every rank; collective over the whole mesh.
 
@@ -148,7 +149,7 @@ def load_newest(
     parsed = None if known is None else known.manifest
 
     def attempt(path: Path) -> Found:
-        return Found(load(path, wanted(), mesh, known=parsed, check=check, storage=storage), path)
+        return Found(load(path, wanted(), mesh, known=parsed, check=check, storage=storage, announce=announce), path)
 
     return _newest((Path(directory), *also), attempt, mesh, storage or Storage(), known=known)
 

@@ -64,6 +64,18 @@ class SamplingFlags(ConfigSection):
         except ConfigError as failure:
             yield from failure.problems
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Checks that the tokens of --logit-bias are among those that may be generated.
+
+        Raises:
+            ConfigError: one is not.
+        """
+        for token, _ in read_logit_bias(self.logit_bias):
+            if token >= vocab_size:
+                raise ConfigError(
+                    f"--logit-bias has token {token}, and the tokenizer's ids are 0 to {vocab_size - 1}. Remove it."
+                )
+
 
 @dataclass(frozen=True)
 class BeamFlags(SamplingFlags):

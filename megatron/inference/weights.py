@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megatron import log
 from megatron.checkpoint import Found, load_newest
 from megatron.errors import CheckpointError
 from megatron.model.interface.network import LayerStack
@@ -17,7 +18,8 @@ from megatron.parallel.shard_spec import shard_spec_of
 
 
 def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: Found | None = None) -> Found:
-    """Loads the newest checkpoint that verifies, whatever layout wrote it; collective over the mesh.
+    """Loads the newest checkpoint that verifies, whatever layout wrote it; collective over the mesh. That it was loaded
+    is said on standard error: standard output is for what the program finds with it.
 
     Args:
         known: the result of `newest_record` for the directory.
@@ -25,7 +27,7 @@ def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: 
     Raises:
         CheckpointError: there is no checkpoint, or it does not fit the network.
     """
-    loaded = load_newest(directory, lambda: wanted_weights(model), mesh, known=known)
+    loaded = load_newest(directory, lambda: wanted_weights(model), mesh, known=known, announce=log.info)
     if loaded is None:
         raise CheckpointError(
             f"there is no checkpoint in {directory} (--load {directory}). Give the folder to which a run saved its "

@@ -11,6 +11,7 @@ from typing import Any
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.files import canonical, parse_json, read_tokenizer_file
 from megatron.tokenizers.library import LibraryTokenizer, rust_tokenizer
+from megatron.tokenizers.package import require_tokenizers
 
 GPT2_END_OF_DOCUMENT = "<|endoftext|>"
 _END_OF_DOCUMENT_TOKENS = (GPT2_END_OF_DOCUMENT, "</s>")
@@ -61,6 +62,7 @@ def _unreachable(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]
 
 def byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
     """GPT-2's rules in `tokenizers`: its split pattern, bytes as printable characters, no added tokens."""
+    require_tokenizers()
     from tokenizers import Tokenizer as Reference
     from tokenizers import decoders, models, pre_tokenizers
 

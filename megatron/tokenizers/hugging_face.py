@@ -11,6 +11,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.fast_encoder import without_panics
 from megatron.tokenizers.files import canonical, parse_json, read_tokenizer_file
 from megatron.tokenizers.library import LibraryTokenizer, rust_tokenizer
+from megatron.tokenizers.package import require_tokenizers
 
 _END_OF_DOCUMENT_GUESSES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -102,6 +103,7 @@ def _converted_by_transformers(source: str) -> Any:
 
 
 def _reference_from_json(description: Any, path: str) -> Any:
+    require_tokenizers()
     from tokenizers import Tokenizer as Reference
 
     if isinstance(

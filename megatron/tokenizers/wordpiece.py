@@ -17,6 +17,7 @@ import numpy as np
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.files import canonical, read_tokenizer_file
 from megatron.tokenizers.library import Ids, Lengths, LibraryTokenizer, RustReference, rust_tokenizer
+from megatron.tokenizers.package import require_tokenizers
 
 UNKNOWN_TOKEN = "[UNK]"
 ADDED_TOKENS = ("[BOS]", "[EOS]")
@@ -58,6 +59,7 @@ def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | 
 
 def wordpiece(vocabulary: dict[str, int], lower_case: bool) -> Any:
     """BERT's rules in `tokenizers`: clean, split at spaces, punctuation and Chinese characters, longest piece first."""
+    require_tokenizers()
     from tokenizers import Tokenizer as Reference
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 

@@ -105,6 +105,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "tokenizers": (
         "megatron/tokenizers/gpt2.py",
         "megatron/tokenizers/hugging_face.py",
+        "megatron/tokenizers/package.py",
         "megatron/tokenizers/wordpiece.py",
         "megatron/corpus/vocabulary/learning.py",
         "megatron/corpus/vocabulary/wordpiece.py",

@@ -29,9 +29,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(folder, "--chat-template", "dsgpt2", more_tokens=DSGPT2_TOKENS, positions=256)
 
 
-def talk(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, *lines: str, flags: tuple[str, ...] = ()) -> None:
+def talk(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, *lines: str | bytes, flags: tuple[str, ...] = ()) -> None:
     """Runs the tool with these lines as its standard input."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+    typed = b"".join((line if isinstance(line, bytes) else line.encode()) + b"\n" for line in lines)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(typed)))
     usual = ("--greedy", "--max-new-tokens", "6")
     assert chat.main(["--load", str(checkpoints), *usual, *flags]) == 0
 
@@ -41,7 +42,8 @@ def test_every_line_of_a_pipe_is_a_question(
 ) -> None:
     talk(checkpoints, monkeypatch, "Hello", "", "Hello", "/reset", "Hello")
     said = capfd.readouterr()
-    _, first, *rest = said.out.split("\n")  # after the line that says what was loaded
+    first, *rest = said.out.split("\n")
+    assert "successfully loaded checkpoint" in said.err  # and not among the answers
     assert first and rest[-2:] == [first, ""]  # after /reset the same question has the same answer
     assert "The conversation begins anew." in said.err and "(cut off:" in said.err
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f]", said.out)
@@ -50,13 +52,11 @@ def test_every_line_of_a_pipe_is_a_question(
 def test_commands(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     talk(checkpoints, monkeypatch, "/help", "/system Be kind.", "Hello", "/quit", "Hello")
     said = capfd.readouterr()
-    assert "/help is no command. There are /reset, /system TEXT and /quit." in said.err
+    assert "/help is no command. There are /reset, /system TEXT and /quit; //help asks that." in said.err
     assert "begins anew, with instructions" in said.err
-    assert (
-        "dsgpt2 knows no system messages" in said.err and said.out.count("\n") == 1
-    )  # refused, and the next line goes on
+    assert "dsgpt2 knows no system messages" in said.err and not said.out  # refused, and the next line goes on
     talk(checkpoints, monkeypatch, "/system Be kind.", "Hello", flags=("--chat-template", "plain"))
-    assert capfd.readouterr().out.count("\n") == 2
+    assert capfd.readouterr().out.count("\n") == 1
 
 
 def test_a_question_that_is_too_long_is_refused(
@@ -64,7 +64,45 @@ def test_a_question_that_is_too_long_is_refused(
 ) -> None:
     talk(checkpoints, monkeypatch, "word " * 300, "Hello")
     said = capfd.readouterr()
-    assert "but this model has 256 positions" in said.err and said.out.count("\n") == 2
+    assert "but this model has 256 positions" in said.err and said.out.count("\n") == 1
+
+
+def test_a_line_that_is_not_utf8_is_refused_and_the_next_is_asked(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    talk(checkpoints, monkeypatch, "", b"\xff\xfe hi", "Hello")
+    said = capfd.readouterr()
+    assert said.err.count("error: line 2 of standard input is not UTF-8.") == 1 and said.out.count("\n") == 1
+
+
+def test_commands_take_what_they_take_and_a_question_may_begin_with_a_slash(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(chat, "_answer", lambda conversation, question: asked.append(question))
+    talk(
+        checkpoints,
+        monkeypatch,
+        "/quit now",
+        "/reset all",
+        "//quit now",
+        "//",
+        "/",
+        "/system\tBe kind.",
+        "/quit",
+        "Hello",
+    )
+    said = capfd.readouterr().err
+    assert "/quit takes no text. Write /quit alone, or //quit now to ask that." in said
+    assert "/reset takes no text." in said and "/ is no command." in said and "with instructions" in said
+    assert asked == ["/quit now", "/"]
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused_before_a_question(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="--logit-bias has token 800000, and the tokenizer's ids are 0 to"):
+        talk(checkpoints, monkeypatch, flags=("--logit-bias", "1=2", "800000=5"))
 
 
 def test_wrong_flags_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def test_tokenizer_files_recorded_in_the_checkpoint_can_be_overridden(
 def test_terminal_input_is_announced_and_empty_input_is_rejected(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(generate_samples_gpt, "_ask", lambda: None)
+    monkeypatch.setattr(generate_samples_gpt, "_ask", lambda number: None)
     argv = ["--load", str(checkpoints), "--num-samples", "0"]
     with pytest.raises(ConfigError, match=r"--num-samples N \(0 means none\).*contains no prompt"):
         generate_samples_gpt.main(argv)
@@ -110,7 +111,7 @@ def test_terminal_input_is_announced_and_empty_input_is_rejected(
 
 def test_without_standard_input_there_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    assert generate_samples_gpt._ask() is None and not generate_samples_gpt._is_terminal()
+    assert generate_samples_gpt._ask(1) is None and not generate_samples_gpt._is_terminal()
 
 
 def test_unconditional_samples_depend_only_on_seed_and_index(checkpoints: Path, tmp_path: Path) -> None:
@@ -179,10 +180,10 @@ def test_typed_prompts_are_continued(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = iter(["import os", "", "a " * 400, "def f"])
-    monkeypatch.setattr(generate_samples_gpt, "_ask", lambda: next(typed, None))
+    monkeypatch.setattr(generate_samples_gpt, "_ask", lambda number: next(typed, None))
     assert generate_samples_gpt.main(["--load", str(checkpoints), "--out-seq-length", "4"]) == 0
     printed = capsys.readouterr()
-    assert "\nimport os" in printed.out
+    assert printed.out.startswith("import os")
     assert "def f" in printed.out
     assert "positions" in printed.err
 
@@ -244,9 +245,90 @@ def test_unusable_files_are_reported(checkpoints: Path, tmp_path: Path, prompt_f
     blank.write_text("\n \n")
     with pytest.raises(DataError, match="contains no prompt"):
         generate_samples_gpt.main(["--load", str(checkpoints), "--sample-input-file", str(blank)])
-    with pytest.raises(StorageError, match="cannot be written"):
-        argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "1"]
-        generate_samples_gpt.main([*argv, "--sample-output-file", str(tmp_path / "no" / "folder")])
+
+
+@pytest.mark.parametrize("place", [".", "prompts.txt/out"])
+def test_an_output_that_cannot_be_written_is_refused_before_the_weights_are_read(prompt_file: Path, place: str) -> None:
+    output = prompt_file.parent / place
+    argv = ["--load", "nowhere", "--sample-input-file", str(prompt_file), "--sample-output-file", str(output)]
+    with pytest.raises(StorageError, match=f"Cannot write {output}: "):
+        generate_samples_gpt.main(argv)
+
+
+@pytest.mark.parametrize("way", ["name", "relative", "symbolic link", "hard link", "default", "partial"])
+def test_the_prompts_are_never_overwritten(prompt_file: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.chdir(prompt_file.parent)
+    output = {"name": str(prompt_file), "relative": "../" + prompt_file.parent.name + "/prompts.txt"}.get(way, "other")
+    given = ["--sample-output-file", output]
+    if way == "symbolic link":
+        Path("other").symlink_to(prompt_file)
+    if way == "hard link":
+        Path("other").hardlink_to(prompt_file)
+    if way == "default":
+        Path("prompts.txt.out").symlink_to(prompt_file)
+        given = []
+    if way == "partial":
+        prompt_file = prompt_file.rename(Path("other.partial").absolute())
+    with pytest.raises(ConfigError, match=r"would overwrite the prompts \(--sample-input-file "):
+        generate_samples_gpt.main(["--load", "nowhere", "--sample-input-file", str(prompt_file), *given])
+    assert prompt_file.read_bytes() == PROMPTS.encode()
+
+
+def test_a_refused_request_leaves_the_older_file(checkpoints: Path, prompt_file: Path) -> None:
+    output = prompt_file.with_name("prompts.txt.out")
+    output.write_text("older")
+    argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--logit-bias", "7=1", "8000=5"]
+    with pytest.raises(ConfigError, match="--logit-bias has token 8000, and the tokenizer's ids are 0 to"):
+        generate_samples_gpt.main(argv)
+    assert output.read_text() == "older" and len(list(prompt_file.parent.iterdir())) == 2
+
+
+def test_texts_before_a_failure_are_kept_beside_the_older_file(
+    checkpoints: Path, prompt_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, partial = prompt_file.with_name("new") / "texts", prompt_file.with_name("new") / "texts.partial"
+    argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--sample-output-file", str(output)]
+    argv += ["--greedy", "--out-seq-length", "3"]
+    assert generate_samples_gpt.main(argv) == 0
+    complete = _records(output)
+    assert len(complete) == 5 and not partial.exists()
+
+    def ends_early(generator: object, prompts: object, of: object = generate_samples_gpt.Generator.records):
+        for count, record in enumerate(of(generator, prompts)):  # type: ignore[operator]
+            assert count == 0 or _records(partial) == complete[:count]  # every text is there at once
+            if count == 2:
+                raise KeyboardInterrupt
+            yield record
+
+    with monkeypatch.context() as patched:
+        patched.setattr(generate_samples_gpt.Generator, "records", ends_early)
+        with pytest.raises(KeyboardInterrupt):
+            generate_samples_gpt.main(argv)
+    assert _records(output) == complete and _records(partial) == complete[:2]
+    assert f"The 2 texts until then are in {partial}." in capsys.readouterr().err
+    assert generate_samples_gpt.main(argv) == 0
+    assert _records(output) == complete and not partial.exists()
+
+
+def test_a_link_and_a_device_stay_what_they_are(checkpoints: Path, prompt_file: Path) -> None:
+    link, target = prompt_file.with_name("link"), prompt_file.with_name("target")
+    link.symlink_to(target)
+    argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--out-seq-length", "2"]
+    assert generate_samples_gpt.main([*argv, "--sample-output-file", str(link)]) == 0
+    assert link.is_symlink() and len(_records(target)) == 5
+    assert generate_samples_gpt.main([*argv, "--sample-output-file", "/dev/null"]) == 0
+    assert Path("/dev/null").is_char_device() and not Path("/dev/null.partial").exists()
+
+
+def test_a_prompt_that_is_not_utf8_is_refused_and_the_next_continued(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = io.TextIOWrapper(io.BytesIO(b"\n\xff\xfe hi\nimport os\n"))
+    monkeypatch.setattr("sys.stdin", typed)
+    assert generate_samples_gpt.main(["--load", str(checkpoints), "--out-seq-length", "4"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("error: line 2 of standard input is not UTF-8.") == 1
+    assert said.out.startswith("import os")  # standard output holds nothing but texts
 
 
 def test_a_prompt_that_is_too_long_is_rejected_before_any_is_continued(checkpoints: Path, tmp_path: Path) -> None:

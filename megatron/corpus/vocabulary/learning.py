@@ -21,6 +21,7 @@ from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import check_writable, discard, publish_together, storage_error, write_temporary
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.gpt2 import byte_level_bpe
+from megatron.tokenizers.package import require_tokenizers
 from megatron.tokenizers.tokenizer import GPT2_END_OF_DOCUMENT
 
 _BLOCK_BYTES = 1 << 20
@@ -217,6 +218,7 @@ def save_byte_level_vocabulary(prefix: str, vocabulary: dict[str, int], merges: 
 def _trained(
     texts: Iterable[str], entries: int, min_frequency: int, special: Sequence[str], show_progress: bool
 ) -> Any:
+    require_tokenizers()
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     reference = Tokenizer(models.BPE())

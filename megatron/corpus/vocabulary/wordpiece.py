@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron.errors import ConfigError, DataError
+from megatron.tokenizers.package import require_tokenizers
 from megatron.tokenizers.wordpiece import ADDED_TOKENS, CONTINUATION, UNKNOWN_TOKEN, wordpiece
 
 _BERT_TOKENS = ("[PAD]", UNKNOWN_TOKEN, "[CLS]", "[SEP]", "[MASK]")
@@ -40,6 +41,7 @@ def train_wordpiece(
         ConfigError: the size does not hold the special tokens and the characters of the text.
         DataError: there is no text.
     """
+    require_tokenizers()
     from tokenizers import Tokenizer, models, trainers
 
     tokens = [*special, *(token for token in _BERT_TOKENS if token not in special)]
