@@ -50,9 +50,9 @@ def install(fault: dict[str, Any]) -> None:
     if fault["phase"] == "init":
         real_build = build.build_engine
 
-        def build_engine(config: Any, mesh: ParallelMesh) -> Any:
+        def build_engine(config: Any, mesh: ParallelMesh, freezing: Any) -> Any:
             strike(fault)
-            return real_build(config, mesh)
+            return real_build(config, mesh, freezing)
 
         build.build_engine = build_engine
     elif fault["phase"] == "loader":

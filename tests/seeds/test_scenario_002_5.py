@@ -21,7 +21,10 @@ from tests.helpers.tiny_run import TinyCorpus, train_here
 from tests.helpers.vocabulary import write_vocabulary
 from tools import evaluate
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("scenario 002.5"),  # one worker, so that the network is trained once
+]
 PLACES = {"cat": "mat", "dog": "rug", "hen": "egg", "cow": "hay", "owl": "oak", "fox": "den"}
 TASKS = """
 - {task: perplexity, name: wikitext103, data: text.txt}
