@@ -120,7 +120,7 @@ def _serve(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
     def open_model() -> Opened:
         loaded = _load(request, mesh)
         served = served_model(loaded, flags.served_model_name, flags.chat_template)
-        leader = lead(GenerationEngine(loaded, max_sequences=flags.max_sequences))
+        leader = lead(GenerationEngine(loaded, max_sequences=flags.max_sequences, isolates_failures=True))
         return Opened(served, leader, flags.max_sequences, leader.check_ranks, leader.close)
 
     server.run(open_model)
@@ -134,7 +134,8 @@ def _follow(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    follow(GenerationEngine(_load(request, mesh), max_sequences=request.own.max_sequences))
+    loaded = _load(request, mesh)
+    follow(GenerationEngine(loaded, max_sequences=request.own.max_sequences, isolates_failures=True))
 
 
 def _load(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> LoadedModel:

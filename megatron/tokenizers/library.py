@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from megatron.tokenizers.files import sha256
 from megatron.tokenizers.long_text import can_cut_before_spaces
 
 _ANY_LETTER = "a"
+_BROKEN = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 Ids = npt.NDArray[np.uint32]
 Lengths = npt.NDArray[np.int64]
@@ -32,6 +35,7 @@ class ReferenceLibrary(Protocol):
     def description(self) -> str | None: ...
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+    def written(self, token: int) -> str | None: ...
 
 
 class Encoder(Protocol):
@@ -159,6 +163,14 @@ class LibraryTokenizer:
         """Text of the ids; special tokens are written out, broken UTF-8 becomes U+FFFD."""
         return self._reference.decode([int(token) for token in ids])
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """The UTF-8 bytes of one token, which may be a part of a character; None where they are not known."""
+        text = self.decode([token])
+        if _BROKEN not in text:
+            return text.encode()
+        found = _bytes_of(self._reference.written(token) or "")
+        return found if found is not None and found.decode(errors="replace") == text else None
+
 
 class RustReference:
     """A `tokenizers.Tokenizer` as the reference."""
@@ -187,6 +199,11 @@ class RustReference:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens written out."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def written(self, token: int) -> str | None:
+        """A token as it stands in the vocabulary."""
+        found: str | None = self._tokenizer.id_to_token(token)
+        return found
 
 
 def rust_tokenizer(
@@ -223,6 +240,21 @@ def rust_tokenizer(
         unknown_id=unknown_id,
         special_ids=special_ids or (lambda: _called_special(tokenizer)),
     )
+
+
+def _bytes_of(written: str) -> bytes | None:
+    """The bytes of a token that stands in its vocabulary as `<0xE2>` or in GPT-2's printable stand-ins for bytes.
+
+    Source: GPT-2 `encoder.py` `bytes_to_unicode`: bytes that Latin-1 prints stand for themselves, and the others, in
+    their order, are the letters from U+0100 on.
+    """
+    found = _BYTE_TOKEN.fullmatch(written)
+    if found is not None:
+        return bytes([int(found.group(1), 16)])
+    hidden = [byte for byte in range(256) if not (0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xFF) or byte == 0xAD]
+    stand_ins = {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
+    numbers = [stand_ins.get(letter, ord(letter)) for letter in written]
+    return bytes(numbers) if written and max(numbers) < 0x100 else None
 
 
 def _called_special(tokenizer: Any) -> dict[str, int]:

@@ -128,6 +128,11 @@ class SentencePieceReference:
             run = []
         return "".join([*parts, self._processor.decode(run)] if run else parts)
 
+    def written(self, token: int) -> str | None:
+        """A token as it stands in the vocabulary."""
+        size = len(self._processor)
+        return str(self._processor.id_to_piece(token)) if token < size else self._added_tokens[token - size]
+
     def _control(self, token: int) -> str | None:
         """What is written for an id that the model itself would leave out; None for the others."""
         size = len(self._processor)

@@ -48,6 +48,9 @@ _VALUES: tuple[Any, ...] = (
     [{"role": "user", "content": [{"type": "text", "text": "a"}] * 300}], [{"role": "user", "content": "word " * 5000}],
     [{"role": "user", "content": "<s></s><usr><sys>"}] * 50, "nan", "1", "true",
 )  # fmt: skip
+_BIASES: tuple[Any, ...] = (
+    {"100": 100}, {"5": -100, "6": 0.5}, [[1, 2]], [[1, 2.5], [1, 3]], {}, {"0": 0}, {"100": "1"}, {"100": True}, [[1]],
+)  # fmt: skip
 _BODIES = (
     b"", b"{", b"null", b"[]", b'"', b"\xff\xfe\xfd", b'{"prompt": "\xc3\x28"}', b'{"prompt": NaN}', b'{"a":1,"a":2}',
     b"[" * 100_000, b'{"a":' * 50_000, b'{"prompt": ' + b"[" * 40 + b"]" * 40 + b"}", b'{"n": ' + b"9" * 100_000 + b"}",
@@ -138,6 +141,8 @@ def _wrong_values(draw: Random) -> Case:
     values = _usual(draw, **asked)
     for _ in range(draw.choice((0, 1, 1, 2, 3))):  # the right ones among them must be answered
         values[draw.choice(_FIELDS)] = draw.choice(_VALUES)
+    if draw.random() < 0.2:
+        values["logit_bias"] = draw.choice(_BIASES)
     return Case("wrong values", _request(json.dumps(values).encode(), path))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.tokenizers.library import _bytes_of
 from megatron.tokenizers.tokenizer import build_tokenizer, surround
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
@@ -17,6 +18,17 @@ def test_round_trip_and_empty_texts(tmp_path: Path) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode("") == [] and tokenizer.encode_batch([]) == []
     assert [len(ids) for ids in tokenizer.encode_batch(["", "a", ""])] == [0, 1, 0]
+
+
+def test_the_bytes_of_tokens_join_to_the_text(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(write_vocabulary(tmp_path))
+    for text in hard_documents(60):
+        assert b"".join(tokenizer.token_bytes(token) or b"?" for token in tokenizer.encode(text)) == text.encode()
+
+
+def test_the_bytes_of_single_bytes_and_of_what_is_not_known() -> None:
+    assert _bytes_of("<0xE2>") == b"\xe2" and _bytes_of("ðŁ") == b"\xf0\x9f" and _bytes_of("Ġa") == b" a"
+    assert _bytes_of("漢") is None and _bytes_of("") is None
 
 
 @pytest.mark.parametrize("long_rows", [True, False])

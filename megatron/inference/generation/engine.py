@@ -6,7 +6,14 @@ import torch
 
 from megatron.errors import ConfigError
 from megatron.inference.forward import Forward
-from megatron.inference.generation.next_tokens import check_request, choose_on_all, finish_of, last_length
+from megatron.inference.generation.next_tokens import (
+    Failed,
+    check_request,
+    choose_each_on_all,
+    choose_on_all,
+    finish_of,
+    last_length,
+)
 from megatron.inference.generation.request import GeneratedToken, Request
 from megatron.inference.generation.schedule import Limits, Part, Schedule, Text
 from megatron.inference.loading import LoadedModel
@@ -36,10 +43,17 @@ class GenerationEngine:
         max_sequences: texts that run at once; others wait.
         max_tokens: the most tokens of all running texts, each counted at its full length in whole blocks: what bounds
             the memory of the caches. By default as many as `max_sequences` texts of all positions have.
+        isolates_failures: whether a request whose token cannot be chosen ends alone, as "failed", and the others go on.
+            Otherwise `step` raises. The same on all ranks.
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, max_sequences: int = USUAL_SEQUENCES, max_tokens: int | None = None
+        self,
+        loaded: LoadedModel,
+        *,
+        max_sequences: int = USUAL_SEQUENCES,
+        max_tokens: int | None = None,
+        isolates_failures: bool = False,
     ) -> None:
         for name, value in (("max_sequences", max_sequences), ("max_tokens", max_tokens)):
             if value is not None and value < 1:
@@ -53,6 +67,7 @@ class GenerationEngine:
         self._schedule = Schedule(self._limits)
         self._forward = Forward(loaded)
         self._cancelled: list[str] = []
+        self._choose = choose_each_on_all if isolates_failures else choose_on_all
 
     @property
     def is_idle(self) -> bool:
@@ -116,6 +131,7 @@ class GenerationEngine:
 
         Raises:
             NumericsError: the network computes something that is not a number.
+            RuntimeError: a token cannot be chosen, and failures are not isolated.
         """
         cancelled = [GeneratedToken(request_id, None, finish="cancelled") for request_id in self._cancelled]
         self._cancelled.clear()
@@ -128,7 +144,7 @@ class GenerationEngine:
             part.text.cache.length += part.count
         if not ready:
             return cancelled
-        found = choose_on_all(scores, [text.chooser for text in ready], self.loaded)
+        found = self._choose(scores, [text.chooser for text in ready], self.loaded)
         return cancelled + [self._accept(text, chosen) for text, chosen in zip(ready, found, strict=True)]
 
     def _run(self, parts: list[Part]) -> torch.Tensor | None:
@@ -157,7 +173,10 @@ class GenerationEngine:
         scores = self._forward(tokens, context, chosen_rows)
         return None if scores is None else scores.flatten(0, -2)  # [n, v/t]
 
-    def _accept(self, text: Text, chosen: Chosen) -> GeneratedToken:
+    def _accept(self, text: Text, chosen: Chosen | Failed) -> GeneratedToken:
+        if isinstance(chosen, Failed):
+            self._schedule.remove(text)
+            return GeneratedToken(text.request.id, None, finish="failed", failure=chosen.reason)
         text.tokens.append(chosen.token)
         finish = finish_of(text.request, chosen.token, len(text.tokens), text.last_length)
         if finish is not None:

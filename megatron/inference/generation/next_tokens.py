@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron.errors import ConfigError, MegatronError, NumericsError
+from megatron.errors import ConfigError, NumericsError
 from megatron.inference.generation.request import Finish, Request
 from megatron.inference.loading import LoadedModel
 from megatron.inference.sampling import Chooser, Chosen, choose
 from megatron.model.gpt import whole_logits
 from megatron.parallel.messages import broadcast_json
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Stands where a token could not be chosen: the traceback of what happened."""
+
+    reason: str
 
 
 def check_request(request: Request, loaded: LoadedModel) -> None:
@@ -66,17 +75,39 @@ def choose_on_all(scores: torch.Tensor | None, choosers: Sequence[Chooser], load
 
     Raises:
         NumericsError: the network computed something that is not a number; on all ranks.
+        RuntimeError: a token could not be chosen; on all ranks.
+    """
+    found: list[Chosen] = []
+    for one in choose_each_on_all(scores, choosers, loaded):
+        if isinstance(one, Failed):
+            raise RuntimeError(f"a token could not be chosen:\n{one.reason}")
+        found.append(one)
+    return found
+
+
+def choose_each_on_all(
+    scores: torch.Tensor | None, choosers: Sequence[Chooser], loaded: LoadedModel
+) -> Sequence[Chosen | Failed]:
+    """The same, but where the token of one row cannot be chosen, the others have theirs; on all ranks alike.
+
+    Shapes: scores `[n, v/t]` on the last stage, None on the others.
+
+    Raises:
+        NumericsError: the network computed something that is not a number; on all ranks.
     """
     mesh = loaded.mesh
-    found: list[Chosen] = []
     answer: dict[str, Any] = {}
+    found: Sequence[Chosen | Failed] = []
     if scores is not None:
         whole = whole_logits(scores, mesh.tp, loaded.vocab_size)  # [n, v]
         if mesh.tp.rank == 0:
+            whole = whole.to("cpu", torch.float32)  # here and not below: what fails on a device is no row's fault
             try:
-                found = choose(whole, choosers)
-                answer["chosen"] = [(one.token, one.logprob, one.top) for one in found]
-            except MegatronError as failure:
+                found = _choose_each(whole, choosers)
+                answer["chosen"] = [
+                    one.reason if isinstance(one, Failed) else (one.token, one.logprob, one.top) for one in found
+                ]
+            except NumericsError as failure:
                 answer["failure"] = str(failure)
     if mesh.model.size > 1:
         answer = broadcast_json(answer, mesh.model, source=(mesh.pp.size - 1) * mesh.tp.size)
@@ -84,7 +115,30 @@ def choose_on_all(scores: torch.Tensor | None, choosers: Sequence[Chooser], load
         raise NumericsError(answer["failure"])
     if mesh.model.size == 1:
         return found
-    return [
-        Chosen(token, logprob, tuple((other, value) for other, value in top))
-        for token, logprob, top in answer["chosen"]
-    ]
+    return [_of_message(one) for one in answer["chosen"]]
+
+
+def _choose_each(scores: torch.Tensor, choosers: Sequence[Chooser]) -> Sequence[Chosen | Failed]:
+    """Chooses for all rows at once; if that fails, for each by itself, so that only the rows at fault fail.
+
+    Shapes: scores `[n, v]`.
+    """
+    try:
+        return choose(scores, choosers)
+    except NumericsError:
+        raise
+    except Exception:
+        found: list[Chosen | Failed] = []
+        for row, chooser in enumerate(choosers):
+            try:
+                found += choose(scores[row : row + 1], [chooser])
+            except Exception:
+                found.append(Failed(traceback.format_exc()))
+        return found
+
+
+def _of_message(value: Any) -> Chosen | Failed:
+    if isinstance(value, str):
+        return Failed(value)
+    token, logprob, top = value
+    return Chosen(token, logprob, tuple((other, number) for other, number in top))

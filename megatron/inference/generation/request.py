@@ -9,7 +9,7 @@ from typing import Any, Literal
 from megatron.errors import ConfigError
 from megatron.inference.sampling import Sampling
 
-Finish = Literal["stop", "length", "cancelled"]
+Finish = Literal["stop", "length", "cancelled", "failed"]
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,11 @@ class GeneratedToken:
     Log-probabilities are those of the network's distribution, in nats, before any adjustment.
 
     Attributes:
-        token: None where the request was cancelled.
+        token: None where the request was cancelled or failed.
         top: the most probable tokens with their log-probabilities, highest first.
         finish: why this token is the last: it is a stop token ("stop"), the text is as long as it may be ("length"), or
-            the request was cancelled; None if the text goes on.
+            the request was cancelled, or its token could not be chosen ("failed"); None if the text goes on.
+        failure: the traceback where it failed.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class GeneratedToken:
     logprob: float = 0.0
     top: tuple[tuple[int, float], ...] = ()
     finish: Finish | None = None
+    failure: str | None = None
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Chooser:
 
 @torch.no_grad()
 def choose(scores: torch.Tensor, choosers: Sequence[Chooser]) -> list[Chosen]:
-    """Chooses one token per row, on the CPU, and appends it to the row's chooser.
+    """Chooses one token per row, on the CPU, and appends it to the row's chooser; to none if any row fails.
 
     Shapes: scores `[b, v]`.
 
@@ -97,8 +97,9 @@ def choose(scores: torch.Tensor, choosers: Sequence[Chooser]) -> list[Chosen]:
     logprobs = scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - normalizers
     found = []
     for row, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
-        choosers[row].append(token)
         found.append(Chosen(token, logprob, _top(scores[row], normalizers[row], choosers[row].top_logprobs)))
+    for chooser, chosen in zip(choosers, found, strict=True):
+        chooser.append(chosen.token)
     return found
 
 

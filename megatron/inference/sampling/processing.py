@@ -83,4 +83,4 @@ def _add_bias(scores: torch.Tensor, biases: Sequence[tuple[int, float]]) -> None
         raise ConfigError(
             f"logit_bias has token {max(ids)}, and the vocabulary ends at {len(scores) - 1}. Remove that token."
         )
-    scores.index_add_(0, torch.tensor(ids), torch.tensor(values))
+    scores.index_add_(0, torch.tensor(ids, dtype=torch.int64), torch.tensor(values, dtype=scores.dtype))

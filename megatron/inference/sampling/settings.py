@@ -15,6 +15,7 @@ from megatron.errors import ConfigError, printable
 MOST_LOGIT_BIASES = 1024
 _LARGEST_SEED = 2**63 - 1
 _LONGEST_ID = 20  # digits
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 _FLAGS = tuple(flag for flag in flags_of(SamplingFlags) if flag.field != "logit_bias")
 _SEED = Flag("seed", int, FlagFacts("the seed of the draws"), 1234, required=False, is_tuple=False, count=None)
 
@@ -36,7 +37,7 @@ class Sampling:
         repetition_penalty: above 1 it makes tokens of the prompt and of the text so far less probable.
         frequency_penalty: subtracted from a token's score for each time it was generated.
         presence_penalty: subtracted once from the score of each token that was generated.
-        logit_bias: pairs of a token id and what is added to its score.
+        logit_bias: pairs of a token id and what is added to its score; whole numbers become floats.
         seed: together with the index of a sample, it determines all draws of that sample.
 
     Raises:
@@ -61,6 +62,10 @@ class Sampling:
             problems.append(f"seed {printable(self.seed)} is out of range. Its magnitude must be below 2^63.")
         if problems:
             raise ConfigError(problems)
+        for flag in _FLAGS:
+            if flag.element is float:
+                object.__setattr__(self, flag.field, float(getattr(self, flag.field)))
+        object.__setattr__(self, "logit_bias", tuple((token, float(bias)) for token, bias in self.logit_bias))
 
     @classmethod
     def of_flags(cls, flags: SamplingFlags, seed: int) -> Sampling:
@@ -84,6 +89,8 @@ class Sampling:
             try:
                 if key == "logit_bias" and value is not None:
                     found[key] = _biases_from_json(value)
+                elif key in readers and isinstance(value, str):
+                    raise ConfigError(f"must be {_KINDS[readers[key].element]}, not {printable(value)}")
                 elif key in readers and value is not None:
                     found[key] = value_from_file(readers[key], value)
                 elif key not in readers and key != "logit_bias":

@@ -190,6 +190,6 @@ class ChatForm:
         return {**self._alternative(record.token, record.logprob), "top_logprobs": top}
 
     def _alternative(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.served.token_text(token)
-        # A part of a character has no text of its own.
-        return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+        found = self.served.token_bytes(token)
+        shown = None if found is None else list(found)
+        return {"token": self.served.token_text(token), "logprob": logprob, "bytes": shown}

@@ -142,10 +142,17 @@ class CompletionForm:
 
     def _logprobs(self, tokens: Sequence[TokenRecord]) -> dict[str, Any]:
         text = self.served.token_text
-        top = [{text(token): logprob for token, logprob in record.top} for record in tokens]
+        top = [self._by_text(record) for record in tokens]
         return {
             "tokens": [text(record.token) for record in tokens],
             "token_logprobs": [record.logprob for record in tokens],
             "top_logprobs": top if self.ask.top_logprobs else None,
             "text_offset": [record.offset for record in tokens],
         }
+
+    def _by_text(self, record: TokenRecord) -> dict[str, float]:
+        """The alternatives to a token; of those with the same text, the most probable one."""
+        found: dict[str, float] = {}
+        for token, logprob in record.top:
+            found.setdefault(self.served.token_text(token), logprob)
+        return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -158,6 +159,8 @@ def _guarded_protocol(limits: Limits) -> type[asyncio.Protocol]:
 
         def send_400_response(self, msg: str) -> None:
             text = f"The request is not HTTP that can be understood, or its headers exceed {limits.header_bytes} bytes."
+            if "Host:" in str(sys.exc_info()[1]):  # the failure of h11 that uvicorn is handling
+                text = "A request of HTTP/1.1 must have one header Host, which names the server."
             self.transport.write(_whole_response(Refusal(400, text, code="bad_http")))
             self.transport.close()
 

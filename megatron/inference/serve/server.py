@@ -124,9 +124,7 @@ class Server:
     async def _end_when_idle(self) -> None:
         jobs = self.service.jobs
         ends_at = time.monotonic() + self._grace_seconds
-        log.info(
-            f"stopping: {len(jobs)} requests are being answered, at most {self._grace_seconds:g} s are left for them"
-        )
+        log.info(_farewell(len(jobs), self._grace_seconds))
         while len(jobs) and time.monotonic() < ends_at and self._stops < 2:
             await asyncio.sleep(_POLL_SECONDS)
         self.service.end(stopping())
@@ -150,3 +148,11 @@ class Server:
         self.stop()
         if is_early:
             raise _StoppedEarly
+
+
+def _farewell(requests: int, grace_seconds: float) -> str:
+    """What the log says when the server is told to stop."""
+    if not requests:
+        return "stopping: no request is being answered"
+    counted = "1 request is" if requests == 1 else f"{requests} requests are"
+    return f"stopping: {counted} being answered, with at most {grace_seconds:g} s left"

@@ -6,6 +6,7 @@ The only file that imports starlette.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -29,6 +30,8 @@ Act = Callable[["Request"], Awaitable[Reply]]
 
 _CLOSE = {"Connection": "close"}
 _NO_SNIFFING = {"X-Content-Type-Options": "nosniff"}
+_DRAINED_BYTES = 16 << 20
+_DRAINED_SECONDS = 1.0
 _CLIENT_LEFT = 499  # nginx's number; nobody receives it
 
 
@@ -252,7 +255,27 @@ async def _json_body(request: Request, limits: Limits) -> bytes:
     Raises:
         Refusal: it says that it is something else, is too long, or arrives too slowly.
     """
-    headers = request.headers
+    reader = _BodyReader(request)
+    try:
+        _check_head(request.headers, limits)
+        body = await asyncio.wait_for(reader.read(limits.body_bytes), limits.body_seconds)
+    except asyncio.TimeoutError as failure:
+        text = f"The body did not arrive within {limits.body_seconds:g} s."
+        raise Refusal(408, text, code="timeout", headers=_CLOSE) from failure
+    except Refusal:
+        if "expect" not in request.headers:  # who expects an answer first has not sent the body
+            await reader.drain()
+        raise
+    request.state.is_read.set()
+    return body
+
+
+def _check_head(headers: Mapping[str, str], limits: Limits) -> None:
+    """Checks what the headers say of a body.
+
+    Raises:
+        Refusal: it is not JSON, or too long.
+    """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         shown = printable(kind, 60, quoted=False) or "none"
@@ -261,29 +284,59 @@ async def _json_body(request: Request, limits: Limits) -> bytes:
         raise Refusal(415, "The body must not be compressed; send it without Content-Encoding.", headers=_CLOSE)
     if "transfer-encoding" in headers and "content-length" in headers:
         raise Refusal(400, "Content-Length and Transfer-Encoding exclude each other.", headers=_CLOSE)
-    too_long = Refusal(413, f"The body is longer than {limits.body_bytes} bytes.", code="too_long", headers=_CLOSE)
     length = headers.get("content-length", "0")
     if not length.isdecimal() or len(length) > 18 or int(length) > limits.body_bytes:
-        raise too_long
-    try:
-        body = await asyncio.wait_for(_read(request, limits.body_bytes), limits.body_seconds)
-    except asyncio.TimeoutError as failure:
-        text = f"The body did not arrive within {limits.body_seconds:g} s."
-        raise Refusal(408, text, code="timeout", headers=_CLOSE) from failure
-    if body is None:
-        raise too_long
-    request.state.is_read.set()
-    return body
+        raise _too_long(limits.body_bytes)
 
 
-async def _read(request: Request, most_bytes: int) -> bytes | None:
-    found = bytearray()
-    async with aclosing(request.stream()) as stream:
-        async for part in stream:
+def _too_long(most_bytes: int) -> Refusal:
+    return Refusal(413, f"The body is longer than {most_bytes} bytes.", code="too_long", headers=_CLOSE)
+
+
+class _BodyReader:
+    """Reads the body of a request, and knows whether any of it is left."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._is_over = False
+
+    async def read(self, most_bytes: int) -> bytes:
+        """The whole body.
+
+        Raises:
+            Refusal: it is longer.
+            ClientDisconnect: the client left.
+        """
+        from starlette.requests import ClientDisconnect
+
+        found = bytearray()
+        while not self._is_over:
+            part = await self._part()
+            if part is None:
+                raise ClientDisconnect
             found += part
             if len(found) > most_bytes:
-                return None
-    return bytes(found)
+                raise _too_long(most_bytes)
+        return bytes(found)
+
+    async def drain(self) -> None:
+        """Takes what the client is still sending, within bounds: a client that has sent all of it gets its answer.
+
+        If a connection is closed with unread data, the client's system may discard the answer.
+        """
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._discard(_DRAINED_BYTES), _DRAINED_SECONDS)
+
+    async def _discard(self, most_bytes: int) -> None:
+        while not self._is_over and most_bytes > 0:
+            most_bytes -= len(await self._part() or b"")
+
+    async def _part(self) -> bytes | None:
+        """The next part; None if the client left."""
+        message = await self._request.receive()
+        self._is_over = message["type"] == "http.disconnect" or not message.get("more_body", False)
+        part: bytes = message.get("body", b"")
+        return None if message["type"] == "http.disconnect" else part
 
 
 def _query(request: Request) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 
 from megatron.errors import ConfigError, NumericsError
 from megatron.inference.generation import GenerationEngine, Request, generate_all, recompute
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import Chooser, Sampling
 from tests.helpers.architectures import ARCHITECTURES
 from tests.helpers.networks import forward
 from tests.inference.networks import GREEDY, load, mixed_requests, texts
@@ -198,6 +198,37 @@ def test_tokens_that_the_tokenizer_does_not_know_are_never_chosen() -> None:
     wild = Sampling(temperature=50.0)
     found = generate_all(loaded, [Request(str(n), (1,), 15, wild, sample=n) for n in range(8)])
     assert max(token for one in found for token in one.tokens) == 6
+
+
+def test_a_request_that_fails_ends_alone_and_frees_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, drawn = load(), Sampling(temperature=1.5, seed=4)
+    requests = mixed_requests(3, longest=4, new_tokens=6, sampling=drawn)
+    expected = [one.tokens for one in generate_all(loaded, [requests[0], requests[2]])]
+    usual = Chooser.draw
+
+    def draw(self: Chooser) -> float:
+        if self.sample == 1 and self._chosen == 2:
+            raise KeyError("row of request 1")
+        return usual(self)
+
+    monkeypatch.setattr(Chooser, "draw", draw)
+    engine = GenerationEngine(loaded, isolates_failures=True)
+    for request in requests:
+        engine.add(request)
+    found: dict[str, list[int | None]] = {}
+    failures = []
+    while not engine.is_idle:
+        for one in engine.step():
+            found.setdefault(one.request_id, []).append(one.token)
+            failures += [one] if one.failure else []
+    assert [tuple(found[request.id]) for request in (requests[0], requests[2])] == expected
+    assert [(one.request_id, one.token, one.finish) for one in failures] == [("1", None, "failed")]
+    assert "row of request 1" in (failures[0].failure or "") and len(found["1"]) == 3
+    assert engine.cache_bytes == 0 and engine._schedule.reserved_tokens == 0
+    engine.add(requests[0])  # the id and the room are free
+    assert tuple(steps(engine)["0"]) == expected[0]
+    with pytest.raises(RuntimeError, match="row of request 1"):
+        generate_all(loaded, requests)
 
 
 def test_a_network_that_computes_no_numbers_is_named() -> None:

@@ -11,7 +11,7 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.inference.generation import GenerationEngine, Request, follow, generate_all, lead, recompute
 from megatron.inference.generation.ranks import SIGN_OF_LIFE_SECONDS
-from megatron.inference.sampling import Sampling
+from megatron.inference.sampling import Chooser, Sampling
 from megatron.parallel.joining import open_mesh
 from tests.helpers.architectures import ARCHITECTURES
 from tests.helpers.layouts import Layout
@@ -85,6 +85,36 @@ def test_rank_0_leads_and_waiting_ranks_sleep() -> None:
         assert tuple(tokens[request.id]) == generate_all(loaded, [request])[0].tokens[1:]
     assert tokens["1"] == [None]
     assert all(follower["idle"] and follower["share"] < 0.5 for follower in followers)
+
+
+class Failing(Chooser):
+    """The second token of sample 1 cannot be drawn."""
+
+    def draw(self) -> float:
+        if self.sample == 1 and self._chosen == 1:
+            raise KeyError("row of sample 1")
+        return super().draw()
+
+
+def failing(rank: int, tp: int, pp: int) -> list[tuple[str, int | None, str | None]]:
+    """What the steps of an engine give while the token of one request cannot be chosen."""
+    engine = GenerationEngine(load(mesh=open_mesh(Layout(tp, pp)) if tp * pp > 1 else None), isolates_failures=True)
+    requests = mixed_requests(3, longest=4, new_tokens=4, sampling=DRAWN)
+    for request in requests:
+        engine.add(request)
+    for text in engine._schedule.waiting:
+        text.chooser = Failing(DRAWN, text.request.prompt, text.request.sample)
+    found = []
+    while not engine.is_idle:
+        found += [(one.request_id, one.token, one.finish) for one in engine.step()]
+    assert engine.cache_bytes == 0
+    return found
+
+
+def test_a_request_that_fails_ends_alike_on_all_ranks() -> None:
+    expected = failing(0, 1, 1)
+    assert [one for one in expected if one[2] == "failed"] == [("1", None, "failed")]
+    assert run_ranks(failing, 2, 1, 2) == [expected, expected]
 
 
 def left_alone(rank: int, ends: int) -> None:

@@ -154,6 +154,12 @@ def test_scores_that_nothing_changes_are_not_copied() -> None:
     assert torch.equal(SCORES, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_bias_may_be_a_whole_number(dtype: torch.dtype) -> None:
+    history = Chooser(Sampling(logit_bias=((1, 2), (1, 1))), (0,))
+    assert adjust(torch.zeros(1, 3, dtype=dtype), [history]).tolist() == [[0.0, 3.0, 0.0]]
+
+
 def test_a_bias_for_a_token_that_does_not_exist() -> None:
     with pytest.raises(ConfigError, match=r"logit_bias has token 5, and the vocabulary ends at 4"):
         _adjusted(SCORES, Sampling(logit_bias=((5, 1.0),)), [], [])

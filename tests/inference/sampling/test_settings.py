@@ -55,6 +55,13 @@ def test_json_gives_back_the_same_settings() -> None:
     assert set(EVERYTHING.to_json()) == {field.name for field in dataclasses.fields(Sampling)}
 
 
+def test_whole_numbers_become_floats() -> None:
+    found = Sampling.of_json({"temperature": 1, "logit_bias": {"100": 100}})
+    made = Sampling(temperature=1, logit_bias=((100, 100),))
+    for one in (found, made, Sampling.of_json({"logit_bias": [[100, 100]]})):
+        assert type(one.temperature) is float and [type(bias) for _, bias in one.logit_bias] == [float]
+
+
 def test_what_json_leaves_out_has_its_default() -> None:
     assert Sampling.of_json({}) == Sampling.of_json({"top_p": None, "logit_bias": None}) == Sampling()
     assert Sampling.of_json({"temperature": 1, "top_k": 5.0}) == Sampling(temperature=1.0, top_k=5)
@@ -65,6 +72,7 @@ def test_what_json_leaves_out_has_its_default() -> None:
     ("values", "says"),
     [
         ({"temperature": "warm"}, "temperature must be a number, not 'warm'"),
+        ({"temperature": "1"}, "temperature must be a number, not '1'"),
         ({"temperature": True}, "temperature must be a number, not True"),
         ({"temperature": math.nan}, "temperature must be a number, not nan"),
         ({"temperature": 10**400}, "temperature must be a number"),

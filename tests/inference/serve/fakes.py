@@ -34,6 +34,7 @@ from tests.helpers.vocabulary import write_vocabulary
 
 POSITIONS = 128
 WRONG_TOKEN = 598  # the engine refuses a prompt that begins with it
+FAILING_TOKEN = 597  # the engine fails at a prompt that begins with it, after two tokens
 
 
 def counting(request: Request) -> list[int]:
@@ -83,6 +84,10 @@ class FakeEngine:
         self.steps += 1
         found = []
         for identity, (request, left) in list(self._running.items())[: self.most_running]:
+            if request.prompt[0] == FAILING_TOKEN and len(left) == request.max_new_tokens - 2:
+                found.append(GeneratedToken(identity, None, finish="failed", failure="Traceback of this sequence"))
+                del self._running[identity]
+                continue
             token = left.popleft()
             finish = "stop" if token in request.stop_ids else None if left else "length"
             top = tuple((number, -float(number)) for number in range(request.top_logprobs))

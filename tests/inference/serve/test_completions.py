@@ -9,8 +9,12 @@ from typing import Any
 import openai
 import pytest
 
+from megatron.inference.sampling import Sampling
+from megatron.inference.serve.completions import CompletionForm
+from megatron.inference.serve.requests.asks import Ask
 from megatron.inference.serve.requests.limits import Limits
 from megatron.inference.serve.requests.served import Served
+from megatron.inference.serve.running.texts import Piece, TokenRecord
 from tests.inference.serve.fakes import POSITIONS, WRONG_TOKEN, FakeEngine, Running, running, saying
 
 
@@ -102,6 +106,18 @@ def test_the_stream_adds_up_to_the_answer_at_once(served: Served) -> None:
             streamed = [value for part in parts for value in getattr(part.logprobs, name)]
             assert streamed == getattr(choice.logprobs, name)
         assert len(choice.logprobs.tokens) == 30 and set(choice.logprobs.token_logprobs) == {-0.25}
+
+
+def test_the_parts_of_characters_are_told_apart(served: Served) -> None:
+    """Their texts are all U+FFFD; the keys of the alternatives are their bytes."""
+    numbers = range(served.vocab_size)
+    broken = [number for number in numbers if served.tokenizer.decode([number]) == "\ufffd"][:3]
+    whole = [(number, -float(place)) for place, number in enumerate([*broken, 5, 5])]
+    form = CompletionForm(Ask((), ("",), 1, (), Sampling(), (), frozenset(), top_logprobs=5), served, "x", 0)
+    found = form.whole([Piece("", (TokenRecord(broken[0], -1.0, tuple(whole), 0),))], {})["choices"][0]["logprobs"]
+    labels = [f"bytes:\\x{(served.token_bytes(number) or b'?')[0]:02x}" for number in broken]
+    assert found["tokens"] == labels[:1]
+    assert found["top_logprobs"] == [{**{label: -float(n) for n, label in enumerate(labels)}, served.token_text(5): -3}]
 
 
 def test_stop_texts_end_the_answer_and_the_computing(served: Served) -> None:

@@ -67,6 +67,36 @@ def test_what_is_not_http_is_refused_and_the_connection_closed(served: Served, r
         assert status_of(running.ask(get("/health"))) == 200
 
 
+def test_a_missing_or_repeated_host_is_named(served: Served) -> None:
+    with listening(served) as running:
+        for raw in (b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n"):
+            assert b"must have one header Host" in running.ask(raw)
+        assert b"is not HTTP that can be understood" in running.ask(b"GET /\r\n\r\n")
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/plain"])
+def test_a_client_that_sends_its_whole_body_first_gets_the_refusal(served: Served, kind: str) -> None:
+    """Nothing of the answer is lost to unread data, whether the length was announced or not."""
+    size = 4 << 20
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
+    bodies = (
+        f"Content-Length: {size}\r\n\r\n".encode() + b"x" * size,
+        f"Transfer-Encoding: chunked\r\n\r\n{size:x}\r\n".encode() + b"x" * size + b"\r\n0\r\n\r\n",
+    )
+    with listening(served, limits=Limits(body_bytes=1000)) as running:
+        for body in bodies:
+            with running.connect() as connection:
+                connection.sendall(head.encode() + body)
+                answer = connection.makefile("rb").read()  # raises if the connection was reset
+            assert status_of(answer) == (413 if kind == "application/json" else 415)
+        with running.connect() as connection:  # one that never ends is not waited for
+            connection.sendall(head.encode() + b"Content-Length: 900000\r\n\r\nabc")
+            assert status_of(read_all(connection)) in (413, 415)
+        with running.connect() as connection:  # one that waits for permission is answered at once
+            connection.sendall(head.encode() + b"Expect: 100-continue\r\nContent-Length: 900000\r\n\r\n")
+            assert status_of(read_all(connection)) in (413, 415)
+
+
 def test_two_lengths_of_a_body_hide_no_second_request(served: Served) -> None:
     """Of Content-Length and Transfer-Encoding, a proxy may believe one and the server the other."""
     smuggled = b"0\r\n\r\n" + get("/v1/models")

@@ -15,7 +15,8 @@ from megatron.inference.generation import Request
 from megatron.inference.sampling import Sampling
 from megatron.inference.serve.requests.limits import Limits
 from megatron.inference.serve.requests.served import Served
-from tests.inference.serve.fakes import FakeEngine, counting
+from megatron.inference.serve.server import _farewell
+from tests.inference.serve.fakes import FAILING_TOKEN, FakeEngine, counting
 from tests.inference.serve.listening import get, listening, post, read_all
 
 ASK = {"prompt": "a", "max_tokens": 5, "seed": 1}
@@ -94,6 +95,33 @@ def test_a_failure_of_the_engine_ends_the_server_and_its_requests(served: Served
         running.join()
         assert b"internal_error" in answer and b"NaN" not in answer
         assert [str(failure) for failure in running.failures] == ["the scores have NaN"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_failure_at_one_request_ends_it_alone(
+    served: Served, streams: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = FakeEngine(step_seconds=0.005)
+    with listening(served, engine) as running, running.connect() as other:
+        other.sendall(post({**ASK, "max_tokens": 100}))
+        while engine.steps < 2:
+            time.sleep(0.002)
+        failed = running.ask(post({**ASK, "prompt": [FAILING_TOKEN], "max_tokens": 9, "n": 2, "stream": streams}))
+        assert (b" 200 " if streams else b" 500 ") in failed.splitlines()[0]
+        assert b"internal_error" in failed and b"Traceback" not in failed and b"[DONE]" not in failed
+        answer = read_all(other)
+        assert b" 200 " in answer.splitlines()[0] and b'"completion_tokens":100' in answer
+        assert b" 200 " in running.ask(get("/health")).splitlines()[0]
+        assert running.thread.is_alive() and engine.running == 0
+    assert "could not be chosen:\nTraceback of this sequence" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "says"),
+    [(0, "no request is being"), (1, "1 request is being answered, with at most 3 s"), (2, "2 requests are being")],
+)
+def test_requests_are_counted_in_english(count: int, says: str) -> None:
+    assert says in _farewell(count, 3.0)
 
 
 def test_a_failure_to_load_ends_the_server(served: Served) -> None:

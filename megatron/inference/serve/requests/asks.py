@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.errors import ConfigError, printable
@@ -20,6 +21,7 @@ _SAMPLING = (
     "presence_penalty", "logit_bias", "seed",
 )  # fmt: skip
 _SEED_BITS = 62
+_HIGHEST_TEMPERATURE = 2.0  # OpenAI's
 # By their definition these say nothing about the answer.
 _WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 
@@ -92,10 +94,16 @@ def check_model(fields: Fields, served: Served) -> None:
 def read_sampling(fields: Fields, served: Served) -> Sampling:
     """How tokens are chosen; without a seed, by a fresh one.
 
+    As with OpenAI, `top_p` 0 keeps nothing but the most probable token (for `Sampling` it keeps all).
+
     Raises:
         Refusal: a value has the wrong type or is out of bounds.
     """
     values = {name: fields.value(name) for name in _SAMPLING}
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise fields.refuse(name, "is a number too large to be used")
+    fields.number("temperature", None, 0, _HIGHEST_TEMPERATURE)
     if values["seed"] is None:
         values["seed"] = secrets.randbits(_SEED_BITS)
     try:
@@ -103,6 +111,8 @@ def read_sampling(fields: Fields, served: Served) -> Sampling:
     except ConfigError as failure:
         text = str(failure)
         raise invalid(text, next((name for name in _SAMPLING if text.startswith(name)), None)) from failure
+    if values["top_p"] == 0:
+        sampling = replace(sampling, greedy=True)
     beyond = max((token for token, _ in sampling.logit_bias), default=-1)
     if beyond >= served.vocab_size:
         raise fields.refuse("logit_bias", f"has token {beyond}, but the last one is {served.vocab_size - 1}")

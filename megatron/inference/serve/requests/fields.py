@@ -75,6 +75,8 @@ class Fields:
         value = self.value(name)
         if value is None:
             return default
+        if isinstance(value, float) and math.isinf(value):
+            raise self.refuse(name, f"is a number too large to be used; it must be from {at_least} to {at_most}")
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -90,6 +92,8 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.refuse(name, f"must be a number, not {kind_of(value)}")
+        if isinstance(value, float) and math.isinf(value):
+            raise self.refuse(name, f"is a number too large to be used; it must be from {at_least:g} to {at_most:g}")
         if not at_least <= value <= at_most:
             raise self.refuse(name, f"is {printable(value)}, but must be from {at_least:g} to {at_most:g}")
         return float(value)
@@ -162,6 +166,8 @@ def kind_of(value: Any) -> str:
         return "a list"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, float) and math.isinf(value):
+        return "a number too large to be used"
     return f"{'the text' if isinstance(value, str) else 'the number'} {printable(value, 60)}"
 
 

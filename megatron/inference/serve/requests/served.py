@@ -70,8 +70,19 @@ class Served:
             raise invalid(str(failure), "messages") from failure
 
     def token_text(self, token: int) -> str:
-        """What one token stands for; a part of a character shows as U+FFFD."""
-        return self.tokenizer.decode([token])
+        """What one token stands for; a part of a character is written as OpenAI does, `bytes:\\xe2\\x80`.
+
+        Where the tokenizer does not tell the bytes, it shows as U+FFFD.
+        """
+        text = self.tokenizer.decode([token])
+        found = self.token_bytes(token)
+        if found is None or found == text.encode():
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The UTF-8 bytes of one token; None where the tokenizer does not tell them."""
+        return self.tokenizer.token_bytes(token)
 
     def new_tokens(self, prompt_tokens: int, asked: int | None, most: int | None) -> int:
         """How many tokens an answer may have.

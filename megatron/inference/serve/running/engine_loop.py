@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from megatron import log
 from megatron.errors import ConfigError
 from megatron.inference.generation import GeneratedToken, Request
 from megatron.inference.serve.running.fair_queue import FairQueue
@@ -147,5 +148,7 @@ class EngineLoop:
         for token in tokens:
             if token.finish is not None:
                 del self._running[token.request_id]
+            if token.failure is not None:
+                log.error(f"a token of {token.request_id} could not be chosen:\n{token.failure}")
         if tokens:
             self.deliver(tokens)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from megatron.inference.generation import GeneratedToken, Request
 from megatron.inference.serve.requests.limits import Limits
-from megatron.inference.serve.requests.refusals import Refusal, busy, invalid, too_slow
+from megatron.inference.serve.requests.refusals import Refusal, broken, busy, invalid, too_slow
 from megatron.inference.serve.running.engine_loop import Add, Arrival, Cancel, Command
 
 
@@ -28,7 +28,7 @@ class Job:
         """Every token with the place of its sequence among the request's, until all sequences have ended.
 
         Raises:
-            Refusal: the engine took a sequence not, or the time of the request is over, or the server stops.
+            Refusal: the engine did not take a sequence or failed at it, the time is over, or the server stops.
         """
         while self._unfinished:
             arrival = await self._arrivals.get()
@@ -37,6 +37,8 @@ class Job:
             if not isinstance(arrival, GeneratedToken):
                 raise invalid(arrival.reason)
             if arrival.request_id in self._unfinished:
+                if arrival.failure is not None:
+                    raise broken()
                 if arrival.finish is not None:
                     del self._unfinished[arrival.request_id]
                 yield self._places[arrival.request_id], arrival

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -43,6 +44,14 @@ def test_sampling_has_the_names_of_openai_and_ours(served: Served) -> None:
     assert found == Sampling(**{**given, "logit_bias": ((4, -100.0),)})
 
 
+def test_top_p_0_takes_the_most_probable_token_as_with_openai(served: Served) -> None:
+    for zero in (0, 0.0):
+        found = asks.read_sampling(Fields({"top_p": zero, "temperature": 1.5}), served)
+        assert found.is_greedy and not Sampling(top_p=0.0).is_greedy
+    assert not asks.read_sampling(Fields({"top_p": 0.001}), served).is_greedy
+    assert not asks.read_sampling(Fields({}), served).is_greedy
+
+
 def test_without_a_seed_every_request_has_its_own(served: Served) -> None:
     seeds = {asks.read_sampling(Fields({}), served).seed for _ in range(20)}
     assert len(seeds) == 20
@@ -51,8 +60,14 @@ def test_without_a_seed_every_request_has_its_own(served: Served) -> None:
 @pytest.mark.parametrize(
     ("values", "says", "parameter"),
     [
-        ({"temperature": -1}, "temperature -1", "temperature"),
-        ({"temperature": "hot"}, "temperature .*hot", "temperature"),
+        ({"temperature": -1}, "'temperature' is -1, but must be from 0 to 2", "temperature"),
+        ({"temperature": 2.5}, r"'temperature' is 2\.5, but must be from 0 to 2", "temperature"),
+        ({"temperature": 3e38}, "'temperature' is 3e\\+38, but must be from 0 to 2", "temperature"),
+        ({"temperature": "1"}, "'temperature' must be a number, not the text '1'", "temperature"),
+        ({"top_p": "0.5"}, r"top_p must be a number, not '0\.5'", "top_p"),
+        ({"min_p": "0"}, "min_p must be a number, not '0'", "min_p"),
+        ({"top_k": math.inf}, "'top_k' is a number too large to be used", "top_k"),
+        ({"seed": -math.inf}, "'seed' is a number too large to be used", "seed"),
         ({"top_p": 1.5}, "top_p 1.5", "top_p"),
         ({"frequency_penalty": 3}, "frequency_penalty 3", "frequency_penalty"),
         ({"seed": 1 << 70}, "seed", "seed"),

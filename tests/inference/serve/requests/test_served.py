@@ -44,6 +44,9 @@ def test_lengths_fit_the_positions_and_the_server(served: Served) -> None:
             served.new_tokens(prompt, asked, most)
 
 
-def test_a_part_of_a_character_has_no_text(served: Served) -> None:
-    tokens = served.tokenizer.encode("👍")
-    assert all(served.token_text(token) == "\ufffd" for token in tokens) or len(tokens) == 1
+def test_the_parts_of_a_character_can_be_joined(served: Served) -> None:
+    tokens = served.tokenizer.encode("a🦜")
+    assert len(tokens) > 2
+    assert b"".join(served.token_bytes(token) or b"" for token in tokens) == "a🦜".encode()
+    assert served.token_text(tokens[0]) == "a" and served.token_text(tokens[1]).startswith("bytes:\\xf0")
+    assert len({served.token_text(token) for token in tokens}) == len(set(tokens))

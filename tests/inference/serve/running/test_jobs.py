@@ -70,6 +70,18 @@ def test_a_sequence_that_is_ended_early_is_cancelled_and_its_later_tokens_are_dr
     assert with_jobs(act) == [Cancel("x", frozenset(["x/0"]))]
 
 
+def test_a_sequence_that_failed_fails_the_request() -> None:
+    async def act(jobs: Jobs, job: Job) -> None:
+        jobs.arrive([token(0, 7), GeneratedToken("x/1", None, finish="failed", failure="why")])
+        tokens = job.tokens()
+        assert (await anext(tokens))[1].token == 7
+        with pytest.raises(Refusal, match="failed to carry out") as caught:
+            await anext(tokens)
+        assert caught.value.status == 500
+
+    assert with_jobs(act) == [Cancel("x", frozenset(["x/0", "x/1"]))]
+
+
 def test_what_is_left_is_cancelled_when_the_request_is_closed() -> None:
     async def act(jobs: Jobs, job: Job) -> None:
         jobs.arrive([token(0, 7, "stop")])
