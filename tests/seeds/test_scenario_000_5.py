@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron.config import DataConfig
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.datasets.examples.options import ExampleOptions
@@ -11,6 +13,8 @@ from megatron.inference.scorer import LoadedScorer
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.chat import load_chat_template
 from tests.seeds.conftest import LENGTH, FineTuning
+
+pytestmark = pytest.mark.xdist_group("fine-tuning scenarios")  # one worker, so that the network is trained once
 
 LEAST_ACCURACY = 0.95
 

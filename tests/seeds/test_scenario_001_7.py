@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron.errors import ExitCode
 from megatron.observe.metrics_file import read_steps
 from tests.seeds.conftest import FineTuning
+
+pytestmark = pytest.mark.xdist_group("fine-tuning scenarios")  # one worker, so that the network is trained once
 
 
 def test_an_interrupted_fine_tuning_continues_by_the_same_command(fine_tuning: FineTuning) -> None:
