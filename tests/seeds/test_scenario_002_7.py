@@ -18,6 +18,8 @@ from megatron.tokenizers.chat import load_chat_template
 from tests.seeds.conftest import FineTuning
 from tools import checkpoints, export_hf
 
+pytestmark = pytest.mark.xdist_group("fine-tuning scenarios")  # one worker, so that the network is trained once
+
 
 def test_frozen_layers_are_bit_identical(fine_tuning: FineTuning) -> None:
     before, after = fine_tuning.weights(fine_tuning.base), fine_tuning.weights(fine_tuning.tuned)
@@ -29,8 +31,6 @@ def test_frozen_layers_are_bit_identical(fine_tuning: FineTuning) -> None:
 def test_the_validation_loss_falls_and_the_best_checkpoint_is_named_and_loads(
     fine_tuning: FineTuning, capsys: pytest.CaptureFixture[str]
 ) -> None:
-
-pytestmark = pytest.mark.xdist_group("fine-tuning scenarios")  # one worker, so that the network is trained once
     records = [entry for entry in read_records(fine_tuning.run) if entry["kind"] == "evaluation"]
     losses = {entry["iteration"]: entry["lm_loss"] for entry in records if entry["group"] == "valid"}
     assert losses[120] < losses[10] / 2
