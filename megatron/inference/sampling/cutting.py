@@ -37,7 +37,8 @@ def cut(scores: torch.Tensor, settings: Sequence[Sampling], candidates: int = _C
         whole += _cut_candidates(scores, settings, rows, width, result)
     if whole:
         ordered, order = scores[whole].sort(dim=-1, descending=True, stable=True)
-        kept = _kept(ordered, [settings[row] for row in whole], torch.zeros(len(whole), 1))
+        own = [settings[row] for row in whole]
+        kept = _typical(_probable(ordered, own, torch.zeros(len(whole), 1)), ordered, own)
         result[whole] = result[whole].scatter(1, order, ordered.masked_fill(~kept, float("-inf")))
     return result
 
@@ -56,13 +57,13 @@ def _cut_candidates(
     ids = own_scores.topk(width, dim=-1).indices.sort(dim=-1).values
     ordered, order = own_scores.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     ids = ids.gather(1, order)  # equal scores in the order of the vocabulary, as in a whole row
-    kept = _kept(ordered, own_settings, own_scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64))
+    kept = _probable(ordered, own_settings, own_scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64))
     last = ordered[:, -1:]
     outside = (own_scores == last).sum(dim=-1) > (ordered == last).sum(dim=-1)
     has_last = (kept & (ordered == last)).any(dim=-1)
     by_rank = torch.tensor([one.top_k > 0 for one in own_settings])
     is_too_narrow = torch.where(by_rank, outside, has_last)
-    cut_scores = ordered.masked_fill(~kept, float("-inf"))
+    cut_scores = ordered.masked_fill(~_typical(kept, ordered, own_settings), float("-inf"))
     again = []
     for place, (row, fails) in enumerate(zip(rows, is_too_narrow.tolist(), strict=True)):
         if fails:
@@ -72,8 +73,8 @@ def _cut_candidates(
     return again
 
 
-def _kept(ordered: torch.Tensor, settings: Sequence[Sampling], everything: torch.Tensor) -> torch.Tensor:
-    """Which of the most probable tokens of each row stay.
+def _probable(ordered: torch.Tensor, settings: Sequence[Sampling], everything: torch.Tensor) -> torch.Tensor:
+    """Which of the most probable tokens of each row top-k, top-p and min-p keep.
 
     Shapes: ordered `[b, n]`, descending from 0; everything `[b, 1]`; result `[b, n]` bool.
 
@@ -89,12 +90,22 @@ def _kept(ordered: torch.Tensor, settings: Sequence[Sampling], everything: torch
     total = torch.where(is_ranked, mass[:, -1:], torch.maximum(mass[:, -1:], everything))
     reached_before = (mass - weights) / total  # by the more probable tokens alone
     kept &= reached_before < _column(settings, lambda one: one.top_p if 0 < one.top_p < 1 else 2.0, torch.float64)
-    kept &= weights >= _column(settings, lambda one: one.min_p, torch.float64)  # the highest weight is 1
-    typical = [row for row, one in enumerate(settings) if 0 < one.typical_p < 1]
-    if typical:
-        wanted = _column([settings[row] for row in typical], lambda one: one.typical_p, torch.float64)
-        kept[typical] &= _is_typical(weights[typical] * kept[typical], wanted)
-    return kept
+    return kept & (weights >= _column(settings, lambda one: one.min_p, torch.float64))  # the highest weight is 1
+
+
+def _typical(kept: torch.Tensor, ordered: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
+    """Which of the kept tokens of each row stay by their typicality, in rows that ask for it.
+
+    Shapes: kept `[b, n]` bool, ordered `[b, n]`; result as kept.
+    """
+    rows = [row for row, one in enumerate(settings) if 0 < one.typical_p < 1]
+    if not rows:
+        return kept
+    wanted = _column([settings[row] for row in rows], lambda one: one.typical_p, torch.float64)
+    weights = torch.where(kept[rows], ordered[rows].exp(), 0.0).to(torch.float64)
+    result = kept.clone()
+    result[rows] &= _is_typical(weights, wanted)
+    return result
 
 
 def _is_typical(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

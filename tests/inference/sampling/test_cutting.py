@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.inference.sampling import Sampling
@@ -19,6 +19,7 @@ SETTINGS = st.builds(
 )
 
 
+@example([Sampling(), Sampling(top_p=0.9, typical_p=0.2)], 0, 2.0)  # typicality removes the last candidate
 @given(st.lists(SETTINGS, min_size=1, max_size=4), st.integers(0, 10**6), st.sampled_from([0.5, 2.0, 8.0]))
 def test_candidates_are_enough_or_everything_is_sorted(settings: list[Sampling], seed: int, spread: float) -> None:
     draws = torch.Generator().manual_seed(seed)
