@@ -40,6 +40,8 @@ NEEDED = (
     ("tensorboard", "2.14", "--tensorboard-dir"),
     ("pyyaml", "6.0", "--config FILE in YAML"),
     ("orjson", "3.10", "preprocessing"),
+    ("jinja2", "3.1.6", "chat templates"),
+    ("tqdm", "4.66", "the progress of evaluations"),
 )
 FASTER = (("gigatoken", "0.10", "makes preprocessing several times faster"),)
 OPTIONAL = (

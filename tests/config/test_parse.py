@@ -143,7 +143,7 @@ REFUSALS = [
     ("", "--micro-batch-size", "--micro-batch-size is required"),
     ("--train-iters 0", "", r"--train-iters 0 is out of range\. It must be at least 1\. --eval-only evaluates"),
     ("", "--lr", "--lr is required"),
-    ("", "--train-iters", "--train-iters, --train-samples or --train-tokens is required"),
+    ("", "--train-iters", "--train-iters, --train-samples, --train-tokens or --epochs is required"),
     ("--train-samples 100", "", r"--train-iters 10 and --train-samples 100 are both given"),
     (
         "--train-tokens 99 --lr-decay-iters 5",

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron.checkpoint import newest_record, save
 from megatron.checkpoint.record import Record
-from megatron.config import ModelConfig, RunConfig
+from megatron.config import LossConfig, ModelConfig, RunConfig
 from megatron.convert.hugging_face.exporting import ExportRequest, export_model
 from megatron.convert.hugging_face.importing import ImportRequest, import_model
 from megatron.inference.generation import Request, generate_all
@@ -136,7 +136,7 @@ def generated(network: LayerStack, model: ModelConfig, tokens: torch.Tensor) -> 
     length = max(model.max_position_embeddings, PROMPT + NEW_TOKENS)
     original = model.original_context if model.uses_rope else None
     longer = dataclasses.replace(model, max_position_embeddings=length, rope_original_max_positions=original)
-    config: Any = SimpleNamespace(model=longer)
+    config: Any = SimpleNamespace(model=longer, loss=LossConfig())
     tokenizer: Any = SimpleNamespace(vocab_size=model.vocab_size)
     loaded = LoadedModel(config, MESH, tokenizer, network, Path("nowhere"), 0)
     requests = [

@@ -109,7 +109,7 @@ def test_a_failing_check_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_the_lists_agree_with_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    needed = dict(re.findall(r'^    "([a-z-]+)>=([0-9.]+)["; ,]', text.split("[project.optional")[0], flags=re.M))
+    needed = dict(re.findall(r'^    "([a-z0-9-]+)>=([0-9.]+)["; ,]', text.split("[project.optional")[0], flags=re.M))
     listed = {name: oldest for name, oldest, _ in (*doctor.NEEDED, *doctor.FASTER)}
     assert listed == {name: version for name, version in needed.items() if name != "setuptools"}
     for name, extra, _ in doctor.OPTIONAL:

@@ -11,6 +11,7 @@ import pytest
 from megatron import __version__
 from megatron.checkpoint.background.writer import Outcome
 from megatron.checkpoint.record import Progress
+from megatron.engine.freezing import EVERYTHING_IS_TRAINED
 from megatron.errors import CheckpointError, NumericsError, StorageError
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import checkpoints
@@ -70,6 +71,7 @@ def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
             update_count=step - 1,
             loss_scale_state={"cur_scale": 2.0},
             gate=SimpleNamespace(to_json=lambda: {"loss": [2.5]}),
+            freezing=EVERYTHING_IS_TRAINED,
         ),
         mesh=mesh,
         lock="lock",

@@ -59,6 +59,9 @@ class FakeRun:
     def is_done(self) -> bool:
         return self.progress.step >= self.config.optim.train_iters
 
+    def say_completed_epochs(self, consumed_before: int) -> None:
+        """Nothing: this run has no epochs."""
+
     def skip_data_ranges(self) -> None:
         self.events.append("skip")
 
