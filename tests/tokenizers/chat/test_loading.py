@@ -101,11 +101,10 @@ BUSY = """
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_texts_and_ids_are_those_of_transformers(tmp_path, add_generation_prompt):
-    from transformers import PreTrainedTokenizerFast
-
+    transformers = pytest.importorskip("transformers", reason="the transformers package is not installed")
     tokens = ("<|endoftext|>", *CHATML_TOKENS)
     tokenizer = hugging_face_with(tmp_path, tokens, "<|endoftext|>", BUSY)
-    theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
     template = load_chat_template(None, tmp_path)
     for conversation in (
         MESSAGES,
