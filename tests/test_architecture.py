@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import architecture_rules
+from tests.helpers import architecture_rules, architecture_tables
 from tests.helpers.architecture_rules import RULES, Rule, Source
 
 ROOT = Path(__file__).resolve().parent.parent
-PRODUCT = ("megatron/**/*.py", "tools/*.py", "tasks/**/*.py", "pretrain_*.py", "finetune_*.py", "examples/*.py")
+PROGRAMS = tuple(f"{name}.py" for name in sorted(architecture_tables.PROGRAMS))
+PRODUCT = ("megatron/**/*.py", "tools/*.py", "tasks/**/*.py", *PROGRAMS, "examples/*.py")
 EVERYTHING = (*PRODUCT, "benchmarks/**/*.py", "tests/**/*.py", "setup.py")
 MEASURED_EVERYWHERE = (architecture_rules.files_and_functions_are_short, architecture_rules.no_global)
 
@@ -324,7 +325,7 @@ def test_every_package_has_a_docstring() -> None:
     packages = [path for path in (ROOT / "megatron").iterdir() if path.is_dir() and any(path.glob("*.py"))]
     missing = [package.name for package in packages if not (package / "__init__.py").is_file()]
     assert not missing, f"packages without __init__.py: {missing}"
-    unplaced = [package.name for package in packages if package.name not in architecture_rules.PACKAGE_PLACES]
+    unplaced = [package.name for package in packages if package.name not in architecture_tables.PACKAGE_PLACES]
     assert not unplaced, f"packages without a place in the import order: {unplaced}"
 
 
@@ -335,7 +336,11 @@ def test_every_subpackage_has_a_place() -> None:
         ".".join(parent.relative_to(ROOT).parts): {folder.name for folder in folders if folder.parent == parent}
         for parent in parents
     }
-    assert found == {parent: set(order) - {"."} for parent, order in architecture_rules.SUBPACKAGE_ORDER.items()}
+    assert found == {parent: set(order) - {"."} for parent, order in architecture_tables.SUBPACKAGE_ORDER.items()}
+
+
+def test_every_program_of_the_root_is_named() -> None:
+    assert {path.stem for path in ROOT.glob("*.py")} - {"setup"} <= architecture_tables.PROGRAMS
 
 
 def test_no_folder_is_overfull() -> None:

@@ -9,6 +9,22 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from tests.helpers.architecture_tables import (
+    BANNED_WORDS,
+    DESCRIBED_BY_THEIR_BASE,
+    HOMES,
+    MAXIMUM_FILE_LINES,
+    MAXIMUM_FOLDER_FILES,
+    MAXIMUM_FUNCTION_LINES,
+    NEVER_BY_TRAINING,
+    OPTIONAL_PACKAGES,
+    PACKAGE_PLACES,
+    PROGRAM_FOLDERS,
+    PROGRAMS,
+    STATEFUL_FILES,
+    SUBPACKAGE_ORDER,
+    USES_RUN_CONFIG,
+)
 from tests.helpers.syntax import (
     changed_name,
     defined_names,
@@ -23,142 +39,6 @@ from tests.helpers.syntax import (
 )
 
 Finding = tuple[int, str]
-
-# Import order: a file only imports packages with a lower number; `train` and `inference` have the same.
-PACKAGE_PLACES = {
-    "errors": 0,
-    "secret_text": 0,
-    "log": 1,
-    "device": 2,
-    "config": 3,
-    "kernels": 4,
-    "tokenizers": 5,
-    "data": 6,
-    "corpus": 7,
-    "parallel": 8,
-    "model": 9,
-    "objective": 10,
-    "engine": 11,
-    "checkpoint": 12,
-    "convert": 13,
-    "observe": 14,
-    "evaluation": 15,
-    "train": 16,
-    "inference": 16,
-}
-PROGRAM_PLACE = 17
-
-# The sub-packages of a package in import order; "." stands for the package's own modules.
-SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
-    "megatron.tokenizers": (".", "chat"),
-    "megatron.data.datasets": ("examples", "."),
-    "megatron.data": ("formats", "stores", "order", "datasets", "."),
-    "megatron.corpus": ("inputs", "workers", "preprocess", "featurize", "vocabulary", "stores", "cleaning", "."),
-    "megatron.config": ("flags", "architecture", "sections", "files", "."),
-    "megatron.parallel": (".", "tensor", "watch"),
-    "megatron.model": ("interface", "blocks", "."),
-    "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
-    "megatron.train": ("restarts", "tasks", "."),
-    "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),
-    "megatron.inference.serve": ("requests", "running", "."),
-    "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
-    "megatron.evaluation": (".", "baselines", "tasks", "report"),
-    "megatron.convert.hugging_face": ("table", "families", "."),
-    "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
-}
-NEVER_BY_TRAINING = "corpus"  # imported by tools only
-
-# What is foreign, and the files that may touch it. A name covers its attributes.
-HOMES = {
-    # The second writes what Megatron-LM stores its arguments in.
-    "argparse": ("megatron/config/flags/command_line.py", "megatron/convert/megatron_output/torch_writer.py"),
-    "deepspeed": ("megatron/engine/",),
-    "torch.cuda": ("megatron/device.py", "megatron/kernels/"),
-    "torch.distributed": ("megatron/parallel/",),
-    "os.environ": ("megatron/device.py", "megatron/parallel/joining.py", "megatron/parallel/rank_start.py"),
-    "os.getenv": ("megatron/device.py",),
-    "os.putenv": (),
-    "sys.exit": ("megatron/log.py",),
-    "os._exit": ("megatron/log.py", "megatron/train/watchdog.py", "megatron/corpus/workers/pool.py"),
-    "pickle": (),
-    "cPickle": (),
-    "dill": (),
-    "cloudpickle": (),
-    "joblib": (),
-    "shelve": (),
-    "marshal": (),
-    "torch.load": (),
-    "torch.save": ("megatron/convert/megatron_output/torch_writer.py",),  # other programs' formats are pickles
-    "torch.serialization": (),
-    "os.system": (),
-    "os.popen": (),
-    "subprocess.getoutput": (),
-    "subprocess.getstatusoutput": (),
-    "runpy": (),
-}
-
-# Packages that may be imported inside a function: they are optional or slow, and one file owns each.
-OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
-    "torch.nn.attention.varlen": ("megatron/kernels/gpu_attention.py",),  # since torch 2.10; takes seconds
-    "yaml": ("megatron/config/files/bounded_file.py",),
-    "fcntl": ("megatron/corpus/workers/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
-    "tokenizers": (
-        "megatron/tokenizers/gpt2.py",
-        "megatron/tokenizers/hugging_face.py",
-        "megatron/tokenizers/package.py",
-        "megatron/tokenizers/wordpiece.py",
-        "megatron/corpus/vocabulary/learning.py",
-        "megatron/corpus/vocabulary/wordpiece.py",
-    ),
-    "sentencepiece": ("megatron/tokenizers/sentencepiece.py", "megatron/corpus/vocabulary/unigram.py"),
-    "huggingface_hub": ("megatron/tokenizers/hugging_face.py",),
-    "transformers": ("megatron/tokenizers/hugging_face.py", "megatron/convert/hugging_face/reference.py"),
-    "gigatoken": ("megatron/tokenizers/fast_encoder.py",),
-    "sentencex": ("megatron/corpus/preprocess/sentences.py",),
-    "orjson": ("megatron/corpus/inputs/lines.py", "megatron/corpus/inputs/tables.py"),
-    "zstandard": ("megatron/corpus/inputs/zstandard_stream.py",),
-    "ftfy": ("megatron/corpus/cleaning/documents/repair.py",),
-    "py3langid": ("megatron/corpus/cleaning/filters/language.py",),
-    "datasketch": ("megatron/corpus/cleaning/near_duplicates/signatures.py",),
-    "pymongo": ("megatron/data/stores/mongodb.py",),
-    "bson": ("megatron/data/stores/mongodb.py",),  # comes with it
-    "xxhash": ("megatron/corpus/preprocess/provenance.py",),
-    "datasets": ("megatron/corpus/inputs/hub.py",),
-    "pyarrow": (
-        "megatron/data/formats/windows.py",
-        "megatron/corpus/inputs/hub.py",
-        "megatron/corpus/inputs/parquet.py",
-    ),
-    "apache_beam": ("megatron/corpus/featurize/beam.py",),
-    "starlette": ("megatron/inference/serve/web.py",),
-    "uvicorn": ("megatron/inference/serve/network.py",),
-    "prometheus_client": ("megatron/inference/serve/metrics.py",),
-    "matplotlib": ("megatron/observe/curves.py",),
-    "lm_eval": ("megatron/inference/harness/",),
-    "wandb": ("megatron/observe/weights_and_biases.py",),
-    "tensorboard": ("megatron/observe/tensorboard.py",),
-    "torch.utils.tensorboard": ("megatron/observe/tensorboard.py",),
-    "megatron.data.order._index_builder": ("megatron/data/order/index_map.py",),
-}
-
-# The only module state: which rank speaks, set once by the mesh.
-STATEFUL_FILES = ("megatron/log.py",)
-
-# Modules that may use the whole RunConfig; all others take the smallest section.
-USES_RUN_CONFIG = (
-    "megatron/config/",
-    *(f"megatron/train/{name}.py" for name in ("build", "objectives", "run")),
-    "megatron/engine/ds_config.py",
-    "megatron/engine/estimate.py",
-    "megatron/inference/loading.py",  # a checkpoint holds the configuration of its run
-)
-
-BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}
-# Methods that a base class describes: an override says nothing new.
-DESCRIBED_BY_THEIR_BASE = {"problems", "complete", "forward", "backward"}
-MAXIMUM_FILE_LINES = 500
-MAXIMUM_FUNCTION_LINES = 60
-MAXIMUM_FOLDER_FILES = 15
 
 
 @dataclass(frozen=True)
@@ -193,7 +73,8 @@ class Source:
     @property
     def is_program(self) -> bool:
         """Whether the file is an entry point."""
-        return self.path.startswith(("pretrain_", "finetune_", "tools/", "tasks/", "examples/"))
+        first = PurePosixPath(self.path).with_suffix("").parts[0]
+        return first in PROGRAMS or first in PROGRAM_FOLDERS
 
     def is_in(self, homes: tuple[str, ...]) -> bool:
         """Whether the file is one of these files or is in one of these folders."""
@@ -213,7 +94,7 @@ def imports_follow_the_package_order(source: Source) -> Iterator[Finding]:
         parts = module.split(".")
         if parts[0] == "tests" and (source.is_library or source.is_program):
             yield node.lineno, "the product imports its tests"
-        if source.is_library and (parts[0].startswith(("pretrain_", "finetune_")) or parts[0] == "tools"):
+        if source.is_library and (parts[0] in PROGRAMS or parts[0] == "tools"):
             yield node.lineno, f"the package imports the program {module}"
         if parts[0] != "megatron" or len(parts) < 2 or own is None:
             continue
