@@ -11,6 +11,8 @@ from megatron.config.flags.section import ConfigSection
 CAUSAL = "causal"
 PREFIX = "prefix"
 MULTITASK = "multitask"
+TOKENS = "tokens"
+SAMPLES = "samples"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,13 @@ class LossConfig(ConfigSection):
     label_smoothing: float = flag(
         0.0, "share of the target probability that is spread evenly over the vocabulary", at_least=0, below=1
     )
+    loss_mean: str = flag(
+        TOKENS,
+        "what is minimized: the mean over all tokens that count, or the mean over samples of the mean over the tokens "
+        "of a sample, in which a short answer counts as much as a long one",
+        choices=(TOKENS, SAMPLES),
+        resume=RUN_MUST_MATCH,
+    )
 
     @property
     def has_prefixes(self) -> bool:
@@ -52,4 +61,9 @@ class LossConfig(ConfigSection):
             yield (
                 "--reweight-loss-based-on-position-frequency is for --objective prefix, where random prefixes hide "
                 f"some positions more often than others; this is --objective {self.objective}. Drop the flag."
+            )
+        if self.loss_mean == SAMPLES and self.objective not in (CAUSAL, MULTITASK):
+            yield (
+                f"--loss-mean samples is for --objective {CAUSAL} and {MULTITASK}; --objective {self.objective} "
+                "divides its loss in a way of its own. Drop --loss-mean."
             )
