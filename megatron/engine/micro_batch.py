@@ -34,7 +34,8 @@ class DeviceBatch:
         inputs: the inputs of the first layer.
         passed: the tensors from which each stage builds the `StepContext`.
         first_sample: the first sample id, as a Python integer.
-        targets: the factors of the loss sums over tokens and samples `[2]`, then the objective's targets in the order of `target_names`.
+        targets: the factors of the loss sums over tokens and over samples `[2]`, then the objective's targets in the
+            order of `target_names`.
         target_names: names of the targets.
     """
 
