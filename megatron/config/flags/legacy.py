@@ -404,8 +404,6 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "only other kinds of model read it.",
         (
-            "mask_prob:float=0.15",
-            "short_seq_prob:float=0.1",
             "retriever_seq_length:int=256",
             "pipeline_model_parallel_split_rank:int",
             "sample_rate:float=1.0",
