@@ -60,7 +60,7 @@ from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
 from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
 from megatron.train.restarts.breaker import decide, settings_digest
-from megatron.train.restarts.freezing import find_freezing
+from megatron.train.restarts.freezing import check_patterns, find_freezing
 from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
@@ -94,6 +94,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(token_file_prefixes(config.data), tokenizer)
+    check_patterns(config.finetuning, config.model)
     history = History()
     with contextlib.ExitStack() as closing, log.showing_failures(), history.recording(), _explain_lost_peers():
         if signals is None:

@@ -12,7 +12,7 @@ from megatron.config.sections.loss import CAUSAL, MULTITASK, PREFIX
 from megatron.data.datasets.examples.files import example_files, files_fingerprint, names_example_files
 from megatron.data.datasets.examples.options import ExampleOptions
 from megatron.data.datasets.examples.rows import ExampleRows
-from megatron.data.datasets.examples.tokens import FileRecords, StoreRecords, TokenizedExamples
+from megatron.data.datasets.examples.tokens import FileRecords, StoreRecords, TokenizedExamples, check_first_records
 from megatron.data.datasets.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
 from megatron.data.datasets.parquet_rows import ParquetRows, check_window_length
 from megatron.data.datasets.rows import RowSource
@@ -183,7 +183,7 @@ def check_source(prefix: str, sequence_length: int, objective: str = CAUSAL, nee
     Raises:
         ConfigError: windows have another length, an address cannot be read, pyarrow is missing, or the objective
             needs another kind of source.
-        DataError: a file is missing.
+        DataError: a file is missing, or the first record of a file of examples is bad.
     """
     _check_kind(prefix, objective)
     if is_store_address(prefix):
@@ -196,7 +196,7 @@ def check_source(prefix: str, sequence_length: int, objective: str = CAUSAL, nee
         return
     _check_examples(prefix, names_examples(prefix), objective, needed_by)
     if names_examples(prefix):
-        example_files(prefix)
+        check_first_records(prefix)
     elif _is_windows(prefix):
         with WindowFile(expand_windows([prefix])[0]) as file:
             check_window_length(prefix, file.sequence_length, sequence_length)

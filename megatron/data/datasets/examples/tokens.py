@@ -6,20 +6,19 @@ of rows depend on. A token takes two bytes, or four with more than 65,536 of the
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from megatron import log
 from megatron.data.datasets.examples.files import example_files, files_fingerprint, read_records
-from megatron.data.datasets.examples.records import example_of
-from megatron.data.order.index_cache import IndexCache
+from megatron.data.datasets.examples.records import Example, example_of
+from megatron.data.order.index_cache import IndexCache, description_sha256
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.record_store import PairStore
 from megatron.errors import ConfigError, DataError
@@ -92,6 +91,19 @@ class StoreRecords:
             yield Place(0, number), record
 
 
+def check_first_records(prefix: str) -> None:
+    """Checks the first record of each file, which tells at once that a file holds something else.
+
+    Lists are left out, because they are parsed as a whole.
+
+    Raises:
+        DataError: there is no such file, or a record is bad.
+    """
+    for path in example_files(prefix):
+        for number, record in islice(read_records(path, with_lists=False), 1):
+            _example(record, f"{path}:{number}")
+
+
 class TokenizedExamples:
     """Examples by number, as ids.
 
@@ -128,7 +140,7 @@ class TokenizedExamples:
     @cached_property
     def fingerprint(self) -> str:
         """Hash over what the ids depend on."""
-        return hashlib.sha256(repr(sorted(self.description.items())).encode()).hexdigest()
+        return description_sha256(self.description)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -177,11 +189,9 @@ def _tokenized(source: RecordSource, template: ChatTemplate, tokenizer: Tokenize
     span_starts.extend([0])
     for place, record in source.records():
         shown = f"{source.names[place.file]}:{place.number}"
+        example = _example(record, shown)
         try:
-            example = example_of(record)
             found, is_answer = template.example_ids(example.messages, tokenizer)
-        except ValueError as failure:
-            raise DataError(f"{shown}: {failure}. Correct the record, or leave it out.") from None
         except (DataError, ConfigError) as failure:
             raise type(failure)(f"{shown}: {failure}") from None
         cut_messages += example.cut_messages
@@ -204,6 +214,13 @@ def _tokenized(source: RecordSource, template: ChatTemplate, tokenizer: Tokenize
         )
     made = {"ids": ids, "starts": starts, "spans": spans, "span_starts": span_starts, "numbers": numbers}
     return {name: array.array() for name, array in made.items()} | {"file_starts": np.array(file_starts, np.int64)}
+
+
+def _example(record: Any, place: str) -> Example:
+    try:
+        return example_of(record)
+    except ValueError as failure:
+        raise DataError(f"{place}: {failure}. Correct the record, or leave it out.") from None
 
 
 def _spans(is_answer: Sequence[bool]) -> list[int]:
