@@ -11,6 +11,7 @@ from megatron.config.flags.section import ConfigSection
 CAUSAL = "causal"
 PREFIX = "prefix"
 MULTITASK = "multitask"
+MASKED = "masked"
 TOKENS = "tokens"
 SAMPLES = "samples"
 
@@ -22,8 +23,9 @@ class LossConfig(ConfigSection):
     objective: str = flag(
         CAUSAL,
         "what is learned: causal predicts every next token, prefix attends to a random prefix of each sample in both "
-        "directions, multitask to the inputs of packed pairs PREFIX_inputs_document and PREFIX_targets_document",
-        choices=(CAUSAL, PREFIX, MULTITASK),
+        "directions, multitask to the inputs of packed pairs PREFIX_inputs_document and PREFIX_targets_document, "
+        "masked predicts masked tokens from both sides",
+        choices=(CAUSAL, PREFIX, MULTITASK, MASKED),
         resume=RUN_MUST_MATCH,
     )
     loss_on_targets_only: bool = flag(
