@@ -122,10 +122,7 @@ def epoch_samples(
     train = _fresh_plan(data, sequence_length, seed, files).train
     if train is None:
         raise DataError(_no_training_data_text(data))
-    counts = [
-        source.last - source.first if source.is_rows else (source.tokens - 1) // sequence_length
-        for source in train.sources
-    ]
+    counts = [source.pass_samples(sequence_length) for source in train.sources]
     if len(counts) > 1:
         raise ConfigError(
             f"--epochs counts passes over one source, and {len(counts)} are blended for training, each of which is "
