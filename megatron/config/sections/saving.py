@@ -43,7 +43,7 @@ class SavingConfig(ConfigSection):
         if self.checkpoint_link is not None and _LINK.fullmatch(self.checkpoint_link) is None:
             yield (
                 f"--checkpoint-link {self.checkpoint_link} cannot be the name of every checkpoint. Write letters, "
-                "digits and -_. around {step}, with {epoch} if wanted, such as 'epoch{epoch}-step{step}', and not iter_."
+                "digits and -_. around {step}, with {epoch} if wanted, such as 'epoch{epoch}-step{step}'."
             )
         yield from folder_problems("--save-secondary", self.save_secondary)
         if self.keep_last is None:

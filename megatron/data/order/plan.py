@@ -198,13 +198,14 @@ class DataPlan:
     test: tuple[GroupPlan, ...]
 
     def epoch_of(self, consumed_samples: int) -> int:
-        """The pass over the training data, from 0, that the last of so many samples belongs to.
+        """The pass over the training data, from 0, that the last of so many samples belongs to."""
+        return max(0, consumed_samples - 1) // self.pass_samples if self.pass_samples else 0
 
-        A pass takes as many samples as all sources make in one, whatever their weights.
-        """
+    @property
+    def pass_samples(self) -> int:
+        """Training samples of a pass: as many as all sources make in one, whatever their weights."""
         sources = self.train.sources if self.train else ()
-        samples = sum(source.pass_samples(self.sequence_length) for source in sources)
-        return max(0, consumed_samples - 1) // samples if samples else 0
+        return sum(source.pass_samples(self.sequence_length) for source in sources)
 
     def extended(self, samples: tuple[int, int, int]) -> DataPlan:
         """The plan extended to at least these numbers of training, validation and test samples (per group)."""
