@@ -49,6 +49,7 @@ from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.metrics import Workload
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
+from megatron.observe.styles.choice import style_named
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh, rendezvous
 from megatron.parallel.mesh import ParallelMesh
@@ -188,7 +189,9 @@ def _build(
         datasets=with_prefixes(datasets, config, tokenizer),
         plan=plan,
         options=batch_options(config, tokenizer),
-        report=_open_report(config, mesh, sizes[1], names, watch, is_resume=record is not None or start.is_restart),
+        report=_open_report(
+            config, mesh, sizes[1], names, watch, plan, is_resume=record is not None or start.is_restart
+        ),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
         progress=progress,
@@ -330,6 +333,7 @@ def _open_report(
     parameters_without_embeddings: int,
     source_names: Sequence[str],
     watch: Watch,
+    plan: DataPlan,
     *,
     is_resume: bool,
 ) -> Report:
@@ -360,6 +364,8 @@ def _open_report(
         config.control,
         config.optim,
         workload,
+        style_named(config.control.log_style),
+        samples_per_epoch=plan.pass_samples or None,
         shows_loss_scale=config.precision.fp16,
         arguments=arguments,
         destinations=destinations,

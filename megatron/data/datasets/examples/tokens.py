@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron import log
 from megatron.data.datasets.examples.files import example_files, files_fingerprint, read_records
-from megatron.data.datasets.examples.records import Example, example_of
+from megatron.data.datasets.examples.records import Example, example_of, with_copied_prompts
 from megatron.data.order.index_cache import IndexCache, description_sha256
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.record_store import PairStore
@@ -110,6 +110,7 @@ class TokenizedExamples:
     Args:
         prefix: the source as the user named it.
         cache: where the ids are kept.
+        copies_prompts: whether each answer is replaced by the prompt before it.
 
     Raises:
         ConfigError: the chat template cannot be used, or needs tokens that the vocabulary lacks.
@@ -117,7 +118,14 @@ class TokenizedExamples:
     """
 
     def __init__(
-        self, prefix: str, source: RecordSource, template: ChatTemplate, tokenizer: Tokenizer, cache: IndexCache
+        self,
+        prefix: str,
+        source: RecordSource,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        cache: IndexCache,
+        *,
+        copies_prompts: bool = False,
     ) -> None:
         self.prefix = masked(prefix)
         self.padding_id = tokenizer.eod_id
@@ -128,8 +136,11 @@ class TokenizedExamples:
             "records_sha256": source.fingerprint(),
             "tokenizer": tokenizer.fingerprint,
             "template": template.fingerprint,
+            **({"copies_prompts": True} if copies_prompts else {}),
         }
-        made = cache.arrays("examples", self.description, lambda: _tokenized(source, template, tokenizer))
+        made = cache.arrays(
+            "examples", self.description, lambda: _tokenized(source, template, tokenizer, copies_prompts)
+        )
         self._ids, self._starts = made["ids"], made["starts"]
         self._spans, self._span_starts = made["spans"].reshape(-1, 2), made["span_starts"]
         self._numbers, self._file_starts = made["numbers"], made["file_starts"]
@@ -174,7 +185,9 @@ class TokenizedExamples:
         return f"{self.names[file]}:{int(self._numbers[example])}"
 
 
-def _tokenized(source: RecordSource, template: ChatTemplate, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+def _tokenized(
+    source: RecordSource, template: ChatTemplate, tokenizer: Tokenizer, copies_prompts: bool
+) -> dict[str, np.ndarray]:
     """The arrays that are kept.
 
     Shapes:
@@ -191,7 +204,8 @@ def _tokenized(source: RecordSource, template: ChatTemplate, tokenizer: Tokenize
         shown = f"{source.names[place.file]}:{place.number}"
         example = _example(record, shown)
         try:
-            found, is_answer = template.example_ids(example.messages, tokenizer)
+            messages = with_copied_prompts(example.messages) if copies_prompts else example.messages
+            found, is_answer = template.example_ids(messages, tokenizer)
         except (DataError, ConfigError) as failure:
             raise type(failure)(f"{shown}: {failure}") from None
         cut_messages += example.cut_messages
@@ -207,7 +221,7 @@ def _tokenized(source: RecordSource, template: ChatTemplate, tokenizer: Tokenize
             log.info(f"{len(numbers):,} examples of {masked(source.names[0])} encoded")
     if not len(numbers):
         raise DataError(f"{source.names[0]} holds no examples. Write at least one record.")
-    if cut_messages:
+    if cut_messages and not copies_prompts:  # said of the examples themselves
         log.info(
             f"warning: {cut_examples} of {len(numbers)} conversations in {source.names[0]} end without an answer; "
             f"their last {cut_messages} messages are left out."
