@@ -16,6 +16,7 @@ from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
 from megatron.model.costs import block_cost, head_cost
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
+from megatron.objective.masked import ORDER_LOSS
 from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
 
 
@@ -155,6 +156,7 @@ class Metrics:
         z_loss: mean z-loss per token, its coefficient included, over the same steps as `lm_loss`; None without z-loss.
         sample_loss: mean over samples of their mean losses per token, over the same steps as `lm_loss`; None unless
             that is what is minimized.
+        order_loss: mean sentence-order loss per sample, over the same steps as `lm_loss`; None without such a head.
         routing: what the routers did, over the same steps; None without experts.
     """
 
@@ -177,6 +179,7 @@ class Metrics:
     source_losses: Mapping[str, SourceLoss] | None = None
     z_loss: float | None = None
     sample_loss: float | None = None
+    order_loss: float | None = None
     routing: RoutingFigures | None = None
 
 
@@ -223,7 +226,8 @@ def measure(
         gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
         source_losses=source_losses(outcome.metrics, source_names) if source_names else None,
         z_loss=outcome.metrics[Z_LOSS][0] / max(outcome.token_count, 1) if Z_LOSS in outcome.metrics else None,
-        sample_loss=_sample_loss(outcome.metrics),
+        sample_loss=_mean(outcome.metrics.get(SAMPLE_LOSS)),
+        order_loss=_mean(outcome.metrics.get(ORDER_LOSS)),
         routing=routing_figures(outcome.metrics),
     )
 
@@ -244,9 +248,12 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
     last = steps[-1]
     kept = [step for step in steps if not step.skipped_iterations]
     losses = [step.lm_loss for step in kept]
-    z_losses = [step.z_loss for step in kept if step.z_loss is not None]
-    sample_losses = [step.sample_loss for step in kept if step.sample_loss is not None]
     seconds = math.fsum(step.seconds_per_iteration for step in steps)
+
+    def mean(name: str) -> float | None:
+        """The mean of a loss that not every run has."""
+        known = [value for value in (getattr(step, name) for step in kept) if value is not None]
+        return sum(known) / len(known) if known else None
 
     def rate(name: str) -> float:
         """The mean of a rate, weighted by time."""
@@ -259,8 +266,9 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
         seconds_per_iteration=seconds / len(steps),
         lm_loss=sum(losses) / len(losses) if losses else math.nan,
         source_losses=_source_losses_of(kept),
-        z_loss=sum(z_losses) / len(z_losses) if z_losses else None,
-        sample_loss=sum(sample_losses) / len(sample_losses) if sample_losses else None,
+        z_loss=mean("z_loss"),
+        sample_loss=mean("sample_loss"),
+        order_loss=mean("order_loss"),
         routing=mean_routing([step.routing for step in kept if step.routing is not None]),
         skipped_iterations=sum(step.skipped_iterations for step in steps),
         nan_iterations=sum(step.nan_iterations for step in steps),
@@ -314,8 +322,6 @@ def flops_per_sample(model: ModelConfig, sequence_length: int, recomputes: bool 
     return passes * sequence_length * (per_token + 0.75 * head_cost(model).flops_per_token)
 
 
-def _sample_loss(metrics: Mapping[str, Sequence[float]]) -> float | None:
-    if SAMPLE_LOSS not in metrics:
-        return None
-    loss_sum, samples = metrics[SAMPLE_LOSS]
-    return loss_sum / max(samples, 1)
+def _mean(pair: Sequence[float] | None) -> float | None:
+    """The mean of a metric that is a sum and a number of samples."""
+    return None if pair is None else pair[0] / max(pair[1], 1)

@@ -74,7 +74,7 @@ def batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
         eod_id=tokenizer.eod_id,
         vocab_size=config.model.vocab_size,
         eod_mask_loss=config.documents.eod_mask_loss,
-        segments=config.documents.needs_segments or packs_examples(config),
+        segments=step_settings(config).needs_segments,
         prefixes=config.loss.has_prefixes,
     )
 
