@@ -12,6 +12,8 @@ CAUSAL = "causal"
 PREFIX = "prefix"
 MULTITASK = "multitask"
 MASKED = "masked"
+TOKENS = "tokens"
+SAMPLES = "samples"
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,13 @@ class LossConfig(ConfigSection):
     label_smoothing: float = flag(
         0.0, "share of the target probability that is spread evenly over the vocabulary", at_least=0, below=1
     )
+    loss_mean: str = flag(
+        TOKENS,
+        "what is minimized: the mean over all tokens that count, or the mean over samples of the mean over the tokens "
+        "of a sample, in which a short answer counts as much as a long one",
+        choices=(TOKENS, SAMPLES),
+        resume=RUN_MUST_MATCH,
+    )
 
     @property
     def has_prefixes(self) -> bool:
@@ -54,4 +63,9 @@ class LossConfig(ConfigSection):
             yield (
                 "--reweight-loss-based-on-position-frequency is for --objective prefix, where random prefixes hide "
                 f"some positions more often than others; this is --objective {self.objective}. Drop the flag."
+            )
+        if self.loss_mean == SAMPLES and self.objective not in (CAUSAL, MULTITASK):
+            yield (
+                f"--loss-mean samples is for --objective {CAUSAL} and {MULTITASK}; --objective {self.objective} "
+                "divides its loss in a way of its own. Drop --loss-mean."
             )
