@@ -13,7 +13,7 @@ import math
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.flags.fields import Flag, flags_of
@@ -21,8 +21,8 @@ from megatron.config.flags.section import Instance, build_unchecked, missing_pro
 from megatron.errors import ConfigError
 from megatron.secret_text import guarded, masked
 
-_TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
-_FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+_TRUE_WORDS = frozenset({"true", "yes", "on"})
+_FALSE_WORDS = frozenset({"false", "no", "off"})
 _LONGEST_SHOWN = 200
 _LARGEST_NUMBER = 2**63 - 1
 _LARGEST_FLOAT32 = 3.4028234663852886e38  # torch refuses a larger factor of a float32 tensor
@@ -37,6 +37,7 @@ class Reading:
     problems: list[str]
     broken: set[str]  # flags that were given but could not be read
     spellings: dict[str, str]  # destination -> the option string that was used
+    occurrences: list[tuple[str, str, list[str]]] = field(default_factory=list)  # (destination, option, its words)
 
 
 def read_command_line(
@@ -63,7 +64,7 @@ def read_command_line(
     parser, known = _build_parser(flags, prog, description, [*groups, (argparse.SUPPRESS, hidden)], epilog)
     namespace = argparse.Namespace(occurrences=[])
     _, extra = parser.parse_known_args(list(argv), namespace)
-    reading = Reading({}, _unknown_problems(extra, known), set(), {})
+    reading = Reading({}, _unknown_problems(extra, known), set(), {}, namespace.occurrences)
     for destination, option, words in namespace.occurrences:
         flag = flags[destination]
         reading.spellings[destination] = option
@@ -76,12 +77,24 @@ def read_command_line(
     return reading
 
 
-def parse_flags(cls: type[Instance], argv: Sequence[str], prog: str | None = None, description: str = "") -> Instance:
+def parse_flags(
+    cls: type[Instance],
+    argv: Sequence[str],
+    prog: str | None = None,
+    description: str = "",
+    *,
+    unnamed: str | None = None,
+) -> Instance:
     """Reads the command line of a tool into an instance of `cls`, a dataclass of `flag()` fields.
+
+    Args:
+        unnamed: the flag that words before the first flag belong to, such as `--load`.
 
     Raises:
         ConfigError: with all problems of the command line at once.
     """
+    if unnamed is not None and argv and not argv[0].startswith("-"):
+        argv = [unnamed, *argv]
     flags = {flag.field: flag for flag in flags_of(cls)}
     reading = read_command_line(flags, argv, prog=prog, description=description, groups=[("flags", list(flags))])
     problems = [*reading.problems, *missing_problems(flags.values(), reading.values, reading.broken)]
@@ -148,6 +161,8 @@ def _convert(flag: Flag, option: str, word: str) -> Any:
     if flag.element is bool:
         if word.lower() in _TRUE_WORDS | _FALSE_WORDS:
             return word.lower() in _TRUE_WORDS
+        if flag.facts.numeric and word in ("0", "1"):
+            return word == "1"
         raise ConfigError(f'{option} takes no value, or true or false, not "{word}".')
     if flag.element is str:
         if not word and flag.default != "":

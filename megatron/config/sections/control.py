@@ -11,6 +11,7 @@ from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
 _TAG = re.compile(r"(?:global_step|iter_)0*(\d+)")
+LOG_STYLES = ("megatron", "jax_lm", "dsgpt2")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -39,7 +40,7 @@ class ControlConfig(ConfigSection):
         None,
         "YAML or JSON file of tasks (see docs/evaluation.md) that every evaluation also runs; results join the metrics",
     )
-    eval_only: bool = flag(False, "evaluate the loaded checkpoint and exit", spelled=("--skip-train",))
+    eval_only: bool = flag(False, "evaluate the loaded checkpoint and exit", spelled=("--skip-train",), numeric=True)
     exit_interval: int | None = flag(None, "save and exit when the step is a multiple of this", at_least=1)
     exit_duration_in_mins: int | None = flag(None, "save and exit after this many minutes", at_least=0)
     exit_on_signal: bool = flag(
@@ -57,6 +58,9 @@ class ControlConfig(ConfigSection):
     run_dir: str | None = flag(None, "folder of this run's config.json, logs and metrics")
     metrics_file: str | None = flag(None, "JSON-lines file of metrics; metrics.jsonl in the run folder if unset")
     log_path: str | None = flag(None, "folder that also gets the printed flags")
+    log_style: str = flag(
+        "megatron", "whose lines of steps, evaluations and saves are printed; files are the same", choices=LOG_STYLES
+    )
     log_level: str | None = flag(None, "least severe message rank 0 shows", choices=_LEVELS)
     log_level_replica: str | None = flag(
         None,

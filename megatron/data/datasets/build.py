@@ -122,10 +122,7 @@ def epoch_samples(
     train = _fresh_plan(data, sequence_length, seed, files).train
     if train is None:
         raise DataError(_no_training_data_text(data))
-    counts = [
-        source.last - source.first if source.is_rows else (source.tokens - 1) // sequence_length
-        for source in train.sources
-    ]
+    counts = [source.pass_samples(sequence_length) for source in train.sources]
     if len(counts) > 1:
         raise ConfigError(
             f"--epochs counts passes over one source, and {len(counts)} are blended for training, each of which is "
@@ -352,7 +349,8 @@ def _build_group(group: GroupPlan, plan: DataPlan, files: DataSources, caches: _
     parts = {}
     for place in places:
         source = group.sources[place]
-        parts[place] = _build_source(group.name, source, plan, files.planned(source), caches)
+        part = _build_source(group.name, source, plan, files.planned(source), caches)
+        parts[place] = files.with_copied_prompts(part, source, plan.seed) if group is plan.train else part
     newest = _build_phase(group, last, parts, caches)
     if last == 0:
         return newest

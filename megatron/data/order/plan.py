@@ -76,6 +76,10 @@ class SourcePlan:
         """Samples in all segments."""
         return sum(segment.rows for segment in self.segments)
 
+    def pass_samples(self, sequence_length: int) -> int:
+        """Samples that one pass over it makes; of a token file, which is one stream over all passes, those that fit."""
+        return self.last - self.first if self.is_rows else (self.tokens - 1) // sequence_length
+
     def identity(self) -> tuple[str, int, int]:
         """What makes it the same source, wherever its files are."""
         return self.fingerprint, self.first, self.last
@@ -192,6 +196,16 @@ class DataPlan:
     train: GroupPlan | None
     valid: tuple[GroupPlan, ...]
     test: tuple[GroupPlan, ...]
+
+    def epoch_of(self, consumed_samples: int) -> int:
+        """The pass over the training data, from 0, that the last of so many samples belongs to."""
+        return max(0, consumed_samples - 1) // self.pass_samples if self.pass_samples else 0
+
+    @property
+    def pass_samples(self) -> int:
+        """Training samples of a pass: as many as all sources make in one, whatever their weights."""
+        sources = self.train.sources if self.train else ()
+        return sum(source.pass_samples(self.sequence_length) for source in sources)
 
     def extended(self, samples: tuple[int, int, int]) -> DataPlan:
         """The plan extended to at least these numbers of training, validation and test samples (per group)."""
