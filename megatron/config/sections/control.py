@@ -54,7 +54,7 @@ class ControlConfig(ConfigSection):
         "B + 1, unless that is beyond --train-samples or --train-tokens",
         nargs="+",
     )
-    run_dir: str | None = flag(None, "folder of this run's config.json, logs and metrics")
+    run_dir: str | None = flag(None, "folder of this run's config.json, logs and metrics; {run} in it, --save and --tensorboard-dir becomes a new name")
     metrics_file: str | None = flag(None, "JSON-lines file of metrics; metrics.jsonl in the run folder if unset")
     log_path: str | None = flag(None, "folder that also gets the printed flags")
     log_level: str | None = flag(None, "least severe message rank 0 shows", choices=_LEVELS)
