@@ -76,12 +76,24 @@ def read_command_line(
     return reading
 
 
-def parse_flags(cls: type[Instance], argv: Sequence[str], prog: str | None = None, description: str = "") -> Instance:
+def parse_flags(
+    cls: type[Instance],
+    argv: Sequence[str],
+    prog: str | None = None,
+    description: str = "",
+    *,
+    unnamed: str | None = None,
+) -> Instance:
     """Reads the command line of a tool into an instance of `cls`, a dataclass of `flag()` fields.
+
+    Args:
+        unnamed: the flag that words before the first flag belong to, such as `--load`.
 
     Raises:
         ConfigError: with all problems of the command line at once.
     """
+    if unnamed is not None and argv and not argv[0].startswith("-"):
+        argv = [unnamed, *argv]
     flags = {flag.field: flag for flag in flags_of(cls)}
     reading = read_command_line(flags, argv, prog=prog, description=description, groups=[("flags", list(flags))])
     problems = [*reading.problems, *missing_problems(flags.values(), reading.values, reading.broken)]

@@ -50,6 +50,15 @@ def test_every_kind_of_flag_is_read() -> None:
     assert read("--input x") == Tool(input=("x",))
 
 
+def test_the_first_words_may_belong_to_a_flag_that_is_not_named() -> None:
+    def tool(text: str) -> Tool:
+        return parse_flags(Tool, text.split(), prog="tool", unnamed="--input")
+
+    assert tool("a b --workers 3") == tool("--workers 3 --input a b") == Tool(input=("a", "b"), workers=3)
+    with pytest.raises(ConfigError, match="--input is required"):
+        tool("")
+
+
 @pytest.mark.parametrize(
     ("words", "value"),
     [("", True), ("--fast", True), ("--no-fast", False), ("--fast false", False), ("--fast True", True)]

@@ -7,14 +7,12 @@ and reported.
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 
 from megatron import log
 from megatron.data.datasets.examples.tokens import TokenizedExamples
 from megatron.data.order.best_fit import best_fit
-from megatron.data.order.index_cache import IndexCache
+from megatron.data.order.index_cache import IndexCache, description_sha256
 
 _PROMPT_SHARE = 4  # a row keeps a quarter for the prompt of an answer that is too long
 
@@ -55,7 +53,7 @@ class ExampleRows:
             "sequence_length": sequence_length,
             "packed": pack,
         }
-        self.fingerprint = hashlib.sha256(repr(sorted(description.items())).encode()).hexdigest()
+        self.fingerprint = description_sha256(description)
         self._kept = windows(
             examples.lengths[first:last], examples.last_answers[first:last], self._length
         )  # [n, 2], of each example the tokens that a row holds
