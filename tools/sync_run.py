@@ -34,9 +34,13 @@ class SyncFlags(ConfigSection):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Copies the run."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    words = ["--run", *words] if words and not words[0].startswith("-") else words
-    flags = parse_flags(SyncFlags, words, prog="sync_run.py", description=__doc__ or "")
+    flags = parse_flags(
+        SyncFlags,
+        sys.argv[1:] if argv is None else argv,
+        prog="sync_run.py",
+        description=__doc__ or "",
+        unnamed="--run",
+    )
     for _ in _turns(flags.every_seconds):
         try:
             _copy(flags)

@@ -6,6 +6,7 @@ A place stores whole files and renames; what a file has to be is decided by `run
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import shlex
@@ -35,8 +36,11 @@ class Place(Protocol):
             StorageError: the place cannot be read.
         """
 
-    def write(self, path: PurePosixPath, content: BinaryIO) -> None:
+    def write(self, path: PurePosixPath, content: bytes | Path) -> None:
         """Writes a file to the disk, making the folders above it.
+
+        Args:
+            content: what it is to hold, or the file to copy.
 
         Raises:
             StorageError: the place cannot be written.
@@ -75,13 +79,13 @@ class DirectoryPlace:
                 raise self._failure(failure) from failure
         return found
 
-    def write(self, path: PurePosixPath, content: BinaryIO) -> None:
+    def write(self, path: PurePosixPath, content: bytes | Path) -> None:
         """Writes a file and waits until it is on the disk."""
         target = self.root / path
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as stream:
-                shutil.copyfileobj(content, stream, _CHUNK_BYTES)
+            with target.open("wb") as stream, _opened(content) as source:
+                shutil.copyfileobj(source, stream, _CHUNK_BYTES)
                 stream.flush()
                 os.fsync(stream.fileno())
         except OSError as failure:
@@ -122,29 +126,35 @@ class RemotePlace:
         shown = " ".join(shlex.quote(f"./{name}") for name in names)
         place = shlex.quote(str(self.root / folder))
         # A missing file is no failure; that nothing can be computed is one.
-        text = self._run(f"command -v sha256sum >&2 && if cd {place} 2>&-; then sha256sum -- {shown} 2>&-; true; fi")
+        text = self._run(f"command -v sha256sum >&2 && if cd {place} 2>/dev/null; then sha256sum -- {shown} 2>/dev/null; true; fi")
         matches = [_DIGEST_LINE.fullmatch(line) for line in text.splitlines()]
         found = {match.group(2).removeprefix("./"): match.group(1) for match in matches if match}
         return {name: digest for name, digest in found.items() if name in names}
 
-    def write(self, path: PurePosixPath, content: BinaryIO) -> None:
+    def write(self, path: PurePosixPath, content: bytes | Path) -> None:
         """Sends a file; it is on the disk there when this returns."""
         target = self.root / path
         folder, file = shlex.quote(str(target.parent)), shlex.quote(str(target))
-        self._run(f"mkdir -p -- {folder} && cat > {file} && sync", content)
+        self._run(f"mkdir -p -- {folder} && cat > {file} && {_synced(file)}", content)
 
     def rename(self, source: PurePosixPath, target: PurePosixPath, *, replaces: bool) -> None:
         """Renames there."""
         old, new = (shlex.quote(str(self.root / path)) for path in (source, target))
         guard = "" if replaces else f"[ ! -e {new} ] && "
-        self._run(f"{guard}mv -f -- {old} {new} && sync")
+        self._run(f"{guard}mv -f -- {old} {new} && {_synced(shlex.quote(str(self.root / target.parent)))}")
 
-    def _run(self, command: str, content: BinaryIO | None = None) -> str:
+    def _run(self, command: str, content: bytes | Path = b"") -> str:
         words = [*_SSH, "--", self.host, command]
         try:
-            done = subprocess.run(words, stdin=content or subprocess.DEVNULL, capture_output=True, check=False)
+            if isinstance(content, bytes):
+                done = subprocess.run(words, input=content, capture_output=True, check=False)
+            else:
+                with content.open("rb") as stream:
+                    done = subprocess.run(words, stdin=stream, capture_output=True, check=False)
         except OSError as failure:
-            raise StorageError(f"ssh cannot be started: {failure.strerror}. Install it, or give a directory.") from None
+            raise StorageError(
+                f"{failure.filename} cannot be used: {failure.strerror}. The copy in {self} (--to) needs it."
+            ) from failure
         if done.returncode != 0:
             said = done.stderr.decode(errors="replace").strip()[-_MOST_SHOWN:]
             raise StorageError(
@@ -155,16 +165,25 @@ class RemotePlace:
         return done.stdout.decode(errors="replace")
 
 
+def _opened(content: bytes | Path) -> BinaryIO:
+    return io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+
+
+def _synced(path: str) -> str:
+    """The command that waits until a file or folder is on the disk; an old `sync` takes no name and syncs all."""
+    return f"{{ sync -- {path} 2>/dev/null || sync; }}"
+
+
 def place_of(text: str) -> DirectoryPlace | RemotePlace:
     """The place that `--to` names: a directory, or `user@host:path`, as `scp` writes it.
 
     Raises:
         ConfigError: it is neither.
     """
+    if "://" in text:
+        raise ConfigError(f"--to {text} is an address of another kind. Give a directory, or user@host:path.")
     found = _REMOTE.fullmatch(text)
-    if found is None or "/" in text.partition(":")[0]:
-        if "://" in text:
-            raise ConfigError(f"--to {text} is an address of another kind. Give a directory, or user@host:path.")
+    if found is None:
         return DirectoryPlace(Path(text))
     host = found.group("host")
     if host.startswith("-"):

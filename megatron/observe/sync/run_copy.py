@@ -8,13 +8,12 @@ killed goes on with the files that are missing.
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from megatron.checkpoint.keeping.summaries import steps_in
-from megatron.checkpoint.manifest import MANIFEST_NAME, folder_name, read_manifest
+from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatron.checkpoint.publish import HINT_NAME, TEMPORARY_PREFIX
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, ConfigError, DamagedError, StorageError
@@ -60,7 +59,7 @@ def copy_run(run: Path, place: Place, say: Callable[[str], None] = lambda text: 
     for path in [path for path in plain if path.name not in _WRITTEN_LAST]:
         sent_bytes += _copy_file(run, path, place, target, files)
     for folder in sorted(_checkpoints(run), key=lambda path: path.name):
-        size = _copy_checkpoint(run, folder, place, target)
+        size = _copy_checkpoint(run, folder, place, target, say)
         if size is not None:
             checkpoints.append(folder.relative_to(run).as_posix())
             say(f"copied {checkpoints[-1]} ({size} bytes)")
@@ -74,7 +73,7 @@ def _checkpoints(run: Path) -> Iterator[Path]:
     """The complete checkpoints in the folder and in those directly in it."""
     for directory in [run, *(path for path in run.iterdir() if path.is_dir() and not path.is_symlink())]:
         if not directory.name.startswith(_CHECKPOINT):
-            yield from (directory / folder_name(step) for step in steps_in(directory, Storage()))
+            yield from steps_in(directory, Storage()).values()
 
 
 def _plain_files(run: Path) -> Iterator[Path]:
@@ -87,18 +86,20 @@ def _plain_files(run: Path) -> Iterator[Path]:
                 yield path
 
 
-def _copy_checkpoint(run: Path, folder: Path, place: Place, target: PurePosixPath) -> int | None:
-    """Sends a checkpoint; None if it is there already.
+def _copy_checkpoint(
+    run: Path, folder: Path, place: Place, target: PurePosixPath, say: Callable[[str], None]
+) -> int | None:
+    """Sends a checkpoint; None if it is there already, or is none.
 
     That the right manifest is there under the final name says so: it got the name when all files had been compared.
     """
     try:
         manifest = read_manifest(folder, Storage())
         text = (folder / MANIFEST_NAME).read_bytes()
-    except (FileNotFoundError, CheckpointError, StorageError):
-        if folder.exists():
-            raise
-        return None  # the run has deleted it meanwhile
+    except (DamagedError, FileNotFoundError) as failure:
+        if folder.exists():  # otherwise the run has deleted it meanwhile
+            say(f"left out {folder}: {failure}")
+        return None
     final = target / folder.relative_to(run).as_posix()
     digest = hashlib.sha256(text).hexdigest()
     there = place.digests(final, (MANIFEST_NAME,))
@@ -113,8 +114,7 @@ def _copy_checkpoint(run: Path, folder: Path, place: Place, target: PurePosixPat
     temporary = final.with_name(f"{TEMPORARY_PREFIX}{final.name}-{digest[:16]}")
     arrived = place.digests(temporary, tuple(wanted))
     for name in (name for name, right in wanted.items() if arrived.get(name) != right):
-        with (folder / name).open("rb") as content:
-            place.write(temporary / name, content)
+        place.write(temporary / name, folder / name)
     arrived = place.digests(temporary, tuple(wanted))
     wrong = [name for name, right in wanted.items() if arrived.get(name) != right]
     if wrong:
@@ -134,8 +134,7 @@ def _copy_file(run: Path, path: Path, place: Place, target: PurePosixPath, files
     if place.digests(final.parent, (final.name,)).get(final.name) == digest:
         return 0
     temporary = final.with_name(f".{final.name}.partial")
-    with io.BytesIO(content) as stream:
-        place.write(temporary, stream)
+    place.write(temporary, content)
     if place.digests(temporary.parent, (temporary.name,)).get(temporary.name) != digest:
         raise StorageError(f"{path} is not the same after it was copied to {place}. Copy it again.")
     place.rename(temporary, final, replaces=True)
