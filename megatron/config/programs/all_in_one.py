@@ -304,3 +304,22 @@ def _words(pairs: Mapping[str, Any]) -> list[str]:
 
 def _listed(names: Sequence[Any]) -> str:
     return ", ".join(map(str, names))
+
+
+def checkpoints_of(model: str, runs: Path = Path("logs")) -> Path:
+    """The folder of checkpoints that `--model` names: a path, the folder of a run, or the name of a run in `logs`.
+
+    Raises:
+        ConfigError: there is none of the kind.
+    """
+    for folder in (Path(model), runs / model):
+        if (folder / "ckpt").is_dir():
+            return folder / "ckpt"
+        if folder.is_dir():
+            return folder
+    known = sorted(path.parent.name for path in runs.glob("*/ckpt")) if runs.is_dir() else []
+    raise ConfigError(
+        f"--model {model} is neither a folder nor the name of a run in {runs} ({_listed(known) or 'there are none'}). A "
+        "model of the Hugging Face hub is downloaded and imported first: python tools/import_hf.py FOLDER --save "
+        "checkpoints/NAME."
+    )
