@@ -129,9 +129,11 @@ class Engine:
 
         Summed over the ranks of a model replica, the sizes give the size of the network.
         """
+        counted: set[int] = set()
         for spec, layer in self.stack.named_layers():
             for parameter in layer.parameters():
-                is_shared = spec.tied_to is not None and not shard_spec_of(parameter).is_tied_copy
+                is_shared = id(parameter) in counted
+                counted.add(id(parameter))
                 if not is_shared and shard_spec_of(parameter).is_counted(self.mesh):
                     yield spec, getattr(parameter, "ds_numel", parameter.numel()), not is_frozen(parameter)
 

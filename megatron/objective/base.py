@@ -32,7 +32,7 @@ class ObjectiveResult:
 class Objective(Protocol):
     """Maps outputs and targets to a loss.
 
-    The engine minimizes the sum over a global batch divided by its number of counted tokens.
+    The engine minimizes the sum over a global batch divided by the sum of `token_count` over it.
     """
 
     @property
@@ -46,7 +46,9 @@ class Objective(Protocol):
         """The arrays that the objective compares with the outputs."""
 
     def token_count(self, batch: Any) -> float:
-        """Number of counted tokens of a micro-batch, computed on the host before the forward pass."""
+        """What a micro-batch adds to the number that the minimized sum is divided by: its counted tokens, unless the
+        objective weighs them otherwise; computed on the host before the forward pass.
+        """
 
     def __call__(self, outputs: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
         """The objective of one micro-batch."""

@@ -43,8 +43,8 @@ from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
-from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind
+from megatron.model.networks import network_layers
 from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.metrics import Workload
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
@@ -206,7 +206,7 @@ def _build(
 
 def _open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) -> tuple[Engine, tuple[int, int, int]]:
     """Builds the engine and shows the size of its network; see `parameter_counts`."""
-    freezing = find_freezing(config.finetuning, config.control, gpt_layers(config.model, mesh), mesh, record)
+    freezing = find_freezing(config.finetuning, config.control, network_layers(config.model, mesh), mesh, record)
     engine = build_engine(config, mesh, freezing)
     check_layers(engine, config.model.num_layers)
     sizes = parameter_counts(engine)
@@ -266,7 +266,7 @@ def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
 def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVERYTHING_IS_TRAINED) -> Engine:
     """The training engine of a resolved configuration."""
     return Engine(
-        gpt_layers(config.model, mesh),
+        network_layers(config.model, mesh),
         build_objective(config, mesh),
         config.optim,
         config.precision,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.config import RunConfig
-from megatron.config.sections.loss import MULTITASK, PREFIX
+from megatron.config.sections.loss import MULTITASK, PREFIX, SAMPLES
 from megatron.data.datasets.build import SplitDatasets
 from megatron.data.datasets.prefix import PrefixDataset
 from megatron.data.datasets.sample import SampleDataset
@@ -32,6 +32,8 @@ def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int 
         label_smoothing=loss.label_smoothing,
         z_loss_coeff=loss.z_loss_coeff,
         layer_metrics=router_metric_sizes(config.model),
+        averages_samples=loss.loss_mean == SAMPLES,
+        packs_samples=packs_examples(config),
     )
     if loss.objective != PREFIX:
         return objective

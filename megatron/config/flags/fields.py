@@ -54,8 +54,8 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
     Args:
         default: value when the flag is absent; left out, the flag is required, unless its default is computed.
         help: one sentence for `--help`.
-        **facts: the other fields of `FlagFacts`: `spelled` (further spellings; for a boolean, a spelling that starts
-            with `--no-` turns it off), `nargs` ("+": at least one value), `choices`, the bounds `at_least above at_most
+        **facts: the other fields of `FlagFacts`: `spelled` (further spellings; for a boolean, a spelling with `-no-`
+            turns it off), `nargs` ("+": at least one value), `choices`, the bounds `at_least above at_most
             below`, `computed` (a function of the section that gives the default, and raises ConfigError if it cannot),
             `follows` (the fields a computed default depends on), `resume` (what a resume does with the field),
             `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that is refused),
@@ -108,7 +108,7 @@ class Flag:
             if not self.field.startswith("no_"):
                 found["--no-" + self.field.replace("_", "-")] = False
             for text in self.facts.spelled:
-                found[text] = self.field.startswith("no_") or not text.startswith("--no-")
+                found[text] = self.field.startswith("no_") or "-no-" not in text
         else:
             found.update(dict.fromkeys(self.facts.spelled, True))
         return found

@@ -404,7 +404,6 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "only other kinds of model read it.",
         (
-            "bert_no_binary_head",
             "mask_prob:float=0.15",
             "short_seq_prob:float=0.1",
             "retriever_seq_length:int=256",
