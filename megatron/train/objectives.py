@@ -59,6 +59,7 @@ def step_settings(config: RunConfig) -> StepSettings:
         mask=MaskKind.DOCUMENTS if config.documents.reset_attention_mask or packed else MaskKind.CAUSAL,
         has_prefixes=config.loss.has_prefixes,
         dtype=getattr(torch, config.precision.dtype_name),
+        explicit_attention=not config.kernels.fused_attention,
     )
 
 
