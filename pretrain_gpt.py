@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from megatron import log
 from megatron.config import parse
@@ -15,14 +16,27 @@ from megatron.parallel.rank_start import begin_rank
 from megatron.train.signals import StopSignals
 
 
-def main(argv: Sequence[str] | None = None, decided: Mapping[str, str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    decided: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> int:
+    """Begins this rank, then `train`: for programs whose command line is the trainer's."""
+    begin_rank()
+    return train(sys.argv[1:] if argv is None else argv, decided, defaults)
+
+
+def train(
+    argv: Sequence[str], decided: Mapping[str, str] | None = None, defaults: Mapping[str, Any] | None = None
+) -> int:
     """Parses the flags, builds the run, trains it, and returns the exit code of `megatron.errors.ExitCode`.
 
     Args:
+        argv: the trainer's command line, of a process that `begin_rank` has prepared.
         decided: what a program for one objective gives itself, see `megatron.config.parse`.
+        defaults: what a program prefers to the trainer's own defaults, see there as well.
     """
-    begin_rank()
-    request = parse(sys.argv[1:] if argv is None else argv, decided=decided)
+    request = parse(argv, decided=decided, defaults=defaults)
     signals = StopSignals()
     with signals.installed() if request.control.exit_on_signal else nullcontext():
         from megatron.data.datasets.build import check_sources

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,26 @@ from megatron.parallel.pieces import PieceKey
 AfterCommit = Callable[[Path, ParallelMesh], None]
 
 
+@dataclass(frozen=True)
+class SaveLines:
+    """The lines that a save prints, from its step and the folder of all checkpoints; upstream's by default.
+
+    Attributes:
+        before: when a save begins.
+        after: when its checkpoint is committed.
+    """
+
+    before: Callable[[int, Path], str | None] = lambda step, directory: (
+        f"saving checkpoint at iteration {step:7d} to {directory}"
+    )
+    after: Callable[[int, Path], str | None] = lambda step, directory: (
+        f"successfully saved checkpoint at iteration {step:7d} to {directory}"
+    )
+
+
+MEGATRON_LINES = SaveLines()
+
+
 def save(
     directory: Path,
     step: int,
@@ -53,6 +74,7 @@ def save(
     after_commit: AfterCommit | None = None,
     check_finite: bool = True,
     beat: Callable[[], None] = lambda: None,
+    lines: SaveLines = MEGATRON_LINES,
 ) -> Path:
     """Takes a snapshot and writes it at once, in constant memory; collective over the whole mesh.
 
@@ -76,6 +98,7 @@ def save(
         after_commit=after_commit,
         check_finite=check_finite,
         beat=beat,
+        lines=lines,
     )
 
 
@@ -92,6 +115,7 @@ def write_snapshot(
     after_commit: AfterCommit | None = None,
     check_finite: bool = True,
     beat: Callable[[], None] = lambda: None,
+    lines: SaveLines = MEGATRON_LINES,
 ) -> Path:
     """Writes a snapshot of every rank to `directory/iter_{step:07d}`; collective over the whole mesh.
 
@@ -102,16 +126,16 @@ def write_snapshot(
             becomes of it: its StorageError is a warning.
         check_finite: refuse NaN and infinities.
         beat: called before each part that this rank writes.
+        lines: what is printed.
 
     Raises:
         NumericsError: a value of some rank is NaN or infinite.
         StorageError: the file system of some rank refused (on every rank); earlier checkpoints are untouched.
         CheckpointError: the pieces do not make up whole tensors, or the record is not JSON.
     """
-    directory = Path(directory)
     storage = storage or Storage()
     first = mesh.control.rank == 0
-    log.line(f"saving checkpoint at iteration {step:7d} to {directory}")
+    _show(lines.before(step, directory))
     run = run_on_first(mesh, lambda: _check_request(step, record))
     temporary = temporary_folder(directory, step, run)
     need_bytes = int(all_reduce_sum(torch.tensor([taken.size_bytes], dtype=torch.int64), mesh.control))
@@ -134,16 +158,21 @@ def write_snapshot(
         raise
     if first:
         write_hint(directory, step, run, storage)
-    log.line(f"successfully saved checkpoint at iteration {step:7d} to {directory}")
+    _show(lines.after(step, directory))
     final = directory / folder_name(step)
-    if after_commit is not None:
-        _call_after_commit(after_commit, final, mesh)
+    _call_after_commit(after_commit, final, mesh)
     return final
 
 
-def _call_after_commit(work: AfterCommit, final: Path, mesh: ParallelMesh) -> None:
+def _show(text: str | None) -> None:
+    if text is not None:
+        log.line(text)
+
+
+def _call_after_commit(work: AfterCommit | None, final: Path, mesh: ParallelMesh) -> None:
     try:
-        run_on_all(mesh, lambda: work(final, mesh))
+        if work is not None:
+            run_on_all(mesh, functools.partial(work, final, mesh))
     except StorageError as failure:
         if mesh.control.rank == 0:
             log.warning(f"{final} is saved, but what follows a save failed: {failure}")

@@ -70,6 +70,12 @@ _DESCRIPTION = "Pretrains a GPT language model with tensor, pipeline and data pa
 
 # What --epochs replaces of a preset.
 _LENGTHS = frozenset({"optim.train_iters", "optim.lr_warmup_iters", "optim.lr_decay_iters"})
+# Fields of which one is set: a program's default gives way to any of the others.
+_ALTERNATIVES = (
+    frozenset({"optim.train_iters", "optim.train_samples", "optim.train_tokens", "finetuning.epochs"}),
+    frozenset({"precision.fp16", "precision.bf16"}),
+    frozenset({"data.data_path", "data.train_data_path", "data.train_weighted_split_paths"}),
+)
 
 
 def field_flags() -> dict[str, Flag]:
@@ -79,7 +85,12 @@ def field_flags() -> dict[str, Flag]:
     }
 
 
-def parse(argv: Sequence[str], prog: str | None = None, decided: Mapping[str, str] | None = None) -> RunRequest:
+def parse(
+    argv: Sequence[str],
+    prog: str | None = None,
+    decided: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> RunRequest:
     """Reads the trainer's command line, and the file of `--config` if one is given.
 
     Looks at nothing but the words and the files they name: no torch, no environment, no network. Prints the help and
@@ -87,26 +98,25 @@ def parse(argv: Sequence[str], prog: str | None = None, decided: Mapping[str, st
 
     Args:
         decided: words that the program itself gives for some destinations ("section.field"); nothing may disagree.
+        defaults: values that the program prefers to the trainer's defaults; a preset, a file or a flag wins.
 
     Raises:
         ConfigError: with all problems at once.
     """
     own, legacy, shorthands = field_flags(), legacy_flags(), shorthand_flags()
     flags = {**own, **{name: entry.flag for table in (shorthands, legacy) for name, entry in table.items()}}
+    groups = _help_groups(own, shorthands)
     reading = read_command_line(
-        flags,
-        argv,
-        prog=prog,
-        description=_DESCRIPTION,
-        groups=_help_groups(own, shorthands),
-        epilog=_epilog(legacy),
-        hidden=list(legacy),
+        flags, argv, prog=prog, description=_DESCRIPTION, groups=groups, epilog=_epilog(legacy), hidden=list(legacy)
     )
     file = FileReading()
     if "control.config" in reading.values:
         file = read_config_file(reading.values["control.config"], flags, sections_of(RunRequest))
     preset = _read_preset({**file.values, **reading.values}.get("control.model_preset"), flags)
-    (by_preset, by_file, given), contradictions = expand_shorthands([preset.values, file.values, reading.values])
+    preferred = _preferred(defaults or {}, {**preset.values, **file.values, **reading.values})
+    (preferred, by_preset, by_file, given), contradictions = expand_shorthands(
+        [preferred, preset.values, file.values, reading.values]
+    )
     if "finetuning.epochs" in {**by_file, **given}:
         by_preset = {name: value for name, value in by_preset.items() if name not in _LENGTHS}
     values = {**by_preset, **by_file, **given}
@@ -120,18 +130,16 @@ def parse(argv: Sequence[str], prog: str | None = None, decided: Mapping[str, st
     sources = {**dict.fromkeys(values, FILE), **dict.fromkeys(by_preset, PRESET), **dict.fromkeys(by_file, FILE)}
     sources.update(dict.fromkeys(given, GIVEN))
     provenance = {name: sources.get(name, DEFAULT) for name in own}
-    notices = [*_deprecated_notices(reading.spellings.values()), *governed.notices]
-    for name, entry in legacy.items():
-        sentence = entry.sentence(reading.spellings.get(name, entry.flag.positive_name), values.get(name, False))
-        if sentence is not None:
-            (problems if entry.status == REFUSED else notices).append(sentence)
+    values = {**preferred, **values}
+    refusals, remarks = _legacy_sentences(legacy, reading.spellings, values)
+    notices = [*_deprecated_notices(reading.spellings.values()), *governed.notices, *remarks]
     for name, word in (decided or {}).items():
         problems += _disagreement(own[name], word, values.get(name, word))
         values[name], provenance[name] = word, GIVEN
     values, group_problems = read_group_files(values)
     values = _with_positions(values)
     sections, section_problems = _build_sections(own, values, provenance, broken)
-    problems += [*group_problems, *section_problems]
+    problems += [*refusals, *group_problems, *section_problems]
     if problems:
         raise ConfigError(problems)
     notices += [*_ignored_notices(own, values), *_idle_notices(sections["model"], values)]
@@ -153,6 +161,25 @@ def flag_table() -> list[tuple[str, str, str, str]]:
         for entry in legacy_flags().values()
     ]
     return rows + sorted(others, key=lambda row: (row[3], row[0]))
+
+
+def _legacy_sentences(
+    legacy: Mapping[str, Legacy], spellings: Mapping[str, str], values: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """What there is to say of upstream's flags that set no field: refusals, and remarks on those that are ignored."""
+    refusals: list[str] = []
+    remarks: list[str] = []
+    for name, entry in legacy.items():
+        sentence = entry.sentence(spellings.get(name, entry.flag.positive_name), values.get(name, False))
+        if sentence is not None:
+            (refusals if entry.status == REFUSED else remarks).append(sentence)
+    return refusals, remarks
+
+
+def _preferred(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A program's defaults, without those that an alternative to them replaces."""
+    replaced = {name for group in _ALTERNATIVES if group.intersection(values) for name in group}
+    return {name: value for name, value in defaults.items() if name not in replaced}
 
 
 def _disagreement(flag: Flag, decided: str, asked: Any) -> list[str]:

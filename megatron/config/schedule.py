@@ -171,6 +171,13 @@ def planned_iterations(optim: OptimConfig, step: int = 0, consumed_samples: int 
     return step + max(0, min(left))
 
 
+def samples_per_epoch(epochs: int | None, optim: OptimConfig) -> int | None:
+    """Training samples of one pass of --epochs; None for a run of another length."""
+    if epochs is None or optim.train_tokens is None:
+        return None
+    return optim.train_tokens // optim.tokens_per_sample // epochs
+
+
 def planned_samples(
     optim: OptimConfig, control: ControlConfig, step: int = 0, consumed_samples: int = 0
 ) -> tuple[int, int, int]:

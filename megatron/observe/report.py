@@ -15,9 +15,11 @@ from megatron.checkpoint.record import Progress
 from megatron.config import ControlConfig, OptimConfig
 from megatron.config.schedule import planned_iterations
 from megatron.errors import StorageError
-from megatron.observe.console import evaluation_lines, iteration_line, task_lines
+from megatron.observe.console import task_lines
+from megatron.observe.line_style import LineStyle, Moment
 from megatron.observe.metrics import Interval, Metrics, StepOutcome, TaskOutcome, Workload, measure
 from megatron.observe.metrics_file import MetricsFile
+from megatron.observe.pace import Pace
 from megatron.observe.run_directory import RunDirectory
 from megatron.observe.safeguard import Destination, Safeguard
 from megatron.observe.tensorboard import TensorBoard, check_tensorboard
@@ -33,6 +35,9 @@ class Report:
         control: provides the log interval.
         optim: determines the length of the run.
         workload: what turns samples into tokens and operations.
+        style: how the lines of steps and evaluations look.
+        samples_per_epoch: training samples of a pass of --epochs; None without.
+        pace: estimates when the run ends.
         shows_loss_scale: whether to report the loss scale (fp16).
         arguments: every argument by name, for destinations that show them.
         destinations: the destinations besides the console; empty on ranks that write nothing.
@@ -44,7 +49,10 @@ class Report:
         control: ControlConfig,
         optim: OptimConfig,
         workload: Workload,
+        style: LineStyle,
         *,
+        samples_per_epoch: int | None = None,
+        pace: Pace | None = None,
         shows_loss_scale: bool = False,
         arguments: Mapping[str, Any] | None = None,
         destinations: Sequence[Destination] = (),
@@ -53,16 +61,20 @@ class Report:
         self.control = control
         self.optim = optim
         self.workload = workload
+        self.style = style
+        self.samples_per_epoch = samples_per_epoch
         self.shows_loss_scale = shows_loss_scale
         self.arguments = dict(arguments or {})
         self.destinations = tuple(Safeguard(destination) for destination in destinations)
         self.source_names = tuple(source_names)
         self._interval = Interval()
+        self._pace = pace or Pace()
         self._train_iterations = planned_iterations(optim)
 
     def started(self, progress: Progress) -> None:
         """Reports that training starts or resumes."""
         self._train_iterations = planned_iterations(self.optim, progress.step, progress.consumed_samples)
+        self._pace.mark(progress.step)
         for destination in self.destinations:
             destination.start(progress, self.arguments)
 
@@ -107,7 +119,9 @@ class Report:
             prefix: the same as text, such as "iteration 100".
             loss: mean loss per token, in nats.
         """
-        for text in evaluation_lines(group, prefix, loss):
+        for text in self.style.evaluation_lines(
+            group, prefix, loss, self._moment(progress.step, progress.consumed_samples)
+        ):
             log.line(text)
         for destination in self.destinations:
             destination.evaluation(progress, group, loss)
@@ -147,7 +161,9 @@ class Report:
         metrics = self._interval.close()
         if metrics is None:
             return
-        log.line(iteration_line(metrics))
+        self._pace.mark(metrics.iteration)
+        for text in self.style.iteration_lines(metrics, self._moment(metrics.iteration, metrics.consumed_samples)):
+            log.line(text)
         for destination in self.destinations:
             destination.interval(metrics)
 
@@ -158,6 +174,10 @@ class Report:
             destination.close()
         self.destinations = ()
         log.warn_of_lost_output()
+
+    def _moment(self, step: int, consumed_samples: int) -> Moment:
+        epoch = 0 if self.samples_per_epoch is None else max(0, consumed_samples - 1) // self.samples_per_epoch
+        return Moment(step, self._train_iterations, epoch, self._pace.seconds_left(step, self._train_iterations))
 
 
 def check_packages(control: ControlConfig) -> None:

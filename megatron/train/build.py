@@ -27,7 +27,7 @@ from megatron.config import (
     resolve,
     resolve_epochs,
 )
-from megatron.config.schedule import is_done, planned_samples
+from megatron.config.schedule import is_done, planned_samples, samples_per_epoch
 from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,
@@ -50,6 +50,7 @@ from megatron.observe.metrics import Workload
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
 from megatron.observe.run_names import with_run_name
+from megatron.observe.styles.choice import style_named
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh, rendezvous
 from megatron.parallel.mesh import ParallelMesh
@@ -360,6 +361,8 @@ def _open_report(
         config.control,
         config.optim,
         workload,
+        style_named(config.control.log_style),
+        samples_per_epoch=samples_per_epoch(config.finetuning.epochs, config.optim),
         shows_loss_scale=config.precision.fp16,
         arguments=arguments,
         destinations=destinations,

@@ -20,6 +20,7 @@ from megatron.data.datasets.build import data_fingerprint
 from megatron.engine.engine import Engine
 from megatron.engine.state import owned_bytes, owned_pieces
 from megatron.errors import ConfigError, StorageError
+from megatron.observe.styles.choice import style_named
 from megatron.parallel.agreement import run_on_all
 from megatron.parallel.pieces import PieceKey
 from megatron.tokenizers.record import TokenizerRecord
@@ -56,7 +57,8 @@ def open_writer(
         if engine.mesh.control.rank == 0:
             log.warning(f"{problem}: each save will hold up training until it is written, as with --no-async-save.")
         return None
-    writer = BackgroundWriter(Path(control.save), engine.mesh, lock=lock)
+    lines = style_named(control.log_style).SAVE_LINES
+    writer = BackgroundWriter(Path(control.save), engine.mesh, lock=lock, lines=lines)
     writer.reserve(size_bytes)
     engine.before_update(writer.wait_for_copy)
     return writer
@@ -182,6 +184,7 @@ def _save_at_once(run: Run, *, must_succeed: bool) -> None:
             lock=run.lock,
             after_commit=run.after_commit,
             beat=run.watch.beat,
+            lines=run.report.style.SAVE_LINES,
         )
     except StorageError as failure:
         if must_succeed or run.failed_saves > 0:

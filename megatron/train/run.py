@@ -13,7 +13,7 @@ from megatron.checkpoint.background.writer import BackgroundWriter
 from megatron.checkpoint.record import Progress
 from megatron.checkpoint.saving import AfterCommit
 from megatron.config import RunConfig
-from megatron.config.schedule import global_batch_size, is_done
+from megatron.config.schedule import global_batch_size, is_done, samples_per_epoch
 from megatron.data.datasets.build import SplitDatasets
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.loader import Batch, BatchLoader, BatchOptions
@@ -125,9 +125,9 @@ class Run:
             consumed_before: samples that were consumed before the step.
         """
         epochs, optim = self.config.finetuning.epochs, self.config.optim
-        if epochs is None or optim.train_tokens is None:
+        samples = samples_per_epoch(epochs, optim)
+        if epochs is None or samples is None:
             return
-        samples = optim.train_tokens // optim.tokens_per_sample // epochs
         completed = self.progress.consumed_samples // samples
         is_long = samples >= self.config.control.log_interval * optim.global_batch_size
         if completed > consumed_before // samples and (

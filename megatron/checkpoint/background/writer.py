@@ -22,7 +22,7 @@ import torch
 
 from megatron import device, log
 from megatron.checkpoint.lock import CheckpointLock
-from megatron.checkpoint.saving import AfterCommit, write_snapshot
+from megatron.checkpoint.saving import MEGATRON_LINES, AfterCommit, SaveLines, write_snapshot
 from megatron.checkpoint.snapshot import Pieces, Snapshot, laid_out, take_snapshot
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, PeerLostError
@@ -70,6 +70,7 @@ class BackgroundWriter:
     Args:
         directory: where the checkpoints go.
         after_commit: as for `write_snapshot`; called on the thread.
+        lines: what each save prints.
         storage: for tests.
 
     Attributes:
@@ -85,12 +86,14 @@ class BackgroundWriter:
         *,
         lock: CheckpointLock | None = None,
         after_commit: AfterCommit | None = None,
+        lines: SaveLines = MEGATRON_LINES,
         storage: Storage | None = None,
     ) -> None:
         self._directory = directory
         self._mesh = dataclasses.replace(mesh, control=mesh.background)
         self._lock = lock
         self.after_commit = after_commit
+        self._lines = lines
         self.beat: Callable[[], None] = lambda: None
         self._storage = storage
         self._buffer = device.host_buffer(0, mesh.device)
@@ -207,6 +210,7 @@ class BackgroundWriter:
             storage=self._storage,
             after_commit=self.after_commit,
             beat=self._advance,
+            lines=self._lines,
         )
 
     @torch.no_grad()

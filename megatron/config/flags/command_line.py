@@ -13,7 +13,7 @@ import math
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.flags.fields import Flag, flags_of
@@ -37,6 +37,7 @@ class Reading:
     problems: list[str]
     broken: set[str]  # flags that were given but could not be read
     spellings: dict[str, str]  # destination -> the option string that was used
+    occurrences: list[tuple[str, str, list[str]]] = field(default_factory=list)  # (destination, option, its words)
 
 
 def read_command_line(
@@ -63,7 +64,7 @@ def read_command_line(
     parser, known = _build_parser(flags, prog, description, [*groups, (argparse.SUPPRESS, hidden)], epilog)
     namespace = argparse.Namespace(occurrences=[])
     _, extra = parser.parse_known_args(list(argv), namespace)
-    reading = Reading({}, _unknown_problems(extra, known), set(), {})
+    reading = Reading({}, _unknown_problems(extra, known), set(), {}, namespace.occurrences)
     for destination, option, words in namespace.occurrences:
         flag = flags[destination]
         reading.spellings[destination] = option

@@ -28,7 +28,8 @@ _EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gpt2_all_in"
 _ACTIVATIONS = {"GELU": "gelu", "ReLU": "relu", "ELU": "elu"}
 _WEIGHT_DECAY = {"Adam": 0.0, "AdamW": 0.01}  # torch's defaults
 _LENGTHS = frozenset({"--epochs", "--train-iters", "--train-samples", "--train-tokens"})
-_HELD_OUT = "99,1,0"
+_HELD_OUT = "98,2,0"
+_EVALUATION_BATCHES = 10
 RUN = "{run}"
 
 Section = TypeVar("Section", bound=ConfigSection)
@@ -94,7 +95,7 @@ class AllInOneTrainer(ConfigSection):
         "where dataset full is: a pattern of Parquet windows such as shards/train-*.parquet, a prefix of token files, "
         "or the address of a document store",
     )
-    valid_dataset: str | None = flag(None, "the same for validation; 1 % of the training documents if unset")
+    valid_dataset: str | None = flag(None, "the same for validation; 2 % of the documents of the training data if unset")
     tokenizer: str | None = flag(
         None, "folder with vocab.json and merges.txt, or a tokenizer.json; that of the dev corpus if unset"
     )
@@ -138,6 +139,7 @@ class AllInOneTrainer(ConfigSection):
             "--tensorboard-log-interval": self.log_interval,
             "--save-interval": self.ckpt_interval,
             "--eval-interval": self.valid_interval,
+            "--eval-iters": _EVALUATION_BATCHES,
         }
         switches = {
             "--checkpoint-activations": self.gradient_checkpoint,
@@ -157,12 +159,13 @@ class AllInOneFile:
 
     def data_words(self) -> list[str]:
         """The trainer's flags of data and tokenizer."""
-        source = str(_EXAMPLE / "data" / "dev_text_document") if self.dataset == DEV else str(self.trainer.dataset)
+        shipped = _from_here(_EXAMPLE / "data")
+        source = str(shipped / "dev_text_document") if self.dataset == DEV else str(self.trainer.dataset)
         if self.trainer.valid_dataset is None:
             words = ["--data-path", source, "--split", _HELD_OUT]
         else:
             words = ["--train-data-path", source, "--valid-data-path", self.trainer.valid_dataset]
-        folder = Path(self.trainer.tokenizer or _EXAMPLE / "data")
+        folder = Path(self.trainer.tokenizer or shipped)
         if folder.is_file() or (folder / "tokenizer.json").is_file():
             return [*words, "--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", str(folder)]
         return [*words, "--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
@@ -189,6 +192,7 @@ class AllInOneFlags(ProgramFlags):
         run = f"{file.trainer.log_path}/{RUN}"
         saved = f"{file.trainer.ckpt_path}/{RUN}/ckpt"
         folders = ["--run-dir", run, "--tensorboard-dir", f"{run}/tb", "--save", saved]
+        folders += ["--data-cache-path", f"{file.trainer.log_path}/.index-cache"]
         length = ["--epochs", str(file.trainer.n_epochs)]
         return [*file.model.words(), *file.trainer.words(), *file.data_words(), *folders, *common, *length]
 
@@ -300,6 +304,11 @@ def _resumed_words(run: Path) -> list[str]:
 def _words(pairs: Mapping[str, Any]) -> list[str]:
     """Options with their values; an option without a value is left out."""
     return [word for name, value in pairs.items() if value is not None for word in (name, str(value))]
+
+
+def _from_here(path: Path) -> Path:
+    """A path below the current folder without that folder, so that a run that moves with it finds its data."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _listed(names: Sequence[Any]) -> str:

@@ -11,6 +11,7 @@ from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
 _TAG = re.compile(r"(?:global_step|iter_)0*(\d+)")
+LOG_STYLES = ("megatron", "jax_lm", "all_in_one")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -54,9 +55,16 @@ class ControlConfig(ConfigSection):
         "B + 1, unless that is beyond --train-samples or --train-tokens",
         nargs="+",
     )
-    run_dir: str | None = flag(None, "folder of this run's config.json, logs and metrics; {run} in it, --save and --tensorboard-dir becomes a new name")
+    run_dir: str | None = flag(
+        None,
+        "folder of this run's config.json, logs and metrics; with {run} in it, here and in other folders that becomes "
+        "a new name",
+    )
     metrics_file: str | None = flag(None, "JSON-lines file of metrics; metrics.jsonl in the run folder if unset")
     log_path: str | None = flag(None, "folder that also gets the printed flags")
+    log_style: str = flag(
+        "megatron", "whose lines of steps, evaluations and saves are printed; files are the same", choices=LOG_STYLES
+    )
     log_level: str | None = flag(None, "least severe message rank 0 shows", choices=_LEVELS)
     log_level_replica: str | None = flag(
         None,

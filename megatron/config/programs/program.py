@@ -1,0 +1,84 @@
+"""Reading a program's own flags and, on the same line, any of the trainer's.
+
+A program is three lines: `begin_rank()`, `read_program`, and `pretrain_gpt.train` with the words of its own flags
+followed by the trainer's words, which win. What a program merely prefers to the trainer's default belongs in the
+`defaults` of `train`, where a preset, a file or a flag wins, and not in `words`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from megatron.config.flags.command_line import read_command_line
+from megatron.config.flags.fields import flags_of
+from megatron.config.flags.legacy import legacy_flags
+from megatron.config.flags.section import ConfigSection, build_unchecked, missing_problems, relevant_problems
+from megatron.config.flags.shorthands import shorthand_flags
+from megatron.config.parse import field_flags
+from megatron.errors import ConfigError
+from megatron.secret_text import reveal
+
+_OWN = "own."
+
+
+@dataclass(frozen=True)
+class ProgramFlags(ConfigSection, ABC):
+    """A program's own flags."""
+
+    @abstractmethod
+    def words(self) -> list[str]:
+        """The trainer's command line that these flags stand for."""
+
+
+Flags = TypeVar("Flags", bound=ProgramFlags)
+
+
+def read_program(cls: type[Flags], argv: Sequence[str], prog: str, description: str) -> tuple[Flags, list[str]]:
+    """Reads a program's command line; prints the help and exits for `--help`.
+
+    A flag of the trainer is not available under a spelling that the program uses itself.
+
+    Returns:
+        the program's own flags, and the words of the trainer's flags as they were given.
+
+    Raises:
+        ConfigError: with everything that is wrong with the program's own flags and unknown or unreadable flags, at
+            once. The rules of the trainer's flags are checked where its words are parsed.
+    """
+    own = {_OWN + flag.field: flag for flag in flags_of(cls)}
+    taken = {spelling for flag in own.values() for spelling in flag.spellings}
+    fields = field_flags()
+    others = {name: entry.flag for table in (shorthand_flags(), legacy_flags()) for name, entry in table.items()}
+    trainer = {name: flag for name, flag in {**fields, **others}.items() if taken.isdisjoint(flag.spellings)}
+    reading = read_command_line(
+        {**own, **trainer},
+        argv,
+        prog=prog,
+        description=description,
+        groups=[("flags", list(own)), ("of the trainer", [name for name in fields if name in trainer])],
+        hidden=[name for name in others if name in trainer],
+    )
+    values = {name.removeprefix(_OWN): value for name, value in reading.values.items() if name.startswith(_OWN)}
+    missing = {flag.field for flag in own.values() if flag.required and flag.field not in values}
+    instance = build_unchecked(cls, values)
+    problems = [
+        *reading.problems,
+        *missing_problems(own.values(), values, reading.broken),
+        *relevant_problems([instance], values, reading.broken | missing),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    words = [_as_written(option, given) for name, option, given in reading.occurrences if name in trainer]
+    return instance, [word for group in words for word in group]
+
+
+def _as_written(option: str, given: Sequence[str]) -> Iterator[str]:
+    """An option and its values; a single value that looks like an option stays joined to it."""
+    if len(given) == 1 and given[0].startswith("-"):
+        yield f"{option}={reveal(given[0])}"
+    else:
+        yield option
+        yield from given
