@@ -1,9 +1,6 @@
-"""The lines a run prints: pure functions from metrics to text.
+"""The lines that a run prints in every style of `megatron.observe.styles`: pure functions from values to text.
 
-Users' scripts parse these lines, so fields, order and number formats are upstream's. There are five additions: tokens
-per second, the losses of --log-per-source-loss, the mean over samples of --loss-mean samples, the z-loss of
---z-loss-coeff, and the routing of a network with experts. The loss is always shown; upstream omits it if it is NaN or
-not above 0.
+Users' scripts parse these lines, so their fields, order and number formats are upstream's.
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py and megatron/arguments.py.
 """
@@ -14,52 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.observe.metrics import Metrics, TaskOutcome
-
-
-def iteration_line(metrics: Metrics) -> str:
-    """The line of a log interval, including its leading blank."""
-    fields = [
-        f" iteration {metrics.iteration:8d}/{metrics.train_iterations:8d}",
-        f"consumed samples: {metrics.consumed_samples:12d}",
-        f"consumed tokens: {metrics.consumed_tokens:12d}",
-        f"elapsed time per iteration (s): {metrics.seconds_per_iteration:.2f}",
-        f"learning rate: {metrics.learning_rate:.3E}",
-        f"global batch size: {metrics.global_batch_size:5d}",
-        f"lm loss: {metrics.lm_loss:.6E}",
-    ]
-    fields += [f"lm loss {name}: {source.lm_loss:.6E}" for name, source in (metrics.source_losses or {}).items()]
-    if metrics.sample_loss is not None:
-        fields.append(f"loss per sample: {metrics.sample_loss:.6E}")
-    if metrics.z_loss is not None:
-        fields.append(f"z loss: {metrics.z_loss:.6E}")
-    if metrics.routing is not None:
-        fields += [f"{label}: {value:.4f}" for label, value in metrics.routing.by_label.items()]
-    if metrics.loss_scale is not None:
-        fields.append(f"loss scale: {metrics.loss_scale:.1f}")
-    if metrics.gradient_norm is not None:
-        fields.append(f"grad norm: {metrics.gradient_norm:.3f}")
-    fields += [
-        f"number of skipped iterations: {metrics.skipped_iterations:3d}",
-        f"number of nan iterations: {metrics.nan_iterations:3d}",
-        f"samples per second: {metrics.samples_per_second:.3f}",
-        f"tokens per second: {metrics.tokens_per_second:.1f}",
-        f"TFLOPs: {metrics.teraflops_per_device:.2f}",
-    ]
-    return " | ".join(fields) + " |"
-
-
-def evaluation_lines(group: str, prefix: str, loss: float) -> list[str]:
-    """The result of one evaluation between two lines of dashes.
-
-    Args:
-        group: name of the data group, `valid` or `test` unless the user named it.
-        prefix: the point in training, such as "iteration 100".
-        loss: mean loss per token, in nats.
-    """
-    text = f"{group} loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
-    dashes = "-" * (len(text) + 1)
-    return [dashes, text, dashes]
+from megatron.observe.metrics import TaskOutcome
 
 
 def task_lines(task: TaskOutcome, prefix: str) -> list[str]:

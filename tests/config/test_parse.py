@@ -381,3 +381,28 @@ def test_a_file_may_not_disagree_with_the_program(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="but this program is for --objective multitask"):
         parse(flags, decided={"loss.objective": "multitask"})
     assert parse(flags).loss.objective == "causal"
+
+
+def test_a_programs_defaults_give_way_to_files_and_flags(tmp_path: Path) -> None:
+    path = tmp_path / "flags.json"
+    path.write_text(json.dumps({"clip-grad": 0.5, "weight-decay": 0.3}))
+    defaults = {"optim.clip_grad": 0.0, "optim.weight_decay": 0.2, "optim.adam_beta2": 0.98, "control.log_interval": 7}
+    line = words(f"--config {path} --weight-decay 0.4")
+    request = parse(line, defaults=defaults)
+    optim = request.optim
+    assert (optim.clip_grad, optim.weight_decay, optim.adam_beta2, request.control.log_interval) == (0.5, 0.4, 0.98, 7)
+    assert not request.was_given("optim.adam_beta2")
+
+
+def test_a_programs_default_gives_way_to_an_alternative() -> None:
+    request = parse(words("--fp16"), defaults={"finetuning.epochs": 5, "precision.bf16": True})
+    assert (request.finetuning.epochs, request.precision.dtype_name) == (None, "float16")
+    request = parse(words(drop="--train-iters"), defaults={"finetuning.epochs": 5})
+    assert request.finetuning.epochs == 5
+
+
+def test_a_deepspeed_file_wins_over_a_programs_default(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"gradient_clipping": 0.25}))
+    request = parse(words(f"--deepspeed_config {path}"), defaults={"optim.clip_grad": 0.0})
+    assert request.optim.clip_grad == 0.25

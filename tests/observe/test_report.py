@@ -16,8 +16,10 @@ from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.metrics import Metrics, TaskOutcome
 from megatron.observe.metrics_file import read_records, read_steps
+from megatron.observe.pace import Pace
 from megatron.observe.report import Report, check_packages, open_destinations
 from megatron.observe.run_directory import RunDirectory
+from megatron.observe.styles import jax_lm, megatron
 from tests.train.samples import WORKLOAD, Measured, Outcome, control_config, optim_config
 
 
@@ -63,6 +65,7 @@ def test_lines_come_at_the_log_interval_and_hold_the_mean(capsys: pytest.Capture
         control_config(log_interval=2),
         optim_config(train_iters=5),
         WORKLOAD,
+        megatron,
         arguments={"lr": 1.0},
         destinations=[recorder],
     )
@@ -81,7 +84,7 @@ def test_lines_come_at_the_log_interval_and_hold_the_mean(capsys: pytest.Capture
 
 
 def test_the_total_follows_the_samples_left_after_a_resume(capsys: pytest.CaptureFixture[str]) -> None:
-    report = Report(control_config(), optim_config(train_samples=80), WORKLOAD)
+    report = Report(control_config(), optim_config(train_samples=80), WORKLOAD, megatron)
     report.started(Progress(step=4, consumed_samples=16))
     report.step(Progress(5, 24, 384), Outcome(), 0.1, 0.5)
     assert capsys.readouterr().out.startswith(" iteration        5/      12 | consumed samples:           24 |")
@@ -89,7 +92,7 @@ def test_the_total_follows_the_samples_left_after_a_resume(capsys: pytest.Captur
 
 def test_the_loss_scale_is_shown_in_fp16_only(capsys: pytest.CaptureFixture[str]) -> None:
     for shows in (False, True):
-        report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, shows_loss_scale=shows)
+        report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, megatron, shows_loss_scale=shows)
         report.step(progress_at(1), Outcome(loss_scale=2.0), 0.1, 0.5)
     without, with_scale = capsys.readouterr().out.splitlines()
     assert "loss scale" not in without
@@ -98,7 +101,7 @@ def test_the_loss_scale_is_shown_in_fp16_only(capsys: pytest.CaptureFixture[str]
 
 def test_evaluation_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
-    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, destinations=[recorder])
+    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, megatron, destinations=[recorder])
     report.evaluation(progress_at(2), "valid", "iteration 2", 1.0)
     assert (
         "valid loss at iteration 2 | lm loss value: 1.000000E+00 | lm loss PPL: 2.718282E+00 |"
@@ -109,7 +112,7 @@ def test_evaluation_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str])
 
 def test_the_figures_of_a_task_are_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
     recorder, task = Recorder(), Measured()
-    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, destinations=[recorder])
+    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, megatron, destinations=[recorder])
     report.task(progress_at(2), "iteration 2", task)
     assert "task cloze at iteration 2 | acc: 0.2500 +- 0.1250 | ppl: 7.5000 | items: 12 |" in capsys.readouterr().out
     assert recorder.told == [("task", 2, task)]
@@ -117,7 +120,7 @@ def test_the_figures_of_a_task_are_printed_and_forwarded(capsys: pytest.CaptureF
 
 def test_a_batch_that_is_passed_over_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
-    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, destinations=[recorder])
+    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, megatron, destinations=[recorder])
     batch = {"step": 3, "first_sample": 16, "last_sample": 23}
     report.passed(Progress(2, 24), batch, 1)
     assert "passed over the batch of iteration 3 (samples 16 to 23)" in capsys.readouterr().out
@@ -135,7 +138,9 @@ def test_every_destination_is_told_and_closed_even_if_one_fails(capsys: pytest.C
             raise SystemExit(3)
 
     recorder = Recorder()
-    report = Report(control_config(), optim_config(train_iters=5), WORKLOAD, destinations=[Failing(), recorder])
+    report = Report(
+        control_config(), optim_config(train_iters=5), WORKLOAD, megatron, destinations=[Failing(), recorder]
+    )
     report.step(progress_at(1), Outcome(loss=1.0), 0.1, 0.5)
     report.close()
     assert [call[0] for call in recorder.told] == ["step", "interval", "close"]
@@ -148,6 +153,7 @@ def test_a_run_writes_metrics_and_one_events_file(tmp_path: Path) -> None:
         control,
         optim_config(train_iters=5),
         WORKLOAD,
+        megatron,
         arguments={"seed": 1},
         destinations=open_destinations(control, WORKLOAD, RunDirectory(tmp_path)),
     )
@@ -225,7 +231,9 @@ def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     control = control_config(log_interval=2, wandb_project="toys", wandb_exp_name="first")
     destinations = open_destinations(control, WORKLOAD, RunDirectory(tmp_path))
-    report = Report(control, optim_config(train_iters=4), WORKLOAD, arguments={"seed": 1}, destinations=destinations)
+    report = Report(
+        control, optim_config(train_iters=4), WORKLOAD, megatron, arguments={"seed": 1}, destinations=destinations
+    )
     report.started(Progress())
     for step in (1, 2):
         report.step(progress_at(step), Outcome(loss=float(step)), 0.1, 0.5)
@@ -241,4 +249,25 @@ def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pyte
         (2, {"lm-loss-validation/valid": 0.0, "lm-loss-validation/valid ppl": math.exp(0.0)}),
         (2, {"tasks/cloze/acc": 0.25, "tasks/cloze/ppl": 7.5}),
         ("finish",),
+    ]
+
+
+def test_the_style_is_told_the_epoch_and_the_remaining_time(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([0.0, 10.0, 14.0])
+    report = Report(
+        control_config(log_interval=2, log_style="jax_lm"),
+        optim_config(train_iters=6),
+        WORKLOAD,
+        jax_lm,
+        samples_per_epoch=16,
+        pace=Pace(lambda: next(times)),
+    )
+    report.started(Progress())
+    for step in range(1, 5):
+        report.step(progress_at(step), Outcome(loss=1.0), 0.1, 0.5)
+    report.evaluation(progress_at(4), "valid", "iteration 4", 2.0)
+    assert capsys.readouterr().out.splitlines() == [
+        "[TRAIN] epoch: 0 step: 2/6 loss: 1.0000 ppl: 2.72 ETA 0:00:20",
+        "[TRAIN] epoch: 1 step: 4/6 loss: 1.0000 ppl: 2.72 ETA 0:00:04",
+        "[EVAL] epoch: 1 step: 4/6 loss: 2.0000 ppl: 7.39",
     ]

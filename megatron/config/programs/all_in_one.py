@@ -256,9 +256,11 @@ def _read_section(cls: type[Section], name: str, entries: Any) -> tuple[Section,
             except ConfigError as failure:
                 problems.append(f'"{name}.{key}" {failure}.')
     section = build_unchecked(cls, values)
-    wrong = {key: sentence for key, sentence in bound_problems(section)}
-    problems += [f'"{name}.{key}" {_bounds_text(flags[key], values.get(key))}' for key in wrong if key in values]
-    return section, problems or list(section.all_problems())
+    wrong = [key for key, _ in bound_problems(section) if key in values]
+    problems += [f'"{name}.{key}" {_bounds_text(flags[key], values[key])}' for key in wrong]
+    unusable = [f'"{name}.{key}"' for key in (*wrong, *entries) if key in wrong or key not in values]
+    rules = section.all_problems()
+    return section, problems + [rule for rule in rules if not any(key in rule for key in unusable)]
 
 
 def _value(wanted: Flag, value: Any) -> Any:

@@ -29,6 +29,8 @@ def iteration_lines(metrics: Metrics, moment: Moment) -> list[str]:
         f"lm loss: {metrics.lm_loss:.6E}",
     ]
     fields += [f"lm loss {name}: {source.lm_loss:.6E}" for name, source in (metrics.source_losses or {}).items()]
+    if metrics.sample_loss is not None:
+        fields.append(f"loss per sample: {metrics.sample_loss:.6E}")
     if metrics.z_loss is not None:
         fields.append(f"z loss: {metrics.z_loss:.6E}")
     if metrics.routing is not None:

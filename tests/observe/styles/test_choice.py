@@ -1,0 +1,12 @@
+"""Every choice of --log-style is a style."""
+
+from __future__ import annotations
+
+from megatron.config.sections.control import LOG_STYLES
+from megatron.observe.styles.choice import style_named
+
+
+def test_every_choice_has_a_style() -> None:
+    styles = [style_named(name) for name in LOG_STYLES]
+    assert len({id(style) for style in styles}) == len(LOG_STYLES)
+    assert all(callable(style.iteration_lines) and callable(style.evaluation_lines) for style in styles)

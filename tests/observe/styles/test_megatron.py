@@ -1,0 +1,74 @@
+"""Megatron's lines, compared character by character: other people's scripts match them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron.observe.line_style import Moment
+from megatron.observe.metrics import Metrics, SourceLoss
+from megatron.observe.routing import RoutingFigures
+from megatron.observe.styles import megatron
+from tests.train.samples import metrics
+
+
+def line_of(values: Metrics) -> str:
+    (line,) = megatron.iteration_lines(values, Moment(7, 20))
+    return line
+
+
+def test_iteration_line_has_upstreams_fields_in_upstreams_order() -> None:
+    assert line_of(metrics()) == (
+        " iteration        7/      20 | consumed samples:           56 | consumed tokens:          896 | "
+        "elapsed time per iteration (s): 0.50 | learning rate: 1.500E-04 | global batch size:     8 | lm loss: "
+        "9.876543E+00 | grad norm: 1.235 | number of skipped iterations:   0 | number of nan iterations:   0 | samples "
+        "per second: 16.000 | tokens per second: 256.0 | TFLOPs: 8.00 |"
+    )
+
+
+def test_optional_fields_are_where_upstream_puts_them() -> None:
+    line = line_of(metrics(loss_scale=65536.0))
+    assert " | loss scale: 65536.0 | grad norm: 1.235 | number of skipped" in line
+
+
+def test_losses_of_sources_follow_the_whole_loss() -> None:
+    losses = {"web": SourceLoss(3.0, 2), "books": SourceLoss(math.nan, 4)}
+    line = line_of(metrics(source_losses=losses, loss_scale=8.0))
+    assert "| lm loss: 9.876543E+00 | lm loss web: 3.000000E+00 | lm loss books: NAN | loss scale: 8.0 |" in line
+
+
+def test_the_z_loss_follows_the_losses() -> None:
+    assert "| lm loss: 9.876543E+00 | z loss: 2.500000E-03 | grad norm" in line_of(metrics(z_loss=0.0025))
+
+
+def test_the_routing_follows_the_losses() -> None:
+    line = line_of(metrics(routing=RoutingFigures(1.25, 3.5, 0.75, 2.0, 1.5, 3.0)))
+    assert (
+        "| lm loss: 9.876543E+00 | load balancing loss: 1.2500 | router z loss: 3.5000 | router entropy: 0.7500 | "
+        "largest expert load: 2.0000 | mean largest expert load: 1.5000 | idle experts: 3.0000 | grad norm"
+    ) in line
+
+
+def test_an_unknown_gradient_norm_is_omitted() -> None:
+    assert "grad norm" not in line_of(metrics(gradient_norm=None))
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"), [(math.nan, "NAN"), (math.inf, "INF"), (0.0, "0.000000E+00"), (-1.5, "-1.500000E+00")]
+)
+def test_the_loss_is_shown_whatever_it_is(loss: float, text: str) -> None:
+    assert f"| lm loss: {text} |" in line_of(metrics(lm_loss=loss))
+
+
+def test_evaluation_lines() -> None:
+    dashes, text, end = megatron.evaluation_lines("valid", "iteration 100", math.log(10.0), Moment(100, 200))
+    assert text == "valid loss at iteration 100 | lm loss value: 2.302585E+00 | lm loss PPL: 1.000000E+01 | "
+    assert dashes == end == "-" * (len(text) + 1)
+
+
+def test_save_lines() -> None:
+    lines = megatron.SAVE_LINES
+    assert lines.before(7, Path("run")) == "saving checkpoint at iteration       7 to run"
+    assert lines.after(7, Path("run")) == "successfully saved checkpoint at iteration       7 to run"
