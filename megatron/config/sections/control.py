@@ -11,7 +11,7 @@ from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
 _TAG = re.compile(r"(?:global_step|iter_)0*(\d+)")
-LOG_STYLES = ("megatron", "jax_lm", "dsgpt2")
+LOG_STYLES = ("megatron", "jax_lm", "dsgpt2", "all_in_one")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -55,7 +55,11 @@ class ControlConfig(ConfigSection):
         "B + 1, unless that is beyond --train-samples or --train-tokens",
         nargs="+",
     )
-    run_dir: str | None = flag(None, "folder of this run's config.json, logs and metrics")
+    run_dir: str | None = flag(
+        None,
+        "folder of this run's config.json, logs and metrics; with {run} in it, here and in other folders that becomes "
+        "a new name",
+    )
     metrics_file: str | None = flag(None, "JSON-lines file of metrics; metrics.jsonl in the run folder if unset")
     log_path: str | None = flag(None, "folder that also gets the printed flags")
     log_style: str = flag(
