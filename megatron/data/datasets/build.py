@@ -55,7 +55,7 @@ def build_split_datasets(
     data: DataConfig,
     sequence_length: int,
     seed: int,
-    samples: tuple[int, int, int],
+    samples: tuple[int, int | None, int | None],
     plan: DataPlan | None = None,
     build_indices: bool = True,
     consumed: int = 0,
@@ -66,7 +66,8 @@ def build_split_datasets(
 
     Args:
         sequence_length: tokens of a sample, without the one that is only a label.
-        samples: training, validation and test samples the run needs in all (the latter two per group).
+        samples: training, validation and test samples the run needs in all (the latter two per group, None for all of
+            their data once).
         plan: the stored plan of the run that is resumed; its order is kept and, if need be, continued.
         build_indices: whether this process writes missing indices; true on one process per node, which goes first.
         consumed: training samples that were consumed before; a changed blend begins there, and phases that end there
@@ -122,10 +123,7 @@ def epoch_samples(
     train = _fresh_plan(data, sequence_length, seed, files).train
     if train is None:
         raise DataError(_no_training_data_text(data))
-    counts = [
-        source.last - source.first if source.is_rows else (source.tokens - 1) // sequence_length
-        for source in train.sources
-    ]
+    counts = [source.pass_samples(sequence_length) for source in train.sources]
     if len(counts) > 1:
         raise ConfigError(
             f"--epochs counts passes over one source, and {len(counts)} are blended for training, each of which is "
