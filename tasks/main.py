@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, ParallelRequest, flag
+from megatron.config import ConfigSection, flag
 from megatron.config.overlay import parse_over
 
 if TYPE_CHECKING:
@@ -72,10 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.inference.loading import open_checkpoint
     from megatron.parallel.joining import close_mesh, open_mesh
 
-    own_layout = {
-        name.partition(".")[2]: value for name, value in request.given.items() if name.startswith("parallel.")
-    }
-    mesh = open_mesh(ParallelRequest(**own_layout))
+    mesh = open_mesh(request.layout)
     try:
         loaded = open_checkpoint(request.own.load, request.given, mesh)
         result = _measure(request.own, request.given, loaded)

@@ -281,22 +281,27 @@ INNOCENT: tuple[tuple[str, str], ...] = (
 
 
 @cache
+def source(path: Path) -> Source:
+    """A file of the project."""
+    return Source(path.relative_to(ROOT).as_posix(), path.read_text())
+
+
+@cache
 def sources(patterns: tuple[str, ...]) -> tuple[Source, ...]:
-    """Every file that matches, parsed."""
-    paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
-    return tuple(Source.of(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths)
+    """Every file that matches."""
+    return tuple(source(path) for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern)}))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_project_follows_the_rules(rule: Rule) -> None:
     files = sources(EVERYTHING if rule in MEASURED_EVERYWHERE else PRODUCT)
-    findings = [f"{source.path}:{line}: {text}" for source in files for line, text in rule(source)]
+    findings = [f"{file.path}:{line}: {text}" for file in files for line, text in rule(file)]
     assert not findings, f"{rule.__doc__}\n" + "\n".join(findings)
 
 
 @pytest.mark.parametrize(("rule", "path", "text", "says"), OFFENDERS)
 def test_each_rule_can_fail(rule: Rule, path: str, text: str, says: str) -> None:
-    sentences = [sentence for _, sentence in rule(Source.of(path, text))]
+    sentences = [sentence for _, sentence in rule(Source(path, text))]
     assert any(says in sentence for sentence in sentences), f"{rule.__name__} said {sentences}"
 
 
@@ -306,7 +311,7 @@ def test_every_rule_has_a_violating_example() -> None:
 
 @pytest.mark.parametrize(("path", "text"), INNOCENT)
 def test_what_is_allowed_stays_allowed(path: str, text: str) -> None:
-    source = Source.of(path, text)
+    source = Source(path, text)
     assert [sentence for rule in RULES for _, sentence in rule(source)] == []
 
 

@@ -49,10 +49,13 @@ class AverageFlags(ConfigSection):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Averages the checkpoints."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--load")
-    flags = parse_flags(AverageFlags, words, prog="average_checkpoints.py", description=__doc__ or "")
+    flags = parse_flags(
+        AverageFlags,
+        sys.argv[1:] if argv is None else argv,
+        prog="average_checkpoints.py",
+        description=__doc__ or "",
+        unnamed="--load",
+    )
 
     from megatron.checkpoint.analysis.average import Share, average
     from megatron.checkpoint.analysis.slices import OpenCheckpoint

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ParallelRequest, flag
+from megatron.config import flag
 from megatron.config.overlay import ToolRequest, parse_over
 from megatron.config.sampling_flags import SamplingFlags
 from megatron.config.typed_lines import read_line
@@ -52,12 +52,10 @@ class ChatFlags(SamplingFlags):
 def main(argv: Sequence[str] | None = None) -> int:
     """Talks until the input ends."""
     request = parse_over(ChatFlags, sys.argv[1:] if argv is None else argv, "chat.py", description=__doc__ or "")
-    own = {name.partition(".")[2]: value for name, value in request.given.items() if name.startswith("parallel.")}
-    layout = ParallelRequest(**own)
 
     from megatron.parallel.joining import close_mesh, open_mesh
 
-    mesh = open_mesh(layout)
+    mesh = open_mesh(request.layout)
     try:
         _run(request, mesh)
     finally:

@@ -44,10 +44,7 @@ class CheckFlags(TokenizerFileFlags):
 
 def main() -> int:
     """Runs the checks and returns the exit code."""
-    words = sys.argv[1:]
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--prefixes")
-    flags = parse_flags(CheckFlags, words, prog="check_data.py", description=__doc__ or "")
+    flags = parse_flags(CheckFlags, sys.argv[1:], prog="check_data.py", description=__doc__ or "", unnamed="--prefixes")
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
     tokenizer = build_tokenizer(TokenizerChoice.of(flags)) if flags.tokenizer_type else None

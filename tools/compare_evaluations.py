@@ -42,10 +42,13 @@ class CompareFlags(ConfigSection):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the comparison."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--results")
-    flags = parse_flags(CompareFlags, words, prog="compare_evaluations.py", description=__doc__ or "")
+    flags = parse_flags(
+        CompareFlags,
+        sys.argv[1:] if argv is None else argv,
+        prog="compare_evaluations.py",
+        description=__doc__ or "",
+        unnamed="--results",
+    )
 
     from megatron.data.formats.atomic_files import write_atomically
     from megatron.evaluation.comparison import Resampling, compare_results, comparison_lines

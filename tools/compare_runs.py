@@ -38,10 +38,12 @@ class CompareFlags(ConfigSection):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the comparison and returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--runs")
-    flags = parse_flags(CompareFlags, words, description="Compares the logged steps of two runs.")
+    flags = parse_flags(
+        CompareFlags,
+        sys.argv[1:] if argv is None else argv,
+        description="Compares the logged steps of two runs.",
+        unnamed="--runs",
+    )
 
     from megatron.observe.comparison import pair_up, read_pair, table, verdict
 

@@ -104,9 +104,8 @@ def main() -> int:
     section = _COMMANDS.get(command)
     if section is None:
         raise ConfigError(f"corpus_store.py: the command {command!r} is not known. Use one of: {', '.join(_COMMANDS)}.")
-    if section is ImportFlags and words and not words[0].startswith("-"):
-        words.insert(0, "--input")
-    flags = parse_flags(section, words, prog=f"corpus_store.py {command}", description=__doc__ or "")
+    unnamed = "--input" if section is ImportFlags else None
+    flags = parse_flags(section, words, f"corpus_store.py {command}", __doc__ or "", unnamed=unnamed)
     if isinstance(flags, ImportFlags):
         return _import(flags)
     if isinstance(flags, BenchFlags):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, ParallelRequest, flag
+from megatron.config import ConfigSection, flag
 from megatron.config.overlay import parse_over
 from megatron.errors import ConfigError, MegatronError
 
@@ -72,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.parallel.agreement import run_on_first
     from megatron.parallel.joining import close_mesh, open_mesh
 
-    own_layout = {name.partition(".")[2]: value for name, value in given.items() if name.startswith("parallel.")}
-    mesh = open_mesh(ParallelRequest(**own_layout))
+    mesh = open_mesh(request.layout)
     try:
         if flags.output is not None:
             run_on_first(mesh, lambda: check_writable(Path(str(flags.output))))

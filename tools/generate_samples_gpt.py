@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ParallelRequest, flag
+from megatron.config import flag
 from megatron.config.overlay import parse_over
 from megatron.config.sampling_flags import BeamFlags
 from megatron.config.typed_lines import read_line
@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     request = parse_over(
         GenerateFlags, sys.argv[1:] if argv is None else argv, "generate_samples_gpt.py", description=__doc__ or ""
     )
-    layout = _layout(request.given)
+    layout = request.layout
     prompts = _read_prompts(request.own.sample_input_file)
 
     from megatron.parallel.agreement import run_on_first
@@ -215,12 +215,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         close_mesh(mesh)
     return 0
-
-
-def _layout(given: Mapping[str, Any]) -> ParallelRequest:
-    return ParallelRequest(
-        **{name.partition(".")[2]: value for name, value in given.items() if name.startswith("parallel.")}
-    )
 
 
 def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) -> Generator:

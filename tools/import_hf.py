@@ -37,10 +37,13 @@ class ImportFlags(ConfigSection):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Imports the model and says how to train it."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--model")
-    flags = parse_flags(ImportFlags, words, prog="import_hf.py", description=__doc__ or "")
+    flags = parse_flags(
+        ImportFlags,
+        sys.argv[1:] if argv is None else argv,
+        prog="import_hf.py",
+        description=__doc__ or "",
+        unnamed="--model",
+    )
 
     from megatron.convert.hugging_face.importing import ImportRequest, import_model
     from megatron.convert.hugging_face.model_file import MODEL_FILE

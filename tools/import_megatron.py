@@ -42,10 +42,13 @@ class ImportFlags(TokenizerFileFlags):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Imports the checkpoint and says how to train it."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--checkpoint")
-    flags = parse_flags(ImportFlags, words, prog="import_megatron.py", description=__doc__ or "")
+    flags = parse_flags(
+        ImportFlags,
+        sys.argv[1:] if argv is None else argv,
+        prog="import_megatron.py",
+        description=__doc__ or "",
+        unnamed="--checkpoint",
+    )
 
     from megatron.convert.foreign import open_foreign
     from megatron.convert.megatron_format.importing import ImportRequest, import_checkpoint

@@ -48,10 +48,13 @@ class InspectFlags(ConfigSection):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a summary or a comparison and returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--load")
-    flags = parse_flags(InspectFlags, words, prog="inspect_checkpoint.py", description=__doc__ or "")
+    flags = parse_flags(
+        InspectFlags,
+        sys.argv[1:] if argv is None else argv,
+        prog="inspect_checkpoint.py",
+        description=__doc__ or "",
+        unnamed="--load",
+    )
 
     from megatron.checkpoint import verify
     from megatron.checkpoint.analysis.comparison import compare

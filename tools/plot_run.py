@@ -33,10 +33,12 @@ class PlotFlags(ConfigSection):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plots the curves and returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--runs")
-    flags = parse_flags(PlotFlags, words, description="Plots the curves of one or more runs.")
+    flags = parse_flags(
+        PlotFlags,
+        sys.argv[1:] if argv is None else argv,
+        description="Plots the curves of one or more runs.",
+        unnamed="--runs",
+    )
 
     from megatron.observe.curves import check_plot_path, read_curves, text_plot, write_plot
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ParallelRequest, flag
+from megatron.config import flag
 from megatron.config.overlay import ToolRequest, parse_over
 from megatron.config.sampling_flags import SamplingFlags
 
@@ -91,12 +91,10 @@ class ServeFlags(SamplingFlags):
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until it is told to stop."""
     request = parse_over(ServeFlags, sys.argv[1:] if argv is None else argv, "serve.py", description=__doc__ or "")
-    own = {name.partition(".")[2]: value for name, value in request.given.items() if name.startswith("parallel.")}
-    layout = ParallelRequest(**own)
 
     from megatron.parallel.joining import close_mesh, open_mesh
 
-    mesh = open_mesh(layout)
+    mesh = open_mesh(request.layout)
     try:
         if mesh.world.rank == 0:
             _serve(request, mesh)

@@ -18,6 +18,7 @@ from megatron.config.flags.section import Instance, build_unchecked, missing_pro
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.parse import field_flags
 from megatron.config.run import RunConfig, fields_of
+from megatron.config.sections.parallel import ParallelRequest
 from megatron.errors import ConfigError
 
 _OWN = "own."
@@ -32,6 +33,12 @@ class ToolRequest(Generic[Instance]):
 
     own: Instance
     given: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> ParallelRequest:
+        """The layout that the tool computes in, whatever the checkpoint was trained in."""
+        own = {name.partition(".")[2]: value for name, value in self.given.items() if name.startswith("parallel.")}
+        return ParallelRequest(**own)
 
 
 def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description: str = "") -> ToolRequest[Instance]:

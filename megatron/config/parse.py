@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.config.architecture.attention import AttentionFields
+from megatron.config.architecture.encoder import EncoderFields
 from megatron.config.architecture.feed_forward import ExpertFields, FeedForwardFields
 from megatron.config.architecture.norms import NormFields
 from megatron.config.architecture.positions import LEARNED, PositionFields
@@ -32,6 +33,7 @@ _PARTS: tuple[tuple[str, type], ...] = (
     ("model: experts", ExpertFields),
     ("model: positions", PositionFields),
     ("model: norms", NormFields),
+    ("model: encoders", EncoderFields),
     ("model: output head, initial values and factors", ModelRequest),
 )
 _SIZE = "model: size"
@@ -52,6 +54,7 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
         "recompute": "activation recomputation",
         "documents": "document boundaries",
         "loss": "training loss",
+        "masking": "masked language modelling",
         "finetuning": "fine-tuning on examples",
         "random": "randomness",
         "kernels": "fused kernels",
@@ -203,7 +206,7 @@ def _build_sections(
         fields = {name: values[f"{section}.{name}"] for name in names if f"{section}.{name}" in values}
         sections[section] = build_unchecked(cls, fields)
     rules = [
-        *cross_problems(sections["model"], sections["parallel"], sections["data"], sections["optim"]),
+        *cross_problems(*(sections[name] for name in ("model", "parallel", "data", "optim", "loss"))),
         *request_problems(sections["optim"], sections["data"], sections["control"], sections["finetuning"], provenance),
     ]
     given = {name.partition(".")[2] for name in values}

@@ -18,12 +18,12 @@ from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
 from megatron.config.sections.finetuning import FinetuningConfig
-from megatron.config.sections.kernels import KernelConfig
-from megatron.config.sections.loss import LossConfig
+from megatron.config.sections.loss import MASKED, LossConfig
+from megatron.config.sections.masking import MaskingConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
-from megatron.config.sections.precision import PrecisionConfig
+from megatron.config.sections.precision import KernelConfig, PrecisionConfig
 from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
 from megatron.config.sections.safety import SafetyConfig, SafetyRequest
@@ -55,6 +55,7 @@ class RunRequest:
     recompute: RecomputeConfig
     documents: DocumentConfig
     loss: LossConfig
+    masking: MaskingConfig
     finetuning: FinetuningConfig
     random: RandomConfig
     kernels: KernelConfig
@@ -68,7 +69,7 @@ class RunRequest:
     notices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        found = list(cross_problems(self.model, self.parallel, self.data, self.optim))
+        found = list(cross_problems(self.model, self.parallel, self.data, self.optim, self.loss))
         if found:
             raise ConfigError(found)
 
@@ -216,7 +217,7 @@ def _read_section(section: type[ConfigSection], values: dict[str, Any]) -> Confi
 
 
 def cross_problems(
-    model: ModelRequest, parallel: ParallelRequest, data: DataConfig, optim: OptimRequest
+    model: ModelRequest, parallel: ParallelRequest, data: DataConfig, optim: OptimRequest, loss: LossConfig
 ) -> Iterator[str]:
     """One sentence for every broken rule between sections."""
     rows = model.max_position_embeddings  # unset in a request that is refused for it
@@ -242,6 +243,16 @@ def cross_problems(
         yield (
             f"--use-mup does not go with --optimizer {optim.optimizer}. Its learning rates are those for Adam; use "
             "--optimizer adam."
+        )
+    if loss.objective == MASKED and not model.bidirectional:
+        yield (
+            "--objective masked needs --bidirectional: a masked token is predicted from the tokens on both sides. "
+            "Add it, or use pretrain_bert.py."
+        )
+    if model.bidirectional and loss.objective != MASKED:
+        yield (
+            f"--bidirectional does not go with --objective {loss.objective}: a token would see the one it predicts. "
+            "Use --objective masked, or pretrain_bert.py."
         )
 
 

@@ -16,20 +16,14 @@ from megatron.objective.base import Objective
 class MicroBatch(Protocol):
     """The part of a micro-batch that the engine reads itself; the rest only concerns the objective.
 
-    Shapes: sample_ids `[b]`, segment_ids `[b, s]`, both int64; prefix_mask `[b, s]` bool.
+    Beside `sample_ids` it has the arrays that `StepSettings.passed` names, as attributes of these names.
+
+    Shapes: sample_ids `[b]` int64; the others as in `StepContext`.
     """
 
     @property
     def sample_ids(self) -> np.ndarray:
         """Index of each sample in the sample order of the run."""
-
-    @property
-    def segment_ids(self) -> np.ndarray | None:
-        """Document number of each token; None if documents are not separated."""
-
-    @property
-    def prefix_mask(self) -> np.ndarray | None:
-        """Which tokens all others of their document may attend to; None if there are no prefixes."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,8 @@ class DeviceBatch:
         inputs: the inputs of the first layer.
         passed: the tensors from which each stage builds the `StepContext`.
         first_sample: the first sample id, as a Python integer.
-        targets: the loss factor `[]`, then the objective's targets in the order of `target_names`.
+        targets: the factors of the loss sums over tokens and over samples `[2]`, then the objective's targets in the
+            order of `target_names`.
         target_names: names of the targets.
     """
 
@@ -56,28 +51,24 @@ class DeviceBatch:
         batch: MicroBatch,
         objective: Objective,
         settings: StepSettings,
-        scale: torch.Tensor,
+        scales: torch.Tensor,
         *,
         with_inputs: bool = True,
         with_targets: bool = True,
     ) -> DeviceBatch:
-        """Copies what a stage uses to the device of `scale`, without synchronizing."""
+        """Copies what a stage uses to the device of `scales`, without synchronizing."""
 
         def move(array: np.ndarray) -> torch.Tensor:
-            return device.copy_to_device(array, scale.device)
+            return device.copy_to_device(array, scales.device)
 
         targets = objective.targets(batch) if with_targets else {}
         inputs = objective.inputs(batch) if with_inputs else ()
-        passed = [batch.sample_ids]
-        if settings.needs_segments and batch.segment_ids is not None:
-            passed.append(batch.segment_ids)
-        if settings.has_prefixes and batch.prefix_mask is not None:
-            passed.append(batch.prefix_mask)
+        passed = (batch.sample_ids, *(getattr(batch, name) for name in settings.passed)) if with_inputs else ()
         return cls(
             inputs=tuple(move(array) for array in inputs),
-            passed=tuple(move(array) for array in passed) if with_inputs else (),
+            passed=tuple(move(array) for array in passed),
             first_sample=int(batch.sample_ids[0]),
-            targets=(scale, *(move(array) for array in targets.values())) if with_targets else (),
+            targets=(scales, *(move(array) for array in targets.values())) if with_targets else (),
             target_names=tuple(targets),
         )
 

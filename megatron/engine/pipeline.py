@@ -57,8 +57,8 @@ class StageModule(PipelineModule):
     The base class's constructor would build the layers, the grid and process groups, all of which exist already. It is
     therefore not called, and the attributes that the pipeline engine reads are set here.
 
-    The first stage takes `(*inputs, sample_ids[, segment_ids][, prefix_mask])`, stages send `(hidden, sample_ids[,
-    segment_ids][, prefix_mask])` to the next one, and the last returns the outputs.
+    The first stage takes `(*inputs, *StepContext.tensors)`, stages send `(hidden, *StepContext.tensors)` to the next
+    one, and the last returns the outputs, which may be several tensors.
 
     Args:
         stack: the layers of this stage.
@@ -97,9 +97,11 @@ class StageModule(PipelineModule):
         context = self.settings.context_of(passed, backward_scale=self._hooks.backward_scale())
         hidden = self.stack(own[0] if len(own) == 1 else own, context)
         self._hooks.take_auxiliary(context.auxiliary)
+        if self._is_last:
+            return hidden
         if torch.is_grad_enabled() and not hidden.requires_grad:
             hidden.requires_grad_()  # all before it is frozen, and the engine runs a backward pass from it
-        return hidden if self._is_last else (hidden, *context.tensors)
+        return hidden, *context.tensors
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
         """The weights whose gradients the pipeline engine sums across stages after the last backward pass."""

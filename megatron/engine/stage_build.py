@@ -72,15 +72,13 @@ def _partitioned_stack(
     }
 
     def build(spec: LayerSpec, shared: nn.Parameter | None) -> nn.Module:
-        if shared is not None:
-            return build_layer(spec, shared)
         with deepspeed.zero.Init(
             data_parallel_group=mesh.gradient.group,
             config_dict_or_path=zero,
             mem_efficient_linear=False,  # it would replace torch.nn.functional.linear for the whole process
             mpu=ModelParallelUnit(mesh),
         ):
-            return build_layer(spec)
+            return build_layer(spec, shared)  # a shared weight has been partitioned already
 
     with quiet():
         stack = LayerStack(specs, build=build)

@@ -18,8 +18,8 @@ from megatron.config.resolve import padded_vocab_size
 from megatron.engine.stages import stage_bounds
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.weights import load_weights
-from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerStack
+from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
@@ -98,7 +98,7 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
     check_same_tokenizer(f"the checkpoint {found.path} was trained", record.tokenizer, tokenizer, CheckpointError)
     padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)
     config = replace(config, model=replace(config.model, padded_vocab_size=padded))
-    network = gpt_layers(config.model, mesh)
+    network = network_layers(config.model, mesh)
     bounds = stage_bounds(network, mesh.pp.size)
     model = LayerStack(network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]])
     loaded = load_weights(model, source, mesh, known=found)

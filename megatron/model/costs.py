@@ -53,6 +53,19 @@ def head_cost(config: ModelConfig) -> LayerCost:
     return LayerCost(own, flops_per_token=2 * config.padded_vocab_size * config.hidden_size)
 
 
+def bert_head_cost(config: ModelConfig) -> LayerCost:
+    """Parameters and operations of the heads of an encoder, with every position predicted."""
+    hidden, output = config.hidden_size, head_cost(config)
+    dense = hidden * (hidden + 1)
+    parameters, flops = output.parameters, output.flops_per_token
+    if config.masked_lm_head:
+        parameters += dense + norm_size(config) + config.vocab_size
+        flops += 2 * hidden * hidden
+    if config.sentence_order_head:
+        parameters += dense + 2 * (hidden + 1)
+    return LayerCost(parameters, flops_per_token=flops)
+
+
 def norm_size(config: ModelConfig) -> int:
     """Parameters of a norm over the hidden states."""
     return _norm_vectors(config) * config.hidden_size

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from megatron.config import ModelConfig
+from megatron.config.architecture.norms import POST
 from megatron.config.architecture.positions import LEARNED
 from megatron.model.blocks.embedding import EmbeddingDropout, OutputHead, PositionEmbedding, WordEmbedding
 from megatron.model.blocks.norm import build_norm_layer
@@ -35,22 +36,33 @@ def gpt_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
     tied_to = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     layers = [
         *_embedding_layers(config, mesh),
-        *(
-            LayerSpec(
-                f"{BLOCKS}.{index}",
-                LayerKind.BLOCK,
-                block_cost(config, index),
-                partial(TransformerBlock, config, mesh, index),
-            )
-            for index in range(config.num_layers)
-        ),
-        LayerSpec(
-            FINAL_LAYERNORM, LayerKind.NORM, LayerCost(norm_size(config)), partial(build_norm_layer, config, mesh)
-        ),
+        *block_layers(config, mesh),
+        *final_norm(config, mesh),
         LayerSpec(OUTPUT_LAYER, LayerKind.HEAD, head_cost(config), partial(OutputHead, config, mesh), tied_to=tied_to),
     ]
     complete_spec = partial(place_initial_values, config)
     return [dataclasses.replace(layer, complete_spec=complete_spec) for layer in layers]
+
+
+def block_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
+    """The transformer blocks."""
+    return [
+        LayerSpec(
+            f"{BLOCKS}.{index}",
+            LayerKind.BLOCK,
+            block_cost(config, index),
+            partial(TransformerBlock, config, mesh, index),
+        )
+        for index in range(config.num_layers)
+    ]
+
+
+def final_norm(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
+    """The norm after the last block; none if blocks end with a norm of the residual stream."""
+    if config.norm_placement == POST:
+        return []
+    build = partial(build_norm_layer, config, mesh)
+    return [LayerSpec(FINAL_LAYERNORM, LayerKind.NORM, LayerCost(norm_size(config)), build)]
 
 
 def _embedding_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:

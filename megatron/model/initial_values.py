@@ -24,14 +24,14 @@ from megatron.parallel.shard_spec import Distribution, ShardSpec
 
 
 class ParameterRole(Enum):
-    """What a parameter does in the network.
+    """What a parameter does in the network; of a router are all outputs that the logits' multiplier does not reach.
 
     Values: the end of the module's global name, for the matrices that are known by it.
     """
 
-    EMBEDDING = ("word_embeddings", "position_embeddings")
+    EMBEDDING = ("word_embeddings", "position_embeddings", "tokentype_embeddings")
     HEAD = ("output_layer",)
-    ROUTER = ("router",)
+    ROUTER = ("router", "binary_head")
     RESIDUAL_OUTPUT = ("linear_proj", "linear_fc2")
     HIDDEN = ()
     VECTOR = None

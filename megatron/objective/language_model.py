@@ -1,4 +1,4 @@
-"""Next-token prediction, with label smoothing, z-loss and losses per data source if asked for."""
+"""Next-token prediction, with label smoothing, z-loss, means over samples and losses per data source if asked for."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import torch
 
 from megatron.data.loader import Batch
 from megatron.objective.base import ObjectiveResult
+from megatron.objective.sample_means import SampleMeans, sample_means
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_losses
 
 SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS = "source_loss", "source_tokens", "z_loss"
+SAMPLE_LOSS = "sample_loss"
 
 
 @dataclass(frozen=True)
 class LanguageModelObjective:
     """Cross-entropy of the next token.
 
-    Label smoothing and z-loss change what is minimized. The loss that is reported, as a whole and per source, stays the
-    plain cross-entropy, so that it can be compared between runs; the z-loss is a metric of its own.
+    Label smoothing, z-loss and means over samples change what is minimized. The loss that is reported, as a whole and
+    per source, stays the plain cross-entropy per token, so that it can be compared between runs; the z-loss and the
+    mean over samples are metrics of their own.
 
     Args:
         axis: the tensor-parallel axis that splits the logits.
@@ -34,6 +37,9 @@ class LanguageModelObjective:
         z_loss_coeff: coefficient c of the z-loss c * (log Z)^2 per token, with the softmax denominator Z over the
             unpadded vocabulary.
         layer_metrics: name and length of the values that layers record, such as the statistics of routers.
+        averages_samples: minimize the mean over samples of the mean over the tokens of a sample, instead of the mean
+            over all tokens.
+        packs_samples: the segments of a row are samples; otherwise the row is one.
 
     Source: Szegedy et al., "Rethinking the Inception architecture", 2016, section 7 (label smoothing); Chowdhery et
     al., "PaLM", 2022, section 5 (z-loss).
@@ -45,32 +51,44 @@ class LanguageModelObjective:
     label_smoothing: float = 0.0
     z_loss_coeff: float = 0.0
     layer_metrics: Mapping[str, int] = field(default_factory=dict)
+    averages_samples: bool = False
+    packs_samples: bool = False
 
     @property
     def metric_sizes(self) -> Mapping[str, int]:
-        """Loss sum and counted tokens of each source, and the sum of the z-loss, if requested; what layers record."""
+        """Loss sum and counted tokens of each source, the sum of the z-loss, and the sum of the mean losses of samples
+        with their number, if requested; what layers record.
+        """
         sizes = {SOURCE_LOSS: self.source_count, SOURCE_TOKENS: self.source_count} if self.source_count else {}
-        return {**sizes, **({Z_LOSS: 1} if self.z_loss_coeff else {}), **self.layer_metrics}
+        if self.z_loss_coeff:
+            sizes[Z_LOSS] = 1
+        if self.averages_samples:
+            sizes[SAMPLE_LOSS] = 2
+        return {**sizes, **self.layer_metrics}
 
     def inputs(self, batch: Batch) -> tuple[np.ndarray, ...]:
         """The tokens. Shapes: `[b, s]` int64."""
         return (batch.tokens,)
 
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Labels and loss mask `[b, s]`, and the source of each sample `[b]` if requested."""
+        """Labels and loss mask `[b, s]`; if requested, weights `[b, s]` and the source of each sample `[b]`."""
         targets = {"labels": batch.labels, "loss_mask": batch.loss_mask}
+        if self.averages_samples:
+            targets["sample_weights"] = self._sample_means(batch).weights
         if self.source_count and batch.source_ids is not None:
             targets["source_ids"] = batch.source_ids
         return targets
 
     def token_count(self, batch: Batch) -> float:
-        """Number of tokens that the loss mask keeps."""
+        """Number of tokens that the loss mask keeps, or of samples if the loss is a mean over samples."""
+        if self.averages_samples:
+            return float(self._sample_means(batch).samples)
         return float(batch.loss_mask.sum(dtype=np.float64))
 
     def __call__(self, outputs: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
         """Sums the token losses.
 
-        Shapes: outputs (logits) `[b, s, v/t]`; labels and loss_mask `[b, s]`; source_ids `[b]`.
+        Shapes: outputs (logits) `[b, s, v/t]`; labels, loss_mask and sample_weights `[b, s]`; source_ids `[b]`.
         """
         mask = targets["loss_mask"]
         of_tokens = vocab_parallel_losses(
@@ -89,7 +107,10 @@ class LanguageModelObjective:
             z_losses = self.z_loss_coeff * of_tokens.log_normalizer.square() * mask  # [b, s]
             metrics[Z_LOSS] = z_losses.detach().sum(dtype=torch.float64)
             minimized = minimized + z_losses
-        weights = self.position_weights(mask)
+        if self.averages_samples:  # the weights of a sample, masked, sum to 1
+            pair = torch.stack([losses.detach(), mask]) * targets["sample_weights"]  # [2, b, s]
+            metrics[SAMPLE_LOSS] = pair.sum(dim=(1, 2), dtype=torch.float64)
+        weights = targets["sample_weights"] if self.averages_samples else self.position_weights(mask)
         if weights is not None:
             minimized = minimized * weights
         return ObjectiveResult(
@@ -102,3 +123,6 @@ class LanguageModelObjective:
         Shapes: mask `[b, s]`; result `[s]`.
         """
         return None
+
+    def _sample_means(self, batch: Batch) -> SampleMeans:
+        return sample_means(batch.loss_mask, batch.segment_ids if self.packs_samples else None)

@@ -15,7 +15,7 @@ from typing import Protocol
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
 from megatron.model.costs import block_cost, head_cost
-from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
+from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
 
 
@@ -153,6 +153,8 @@ class Metrics:
         gigaflops_without_embeddings: GFLOPs of the run so far, without embeddings.
         source_losses: by source name, for sources with counted tokens; None unless requested.
         z_loss: mean z-loss per token, its coefficient included, over the same steps as `lm_loss`; None without z-loss.
+        sample_loss: mean over samples of their mean losses per token, over the same steps as `lm_loss`; None unless
+            that is what is minimized.
         routing: what the routers did, over the same steps; None without experts.
     """
 
@@ -174,6 +176,7 @@ class Metrics:
     gigaflops_without_embeddings: float
     source_losses: Mapping[str, SourceLoss] | None = None
     z_loss: float | None = None
+    sample_loss: float | None = None
     routing: RoutingFigures | None = None
 
 
@@ -220,6 +223,7 @@ def measure(
         gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
         source_losses=source_losses(outcome.metrics, source_names) if source_names else None,
         z_loss=outcome.metrics[Z_LOSS][0] / max(outcome.token_count, 1) if Z_LOSS in outcome.metrics else None,
+        sample_loss=_sample_loss(outcome.metrics),
         routing=routing_figures(outcome.metrics),
     )
 
@@ -241,6 +245,7 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
     kept = [step for step in steps if not step.skipped_iterations]
     losses = [step.lm_loss for step in kept]
     z_losses = [step.z_loss for step in kept if step.z_loss is not None]
+    sample_losses = [step.sample_loss for step in kept if step.sample_loss is not None]
     seconds = math.fsum(step.seconds_per_iteration for step in steps)
 
     def rate(name: str) -> float:
@@ -255,6 +260,7 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
         lm_loss=sum(losses) / len(losses) if losses else math.nan,
         source_losses=_source_losses_of(kept),
         z_loss=sum(z_losses) / len(z_losses) if z_losses else None,
+        sample_loss=sum(sample_losses) / len(sample_losses) if sample_losses else None,
         routing=mean_routing([step.routing for step in kept if step.routing is not None]),
         skipped_iterations=sum(step.skipped_iterations for step in steps),
         nan_iterations=sum(step.nan_iterations for step in steps),
@@ -306,3 +312,10 @@ def flops_per_sample(model: ModelConfig, sequence_length: int, recomputes: bool 
     per_token = sum(cost.flops_per_token + sequence_length * cost.flops_per_token_pair for cost in costs)
     passes = 4 if recomputes else 3
     return passes * sequence_length * (per_token + 0.75 * head_cost(model).flops_per_token)
+
+
+def _sample_loss(metrics: Mapping[str, Sequence[float]]) -> float | None:
+    if SAMPLE_LOSS not in metrics:
+        return None
+    loss_sum, samples = metrics[SAMPLE_LOSS]
+    return loss_sum / max(samples, 1)

@@ -36,7 +36,7 @@ class Report:
         optim: determines the length of the run.
         workload: what turns samples into tokens and operations.
         style: how the lines of steps and evaluations look.
-        samples_per_epoch: training samples of a pass of --epochs; None without.
+        samples_per_epoch: training samples of a pass over all data; None without training data.
         pace: estimates when the run ends.
         shows_loss_scale: whether to report the loss scale (fp16).
         arguments: every argument by name, for destinations that show them.

@@ -92,7 +92,8 @@ def _join(ranks: Ranks, backend: str, timeout: timedelta) -> None:
     if ranks.launcher in ("srun", "mpirun"):
         _check_address(ranks)
     try:
-        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+        store = _own_keys(timeout)
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as failure:
         # A rank that is not there may have died while it started; anything else is wrong again at the next start.
         kind = PeerLostError if "timed out" in str(failure).lower() else LaunchError
@@ -102,6 +103,17 @@ def _join(ranks: Ranks, backend: str, timeout: timedelta) -> None:
             f"{timeout.total_seconds() / 60:g}): {str(failure).splitlines()[0].rstrip('.')}. Check that every rank is "
             f"running and can reach that address; if the port is taken, set another MASTER_PORT."
         ) from failure
+
+
+def _own_keys(timeout: timedelta) -> dist.Store:
+    """The store at the common address, with keys that an earlier mesh of the same processes has not used.
+
+    The store may outlive a mesh, under torchrun always. Its entries say where the ranks listened, and torch gives them
+    the same names again: a second mesh would wait for connections to addresses that are gone.
+    """
+    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return dist.PrefixStore(f"mesh{store.add(f'meshes_of_rank{rank}', 1)}", store)
 
 
 def _check_address(ranks: Ranks) -> None:

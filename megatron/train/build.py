@@ -27,7 +27,7 @@ from megatron.config import (
     resolve,
     resolve_epochs,
 )
-from megatron.config.schedule import is_done, planned_samples, samples_per_epoch
+from megatron.config.schedule import is_done, planned_samples
 from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,
@@ -43,8 +43,8 @@ from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
-from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind
+from megatron.model.networks import network_layers
 from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.metrics import Workload
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
@@ -61,7 +61,7 @@ from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
 from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
 from megatron.train.restarts.breaker import decide, settings_digest
-from megatron.train.restarts.freezing import find_freezing
+from megatron.train.restarts.freezing import check_patterns, find_freezing
 from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
@@ -95,6 +95,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(token_file_prefixes(config.data), tokenizer)
+    check_patterns(config.finetuning, config.model)
     history = History()
     with contextlib.ExitStack() as closing, log.showing_failures(), history.recording(), _explain_lost_peers():
         if signals is None:
@@ -188,7 +189,9 @@ def _build(
         datasets=with_prefixes(datasets, config, tokenizer),
         plan=plan,
         options=batch_options(config, tokenizer),
-        report=_open_report(config, mesh, sizes[1], names, watch, is_resume=record is not None or start.is_restart),
+        report=_open_report(
+            config, mesh, sizes[1], names, watch, plan, is_resume=record is not None or start.is_restart
+        ),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
         progress=progress,
@@ -206,7 +209,7 @@ def _build(
 
 def _open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) -> tuple[Engine, tuple[int, int, int]]:
     """Builds the engine and shows the size of its network; see `parameter_counts`."""
-    freezing = find_freezing(config.finetuning, config.control, gpt_layers(config.model, mesh), mesh, record)
+    freezing = find_freezing(config.finetuning, config.control, network_layers(config.model, mesh), mesh, record)
     engine = build_engine(config, mesh, freezing)
     check_layers(engine, config.model.num_layers)
     sizes = parameter_counts(engine)
@@ -266,7 +269,7 @@ def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
 def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVERYTHING_IS_TRAINED) -> Engine:
     """The training engine of a resolved configuration."""
     return Engine(
-        gpt_layers(config.model, mesh),
+        network_layers(config.model, mesh),
         build_objective(config, mesh),
         config.optim,
         config.precision,
@@ -330,6 +333,7 @@ def _open_report(
     parameters_without_embeddings: int,
     source_names: Sequence[str],
     watch: Watch,
+    plan: DataPlan,
     *,
     is_resume: bool,
 ) -> Report:
@@ -361,7 +365,7 @@ def _open_report(
         config.optim,
         workload,
         style_named(config.control.log_style),
-        samples_per_epoch=samples_per_epoch(config.finetuning.epochs, config.optim),
+        samples_per_epoch=plan.pass_samples or None,
         shows_loss_scale=config.precision.fp16,
         arguments=arguments,
         destinations=destinations,

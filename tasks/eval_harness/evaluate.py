@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.config import ConfigSection, ParallelRequest, flag
+from megatron.config import ConfigSection, flag
 from megatron.config.overlay import ToolRequest, parse_over
 
 
@@ -79,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.parallel.agreement import run_on_first
     from megatron.parallel.joining import close_mesh, open_mesh
 
-    given = request.given
-    own_layout = {name.partition(".")[2]: value for name, value in given.items() if name.startswith("parallel.")}
-    mesh = open_mesh(ParallelRequest(**own_layout))
+    mesh = open_mesh(request.layout)
     try:
         run_on_first(mesh, lambda: check_writable(Path(request.own.results_path)))
         _run(request, mesh)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megatron.config import ConfigSection, Machine, RunConfig, TokenizerFacts, flag, resolve
+from megatron.config import ConfigSection, Machine, ParallelRequest, RunConfig, TokenizerFacts, flag, resolve
 from megatron.config.overlay import laid_over, parse_over
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
@@ -29,6 +29,12 @@ def test_own_flags_are_separated_from_the_trainers() -> None:
     request = parse_over(ToolFlags, ["--load", "x", "--count", "3", "--seed", "7", "--no-rope-fusion"], "tool.py")
     assert request.own == ToolFlags(load="x", count=3)
     assert request.given == {"random.seed": 7}
+
+
+def test_the_layout_is_the_given_one_and_not_the_checkpoints() -> None:
+    words = ["--load", "x", "--seed", "7", "--tensor-model-parallel-size", "2"]
+    assert parse_over(ToolFlags, words, "tool.py").layout == ParallelRequest(tensor_model_parallel_size=2)
+    assert parse_over(ToolFlags, words[:4], "tool.py").layout == ParallelRequest()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePosixPath
 
 from tests.helpers.architecture_tables import (
@@ -43,16 +44,20 @@ Finding = tuple[int, str]
 
 @dataclass(frozen=True)
 class Source:
-    """A parsed file and its path in the repository."""
+    """A file, parsed when a rule first asks, and its path in the repository."""
 
     path: str
     text: str
-    tree: ast.Module
 
-    @classmethod
-    def of(cls, path: str, text: str) -> Source:
-        """Parses a file's text."""
-        return cls(path, text, ast.parse(text, path))
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The parsed text."""
+        return ast.parse(self.text, self.path)
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree, which most rules look at."""
+        return tuple(ast.walk(self.tree))
 
     @property
     def package(self) -> str | None:
@@ -87,7 +92,7 @@ Rule = Callable[[Source], Iterator[Finding]]
 def imports_follow_the_package_order(source: Source) -> Iterator[Finding]:
     """A package only imports packages before it in the order; corpus only from tools; never relatively."""
     own = source.package
-    for node, module in imports(source.tree):
+    for node, module in imports(source.nodes):
         if module.startswith("."):
             yield node.lineno, f"relative import of {module}: write the whole name"
             continue
@@ -114,7 +119,7 @@ def imports_follow_the_package_order(source: Source) -> Iterator[Finding]:
 
 def subpackage_imports_follow_the_order(source: Source) -> Iterator[Finding]:
     """Inside a package, a sub-package only imports sub-packages before it (`SUBPACKAGE_ORDER`)."""
-    for node, module in imports(source.tree):
+    for node, module in imports(source.nodes):
         for name in _imported_modules(node, module):
             for parent, order in SUBPACKAGE_ORDER.items():
                 if not (source.module.startswith(parent + ".") and name.startswith(parent + ".")):
@@ -126,21 +131,23 @@ def subpackage_imports_follow_the_order(source: Source) -> Iterator[Finding]:
 
 def third_party_modules_have_one_home(source: Source) -> Iterator[Finding]:
     """Each foreign thing is touched in its home only; the `*_object` collectives nowhere."""
-    for node, name in foreign_names(source.tree):
+    for node, name in foreign_names(source.nodes):
         for thing, homes in HOMES.items():
             if (name == thing or name.startswith(thing + ".")) and not source.is_in(homes):
                 yield node.lineno, f"{name} outside of {', '.join(homes) or 'any place'}"
         last = name.rsplit(".", 1)[-1]
         if "_object" in last and ("distributed" in name or name.startswith("dist.")):
             yield node.lineno, f"{last} pickles; send JSON over parallel/messages.py"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and is_true(node.value):
             yield node.value.lineno, "allow_pickle=True"
 
 
 def no_global(source: Source) -> Iterator[Finding]:
     """No `global` statement."""
-    for node in ast.walk(source.tree):
+    if "global" not in source.text:
+        return  # most files need not be parsed for this
+    for node in source.nodes:
         if isinstance(node, ast.Global):
             yield node.lineno, f"global {', '.join(node.names)}"
 
@@ -149,7 +156,7 @@ def no_print(source: Source) -> Iterator[Finding]:
     """Only tools print; the package speaks through `log.py`."""
     if source.path == "megatron/log.py" or source.path.startswith(("tools/", "tasks/", "examples/")):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
             yield node.lineno, "print; use megatron.log"
         if source.is_library and isinstance(node, ast.Attribute) and dotted(node) in ("sys.stdout", "sys.stderr"):
@@ -172,7 +179,7 @@ def no_mutable_module_state(source: Source) -> Iterator[Finding]:
             is_constant = target.id.upper() == target.id or target.id.startswith("__")
             if node.value is not None and makes_mutable(node.value) and not is_constant:
                 yield node.lineno, f"{target.id} is a mutable value at module level; a constant is upper case"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
                 if makes_mutable(default):
@@ -184,7 +191,7 @@ def no_mutable_module_state(source: Source) -> Iterator[Finding]:
 
 def no_hidden_code(source: Source) -> Iterator[Finding]:
     """No eval, exec, compile, `__import__`, and no shell."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec", "compile", "__import__"}:
                 yield node.lineno, f"{node.func.id}()"
@@ -196,11 +203,13 @@ def no_hidden_code(source: Source) -> Iterator[Finding]:
 
 
 def files_and_functions_are_short(source: Source) -> Iterator[Finding]:
-    """A file has at most 500 lines, a function at most 80."""
+    """A file has at most 500 lines, a function at most 60."""
     lines = source.text.count("\n")
     if lines > MAXIMUM_FILE_LINES:
         yield 1, f"{lines} lines; a file has at most {MAXIMUM_FILE_LINES}"
-    for node in ast.walk(source.tree):
+    if lines <= MAXIMUM_FUNCTION_LINES:
+        return
+    for node in source.nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAXIMUM_FUNCTION_LINES:
@@ -209,10 +218,10 @@ def files_and_functions_are_short(source: Source) -> Iterator[Finding]:
 
 def imports_are_at_the_top(source: Source) -> Iterator[Finding]:
     """Inside a function only an optional package in the file that owns it; entry points are free there."""
-    for function in ast.walk(source.tree):
+    for function in source.nodes:
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        for node, module in imports(function):
+        for node, module in imports(ast.walk(function)):
             owners = [
                 files
                 for package, files in OPTIONAL_PACKAGES.items()
@@ -230,7 +239,7 @@ def entry_points_start_light(source: Source) -> Iterator[Finding]:
     if not source.is_program:
         return
     for node in source.tree.body:
-        for inner, module in imports(node) if not is_type_checking(node) and not is_function(node) else ():
+        for inner, module in imports(ast.walk(node)) if not is_type_checking(node) and not is_function(node) else ():
             root = module.split(".")[0]
             if root == "megatron":
                 light = ("megatron", "megatron.__version__", "megatron.log", "megatron.errors", "megatron.config")
@@ -249,7 +258,7 @@ def config_is_pure(source: Source) -> Iterator[Finding]:
     """`config/` needs only the standard library: no torch, no numpy, nothing to install."""
     if source.package != "config":
         return
-    for node, module in imports(source.tree):
+    for node, module in imports(source.nodes):
         root = module.split(".")[0]
         owned = source.is_in(OPTIONAL_PACKAGES.get(root, ()))
         if root not in sys.stdlib_module_names and root != "megatron" and not owned:
@@ -263,7 +272,7 @@ def names_are_whole_words(source: Source) -> Iterator[Finding]:
     for part in PurePosixPath(source.path).with_suffix("").parts:
         for word in _banned_words(part):
             yield 1, f'the file or folder name {part} contains "{word}"'
-    for line, name in defined_names(source.tree):
+    for line, name in defined_names(source.nodes):
         for word in _banned_words(name):
             yield line, f'{name} contains "{word}"'
 
@@ -286,7 +295,7 @@ def everything_public_is_described(source: Source) -> Iterator[Finding]:
 def no_assert_statements(source: Source) -> Iterator[Finding]:
     """The product raises typed errors; `assert` disappears under `python -O`."""
     if source.is_library or source.is_program:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Assert):
                 yield node.lineno, "assert; raise an error that says what to do"
 
@@ -308,7 +317,7 @@ def few_modules_use_the_run_config(source: Source) -> Iterator[Finding]:
     """Only the modules in USES_RUN_CONFIG use `RunConfig`; all others take the smallest section."""
     if not source.is_library or source.is_in(USES_RUN_CONFIG):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ImportFrom) and any(alias.name in ("RunConfig", "RunRequest") for alias in node.names):
             yield node.lineno, "imports the whole configuration (RunConfig); take the smallest section of it"
 
@@ -317,7 +326,7 @@ def the_model_only_knows_its_config(source: Source) -> Iterator[Finding]:
     """The model package imports only `ModelConfig`, and the names of its choices, from config."""
     if source.package != "model":
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
         if isinstance(node, ast.ImportFrom) and module.startswith("megatron.config"):
             for alias in node.names:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 MUTATING_METHODS = {
     *("append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "clear", "remove", "discard"),
@@ -12,9 +12,9 @@ MUTATING_METHODS = {
 MUTABLE_MAKERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+def imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.stmt, str]]:
     """Every imported module, with `from a import b` given as "a", or "a.b" where b may be one of our modules."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node, alias.name
@@ -28,10 +28,10 @@ def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
                 yield node, node.module
 
 
-def foreign_names(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+def foreign_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     """Every imported thing and every dotted name, with import aliases written out."""
     aliases: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node, alias.name
@@ -41,7 +41,7 @@ def foreign_names(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
             for alias in node.names:
                 yield node, f"{node.module}.{alias.name}"
                 aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             name = dotted(node)
             root, _, rest = name.partition(".")
@@ -113,9 +113,9 @@ def is_function(node: ast.stmt) -> bool:
     return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
 
 
-def defined_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def defined_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Every name that the code gives: functions, classes, arguments, variables, attributes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):

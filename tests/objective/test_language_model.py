@@ -8,7 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron.data.loader import Batch
-from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS, LanguageModelObjective
+from megatron.objective.language_model import (
+    SAMPLE_LOSS,
+    SOURCE_LOSS,
+    SOURCE_TOKENS,
+    Z_LOSS,
+    LanguageModelObjective,
+)
 from megatron.parallel.mesh import Axis
 
 LABELS = torch.tensor([[1, 2, 3], [4, 0, 1], [2, 2, 0]])
@@ -67,3 +73,19 @@ def test_inputs_and_targets_of_a_batch() -> None:
     assert plain.token_count(batch) == 6.0
     assert list(plain.targets(batch)) == ["labels", "loss_mask"]
     assert list(with_sources.targets(batch)) == ["labels", "loss_mask", "source_ids"]
+
+
+def test_a_mean_over_samples_weighs_short_and_long_samples_alike() -> None:
+    mask = torch.cat([MASK[:2], torch.zeros(1, 3)])  # two, one and no label that count
+    batch = Batch(LABELS.numpy(), LABELS.numpy(), mask.numpy(), np.arange(3), segment_ids=None)
+    objective = LanguageModelObjective(Axis.single("tp"), 5, averages_samples=True)
+    assert objective.token_count(batch) == 2.0
+    result = objective(LOGITS, {name: torch.from_numpy(value) for name, value in objective.targets(batch).items()})
+    losses = F.cross_entropy(LOGITS[..., :5].transpose(1, 2), LABELS, reduction="none")
+    expected = (losses[0, :2].mean() + losses[1, 0]).item()
+    assert result.minimized_sum is not None
+    assert result.minimized_sum.item() == pytest.approx(expected, rel=1e-6)
+    assert result.loss_sum.item() == pytest.approx((losses * mask).sum().item(), rel=1e-6)
+    assert result.token_count == 3
+    assert objective.metric_sizes == {SAMPLE_LOSS: 2}
+    assert result.metrics[SAMPLE_LOSS].tolist() == pytest.approx([expected, 2.0], rel=1e-6)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from megatron.checkpoint.record import Progress
-from megatron.objective.language_model import SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
+from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.observe.metrics import Interval, SourceLoss, Workload, flops_per_sample, mean_of, measure
 from tests.train.samples import WORKLOAD, Outcome, metrics, model_config
 
@@ -84,6 +84,16 @@ def test_the_z_loss_is_the_mean_over_counted_tokens() -> None:
     ]
     assert (steps[0].z_loss, mean_of(steps).z_loss) == (0.25, 0.5)
     assert mean_of([metrics()]).z_loss is None
+
+
+def test_the_loss_per_sample_is_the_mean_over_samples() -> None:
+    outcomes = [Outcome(metrics={SAMPLE_LOSS: pair}) for pair in ((6.0, 4.0), (9.0, 3.0))]
+    steps = [
+        measure(Progress(1, 8, 128), outcome, WORKLOAD, train_iterations=9, learning_rate=0.1, seconds=1.0)
+        for outcome in outcomes
+    ]
+    assert (steps[0].sample_loss, mean_of(steps).sample_loss) == (1.5, 2.25)
+    assert mean_of([metrics()]).sample_loss is None
 
 
 def test_rates_of_an_interval_are_totals_over_total_time() -> None:

@@ -52,6 +52,20 @@ def test_four_ranks_in_deepspeed_order() -> None:
         assert result["timeouts"] == {timedelta(minutes=2)}
 
 
+def _meet_again(rank: int) -> list[float]:
+    sums, stores = [], []
+    for _ in range(2):
+        mesh = open_mesh(Layout())
+        stores.append(torch.distributed.distributed_c10d._get_default_store())  # it lives on, as under torchrun
+        sums.append(messages.all_reduce_sum(torch.tensor([rank + 1.0]), mesh.world).item())
+        close_mesh(mesh)
+    return sums
+
+
+def test_the_same_processes_open_a_second_mesh() -> None:
+    assert run_ranks(_meet_again, 2, timeout_seconds=60) == [[3.0, 3.0]] * 2
+
+
 def _no_rendezvous(*_: object, **__: object) -> None:
     raise AssertionError("a single process looks for others")
 
@@ -59,7 +73,7 @@ def _no_rendezvous(*_: object, **__: object) -> None:
 def _alone(rank: int) -> tuple[int, int]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    torch.distributed.distributed_c10d.rendezvous = _no_rendezvous
+    torch.distributed.rendezvous = torch.distributed.distributed_c10d.rendezvous = _no_rendezvous
     mesh = open_mesh(Layout())
     size = torch.distributed.get_world_size(mesh.dp.group)
     close_mesh(mesh)

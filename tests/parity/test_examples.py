@@ -30,6 +30,7 @@ Curve = list[tuple[float, float]]
 LENGTH, EXAMPLES, STEPS = 48, 24, 3
 RECIPE = Recipe(num_layers=2, vocab_size=400, sequence_length=LENGTH, steps=STEPS, learning_rate=2.0e-3)
 TARGETS, PACK = "--loss-on-targets-only", "--pack-examples"
+SAMPLES = ["--loss-mean", "samples"]
 POSITIONS = {
     "learned": [],
     "rotary": ["--position-embedding-type", "rotary"],
@@ -167,6 +168,7 @@ def measure(rank: int, files: Files) -> tuple[dict[str, Compared], float, dict[s
         for labels, flags in LABELS.items()
     }
     variants = {"alone": [TARGETS], "packed": [TARGETS, PACK]}
+    variants |= {"alone, samples": [TARGETS, *SAMPLES], "packed, samples": [TARGETS, PACK, *SAMPLES]}
     return compared, seen_as_one_text(files), train_files(rank, files, (1, 1, 1), 0, variants)
 
 
@@ -199,10 +201,18 @@ def test_training_on_packed_rows_is_training_on_single_rows(one_process) -> None
     assert curves["packed"][-1][0] < curves["packed"][0][0]
 
 
+def test_every_packed_example_counts_the_same_with_loss_mean_samples(one_process) -> None:
+    curves = one_process[2]
+    check(curves["packed, samples"], curves["alone, samples"])
+    assert abs(curves["alone, samples"][0][1] / curves["alone"][0][1] - 1) > 1e-3, "other gradients than of all tokens"
+
+
 @pytest.mark.parametrize(
     ("layout", "stage"), LAYOUTS, ids=[f"{layout_name(one)}-zero{stage}" for one, stage in LAYOUTS]
 )
 def test_layouts_train_on_packed_rows_alike(files: Files, one_process, layout, stage) -> None:
     world_size = layout[0] * layout[1] * layout[2]
-    for curves in run_ranks(train_files, world_size, files, layout, stage, {"packed": [TARGETS, PACK]}):
-        check(curves["packed"], one_process[2]["packed"])
+    variants = {"packed": [TARGETS, PACK], "packed, samples": [TARGETS, PACK, *SAMPLES]}
+    for curves in run_ranks(train_files, world_size, files, layout, stage, variants):
+        for name in variants:
+            check(curves[name], one_process[2][name])

@@ -9,7 +9,7 @@ from megatron.config.flags.fields import MUST_MATCH, SMALLEST_FLOAT32, flag
 from megatron.config.flags.section import ConfigSection
 
 LAYER_NORM, RMS_NORM = "LayerNorm", "RMSNorm"
-PRE, SANDWICH, POST_BRANCH = "pre", "sandwich", "post_branch"
+PRE, SANDWICH, POST_BRANCH, POST = "pre", "sandwich", "post_branch", "post"
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,16 @@ class NormFields(ConfigSection):
     apply_layernorm_1p: bool = flag(
         False, "norm weights are stored as their difference from 1 (zero-centred)", resume=MUST_MATCH
     )
-    embed_layernorm: bool = flag(False, "a norm right after the word embedding", resume=MUST_MATCH)
+    embed_layernorm: bool = flag(
+        False,
+        "a norm right after the word embedding; in an encoder after the sum of all embeddings",
+        resume=MUST_MATCH,
+    )
     norm_placement: str = flag(
         PRE,
-        "norms before attention and feed-forward, before and after them, or only after them",
-        choices=(PRE, SANDWICH, POST_BRANCH),
+        "norms before attention and feed-forward, before and after them, only after them, or after the residual "
+        "additions (post: the original BERT, without a final norm)",
+        choices=(PRE, SANDWICH, POST_BRANCH, POST),
         resume=MUST_MATCH,
     )
     apply_residual_connection_post_layernorm: bool = flag(
@@ -54,8 +59,8 @@ class NormFields(ConfigSection):
                 f"--apply-residual-connection-post-layernorm does not go with {other}. It moves the residual of a "
                 "block with norms before attention and feed-forward; drop one of them."
             )
-        if self.parallel_residual and self.norm_placement == POST_BRANCH:
+        if self.parallel_residual and self.norm_placement in (POST_BRANCH, POST):
             yield (
-                "--parallel-residual does not go with --norm-placement post_branch, which has no norm before the "
-                "branches. Drop one of them."
+                f"--parallel-residual does not go with --norm-placement {self.norm_placement}, which has no norm "
+                "before the branches. Drop one of them."
             )

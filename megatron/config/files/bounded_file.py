@@ -10,7 +10,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron.errors import ConfigError
@@ -76,23 +76,32 @@ def read_json(path: str, name: str, most_bytes: int = MOST_BYTES) -> Any:
     values = sum(map(text.count, "[{,"))
     if values > MOST_VALUES:
         raise ConfigError(f"{name} holds about {values:,} values; such a file may hold {MOST_VALUES:,}.")
-
-    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise ConfigError(f'{name} has the key "{_shown(key)}" twice. Keep one of them.')
-            found[key] = value
-        return found
-
     try:
-        tree = json.loads(text, object_pairs_hook=without_repeats)
+        tree = json.loads(text, object_pairs_hook=without_repeats(lambda key: _repeated_key(name, key)))
     except RecursionError:
         raise ConfigError(_depth_text(name)) from None
     except ValueError as failure:
         raise ConfigError(f"{name} is not JSON: {failure}. Fix the file.") from None
     check_values(tree, name)
     return tree
+
+
+def without_repeats(refuse: Callable[[str], Exception]) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Makes the objects of a JSON parser (its `object_pairs_hook`), each of whose keys may occur once.
+
+    Args:
+        refuse: makes the error about a key that occurs twice.
+    """
+
+    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise refuse(key)
+            found[key] = value
+        return found
+
+    return made
 
 
 def read_yaml(path: str, name: str) -> Any:
@@ -216,8 +225,12 @@ def _check_node(node: Any, name: str) -> None:
     for item in node.value:
         if isinstance(item, tuple) and isinstance(item[0].value, str) and item[0].tag != _MERGE_TAG:
             if item[0].value in keys:
-                raise ConfigError(f'{name} has the key "{_shown(item[0].value)}" twice. Keep one of them.')
+                raise _repeated_key(name, item[0].value)
             keys.add(item[0].value)
+
+
+def _repeated_key(name: str, key: str) -> ConfigError:
+    return ConfigError(f'{name} has the key "{_shown(key)}" twice. Keep one of them.')
 
 
 def _depth_text(name: str) -> str:

@@ -21,8 +21,8 @@ from megatron.config.flags.section import Instance, build_unchecked, missing_pro
 from megatron.errors import ConfigError
 from megatron.secret_text import guarded, masked
 
-_TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
-_FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+_TRUE_WORDS = frozenset({"true", "yes", "on"})
+_FALSE_WORDS = frozenset({"false", "no", "off"})
 _LONGEST_SHOWN = 200
 _LARGEST_NUMBER = 2**63 - 1
 _LARGEST_FLOAT32 = 3.4028234663852886e38  # torch refuses a larger factor of a float32 tensor
@@ -77,12 +77,24 @@ def read_command_line(
     return reading
 
 
-def parse_flags(cls: type[Instance], argv: Sequence[str], prog: str | None = None, description: str = "") -> Instance:
+def parse_flags(
+    cls: type[Instance],
+    argv: Sequence[str],
+    prog: str | None = None,
+    description: str = "",
+    *,
+    unnamed: str | None = None,
+) -> Instance:
     """Reads the command line of a tool into an instance of `cls`, a dataclass of `flag()` fields.
+
+    Args:
+        unnamed: the flag that words before the first flag belong to, such as `--load`.
 
     Raises:
         ConfigError: with all problems of the command line at once.
     """
+    if unnamed is not None and argv and not argv[0].startswith("-"):
+        argv = [unnamed, *argv]
     flags = {flag.field: flag for flag in flags_of(cls)}
     reading = read_command_line(flags, argv, prog=prog, description=description, groups=[("flags", list(flags))])
     problems = [*reading.problems, *missing_problems(flags.values(), reading.values, reading.broken)]
@@ -149,6 +161,8 @@ def _convert(flag: Flag, option: str, word: str) -> Any:
     if flag.element is bool:
         if word.lower() in _TRUE_WORDS | _FALSE_WORDS:
             return word.lower() in _TRUE_WORDS
+        if flag.facts.numeric and word in ("0", "1"):
+            return word == "1"
         raise ConfigError(f'{option} takes no value, or true or false, not "{word}".')
     if flag.element is str:
         if not word and flag.default != "":

@@ -46,6 +46,7 @@ class FlagFacts:
     remedy: str = ""
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     repeated: bool = False
+    numeric: bool = False
 
 
 def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> Any:
@@ -54,13 +55,14 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
     Args:
         default: value when the flag is absent; left out, the flag is required, unless its default is computed.
         help: one sentence for `--help`.
-        **facts: the other fields of `FlagFacts`: `spelled` (further spellings; for a boolean, a spelling that starts
-            with `--no-` turns it off), `nargs` ("+": at least one value), `choices`, the bounds `at_least above at_most
+        **facts: the other fields of `FlagFacts`: `spelled` (further spellings; for a boolean, a spelling with `-no-`
+            turns it off), `nargs` ("+": at least one value), `choices`, the bounds `at_least above at_most
             below`, `computed` (a function of the section that gives the default, and raises ConfigError if it cannot),
             `follows` (the fields a computed default depends on), `resume` (what a resume does with the field),
             `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that is refused),
             `synonyms` (other words for values), `repeated` (one value may be written several times, as upstream
-            writes one for each layer).
+            writes one for each layer), `numeric` (a switch that may also be written with 1 or 0, because upstream's
+            takes a word).
     """
     if "computed" in facts:
         default = Unset.COMPUTED
@@ -108,7 +110,7 @@ class Flag:
             if not self.field.startswith("no_"):
                 found["--no-" + self.field.replace("_", "-")] = False
             for text in self.facts.spelled:
-                found[text] = self.field.startswith("no_") or not text.startswith("--no-")
+                found[text] = self.field.startswith("no_") or "-no-" not in text
         else:
             found.update(dict.fromkeys(self.facts.spelled, True))
         return found

@@ -11,7 +11,7 @@ from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
 _TAG = re.compile(r"(?:global_step|iter_)0*(\d+)")
-LOG_STYLES = ("megatron", "jax_lm")
+LOG_STYLES = ("megatron", "jax_lm", "dsgpt2")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -45,7 +45,7 @@ class ControlConfig(ConfigSection):
         None,
         "YAML or JSON file of tasks (see docs/evaluation.md) that every evaluation also runs; results join the metrics",
     )
-    eval_only: bool = flag(False, "evaluate the loaded checkpoint and exit", spelled=("--skip-train",))
+    eval_only: bool = flag(False, "evaluate the loaded checkpoint and exit", spelled=("--skip-train",), numeric=True)
     exit_interval: int | None = flag(None, "save and exit when the step is a multiple of this", at_least=1)
     exit_duration_in_mins: int | None = flag(None, "save and exit after this many minutes", at_least=0)
     exit_on_signal: bool = flag(

@@ -11,6 +11,9 @@ from megatron.config.flags.section import ConfigSection
 CAUSAL = "causal"
 PREFIX = "prefix"
 MULTITASK = "multitask"
+MASKED = "masked"
+TOKENS = "tokens"
+SAMPLES = "samples"
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,9 @@ class LossConfig(ConfigSection):
     objective: str = flag(
         CAUSAL,
         "what is learned: causal predicts every next token, prefix attends to a random prefix of each sample in both "
-        "directions, multitask to the inputs of packed pairs PREFIX_inputs_document and PREFIX_targets_document",
-        choices=(CAUSAL, PREFIX, MULTITASK),
+        "directions, multitask to the inputs of packed pairs PREFIX_inputs_document and PREFIX_targets_document, "
+        "masked predicts masked tokens from both sides",
+        choices=(CAUSAL, PREFIX, MULTITASK, MASKED),
         resume=RUN_MUST_MATCH,
     )
     loss_on_targets_only: bool = flag(
@@ -41,6 +45,13 @@ class LossConfig(ConfigSection):
     label_smoothing: float = flag(
         0.0, "share of the target probability that is spread evenly over the vocabulary", at_least=0, below=1
     )
+    loss_mean: str = flag(
+        TOKENS,
+        "what is minimized: the mean over all tokens that count, or the mean over samples of the mean over the tokens "
+        "of a sample, in which a short answer counts as much as a long one",
+        choices=(TOKENS, SAMPLES),
+        resume=RUN_MUST_MATCH,
+    )
 
     @property
     def has_prefixes(self) -> bool:
@@ -52,4 +63,9 @@ class LossConfig(ConfigSection):
             yield (
                 "--reweight-loss-based-on-position-frequency is for --objective prefix, where random prefixes hide "
                 f"some positions more often than others; this is --objective {self.objective}. Drop the flag."
+            )
+        if self.loss_mean == SAMPLES and self.objective not in (CAUSAL, MULTITASK):
+            yield (
+                f"--loss-mean samples is for --objective {CAUSAL} and {MULTITASK}; --objective {self.objective} "
+                "divides its loss in a way of its own. Drop --loss-mean."
             )

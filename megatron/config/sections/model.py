@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.config.architecture.encoder import EncoderFields
 from megatron.config.architecture.feed_forward import ExpertFields
 from megatron.config.architecture.norms import NormFields
 from megatron.config.architecture.positions import PositionFields
@@ -12,7 +13,7 @@ from megatron.config.flags.fields import MUST_MATCH, derived, flag
 
 
 @dataclass(frozen=True)
-class ModelRequest(ScaleFields, NormFields, PositionFields, ExpertFields):
+class ModelRequest(ScaleFields, NormFields, PositionFields, ExpertFields, EncoderFields):
     """The architecture that was asked for."""
 
     vocab_size: int | None = flag(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config import ModelConfig
-from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerStack
+from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
 
 
 def network_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the network in the order of its layers, with its logical shape; allocates nothing."""
-    stack = LayerStack(gpt_layers(config, ParallelMesh.single("meta")))
+    stack = LayerStack(network_layers(config, ParallelMesh.single("meta")))
     return {name: shard_spec_of(parameter).shape for name, parameter in stack.named_parameters()}
 
 

@@ -25,9 +25,9 @@ from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.fields import Same
 from megatron.convert.hugging_face.weight_files import read_json_file
 from megatron.errors import ConversionError
-from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind, LayerStack
 from megatron.model.interface.step_context import StepSettings
+from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey, filling
 from megatron.parallel.shard_spec import shard_spec_of
@@ -236,7 +236,7 @@ def _our_logits(
     Shapes: `[2, positions, v]` each.
     """
     model = expected.side.shortened
-    stack = LayerStack(gpt_layers(model, ParallelMesh.single())).eval()
+    stack = LayerStack(network_layers(model, ParallelMesh.single())).eval()
     targets = (
         (PieceKey.of(shard_spec_of(parameter), name, "weight"), parameter.detach().view(-1))
         for name, parameter in stack.named_parameters()

@@ -350,7 +350,8 @@ def _build_group(group: GroupPlan, plan: DataPlan, files: DataSources, caches: _
     parts = {}
     for place in places:
         source = group.sources[place]
-        parts[place] = _build_source(group.name, source, plan, files.planned(source), caches)
+        part = _build_source(group.name, source, plan, files.planned(source), caches)
+        parts[place] = files.with_copied_prompts(part, source, plan.seed) if group is plan.train else part
     newest = _build_phase(group, last, parts, caches)
     if last == 0:
         return newest

@@ -17,7 +17,7 @@ import numpy as np
 from megatron import log
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar
-from megatron.data.order.index_cache import IndexCache
+from megatron.data.order.index_cache import IndexCache, description_sha256
 from megatron.data.order.packing import Packing, pack
 from megatron.errors import DataError
 
@@ -107,7 +107,7 @@ class PackedPairs:
             "sequence_length": sequence_length,
             "seed": seed,
         }
-        self.fingerprint = hashlib.sha256(repr(sorted(description.items())).encode()).hexdigest()
+        self.fingerprint = description_sha256(description)
         lengths = pairs.inputs.lengths[first:last].astype(np.int64) + pairs.targets.lengths[first:last]
         made = cache.arrays("packed", description, lambda: pack(lengths, self._length, seed)._asdict())
         self._packing = Packing(made["order"], made["rows"])

@@ -40,6 +40,11 @@ _REPORT_AFTER_SECONDS = 15.0
 Arrays = dict[str, np.ndarray]
 
 
+def description_sha256(description: Mapping[str, object]) -> str:
+    """Identifies rows by everything that their content depends on."""
+    return hashlib.sha256(repr(sorted(description.items())).encode()).hexdigest()
+
+
 class IndexCache:
     """A folder of index arrays.
 

@@ -77,7 +77,7 @@ class SourcePlan:
         return sum(segment.rows for segment in self.segments)
 
     def pass_samples(self, sequence_length: int) -> int:
-        """Samples of one pass: the rows, or as many as fit into a stream of the tokens."""
+        """Samples that one pass over it makes; of a token file, which is one stream over all passes, those that fit."""
         return self.last - self.first if self.is_rows else (self.tokens - 1) // sequence_length
 
     def identity(self) -> tuple[str, int, int]:
@@ -200,6 +200,15 @@ class DataPlan:
     train: GroupPlan | None
     valid: tuple[GroupPlan, ...]
     test: tuple[GroupPlan, ...]
+
+    def epoch_of(self, consumed_samples: int) -> int:
+        """The pass over the training data, from 0, that the last of so many samples belongs to."""
+        return max(0, consumed_samples - 1) // self.pass_samples if self.pass_samples else 0
+
+    @property
+    def pass_samples(self) -> int:
+        """Training samples of a pass: as many as all sources make in one, whatever their weights."""
+        return self.train.pass_samples(self.sequence_length) if self.train else 0
 
     def extended(self, samples: tuple[int, int | None, int | None]) -> DataPlan:
         """The plan extended to at least these numbers of training, validation and test samples (per group).

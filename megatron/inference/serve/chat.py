@@ -171,13 +171,7 @@ class ChatForm:
         return {**self._head("chat.completion.chunk"), "choices": choices}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.name,
-            "object": kind,
-            "created": self.created_at,
-            "model": self.served.name,
-            "system_fingerprint": self.served.fingerprint,
-        }
+        return self.served.head(kind, self.name, self.created_at)
 
     def _choice(self, place: int, piece: Piece, key: str, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = None

@@ -128,13 +128,7 @@ class CompletionForm:
         return self.ask.echoes[place // self.ask.choices]
 
     def _head(self) -> dict[str, Any]:
-        return {
-            "id": self.name,
-            "object": "text_completion",
-            "created": self.created_at,
-            "model": self.served.name,
-            "system_fingerprint": self.served.fingerprint,
-        }
+        return self.served.head("text_completion", self.name, self.created_at)
 
     def _choice(self, place: int, piece: Piece, echo: str) -> dict[str, Any]:
         logprobs = None if self.ask.top_logprobs is None else self._logprobs(piece.tokens)

@@ -46,15 +46,19 @@ class PositionEmbedding(nn.Module):
     """Adds a learned vector per position, then applies dropout.
 
     Shapes: `[b, s, h]` to the same; weight `[positions, h]`, replicated.
+
+    Args:
+        dropout: probability of dropout; that of the configuration if None.
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, dropout: float | None = None) -> None:
         super().__init__()
         shape = (config.max_position_embeddings, config.hidden_size)
         dimensions = (Dimension("positions", shape[0]), Dimension("hidden", shape[1]))
         spec = ShardSpec(dimensions, is_matrix=True)
         self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
-        self.positions, self.dropout = shape[0], config.hidden_dropout
+        self.positions = shape[0]
+        self.dropout = config.hidden_dropout if dropout is None else dropout
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Adds the position embeddings.
@@ -75,8 +79,26 @@ class PositionEmbedding(nn.Module):
         return _drop(hidden + vectors, self, context)
 
 
+class TokenTypeEmbedding(nn.Module):
+    """Adds a learned vector per token type; tokens are of type 0 if the context has no types.
+
+    Shapes: `[b, s, h]` to the same; weight `[types, h]`, replicated.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+        super().__init__()
+        shape = (config.token_types, config.hidden_size)
+        spec = ShardSpec((Dimension("token types", shape[0]), Dimension("hidden", shape[1])), is_matrix=True)
+        self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
+
+    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """Adds the token-type embeddings."""
+        types = context.token_types
+        return hidden + (self.weight[0] if types is None else F.embedding(types, self.weight))
+
+
 class EmbeddingDropout(nn.Module):
-    """Dropout of the embedding in networks without learned positions.
+    """Dropout of the embedding as a layer of its own: without learned positions, or after a norm of the embedding.
 
     Shapes: `[b, s, h]` to the same.
     """
@@ -93,13 +115,16 @@ class EmbeddingDropout(nn.Module):
 class OutputHead(nn.Module):
     """Computes the logits of this rank's vocabulary rows, including padding rows, whose logits are 0.
 
-    Shapes: `[b, s, h]` to `[b, s, v/t]`; weight `[v/t, h]`.
+    Shapes: `[b, s, h]` to `[b, s, v/t]`; weight `[v/t, h]`, bias `[v/t]`.
 
     Args:
         weight: the word embedding matrix that the head shares; None creates a separate matrix.
+        bias: whether every entry of the vocabulary has a bias.
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, weight: nn.Parameter | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, mesh: ParallelMesh, weight: nn.Parameter | None = None, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.axis = mesh.tp
         self.multiplier, self.softcap = config.logit_multiplier, config.output_logit_softcap
@@ -112,12 +137,17 @@ class OutputHead(nn.Module):
                 mesh.tp,
                 mesh.device,
             )
+        self.bias = None
+        if bias:
+            rows = Dimension("rows of the padded vocabulary", config.vocab_size, mesh.tp, config.padded_vocab_size)
+            spec = ShardSpec((rows,))
+            self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Computes the logits."""
         if self.multiplier != 1:
             hidden = hidden * self.multiplier
-        logits = F.linear(copy_to(hidden, self.axis), self.weight)  # type: ignore[arg-type]
+        logits = F.linear(copy_to(hidden, self.axis), self.weight, self.bias)  # type: ignore[arg-type]
         return logits if self.softcap is None else softcapped(logits, self.softcap)
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
-from megatron.config.architecture.norms import POST_BRANCH, PRE
+from megatron.config.architecture.norms import POST, POST_BRANCH, PRE
 from megatron.model.blocks.attention import SelfAttention
 from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.feed_forward import FeedForward
@@ -26,6 +26,8 @@ class TransformerBlock(nn.Module):
     random state needs saving, because the dropout mask is a function of (seed, layer, sample, position). Each block is
     recomputed separately: a `--checkpoint-num-layers` above 1 would only make the units coarser.
 
+    The outer norms follow attention and feed-forward, or with `--norm-placement post` the residual additions.
+
     Shapes: `[b, s, h]` to the same.
     """
 
@@ -36,7 +38,8 @@ class TransformerBlock(nn.Module):
         self.is_parallel = config.parallel_residual
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         self.attention_slot, self.feed_forward_slot = 1 + 2 * index, 2 + 2 * index
-        has_inner, has_outer = placement != POST_BRANCH, placement != PRE
+        self.norms_residual = placement == POST
+        has_inner, has_outer = placement not in (POST_BRANCH, POST), placement != PRE
         self.input_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
         self.self_attention = SelfAttention(config, mesh, index)
         self.post_self_attn_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
@@ -51,6 +54,12 @@ class TransformerBlock(nn.Module):
         return self._run(hidden, context)
 
     def _run(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+        if self.norms_residual:
+            attended = self._branch(self.self_attention(hidden, context), self.attention_slot, context)
+            hidden = self.post_self_attn_layernorm(hidden + attended)
+            return self.post_mlp_layernorm(
+                hidden + self._branch(self.mlp(hidden, context), self.feed_forward_slot, context)
+            )
         normed = self.input_layernorm(hidden)
         attended = self.post_self_attn_layernorm(self.self_attention(normed, context))
         residual = normed if self.residual_after_norm else hidden

@@ -55,8 +55,8 @@ class LayerSpec:
         cost: parameters and FLOPs.
         build: builds the module, with all matrices zero. The module maps hidden states (the first layer: the
             micro-batch's inputs) and a `StepContext` to hidden states (the last layer: outputs).
-        tied_to: the layer whose weight this one shares. If both are on the same rank, that weight is passed to `build`
-            as `weight`; otherwise `build` creates a copy.
+        tied_to: the layer whose weight this one shares as its `weight`; other parameters are its own. If both are on
+            the same rank, that weight is passed to `build` as `weight`; otherwise `build` creates a copy.
         complete_spec: completes the spec of a parameter, given its global name: initial values and learning rate.
     """
 
@@ -91,10 +91,9 @@ class LayerStack(nn.Module):
             shared = built.get(spec.tied_to) if spec.tied_to is not None else None
             weight = None if shared is None else _shared_weight(shared, str(spec.tied_to))
             module = (build or build_layer)(spec, weight)
-            if shared is None:
-                name_parameters(spec, module)
-                if seed is not None:
-                    draw_initial_values(module, seed)
+            name_parameters(spec, module, weight)
+            if seed is not None:
+                draw_initial_values(module, seed, weight)
             built[spec.name] = module
             self._layers.append((spec, module))
             _attach(self, spec.name, module)
@@ -142,16 +141,22 @@ def build_layer(spec: LayerSpec, shared: nn.Parameter | None = None) -> nn.Modul
     return spec.build() if shared is None else spec.build(weight=shared)
 
 
-def name_parameters(spec: LayerSpec, module: nn.Module) -> None:
+def name_parameters(spec: LayerSpec, module: nn.Module, shared: nn.Parameter | None = None) -> None:
     """Sets the global name of every parameter (`parameter.global_name`) and completes its shard spec; a tied copy gets
     the original's name.
+
+    Args:
+        shared: the weight of another layer on this rank, which has its name already.
     """
     for inner, parameter in module.named_parameters():
-        name, placed = f"{spec.tied_to or spec.name}.{inner}", shard_spec_of(parameter)
+        if parameter is shared:
+            continue
+        owner = spec.tied_to if inner == "weight" else None
+        name, placed = f"{owner or spec.name}.{inner}", shard_spec_of(parameter)
         if spec.complete_spec is not None:
             placed = spec.complete_spec(name, placed)
         parameter.global_name = name  # type: ignore[attr-defined]
-        parameter.shard_spec = placed if spec.tied_to is None else placed.as_tied_copy()  # type: ignore[attr-defined]
+        parameter.shard_spec = placed if owner is None else placed.as_tied_copy()  # type: ignore[attr-defined]
 
 
 def parameter_names(specs: Sequence[LayerSpec]) -> list[str]:
@@ -165,11 +170,15 @@ def parameter_names(specs: Sequence[LayerSpec]) -> list[str]:
     return list(names)
 
 
-def draw_initial_values(module: nn.Module, seed: int) -> None:
-    """Draws the initial values of the matrices of a named module; norms and biases keep theirs."""
+def draw_initial_values(module: nn.Module, seed: int, shared: nn.Parameter | None = None) -> None:
+    """Draws the initial values of the matrices of a named module; norms and biases keep theirs.
+
+    Args:
+        shared: the weight of another layer, which has its values already.
+    """
     for parameter in module.parameters():
         spec = shard_spec_of(parameter)
-        if spec.is_matrix:
+        if spec.is_matrix and parameter is not shared:
             draw_weights_(parameter.detach().view(-1), spec, seed, parameter.global_name)  # type: ignore[attr-defined]
 
 

@@ -19,6 +19,9 @@ from megatron.model.interface.key_value_cache import KeyValueCaches
 
 Shared = TypeVar("Shared")
 
+# The fields of a context that only some networks have, in the order in which they pass from stage to stage.
+OPTIONAL_TENSORS = ("segment_ids", "prefix_mask", "token_types", "predicted")
+
 
 class Recompute(Enum):
     """What is recomputed during backward instead of keeping its activations."""
@@ -29,7 +32,10 @@ class Recompute(Enum):
 
 
 class MaskKind(Enum):
-    """What a token may attend to: all earlier tokens, or those of its own document."""
+    """What a token may attend to: all earlier tokens, or those of its own document.
+
+    Later ones are hidden by the layers of networks that are not bidirectional.
+    """
 
     CAUSAL = "causal"
     DOCUMENTS = "documents"
@@ -54,7 +60,8 @@ class TextPart:
 class StepContext:
     """What the layers know about a micro-batch.
 
-    Shapes: sample_ids `[b]` int64; segment_ids and position_ids `[b, s]` int64; prefix_mask `[b, s]` bool.
+    Shapes: sample_ids `[b]` int64; segment_ids, position_ids and token_types `[b, s]` int64; prefix_mask `[b, s]` bool;
+    predicted `[b, m]` int64.
 
     Attributes:
         sample_ids: index of each sample in the sample order of the run; together with the seed it determines dropout.
@@ -67,6 +74,8 @@ class StepContext:
         mask: what a token may attend to.
         prefix_mask: tokens that all tokens of their document may attend to, earlier ones included; None if a token is
             only seen by later ones.
+        token_types: which of the segments of its sample each token belongs to; None in networks without token types.
+        predicted: the positions for which a masked language model computes outputs; None for all.
         recompute: what is recomputed during backward.
         caches: keys and values of earlier tokens; None outside generation.
         texts: the texts whose new tokens follow each other along s, in a batch of 1 with `position_ids`; empty if every
@@ -83,6 +92,8 @@ class StepContext:
     segment_ids: torch.Tensor | None = None
     mask: MaskKind = MaskKind.CAUSAL
     prefix_mask: torch.Tensor | None = None
+    token_types: torch.Tensor | None = None
+    predicted: torch.Tensor | None = None
     recompute: Recompute = Recompute.NONE
     caches: KeyValueCaches | None = None
     texts: tuple[TextPart, ...] = ()
@@ -109,7 +120,7 @@ class StepContext:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors from which the next pipeline stage rebuilds this context with `StepSettings.context`."""
-        optional = (self.segment_ids, self.prefix_mask)
+        optional = (getattr(self, name) for name in OPTIONAL_TENSORS)
         return (self.sample_ids, *(tensor for tensor in optional if tensor is not None))
 
 
@@ -123,6 +134,8 @@ class StepSettings:
         restart_positions: whether positions restart at 0 in every document (`--reset-position-ids`).
         mask: what a token may attend to (`--reset-attention-mask`).
         has_prefixes: whether every micro-batch has a prefix mask.
+        has_token_types: whether every micro-batch has token types.
+        has_predicted: whether every micro-batch names the positions to predict.
         dtype: dtype of activations.
     """
 
@@ -131,6 +144,8 @@ class StepSettings:
     restart_positions: bool = False
     mask: MaskKind = MaskKind.CAUSAL
     has_prefixes: bool = False
+    has_token_types: bool = False
+    has_predicted: bool = False
     dtype: torch.dtype = torch.float32
 
     @property
@@ -141,7 +156,13 @@ class StepSettings:
     @property
     def tensor_count(self) -> int:
         """The number of tensors in `StepContext.tensors`."""
-        return 1 + self.needs_segments + self.has_prefixes
+        return 1 + len(self.passed)
+
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """The optional tensors of every micro-batch by name, in the order of `StepContext.tensors`."""
+        present = (self.needs_segments, self.has_prefixes, self.has_token_types, self.has_predicted)
+        return tuple(name for name, is_present in zip(OPTIONAL_TENSORS, present, strict=True) if is_present)
 
     def context(
         self,
@@ -149,13 +170,15 @@ class StepSettings:
         segment_ids: torch.Tensor | None = None,
         prefix_mask: torch.Tensor | None = None,
         *,
+        token_types: torch.Tensor | None = None,
+        predicted: torch.Tensor | None = None,
         first_sample: int | None = None,
         caches: KeyValueCaches | None = None,
         backward_scale: float = 1.0,
     ) -> StepContext:
         """Builds the context of one micro-batch.
 
-        Shapes: sample_ids `[b]` and segment_ids `[b, s]` int64; prefix_mask `[b, s]` bool.
+        Shapes: as in `StepContext`.
 
         Args:
             first_sample: the first sample id, if the host knows it; reading it from a GPU would synchronize.
@@ -174,6 +197,8 @@ class StepSettings:
             segment_ids=segment_ids,
             mask=MaskKind.DOCUMENTS if separate else MaskKind.CAUSAL,
             prefix_mask=prefix_mask,
+            token_types=token_types,
+            predicted=predicted,
             recompute=self.recompute,
             caches=caches,
             auxiliary=AuxiliaryLosses(backward_scale),
@@ -183,14 +208,9 @@ class StepSettings:
         self, tensors: Sequence[torch.Tensor], *, first_sample: int | None = None, backward_scale: float = 1.0
     ) -> StepContext:
         """Builds the context of a micro-batch from its `StepContext.tensors`."""
-        sample_ids, *masks = tensors
-        return self.context(
-            sample_ids,
-            masks.pop(0) if self.needs_segments and masks else None,
-            masks.pop(0) if self.has_prefixes and masks else None,
-            first_sample=first_sample,
-            backward_scale=backward_scale,
-        )
+        sample_ids, *optional = tensors
+        named = dict(zip(self.passed, optional, strict=True))
+        return self.context(sample_ids, **named, first_sample=first_sample, backward_scale=backward_scale)  # type: ignore[arg-type]
 
 
 def restarted_positions(segment_ids: torch.Tensor) -> torch.Tensor:

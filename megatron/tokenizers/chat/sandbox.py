@@ -18,7 +18,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 from jinja2 import nodes
@@ -57,6 +57,7 @@ _JINJAS_OWN = ("_loop_vars", "_block_vars")  # arguments that compiled programs 
 _MAPPING_METHODS = frozenset({"get", "items", "keys", "values"})
 _SEQUENCE_METHODS = frozenset({"count", "index"})
 _UNSAFE_FORMAT = re.compile(r"\*|\d{4}")  # a width that is computed, or of more than three digits
+_Repeated = TypeVar("_Repeated", nodes.For, nodes.Macro)
 _FORBIDDEN = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
 
 
@@ -353,21 +354,11 @@ class _Charging(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         """Charges each turn for the text in the loop."""
-        written = sum(len(one.data) for one in node.find_all(nodes.TemplateData))
-        self.generic_visit(node)
-        node.body.insert(
-            0, nodes.Output([_own_call("charge", [nodes.Const(_UNITS_PER_CALL + written)])]).set_lineno(node.lineno)
-        )
-        return node
+        return self._charged(node)
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
         """Charges each call for the text in the macro."""
-        written = sum(len(one.data) for one in node.find_all(nodes.TemplateData))
-        self.generic_visit(node)
-        node.body.insert(
-            0, nodes.Output([_own_call("charge", [nodes.Const(_UNITS_PER_CALL + written)])]).set_lineno(node.lineno)
-        )
-        return node
+        return self._charged(node)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         """Has the environment join texts."""
@@ -388,6 +379,13 @@ class _Charging(NodeTransformer):
         """Has the environment weigh a tuple, unless it is the target of an assignment."""
         self.generic_visit(node)
         return _own_call("weighed", [node]) if node.ctx == "load" else node
+
+    def _charged(self, node: _Repeated) -> _Repeated:
+        written = sum(len(one.data) for one in node.find_all(nodes.TemplateData))
+        self.generic_visit(node)
+        charge = _own_call("charge", [nodes.Const(_UNITS_PER_CALL + written)])
+        node.body.insert(0, nodes.Output([charge]).set_lineno(node.lineno))
+        return node
 
 
 def _own_call(name: str, values: list[nodes.Expr]) -> nodes.Call:

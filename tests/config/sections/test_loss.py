@@ -20,6 +20,17 @@ def test_positions_are_weighed_only_where_prefixes_are_random() -> None:
     assert LossConfig(objective="prefix", reweight_loss_based_on_position_frequency=True)
 
 
+@pytest.mark.parametrize("objective", ["causal", "multitask"])
+def test_the_mean_may_be_taken_over_samples(objective: str) -> None:
+    assert LossConfig().loss_mean == "tokens"
+    assert LossConfig(objective=objective, loss_mean="samples")
+
+
+def test_random_prefixes_have_a_mean_of_their_own() -> None:
+    with pytest.raises(ConfigError, match=r"--loss-mean samples is for .*; --objective prefix divides its loss"):
+        LossConfig(objective="prefix", loss_mean="samples")
+
+
 @pytest.mark.parametrize(("objective", "sees"), [("causal", False), ("prefix", True), ("multitask", True)])
 def test_prefixes_and_inputs_are_seen_in_both_directions(objective: str, sees: bool) -> None:
     assert LossConfig(objective=objective).has_prefixes is sees

@@ -7,14 +7,12 @@ and reported.
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 
 from megatron import log
 from megatron.data.datasets.examples.tokens import TokenizedExamples
 from megatron.data.order.best_fit import best_fit
-from megatron.data.order.index_cache import IndexCache
+from megatron.data.order.index_cache import IndexCache, description_sha256
 
 _PROMPT_SHARE = 4  # a row keeps a quarter for the prompt of an answer that is too long
 
@@ -46,6 +44,7 @@ class ExampleRows:
         self.prefix = examples.prefix
         self._examples = examples
         self._first = first
+        self._last = last
         self._length = sequence_length + 1
         self._on_targets_only = on_targets_only
         description = {
@@ -55,7 +54,7 @@ class ExampleRows:
             "sequence_length": sequence_length,
             "packed": pack,
         }
-        self.fingerprint = hashlib.sha256(repr(sorted(description.items())).encode()).hexdigest()
+        self.fingerprint = description_sha256(description)
         self._kept = windows(
             examples.lengths[first:last], examples.last_answers[first:last], self._length
         )  # [n, 2], of each example the tokens that a row holds
@@ -67,6 +66,18 @@ class ExampleRows:
 
     def __len__(self) -> int:
         return len(self._starts) - 1
+
+    def of(self, examples: TokenizedExamples, cache: IndexCache) -> ExampleRows:
+        """The same rows, one for each example, with other examples of the same numbers."""
+        return ExampleRows(
+            examples,
+            self._first,
+            self._last,
+            self._length - 1,
+            pack=False,
+            on_targets_only=self._on_targets_only,
+            cache=cache,
+        )
 
     def blocks(self, first: int, last: int) -> np.ndarray:
         """Every row by itself: the ids are mapped, so that one row is read as fast as many."""

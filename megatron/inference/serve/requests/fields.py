@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from megatron.config.files.bounded_file import without_repeats
 from megatron.errors import printable
 from megatron.inference.serve.requests.refusals import Refusal, invalid
 
@@ -23,7 +24,10 @@ def read_object(body: bytes, most_depth: int) -> dict[str, Any]:
     _check_depth(body, most_depth)
     try:
         value = json.loads(
-            body.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_refuse_constant, parse_int=_whole
+            body.decode("utf-8"),
+            object_pairs_hook=without_repeats(_repeated_key),
+            parse_constant=_refuse_constant,
+            parse_int=_whole,
         )
     except UnicodeDecodeError as failure:
         raise invalid(f"The body is not UTF-8: byte {failure.start} is 0x{body[failure.start]:02x}.") from failure
@@ -190,13 +194,8 @@ def _check_depth(body: bytes, most: int) -> None:
             depth -= 1
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the key {printable(name, 60)} occurs twice in one object")
-        found[name] = value
-    return found
+def _repeated_key(name: str) -> ValueError:
+    return ValueError(f"the key {printable(name, 60)} occurs twice in one object")
 
 
 def _refuse_constant(name: str) -> Any:

@@ -1,0 +1,53 @@
+"""Encoders: attention in both directions, token types, and the heads of masked language models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import MUST_MATCH, flag
+from megatron.config.flags.section import ConfigSection
+
+
+@dataclass(frozen=True)
+class EncoderFields(ConfigSection):
+    """What BERT and RoBERTa have and GPT does not.
+
+    Source: Devlin et al., "BERT", 2019, section 3 and appendix A; NVIDIA Megatron-LM
+    `megatron/core/models/bert/bert_model.py` and `pretrain_bert.py` (token types only beside the sentence-order head).
+    """
+
+    bidirectional: bool = flag(
+        False, "every token attends to all tokens of its segment, later ones included (BERT)", resume=MUST_MATCH
+    )
+    token_types: int = flag(
+        help="rows of the token-type embedding (BERT 2, RoBERTa 1); 2 if unset with --sentence-order-head, else none",
+        computed=lambda model: 2 if model.sentence_order_head else 0,
+        at_least=0,
+        at_most=2**16,
+        follows=("sentence_order_head",),
+        spelled=("--num-token-types",),
+        resume=MUST_MATCH,
+    )
+    masked_lm_head: bool = flag(
+        False,
+        "a dense layer, an activation and a norm before the output matrix, and a bias for every vocabulary entry",
+        resume=MUST_MATCH,
+    )
+    sentence_order_head: bool = flag(
+        False,
+        "a pooler over the first token that tells whether the two segments of a sample were swapped",
+        spelled=("--bert-no-binary-head",),
+        resume=MUST_MATCH,
+    )
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        asked = {
+            f"--num-token-types {self.token_types}": bool(self.token_types),
+            "--masked-lm-head": self.masked_lm_head,
+            "--sentence-order-head": self.sentence_order_head,
+        }
+        for option, is_asked in asked.items() if not self.bidirectional else ():
+            if is_asked:
+                yield f"{option} is part of an encoder, which needs --bidirectional. Add it, or use pretrain_bert.py."

@@ -1,0 +1,14 @@
+"""The network of a configuration, whichever of the networks it is."""
+
+from __future__ import annotations
+
+from megatron.config import ModelConfig
+from megatron.model.bert import bert_layers
+from megatron.model.gpt import gpt_layers
+from megatron.model.interface.network import LayerSpec
+from megatron.parallel.mesh import ParallelMesh
+
+
+def network_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
+    """The layers of the encoder or, where tokens see only earlier ones, of the GPT that a configuration describes."""
+    return bert_layers(config, mesh) if config.bidirectional else gpt_layers(config, mesh)
