@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from megatron.observe.line_style import LineStyle
 from megatron.observe.styles import all_in_one, jax_lm, megatron
 
-_STYLES: Mapping[str, LineStyle] = types.MappingProxyType({"megatron": megatron, "jax_lm": jax_lm, "all_in_one": all_in_one})
+_STYLES: Mapping[str, LineStyle] = types.MappingProxyType(
+    {"megatron": megatron, "jax_lm": jax_lm, "all_in_one": all_in_one}
+)
 
 
 def style_named(name: str) -> LineStyle:
