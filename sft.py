@@ -3,8 +3,8 @@
     python sft.py --model logs/gentle_lovelace-26112211 --dev
     python sft.py --model checkpoints/gpt2 --data chat.jsonl
 
-The result is in logs/SFT/NAME: ckpt, tb, config.json, and hf, a model directory that transformers loads. The same command
-goes on where it was interrupted. Any flag of pretrain_gpt.py may follow and wins.
+The result is in logs/SFT/NAME: ckpt, tb, config.json, and hf, with a model directory that transformers loads. The same
+command goes on where it was interrupted. Any flag of pretrain_gpt.py may follow and wins.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _network_words(checkpoints: Path, trained_layers: int) -> list[str]:
     model, choice = config.model, TokenizerChoice.of(config.data).beside(found.path)
     if trained_layers >= model.num_layers:
         raise ConfigError(
-            f"--layers {trained_layers} of the {model.num_layers} layers of {found.path} leaves nothing to freeze. Train "
-            "fewer, or use pretrain_gpt.py --finetune."
+            f"--layers {trained_layers} of the {model.num_layers} layers of {found.path} leaves nothing to freeze. "
+            "Train fewer, or use pretrain_gpt.py --finetune."
         )
     words = ["--seq-length", str(config.data.seq_length)]
     for name, value in model_flags(model, choice, build_tokenizer(choice)):

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.config import ControlConfig
 from megatron.errors import StorageError
@@ -20,24 +21,25 @@ from megatron.parallel.agreement import run_on_first
 from megatron.parallel.mesh import ParallelMesh
 
 PLACE = "{run}"
-ADJECTIVES = tuple(
-    "able airy amber ample bold brave breezy bright brisk calm candid cheerful clear clever cordial cosy crisp curious "
-    "daring deft eager earnest easy fair famous fearless fleet fluent fond frank fresh gentle glad golden graceful grand "
-    "hardy hearty honest humble ideal jolly jovial keen kind lively loyal lucid lucky mellow merry mild modest neat "
-    "nimble noble patient placid playful polite prompt proud quick quiet radiant rapid ready robust rosy serene sharp "
-    "silent simple sincere smart smooth sober solid spry steady stoic sunny sure swift tender thrifty tidy tranquil "
-    "upbeat vivid warm wise witty zesty".split()
+_ADJECTIVES = (
+    "able airy amber ample bold brave breezy bright brisk calm candid cheerful clear clever cordial cosy crisp "
+    "curious daring deft eager earnest easy fair famous fearless fleet fluent fond frank fresh gentle glad golden "
+    "graceful grand hardy hearty honest humble ideal jolly jovial keen kind lively loyal lucid lucky mellow merry "
+    "mild modest neat nimble noble patient placid playful polite prompt proud quick quiet radiant rapid ready "
+    "robust rosy serene sharp silent simple sincere smart smooth sober solid spry steady stoic sunny sure swift "
+    "tender thrifty tidy tranquil upbeat vivid warm wise witty zesty"
 )
-SURNAMES = tuple(
-    "abel agnesi archimedes avicenna babbage banach bernoulli bohr boole borel brahe cantor cartan cauchy cayley chebyshev "
-    "church conway copernicus coulomb curie dedekind descartes dijkstra dirac dirichlet edison einstein erdos euclid "
-    "euler faraday fermat fermi feynman fibonacci fourier franklin galileo galois gauss germain godel goldbach hadamard "
-    "hamilton hardy hausdorff heisenberg hertz hilbert hopper huygens hypatia jacobi joule kepler khayyam klein knuth "
-    "kolmogorov kovalevskaya lagrange laplace lebesgue legendre leibniz lie liouville lorenz lovelace lyapunov markov "
-    "maxwell mendeleev minkowski mirzakhani nash newton nightingale noether ohm pascal pauli peano pearson planck poincare "
-    "poisson ptolemy pythagoras ramanujan riemann russell rutherford schrodinger shannon sierpinski somerville tarski "
-    "taylor tesla thales turing volta wiener zeno".split()
+_SURNAMES = (
+    "abel agnesi archimedes avicenna babbage banach bernoulli bohr boole borel brahe cantor cartan cauchy cayley "
+    "chebyshev church conway copernicus coulomb curie dedekind descartes dijkstra dirac dirichlet edison einstein "
+    "erdos euclid euler faraday fermat fermi feynman fibonacci fourier franklin galileo galois gauss germain godel "
+    "goldbach hadamard hamilton hardy hausdorff heisenberg hertz hilbert hopper huygens hypatia jacobi joule kepler "
+    "khayyam klein knuth kolmogorov kovalevskaya lagrange laplace lebesgue legendre leibniz lie liouville lorenz "
+    "lovelace lyapunov markov maxwell mendeleev minkowski mirzakhani nash newton nightingale noether ohm pascal "
+    "pauli peano pearson planck poincare poisson ptolemy pythagoras ramanujan riemann russell rutherford "
+    "schrodinger shannon sierpinski somerville tarski taylor tesla thales turing volta wiener zeno"
 )
+ADJECTIVES, SURNAMES = tuple(_ADJECTIVES.split()), tuple(_SURNAMES.split())
 _MOST_DRAWS = 1000
 
 Choose = Callable[[Sequence[str]], str]
@@ -89,6 +91,10 @@ def with_run_name(control: ControlConfig, mesh: ParallelMesh) -> ControlConfig:
     # Seeded by the operating system: runs that start at the same moment with the same --seed draw different names.
     choose = random.SystemRandom().choice
     name = run_on_first(mesh, lambda: reserve_name(Path(before), choose, time.localtime()))
-    texts = {field.name: getattr(control, field.name) for field in dataclasses.fields(control)}
-    named = {key: text.replace(PLACE, name) for key, text in texts.items() if isinstance(text, str) and PLACE in text}
+    values = {field.name: getattr(control, field.name) for field in dataclasses.fields(control)}
+    named: dict[str, Any] = {
+        field: value.replace(PLACE, name)
+        for field, value in values.items()
+        if isinstance(value, str) and PLACE in value
+    }
     return dataclasses.replace(control, **named)

@@ -95,7 +95,9 @@ class AllInOneTrainer(ConfigSection):
         "where dataset full is: a pattern of Parquet windows such as shards/train-*.parquet, a prefix of token files, "
         "or the address of a document store",
     )
-    valid_dataset: str | None = flag(None, "the same for validation; 2 % of the documents of the training data if unset")
+    valid_dataset: str | None = flag(
+        None, "the same for validation; 2 % of the documents of the training data if unset"
+    )
     tokenizer: str | None = flag(
         None, "folder with vocab.json and merges.txt, or a tokenizer.json; that of the dev corpus if unset"
     )
@@ -330,7 +332,7 @@ def checkpoints_of(model: str, runs: Path = Path("logs")) -> Path:
             return folder
     known = sorted(path.parent.name for path in runs.glob("*/ckpt")) if runs.is_dir() else []
     raise ConfigError(
-        f"--model {model} is neither a folder nor the name of a run in {runs} ({_listed(known) or 'there are none'}). A "
-        "model of the Hugging Face hub is downloaded and imported first: python tools/import_hf.py FOLDER --save "
+        f"--model {model} is neither a folder nor the name of a run in {runs} ({_listed(known) or 'there are none'}). "
+        "A model of the Hugging Face hub is downloaded and imported first: python tools/import_hf.py FOLDER --save "
         "checkpoints/NAME."
     )

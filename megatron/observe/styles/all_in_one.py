@@ -1,7 +1,7 @@
 """GPT2-ALL-IN's line of a step; evaluations and saves are announced in Megatron's words.
 
-There the number was always 0, and a line came for every forward pass; here it comes for every --log-interval steps, with
-the mean loss over them.
+There the number was always 0, and a line came for every forward pass; here it comes for every --log-interval steps,
+with the mean loss over them.
 
 Source: geroldcsendes/gpt2-all-in, gpt2_ai/train/trainer.py.
 """

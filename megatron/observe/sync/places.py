@@ -126,7 +126,9 @@ class RemotePlace:
         shown = " ".join(shlex.quote(f"./{name}") for name in names)
         place = shlex.quote(str(self.root / folder))
         # A missing file is no failure; that nothing can be computed is one.
-        text = self._run(f"command -v sha256sum >&2 && if cd {place} 2>/dev/null; then sha256sum -- {shown} 2>/dev/null; true; fi")
+        text = self._run(
+            f"command -v sha256sum >&2 && if cd {place} 2>/dev/null; then sha256sum -- {shown} 2>/dev/null; true; fi"
+        )
         matches = [_DIGEST_LINE.fullmatch(line) for line in text.splitlines()]
         found = {match.group(2).removeprefix("./"): match.group(1) for match in matches if match}
         return {name: digest for name, digest in found.items() if name in names}

@@ -54,7 +54,9 @@ def copy_run(run: Path, place: Place, say: Callable[[str], None] = lambda text: 
     if not run.is_dir():
         raise ConfigError(f"{run} is not a folder. Give the folder of a run, such as logs/NAME.")
     target = PurePosixPath(run.name)
-    checkpoints, files, sent_bytes = [], [], 0
+    checkpoints: list[str] = []
+    files: list[str] = []
+    sent_bytes = 0
     plain = list(_plain_files(run))
     for path in [path for path in plain if path.name not in _WRITTEN_LAST]:
         sent_bytes += _copy_file(run, path, place, target, files)
@@ -81,9 +83,9 @@ def _plain_files(run: Path) -> Iterator[Path]:
     for path in sorted(run.rglob("*")):
         parts = path.relative_to(run).parts
         is_hidden = any(part.startswith(".") for part in parts)
-        if path.is_file() and not path.is_symlink() and not is_hidden:
-            if not any(part.startswith(_CHECKPOINT) for part in parts[:-1]):
-                yield path
+        is_of_checkpoint = any(part.startswith(_CHECKPOINT) for part in parts[:-1])
+        if path.is_file() and not (path.is_symlink() or is_hidden or is_of_checkpoint):
+            yield path
 
 
 def _copy_checkpoint(
