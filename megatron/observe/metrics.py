@@ -14,7 +14,7 @@ from typing import Protocol
 
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
-from megatron.model.costs import block_cost, head_cost
+from megatron.model.costs import bert_head_cost, block_cost, head_cost
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.objective.masked import ORDER_LOSS
 from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
@@ -121,9 +121,14 @@ class Workload:
         device_count: int,
         replica_count: int,
         parameters_without_embeddings: int = 0,
+        predicted_share: float = 1.0,
     ) -> Workload:
-        """The workload of a resolved model on `device_count` devices."""
-        flops = flops_per_sample(model, sequence_length, recomputes)
+        """The workload of a resolved model on `device_count` devices.
+
+        Args:
+            predicted_share: share of the positions whose logits are computed.
+        """
+        flops = flops_per_sample(model, sequence_length, recomputes, predicted_share)
         return cls(sequence_length, flops, device_count, replica_count, parameters_without_embeddings)
 
     def gigaflops_without_embeddings(self, tokens: int) -> float:
@@ -306,12 +311,17 @@ class Interval:
         return mean_of(steps) if steps else None
 
 
-def flops_per_sample(model: ModelConfig, sequence_length: int, recomputes: bool = False) -> float:
+def flops_per_sample(
+    model: ModelConfig, sequence_length: int, recomputes: bool = False, predicted_share: float = 1.0
+) -> float:
     """FLOPs of training on one sequence: 3 times those of the blocks in a forward pass, or 4 times with recompute.
 
     For GPT-2's network this is upstream's 24 * 3 * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)), which counts attention
-    to all s tokens, and 3/4 of the output head's passes, which it assumes not to be recomputed; so does this. Of the
-    experts, a token counts those it goes to.
+    to all s tokens, and 3/4 of the output head's passes, which it assumes not to be recomputed; so does this, for
+    encoders, whose tokens do attend to all, as well. Of the experts, a token counts those it goes to.
+
+    Args:
+        predicted_share: share of the positions that pass through the heads.
 
     Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; Narayanan et al. 2021 (arXiv 2104.04473),
     appendix.
@@ -319,7 +329,8 @@ def flops_per_sample(model: ModelConfig, sequence_length: int, recomputes: bool 
     costs = [block_cost(model, layer) for layer in range(model.num_layers)]
     per_token = sum(cost.flops_per_token + sequence_length * cost.flops_per_token_pair for cost in costs)
     passes = 4 if recomputes else 3
-    return passes * sequence_length * (per_token + 0.75 * head_cost(model).flops_per_token)
+    head = bert_head_cost(model) if model.bidirectional else head_cost(model)
+    return passes * sequence_length * (per_token + 0.75 * predicted_share * head.flops_per_token)
 
 
 def _mean(pair: Sequence[float] | None) -> float | None:

@@ -28,6 +28,7 @@ from megatron.config import (
     resolve_epochs,
 )
 from megatron.config.schedule import is_done, planned_samples
+from megatron.config.sections.loss import MASKED
 from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,
@@ -346,6 +347,7 @@ def _open_report(
         device_count=mesh.world.size,
         replica_count=mesh.batch.size,
         parameters_without_embeddings=parameters_without_embeddings,
+        predicted_share=config.masking.mask_prob if config.loss.objective == MASKED else 1.0,
     )
     arguments = config.flat()
 

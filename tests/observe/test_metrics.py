@@ -19,6 +19,14 @@ def test_flops_computed_by_hand() -> None:
     assert flops_per_sample(model_config(), 36, recomputes=True) == 24 * 4 * 10368 * 1.75
 
 
+def test_heads_of_an_encoder_compute_predicted_positions_only() -> None:
+    model = model_config(bidirectional=True, masked_lm_head=True)
+    blocks = 24 * 3 * 10368 * 1.5  # the same as of a GPT, without the 1/4 of its output head
+    hidden, vocabulary = model.hidden_size, model.padded_vocab_size
+    head = 3 * 36 * 0.75 * (2 * hidden * hidden + 2 * hidden * vocabulary)
+    assert flops_per_sample(model, 36, predicted_share=0.25) == blocks + 0.25 * head
+
+
 def test_flops_of_a_network_with_experts_are_those_of_the_chosen_ones() -> None:
     # 4 attention matrices, a router of 8 rows, 2 gated experts of width 5, attention; 3/4 of the head
     model = model_config(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=5, gated_linear_unit=True)
