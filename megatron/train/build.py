@@ -49,6 +49,7 @@ from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.metrics import Workload
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
+from megatron.observe.run_names import with_run_name
 from megatron.observe.styles.choice import style_named
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh, rendezvous
@@ -59,7 +60,7 @@ from megatron.parallel.watch.position import END
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
-from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
+from megatron.train.objectives import batch_options, build_objective, masked_options, step_settings, with_prefixes
 from megatron.train.restarts.breaker import decide, settings_digest
 from megatron.train.restarts.freezing import check_patterns, find_freezing
 from megatron.train.restarts.history import History
@@ -106,7 +107,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
         run_on_first(mesh, lambda: check_packages(config.control))
-        config = _with_epochs(config, mesh, tokenizer)
+        config = dataclasses.replace(_with_epochs(config, mesh, tokenizer), control=with_run_name(config.control, mesh))
         _show_notices(config.notices, mesh)
         save = config.control.save
         watch.open(mesh, rendezvous(), _time_limits(config))
@@ -129,8 +130,12 @@ def _with_epochs(config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer) ->
     if config.finetuning.epochs is None or config.control.eval_only:
         return config
     data, length, seed = config.data, config.data.seq_length, config.random.seed
-    examples = ExampleOptions.of(config.finetuning, config.loss, data)
-    return resolve_epochs(config, run_on_first(mesh, lambda: epoch_samples(data, length, seed, tokenizer, examples)))
+    examples, masked = ExampleOptions.of(config.finetuning, config.loss, data), masked_options(config)
+
+    def count() -> int:
+        return epoch_samples(data, length, seed, tokenizer, examples, masked=masked)
+
+    return resolve_epochs(config, run_on_first(mesh, count))
 
 
 @contextlib.contextmanager
@@ -310,7 +315,16 @@ def _open_data(
         length, seed, consumed = config.data.seq_length, config.random.seed, progress.consumed_samples
         options = ExampleOptions.of(config.finetuning, config.loss, config.data)
         return build_split_datasets(
-            config.data, length, seed, samples, stored, build_indices, consumed, tokenizer, options
+            config.data,
+            length,
+            seed,
+            samples,
+            stored,
+            build_indices,
+            consumed,
+            tokenizer,
+            options,
+            masked_options(config),
         )
 
     built: list[tuple[SplitDatasets, DataPlan]] = []
@@ -323,7 +337,7 @@ def _open_data(
     datasets, plan = built[0] if built else build(False)
     for text in describe(datasets, plan):
         log.info(text)
-    _show_notices(empty_splits(config.data, plan) if valid else [], mesh)
+    _show_notices(empty_splits(config.data, plan) if valid != 0 else [], mesh)
     return datasets, plan
 
 
