@@ -107,6 +107,11 @@ def with_prefixes(datasets: SplitDatasets, config: RunConfig, tokenizer: Tokeniz
     )
 
 
+def masked_options(config: RunConfig) -> MaskedOptions | None:
+    """How masked samples are made; None for other objectives."""
+    return MaskedOptions.of(config.masking, config.loss, pairs=config.model.sentence_order_head)
+
+
 def packs_examples(config: RunConfig) -> bool:
     """Whether a sample holds several examples, each of which is trained on as if it were alone."""
     return config.loss.objective == MULTITASK or config.finetuning.pack_examples

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron.config.sections.loss import MASKED, LossConfig
 from megatron.config.sections.masking import SENTENCES, MaskingConfig
 from megatron.data.order.sentence_map import SentenceRules
 from megatron.errors import ConfigError
@@ -23,6 +24,11 @@ class MaskedOptions:
 
     masking: MaskingConfig
     pairs: bool = True
+
+    @staticmethod
+    def of(masking: MaskingConfig, loss: LossConfig, *, pairs: bool) -> MaskedOptions | None:
+        """The options that flags give; None for other objectives."""
+        return MaskedOptions(masking, pairs) if loss.objective == MASKED else None
 
     def predictions(self, sequence_length: int) -> int:
         """How many tokens of a sample are hidden at most.
