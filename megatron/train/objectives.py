@@ -73,9 +73,7 @@ def step_settings(config: RunConfig) -> StepSettings:
 
 def masked_options(config: RunConfig) -> MaskedOptions | None:
     """How masked samples are made; None for other objectives."""
-    if config.loss.objective != MASKED:
-        return None
-    return MaskedOptions(config.masking, pairs=config.model.sentence_order_head)
+    return MaskedOptions.of(config.masking, config.loss, pairs=config.model.sentence_order_head)
 
 
 def batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
@@ -105,11 +103,6 @@ def with_prefixes(datasets: SplitDatasets, config: RunConfig, tokenizer: Tokeniz
         valid={name: prefixed(dataset) for name, dataset in datasets.valid.items()},
         test={name: prefixed(dataset) for name, dataset in datasets.test.items()},
     )
-
-
-def masked_options(config: RunConfig) -> MaskedOptions | None:
-    """How masked samples are made; None for other objectives."""
-    return MaskedOptions.of(config.masking, config.loss, pairs=config.model.sentence_order_head)
 
 
 def packs_examples(config: RunConfig) -> bool:
