@@ -47,6 +47,7 @@ from megatron.model.interface.network import LayerKind
 from megatron.model.networks import network_layers
 from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.metrics import Workload
+from megatron.observe.naming.reserving import with_run_name
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
 from megatron.observe.styles.choice import style_named
@@ -106,7 +107,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
         run_on_first(mesh, lambda: check_packages(config.control))
-        config = _with_epochs(config, mesh, tokenizer)
+        config = dataclasses.replace(_with_epochs(config, mesh, tokenizer), control=with_run_name(config.control, mesh))
         _show_notices(config.notices, mesh)
         save = config.control.save
         watch.open(mesh, rendezvous(), _time_limits(config))
@@ -351,7 +352,13 @@ def _open_report(
     destinations: list[Destination] = []
 
     def open_files() -> str:
-        opened = open_run_directory(config.control.run_dir, config.to_json(), is_resume=is_resume)
+        opened = open_run_directory(
+            config.control.run_dir,
+            config.to_json(),
+            is_resume=is_resume,
+            files=config.control.run_files,
+            program_flags=config.control.program_flags,
+        )
         log.copy_to(opened.log_path)
         if config.control.log_path:
             write_arguments(config.control.log_path, argument_lines(arguments))
