@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import train_bert
 from megatron import log
 from megatron.config.programs.hello_deepspeed import HelloDeepSpeedEngineFlags
 from megatron.config.programs.program import read_program
@@ -22,6 +21,8 @@ from megatron.parallel.rank_start import begin_rank
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, and returns the exit code of `megatron.errors.ExitCode`."""
     begin_rank()
+    import train_bert
+
     given = sys.argv[1:] if argv is None else argv
     own, words = read_program(HelloDeepSpeedEngineFlags, given, "train_bert_ds.py", __doc__ or "")
     return train_bert.run(own, words)

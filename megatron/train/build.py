@@ -324,7 +324,7 @@ def _open_data(
     datasets, plan = built[0] if built else build(False)
     for text in describe(datasets, plan):
         log.info(text)
-    _show_notices(empty_splits(config.data, plan) if valid else [], mesh)
+    _show_notices(empty_splits(config.data, plan) if valid != 0 else [], mesh)
     return datasets, plan
 
 

@@ -183,6 +183,7 @@ class HelloDeepSpeedEngineFlags(HelloDeepSpeedFlags):
         return {**super().defaults(), "parallel.zero_stage": 1}
 
     def words(self) -> list[str]:
+        """As of train_bert.py, with the precision."""
         return super().words() + ([] if self.dtype == "fp32" else [f"--{self.dtype}"])
 
 

@@ -6,13 +6,14 @@ Source: microsoft/DeepSpeedExamples, training/HelloDeepSpeed/train_bert.py, `cre
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+
+from megatron.observe.naming.run_names import Choose
 
 PLACE = "{experiment}"
 _KIND = "bert_pretrain"
 
 
-def experiment_name(choose: Callable[[Sequence[str]], str], at: time.struct_time) -> str:
+def experiment_name(choose: Choose, at: time.struct_time) -> str:
     """A name with the kind of the experiment, the second of its start, and eight hexadecimal digits.
 
     Args:
