@@ -60,7 +60,7 @@ from megatron.parallel.watch.position import END
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
-from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
+from megatron.train.objectives import batch_options, build_objective, masked_options, step_settings, with_prefixes
 from megatron.train.restarts.breaker import decide, settings_digest
 from megatron.train.restarts.freezing import check_patterns, find_freezing
 from megatron.train.restarts.history import History
@@ -130,8 +130,12 @@ def _with_epochs(config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer) ->
     if config.finetuning.epochs is None or config.control.eval_only:
         return config
     data, length, seed = config.data, config.data.seq_length, config.random.seed
-    examples = ExampleOptions.of(config.finetuning, config.loss, data)
-    return resolve_epochs(config, run_on_first(mesh, lambda: epoch_samples(data, length, seed, tokenizer, examples)))
+    examples, masked = ExampleOptions.of(config.finetuning, config.loss, data), masked_options(config)
+
+    def count() -> int:
+        return epoch_samples(data, length, seed, tokenizer, examples, masked=masked)
+
+    return resolve_epochs(config, run_on_first(mesh, count))
 
 
 @contextlib.contextmanager
@@ -311,7 +315,16 @@ def _open_data(
         length, seed, consumed = config.data.seq_length, config.random.seed, progress.consumed_samples
         options = ExampleOptions.of(config.finetuning, config.loss, config.data)
         return build_split_datasets(
-            config.data, length, seed, samples, stored, build_indices, consumed, tokenizer, options
+            config.data,
+            length,
+            seed,
+            samples,
+            stored,
+            build_indices,
+            consumed,
+            tokenizer,
+            options,
+            masked_options(config),
         )
 
     built: list[tuple[SplitDatasets, DataPlan]] = []

@@ -7,6 +7,7 @@ import torch
 from megatron.config import RunConfig
 from megatron.config.sections.loss import MASKED, MULTITASK, PREFIX, SAMPLES
 from megatron.data.datasets.build import SplitDatasets
+from megatron.data.datasets.masked.options import MaskedOptions
 from megatron.data.datasets.prefix import PrefixDataset
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.loader import BatchOptions
@@ -71,12 +72,14 @@ def step_settings(config: RunConfig) -> StepSettings:
 
 def batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
     """What the batches of a run consist of."""
+    masked = masked_options(config)
     return BatchOptions(
         eod_id=tokenizer.eod_id,
         vocab_size=config.model.vocab_size,
         eod_mask_loss=config.documents.eod_mask_loss,
-        segments=config.documents.needs_segments or packs_examples(config),
+        segments=config.documents.needs_segments or packs_examples(config) or masked is not None,
         prefixes=config.loss.has_prefixes,
+        predictions=None if masked is None else masked.predictions(config.data.seq_length),
     )
 
 
@@ -94,6 +97,11 @@ def with_prefixes(datasets: SplitDatasets, config: RunConfig, tokenizer: Tokeniz
         valid={name: prefixed(dataset) for name, dataset in datasets.valid.items()},
         test={name: prefixed(dataset) for name, dataset in datasets.test.items()},
     )
+
+
+def masked_options(config: RunConfig) -> MaskedOptions | None:
+    """How masked samples are made; None for other objectives."""
+    return MaskedOptions.of(config.masking, config.loss, pairs=config.model.sentence_order_head)
 
 
 def packs_examples(config: RunConfig) -> bool:
