@@ -48,9 +48,9 @@ from megatron.model.interface.network import LayerKind
 from megatron.model.networks import network_layers
 from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.metrics import Workload
+from megatron.observe.naming.reserving import with_run_name
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
-from megatron.observe.run_names import with_run_name
 from megatron.observe.styles.choice import style_named
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh, rendezvous
@@ -364,7 +364,13 @@ def _open_report(
     destinations: list[Destination] = []
 
     def open_files() -> str:
-        opened = open_run_directory(config.control.run_dir, config.to_json(), is_resume=is_resume)
+        opened = open_run_directory(
+            config.control.run_dir,
+            config.to_json(),
+            is_resume=is_resume,
+            files=config.control.run_files,
+            program_flags=config.control.program_flags,
+        )
         log.copy_to(opened.log_path)
         if config.control.log_path:
             write_arguments(config.control.log_path, argument_lines(arguments))
