@@ -1,7 +1,8 @@
 """How a finished folder takes its place among the checkpoints of a directory, and what a dead save leaves behind.
 
 Everything is written into a temporary folder and becomes visible by one rename; whatever happens before it leaves every
-earlier checkpoint as it was.
+earlier checkpoint as it was. A checkpoint may have second names, which are symbolic links beside it; they disappear
+with it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ HINT_NAME = "latest_checkpointed_iteration.txt"
 TEMPORARY_PREFIX = ".tmp-"
 ASIDE_PREFIX = ".old-"
 
+_LINK_PREFIX = f"{TEMPORARY_PREFIX}link-"
 _TRASH = re.compile(r"\.trash-iter_[0-9]{7,18}-[0-9a-f]+\Z")
 
 
@@ -103,7 +105,26 @@ def remove_checkpoint(folder: Path, storage: Storage) -> None:
     gone = folder.with_name(f".trash-{folder.name}-{secrets.token_hex(4)}")
     storage.rename(folder, gone)
     storage.sync_directory(folder.parent)  # before its files go: a crash must not bring it back without them
+    _remove_dead_links(folder.parent, storage)
     discard(gone, storage)
+
+
+def link_checkpoint(folder: Path, name: str, storage: Storage) -> None:
+    """Gives a checkpoint a second name: a relative symbolic link beside it, which replaces an earlier one of that name.
+
+    A failure is a warning, and so is a file or folder of that name, which is left alone.
+    """
+    link, temporary = folder.parent / name, folder.parent / f"{_LINK_PREFIX}{secrets.token_hex(4)}"
+    if storage.exists(link) and not storage.is_link(link):
+        log.warning(f"{link} exists and is no link, so {folder.name} does not get this name (--checkpoint-link)")
+        return
+    try:
+        storage.make_link(temporary, folder.name)
+        storage.rename(temporary, link)
+        storage.sync_directory(folder.parent)
+    except OSError as failure:
+        log.warning(f"{folder} is saved, but the link {name} could not be made: {failure}")
+        _warn_on_failure(storage.remove_file, temporary)
 
 
 def is_trash(name: str) -> bool:
@@ -118,13 +139,14 @@ def sweep(directory: Path, storage: Storage) -> None:
         if name.startswith(TEMPORARY_PREFIX + "iter_"):
             log.warning(f"removing {path}, which an unfinished save left behind")
             discard(path, storage)
-        elif name.startswith(TEMPORARY_PREFIX + "latest-"):
+        elif name.startswith((TEMPORARY_PREFIX + "latest-", _LINK_PREFIX)):
             _warn_on_failure(storage.remove_file, path)
         elif name.startswith(ASIDE_PREFIX + "iter_"):
             _settle(path, storage)
         elif is_trash(name):
             log.warning(f"removing {path}, which an unfinished deletion left behind")
             discard(path, storage)
+    _remove_dead_links(directory, storage)
 
 
 def sweep_at_start(directory: Path, mesh: ParallelMesh, storage: Storage | None = None) -> None:
@@ -145,6 +167,17 @@ def sweep_at_start(directory: Path, mesh: ParallelMesh, storage: Storage | None 
 def discard(folder: Path, storage: Storage) -> None:
     """Removes a folder that is not needed any more; a failure is only a warning."""
     _warn_on_failure(storage.remove_tree, folder)
+
+
+def _remove_dead_links(directory: Path, storage: Storage) -> None:
+    """Removes the second names of checkpoints that are not there any more; other links are left alone."""
+    for name in storage.names(directory):
+        path = directory / name
+        if not storage.is_link(path):
+            continue
+        target = storage.link_target(path)
+        if folder_step(target) is not None and not storage.exists(directory / target):
+            _warn_on_failure(storage.remove_file, path)
 
 
 def _settle(aside: Path, storage: Storage) -> None:

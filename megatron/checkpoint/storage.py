@@ -43,6 +43,14 @@ class Storage:
         """Whether the entry of that name is a symbolic link."""
         return os.path.islink(path)
 
+    def make_link(self, path: Path, target: str) -> None:
+        """Makes a symbolic link that must not exist yet."""
+        os.symlink(target, path)
+
+    def link_target(self, path: Path) -> str:
+        """What a symbolic link leads to, as it was written."""
+        return os.readlink(path)
+
     def taken_bytes(self, path: Path) -> int:
         """Bytes of the disk that the plain files of a directory take; holes in them take none."""
         with os.scandir(path) as entries:

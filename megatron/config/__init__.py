@@ -15,12 +15,12 @@ from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
 from megatron.config.sections.finetuning import FinetuningConfig
-from megatron.config.sections.kernels import KernelConfig
 from megatron.config.sections.loss import LossConfig
+from megatron.config.sections.masking import MaskingConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
-from megatron.config.sections.precision import PrecisionConfig
+from megatron.config.sections.precision import KernelConfig, PrecisionConfig
 from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
 from megatron.config.sections.safety import SafetyConfig, SafetyRequest
@@ -35,6 +35,7 @@ __all__ = [
     "KernelConfig",
     "LossConfig",
     "Machine",
+    "MaskingConfig",
     "ModelConfig",
     "ModelRequest",
     "OptimConfig",

@@ -54,6 +54,7 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
         "recompute": "activation recomputation",
         "documents": "document boundaries",
         "loss": "training loss",
+        "masking": "masked language modelling",
         "finetuning": "fine-tuning on examples",
         "random": "randomness",
         "kernels": "fused kernels",

@@ -18,12 +18,12 @@ from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
 from megatron.config.sections.finetuning import FinetuningConfig
-from megatron.config.sections.kernels import KernelConfig
 from megatron.config.sections.loss import MASKED, LossConfig
+from megatron.config.sections.masking import MaskingConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
-from megatron.config.sections.precision import PrecisionConfig
+from megatron.config.sections.precision import KernelConfig, PrecisionConfig
 from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
 from megatron.config.sections.safety import SafetyConfig, SafetyRequest
@@ -55,6 +55,7 @@ class RunRequest:
     recompute: RecomputeConfig
     documents: DocumentConfig
     loss: LossConfig
+    masking: MaskingConfig
     finetuning: FinetuningConfig
     random: RandomConfig
     kernels: KernelConfig

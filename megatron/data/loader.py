@@ -29,6 +29,11 @@ class Batch:
         segment_ids: int64 [b, s], 0 for the first document of a sample, or None if documents are not separated.
         source_ids: int64 [b], which source of the blend each sample comes from, or None unless they were asked for.
         prefix_mask: bool [b, s], which inputs all tokens of their segment may attend to, or None unless asked for.
+        token_types: int64 [b, s], which part of its sample each token belongs to, or None if samples have no parts.
+        predicted: int64 [b, m], the places of each sample that have a loss, in ascending order, filled up to the fixed
+            m (`BatchOptions.predictions`) with place 0, which never has one; or None unless asked for.
+        swapped: int64 [b], 1 where the two parts of a sample stand in the wrong order, 0 where they do not and -1 where
+            a sample is padding; or None if samples have no such parts.
     """
 
     tokens: np.ndarray
@@ -38,6 +43,9 @@ class Batch:
     segment_ids: np.ndarray | None
     source_ids: np.ndarray | None = None
     prefix_mask: np.ndarray | None = None
+    token_types: np.ndarray | None = None
+    predicted: np.ndarray | None = None
+    swapped: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ class BatchOptions:
         segments: whether batches carry segment ids (`--reset-position-ids`, `--reset-attention-mask`, packed examples).
         prefixes: whether batches carry prefix masks.
         sources: whether batches carry source ids (`--log-per-source-loss`).
+        predictions: how many places of a sample may have a loss, if batches are to carry these places.
     """
 
     eod_id: int | None = None
@@ -59,6 +68,7 @@ class BatchOptions:
     segments: bool = False
     prefixes: bool = False
     sources: bool = False
+    predictions: int | None = None
 
     def __post_init__(self) -> None:
         if self.eod_id is None and (self.eod_mask_loss or self.segments):
@@ -121,10 +131,8 @@ class MicroBatches:
         missing = len(numbers) - len(rows)
         if missing:
             row = rows[0] if rows else self._sample(self.first_sample)
-            rows += [Sample(np.full_like(row.tokens, self.options.eod_id or 0))] * missing
-        text = np.stack([row.tokens for row in rows])  # [b, s + 1]
-        self._check_ids(text, first)
-        tokens = np.ascontiguousarray(text[:, :-1])  # [b, s]
+            rows += [_padding_like(row, self.options.eod_id or 0)] * missing
+        tokens, labels = self._tokens(rows, first)
         mask = np.ones(tokens.shape, np.float32)
         for place, row in enumerate(rows):
             if row.loss_mask is not None:
@@ -134,21 +142,35 @@ class MicroBatches:
         mask[len(numbers) - missing :] = 0.0
         return Batch(
             tokens=tokens,
-            labels=np.ascontiguousarray(text[:, 1:]),
+            labels=labels,
             loss_mask=mask,
             sample_ids=np.arange(first, first + self._micro_batch_size, dtype=np.int64),
             segment_ids=self._segment_ids(rows, tokens) if self.options.segments else None,
             source_ids=np.array(sources + [0] * missing, np.int64) if self.options.sources else None,
             prefix_mask=_stacked_prefixes(rows) if self.options.prefixes else None,
+            token_types=_stacked([row.token_types for row in rows]),
+            predicted=None if self.options.predictions is None else predicted_places(mask, self.options.predictions),
+            swapped=_stacked_orders(rows, missing),
         )
+
+    def _tokens(self, rows: Sequence[Sample], first: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and labels of samples. Shapes: both int64 [b, s]."""
+        text = np.stack([row.tokens for row in rows])  # [b, s + 1], or [b, s] beside labels
+        labels = _stacked([row.labels for row in rows])
+        self._check_ids(text, first)
+        if labels is None:
+            return np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
+        self._check_ids(labels, first)
+        return text, labels
 
     def _segment_ids(self, rows: Sequence[Sample], tokens: np.ndarray) -> np.ndarray:
         """The segments of samples that say them themselves, and of the others the documents inside each."""
-        found = segment_ids(tokens, self.options.eod_id)
-        for place, row in enumerate(rows):
-            if row.segment_ids is not None:
-                found[place] = row.segment_ids
-        return found
+        return np.stack(
+            [
+                segment_ids(of_row[None], self.options.eod_id)[0] if row.segment_ids is None else row.segment_ids
+                for row, of_row in zip(rows, tokens, strict=True)
+            ]
+        )
 
     def _sample(self, number: int) -> Sample:
         if number >= len(self.dataset):
@@ -169,6 +191,30 @@ class MicroBatches:
         )
 
 
+def _padding_like(row: Sample, token: int) -> Sample:
+    """A sample without loss that has the fields of another one."""
+    tokens = np.full_like(row.tokens, token)
+    if row.labels is None:
+        return Sample(tokens)
+    types = None if row.token_types is None else np.zeros_like(row.token_types)
+    segments = np.zeros_like(tokens)
+    return Sample(tokens, segment_ids=segments, labels=tokens, token_types=types, is_swapped=row.is_swapped)
+
+
+def _stacked(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """A field of all samples, or None if they do not have it. Shapes: each [s]; result [b, s]."""
+    found = [array for array in arrays if array is not None]
+    return np.stack(found) if len(found) == len(arrays) else None
+
+
+def _stacked_orders(rows: Sequence[Sample], padding: int) -> np.ndarray | None:
+    """Whether the parts of each sample are swapped, -1 for the last samples, which are padding."""
+    found = [row.is_swapped for row in rows if row.is_swapped is not None]
+    if not found:
+        return None
+    return np.array(found[: len(rows) - padding] + [-1] * padding, np.int64)
+
+
 def _stacked_prefixes(rows: Sequence[Sample]) -> np.ndarray:
     """The prefix masks of samples; one without a mask has no prefix. Shapes: result bool [b, s]."""
     found = np.zeros((len(rows), len(rows[0].tokens) - 1), np.bool_)
@@ -176,6 +222,28 @@ def _stacked_prefixes(rows: Sequence[Sample]) -> np.ndarray:
         if row.prefix_mask is not None:
             found[place] = row.prefix_mask
     return found
+
+
+def predicted_places(loss_mask: np.ndarray, most: int) -> np.ndarray:
+    """The places of each sample that have a loss, filled up with place 0.
+
+    Shapes:
+        loss_mask: [b, s]; result: int64 [b, most].
+
+    Raises:
+        DataError: a sample has more of them, or its first place is one, which stands for none.
+    """
+    has_loss = loss_mask != 0
+    counts = has_loss.sum(axis=1)
+    if counts.max() > most or has_loss[:, 0].any():
+        raise DataError(
+            f"A sample has {counts.max()} tokens to be predicted and {most} were planned for, or its first token is "
+            "one of them. This is an error of the data set, not of the data; please report it."
+        )
+    places = np.zeros((len(loss_mask), most), np.int64)
+    rows, columns = np.nonzero(has_loss)
+    places[rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)] = columns
+    return places
 
 
 def segment_ids(tokens: np.ndarray, eod_id: int | None) -> np.ndarray:

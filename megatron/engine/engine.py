@@ -1,8 +1,9 @@
 """Training steps: one `Engine` over both DeepSpeed's plain engine and its pipeline engine.
 
-In every layout, the loss is the sum of the token losses of the global batch divided by its number of counted tokens.
-DeepSpeed averages over micro-batches and replicas, so the loss sum of a micro-batch is first multiplied by
-(micro-batches * replicas / counted tokens).
+In every layout, the loss is the sum of the token losses of the global batch divided by its number of counted tokens,
+plus, for objectives with a loss per sample, their sum divided by the number of samples. DeepSpeed averages over
+micro-batches and replicas, so the loss sum of a micro-batch is first multiplied by (micro-batches * replicas / counted
+tokens), and that over samples by the same with their number.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron.engine.update_gate import Decision, UpdateGate
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.network import LayerSpec, LayerStack
 from megatron.model.interface.step_context import StepSettings
-from megatron.objective.base import Objective
+from megatron.objective.base import Objective, Outputs
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.shard_spec import shard_spec_of
@@ -243,17 +244,18 @@ class Engine:
         self._micro_batch_count = len(micro_batches)
         self._totals = StepTotals(self.objective.metric_sizes, mesh.device)
         read = [batch for batch in micro_batches if batch is not None]
-        scale = torch.ones((), device=mesh.device)
+        scales = torch.ones(2, device=mesh.device)
         if mesh.is_last_stage:
-            counted = torch.tensor(sum(self.objective.token_count(batch) for batch in read), dtype=torch.float64)
+            tokens = sum(self.objective.token_count(batch) for batch in read)
+            counted = torch.tensor([tokens, sum(len(batch.sample_ids) for batch in read)], dtype=torch.float64)
             counted = all_reduce_sum(counted.to(mesh.device, non_blocking=True), mesh.loss)
-            scale = (len(read) * mesh.gradient.size / counted.clamp(min=1.0)).to(torch.float32)
+            scales = (len(read) * mesh.gradient.size / counted.clamp(min=1.0)).to(torch.float32)
         batches = [
             DeviceBatch.of(
                 batch,
                 self.objective,
                 self.steps,
-                scale,
+                scales,
                 with_inputs=mesh.is_first_stage,
                 with_targets=mesh.is_last_stage,
             )
@@ -281,16 +283,17 @@ class Engine:
         outputs = self.deepspeed(batch.network_input, context)
         return self._loss(outputs, batch.targets, context.auxiliary.sums())
 
-    def _pipeline_loss(self, outputs: torch.Tensor, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def _pipeline_loss(self, outputs: Outputs, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return self._loss(outputs, targets, {})  # each stage reports its own auxiliary losses
 
     def _loss(
-        self, outputs: torch.Tensor, targets: tuple[torch.Tensor, ...], auxiliary: Mapping[str, torch.Tensor]
+        self, outputs: Outputs, targets: tuple[torch.Tensor, ...], auxiliary: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        scale, *tensors = targets
+        scales, *tensors = targets
         result = self.objective(outputs, dict(zip(self._target_names, tensors, strict=True)))
         self._totals.add(result, auxiliary)
-        return (result.loss_sum if result.minimized_sum is None else result.minimized_sum) * scale
+        loss = (result.loss_sum if result.minimized_sum is None else result.minimized_sum) * scales[0]
+        return loss if result.sample_sum is None else loss + result.sample_sum * scales[1]
 
     def _take_auxiliary(self, losses: AuxiliaryLosses) -> None:
         self._totals.add_auxiliary(losses.sums())

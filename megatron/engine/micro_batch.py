@@ -34,7 +34,8 @@ class DeviceBatch:
         inputs: the inputs of the first layer.
         passed: the tensors from which each stage builds the `StepContext`.
         first_sample: the first sample id, as a Python integer.
-        targets: the loss factor `[]`, then the objective's targets in the order of `target_names`.
+        targets: the factors of the loss sums over tokens and over samples `[2]`, then the objective's targets in the
+            order of `target_names`.
         target_names: names of the targets.
     """
 
@@ -50,15 +51,15 @@ class DeviceBatch:
         batch: MicroBatch,
         objective: Objective,
         settings: StepSettings,
-        scale: torch.Tensor,
+        scales: torch.Tensor,
         *,
         with_inputs: bool = True,
         with_targets: bool = True,
     ) -> DeviceBatch:
-        """Copies what a stage uses to the device of `scale`, without synchronizing."""
+        """Copies what a stage uses to the device of `scales`, without synchronizing."""
 
         def move(array: np.ndarray) -> torch.Tensor:
-            return device.copy_to_device(array, scale.device)
+            return device.copy_to_device(array, scales.device)
 
         targets = objective.targets(batch) if with_targets else {}
         inputs = objective.inputs(batch) if with_inputs else ()
@@ -67,7 +68,7 @@ class DeviceBatch:
             inputs=tuple(move(array) for array in inputs),
             passed=tuple(move(array) for array in passed),
             first_sample=int(batch.sample_ids[0]),
-            targets=(scale, *(move(array) for array in targets.values())) if with_targets else (),
+            targets=(scales, *(move(array) for array in targets.values())) if with_targets else (),
             target_names=tuple(targets),
         )
 

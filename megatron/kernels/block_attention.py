@@ -38,7 +38,7 @@ class DocumentBlocks:
         """
         lengths: list[int] = cumulative_lengths(segment_ids).diff().tolist()
         within = WindowBlocks.plan(bounds, softcap)
-        if bounds.prefix_mask is None:
+        if bounds.prefix_mask is None or bounds.bidirectional:
             return cls(lengths, within)
         tokens = query.transpose(1, 2).flatten(0, 1).split(lengths)
         biases = [
@@ -69,19 +69,21 @@ class DocumentBlocks:
 
 @dataclass(frozen=True)
 class WindowBlocks:
-    """Causal attention in a sliding window: each block of queries sees its own block of keys and the one before.
+    """Attention in a sliding window: each block of queries sees its own block of keys and the one before.
 
-    Sequences shorter than two windows have one block.
+    Sequences shorter than two windows have one block, and so have those of bidirectional attention, whose windows
+    extend to both sides.
     """
 
     window: int | None = None
     slopes: tuple[float, ...] = ()
     softcap: float | None = None
+    bidirectional: bool = False
 
     @classmethod
     def plan(cls, bounds: Bounds, softcap: float | None) -> WindowBlocks:
         """The plan of a micro-batch without documents."""
-        return cls(bounds.window, bounds.slopes, softcap)
+        return cls(bounds.window, bounds.slopes, softcap, bounds.bidirectional)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """Applies attention.
@@ -91,9 +93,9 @@ class WindowBlocks:
         length = query.shape[2]
         window = self.window if self.window is not None and self.window < length else None
         block = length if window is None else max(window, SMALLEST_BLOCK)
-        if 2 * block > length:
+        if 2 * block > length or self.bidirectional:
             if window is None and not self.slopes:
-                return attention(query, key, value, scale, causal=True, softcap=self.softcap)
+                return attention(query, key, value, scale, causal=not self.bidirectional, softcap=self.softcap)
             return self._attend(query, key, value, scale)
         if -length % block:
             query, key, value = (F.pad(part, (0, 0, 0, -length % block)) for part in (query, key, value))
@@ -108,5 +110,5 @@ class WindowBlocks:
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention of queries that are the last of the positions of the keys."""
-        bias = local_bias(query, key.shape[2], self.window, self.slopes)
+        bias = local_bias(query, key.shape[2], self.window, self.slopes, bidirectional=self.bidirectional)
         return attention(query, key, value, scale, bias=bias, softcap=self.softcap)

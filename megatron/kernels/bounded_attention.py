@@ -28,7 +28,7 @@ class AttentionPlan(Protocol):
 class Form(Enum):
     """A form of attention."""
 
-    DENSE = "one call, with a bias of s x s entries if the causal mask does not suffice"
+    DENSE = "one call, with a bias of s x s entries if attention is neither plainly causal nor unbounded"
     DOCUMENTS = "one call per document"
     WINDOWS = "blocks as wide as the window"
     VARLEN = "flash attention over packed documents"
@@ -72,7 +72,7 @@ def choose_form(query: torch.Tensor, bounds: Bounds, softcap: float | None, *, v
     if query.device.type != "cuda":
         if has_documents:
             return Form.DOCUMENTS
-        if has_prefixes:
+        if has_prefixes or bounds.bidirectional:
             return Form.DENSE
         return Form.WINDOWS if has_window and bounds.window is not None and 2 * bounds.window <= length else Form.DENSE
     is_plain = softcap is None and not bounds.slopes and not has_prefixes

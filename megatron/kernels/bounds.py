@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Bounds:
-    """What restricts causal attention further, and what it does not hide.
+    """What restricts attention, causal unless it is bidirectional, and what it does not hide.
 
     Shapes: segment_ids `[b, s]` int64, nondecreasing along s; prefix_mask `[b, s]` bool.
 
@@ -19,12 +19,14 @@ class Bounds:
         slopes: for each head, what a score loses per position of distance (ALiBi); empty for nothing.
         prefix_mask: keys that the queries before them see as well; windows and slopes then go by the distance in either
             direction. None for no such keys.
+        bidirectional: whether queries see later keys too; windows and slopes go by the distance in either direction.
     """
 
     segment_ids: torch.Tensor | None = None
     window: int | None = None
     slopes: tuple[float, ...] = ()
     prefix_mask: torch.Tensor | None = None
+    bidirectional: bool = False
 
 
 def local_bias(
@@ -33,17 +35,21 @@ def local_bias(
     window: int | None,
     slopes: tuple[float, ...],
     prefix_mask: torch.Tensor | None = None,
+    *,
+    bidirectional: bool = False,
 ) -> torch.Tensor:
     """The bias of scores: -inf where a key is not visible, otherwise minus slope times distance.
 
-    The queries are the last of the keys' positions. Keys of a prefix are visible to the queries before them as well;
-    windows and slopes then go by the distance in either direction.
+    The queries are the last of the keys' positions. Keys of a prefix, or all of them in bidirectional attention, are
+    visible to the queries before them as well; windows and slopes then go by the distance in either direction.
 
     Shapes: query `[b, a, s, d]`; prefix_mask `[b, keys]` bool; result `[1 or b, 1 or a, s, keys]`, in the query's
     dtype, at least float32 if there are slopes.
     """
     positions = torch.arange(keys, device=query.device)
     distance = positions[keys - query.shape[2] :].unsqueeze(1) - positions  # [s, k], how far a key lies back
+    if bidirectional:
+        distance, prefix_mask = distance.abs(), None
     hidden = distance < 0
     if window is not None:
         hidden |= distance >= window
@@ -76,6 +82,8 @@ def visible_blocks(
     block: int,
     device: torch.device,
     prefix_mask: torch.Tensor | None = None,
+    *,
+    bidirectional: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which blocks of queries and keys have visible pairs, and in which of them all pairs are visible.
 
@@ -92,7 +100,9 @@ def visible_blocks(
     is_complete = first + block <= length
     visible = (last.unsqueeze(1) >= first)[None, None]  # [1, 1, queries' blocks, keys' blocks]
     whole = (first.unsqueeze(1) >= last)[None, None]
-    if prefix_mask is not None:
+    if bidirectional:
+        visible, whole = torch.ones_like(visible), torch.ones_like(whole)
+    elif prefix_mask is not None:
         tokens = torch.nn.functional.pad(prefix_mask, (0, -length % block)).unflatten(1, (-1, block))  # [b, blocks, n]
         visible = visible | tokens.any(dim=2)[:, None, None]
         whole = whole | tokens.all(dim=2)[:, None, None]

@@ -31,11 +31,13 @@ class VarlenAttention:
         starts: where each document begins, and at the end the number of tokens.
         longest: at least the length of the longest document, in tokens.
         window: tokens that a token may attend to, itself included; None for all.
+        bidirectional: whether a token attends to later ones.
     """
 
     starts: torch.Tensor
     longest: int
     window: int | None
+    bidirectional: bool = False
 
     @classmethod
     def plan(cls, bounds: Bounds, query: torch.Tensor) -> VarlenAttention:
@@ -48,7 +50,7 @@ class VarlenAttention:
             starts = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=query.device)
         else:
             starts = cumulative_lengths(bounds.segment_ids)
-        return cls(starts, length, bounds.window)
+        return cls(starts, length, bounds.window, bounds.bidirectional)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """Applies attention.
@@ -59,8 +61,9 @@ class VarlenAttention:
         tokens = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))  # [b*s, a or g, d]
         before = -1 if self.window is None else self.window - 1
         lengths = (self.starts, self.starts, self.longest, self.longest)
+        after = before if self.bidirectional else 0
         run, grouped = _varlen_attention(), heads != key.shape[1]
-        attended = run(*tokens, *lengths, scale=scale, window_size=(before, 0), enable_gqa=grouped)  # [b*s, a, d]
+        attended = run(*tokens, *lengths, scale=scale, window_size=(before, after), enable_gqa=grouped)  # [b*s, a, d]
         return attended.view(batch, length, heads, size).transpose(1, 2)  # type: ignore[no-any-return]
 
 
@@ -113,10 +116,11 @@ def has_flex() -> bool:
 def block_mask(bounds: Bounds, length: int, device: torch.device) -> BlockMask:
     """What flex attention computes: visible blocks, and which pairs of their tokens."""
     segments, window, prefixes = bounds.segment_ids, bounds.window, bounds.prefix_mask
-    visible, whole = visible_blocks(segments, window, length, BLOCK, device, prefixes)
+    bidirectional = bounds.bidirectional
+    visible, whole = visible_blocks(segments, window, length, BLOCK, device, prefixes, bidirectional=bidirectional)
 
     def is_visible(sample: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        seen = query >= key
+        seen = query >= (0 if bidirectional else key)
         if prefixes is not None:
             seen = seen | prefixes[sample, key]
         if window is not None:

@@ -9,30 +9,36 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of a network
+
 
 @dataclass(frozen=True)
 class ObjectiveResult:
     """The objective of one micro-batch.
 
-    Shapes: loss_sum, token_count and minimized_sum `[]`; each metric `[n]`, with the `n` of `Objective.metric_sizes`.
+    Shapes: loss_sum, token_count, minimized_sum and sample_sum `[]`; each metric `[n]`, with the `n` of
+    `Objective.metric_sizes`.
 
     Attributes:
         loss_sum: sum of the losses of the counted tokens, in nats, float32: what is logged and evaluated.
         token_count: number of counted tokens.
         metrics: further values, summed over micro-batches and over the ranks of `mesh.loss`.
         minimized_sum: the sum to minimize, differentiable; None if it is `loss_sum`.
+        sample_sum: sum of losses of which each sample has one, differentiable; None if there are none.
     """
 
     loss_sum: torch.Tensor
     token_count: torch.Tensor
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     minimized_sum: torch.Tensor | None = None
+    sample_sum: torch.Tensor | None = None
 
 
 class Objective(Protocol):
     """Maps outputs and targets to a loss.
 
-    The engine minimizes the sum over a global batch divided by the sum of `token_count` over it.
+    The engine minimizes the sum over a global batch divided by the sum of `token_count` over it, plus the sum over
+    samples divided by their number.
     """
 
     @property
@@ -50,5 +56,5 @@ class Objective(Protocol):
         objective weighs them otherwise; computed on the host before the forward pass.
         """
 
-    def __call__(self, outputs: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
+    def __call__(self, outputs: Any, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
         """The objective of one micro-batch."""

@@ -17,8 +17,7 @@ class Moment:
     Attributes:
         step: steps that are complete.
         train_iterations: planned steps of the run.
-        epoch: number of the pass over the training data that the last sample belongs to, from 0; always 0 without
-            --epochs.
+        epoch: number of the pass over the training data that the last sample belongs to, from 0.
         seconds_left: estimated time to the end of the run, evaluations and saves included; None before a step was
             timed.
     """

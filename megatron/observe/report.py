@@ -36,7 +36,7 @@ class Report:
         optim: determines the length of the run.
         workload: what turns samples into tokens and operations.
         style: how the lines of steps and evaluations look.
-        samples_per_epoch: training samples of a pass of --epochs; None without.
+        samples_per_epoch: training samples of a pass over all data; None without training data.
         pace: estimates when the run ends.
         shows_loss_scale: whether to report the loss scale (fp16).
         arguments: every argument by name, for destinations that show them.
@@ -220,7 +220,9 @@ def open_destinations(
         if control.wandb_project:
             folder = control.wandb_save_dir or str(run_directory.path)
             try:
-                opened.append(WeightsAndBiases(control.wandb_project, control.wandb_exp_name, folder))
+                opened.append(
+                    WeightsAndBiases(control.wandb_project, control.wandb_exp_name, folder, control.wandb_entity)
+                )
             except StorageError as failure:
                 if not is_resume:
                     raise

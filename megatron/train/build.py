@@ -27,7 +27,7 @@ from megatron.config import (
     resolve,
     resolve_epochs,
 )
-from megatron.config.schedule import is_done, planned_samples, samples_per_epoch
+from megatron.config.schedule import is_done, planned_samples
 from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,
@@ -62,7 +62,7 @@ from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
 from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
 from megatron.train.restarts.breaker import decide, settings_digest
-from megatron.train.restarts.freezing import find_freezing
+from megatron.train.restarts.freezing import check_patterns, find_freezing
 from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
@@ -96,6 +96,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
     machine = Machine(device.device_type(), world_size, device.supports_fp16(), device.supports_bf16())
     config = resolve(request, machine, TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id, tokenizer.fingerprint))
     check_tokenizer_fits(token_file_prefixes(config.data), tokenizer)
+    check_patterns(config.finetuning, config.model)
     history = History()
     with contextlib.ExitStack() as closing, log.showing_failures(), history.recording(), _explain_lost_peers():
         if signals is None:
@@ -189,7 +190,9 @@ def _build(
         datasets=with_prefixes(datasets, config, tokenizer),
         plan=plan,
         options=batch_options(config, tokenizer),
-        report=_open_report(config, mesh, sizes[1], names, watch, is_resume=record is not None or start.is_restart),
+        report=_open_report(
+            config, mesh, sizes[1], names, watch, plan, is_resume=record is not None or start.is_restart
+        ),
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
         progress=progress,
@@ -321,7 +324,7 @@ def _open_data(
     datasets, plan = built[0] if built else build(False)
     for text in describe(datasets, plan):
         log.info(text)
-    _show_notices(empty_splits(config.data, plan) if valid else [], mesh)
+    _show_notices(empty_splits(config.data, plan) if valid != 0 else [], mesh)
     return datasets, plan
 
 
@@ -331,6 +334,7 @@ def _open_report(
     parameters_without_embeddings: int,
     source_names: Sequence[str],
     watch: Watch,
+    plan: DataPlan,
     *,
     is_resume: bool,
 ) -> Report:
@@ -362,7 +366,7 @@ def _open_report(
         config.optim,
         workload,
         style_named(config.control.log_style),
-        samples_per_epoch=samples_per_epoch(config.finetuning.epochs, config.optim),
+        samples_per_epoch=plan.pass_samples or None,
         shows_loss_scale=config.precision.fp16,
         arguments=arguments,
         destinations=destinations,

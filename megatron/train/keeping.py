@@ -1,4 +1,4 @@
-"""What follows a saved checkpoint: its copy in a second folder, and the deletion of those that need not be kept."""
+"""What follows a saved checkpoint: its second name, its copy in a second folder, and the deletion of older ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import final
 
 from megatron import log
-from megatron.checkpoint import CheckpointLock
+from megatron.checkpoint import CheckpointLock, read_record
 from megatron.checkpoint.keeping.copying import copy_checkpoint
 from megatron.checkpoint.keeping.retention import KeepRules, Retention
+from megatron.checkpoint.publish import link_checkpoint
+from megatron.checkpoint.record import Record
 from megatron.checkpoint.storage import Storage
 from megatron.config import SavingConfig
 from megatron.errors import CheckpointError, LaunchError, StorageError
@@ -18,7 +20,7 @@ from megatron.parallel.mesh import ParallelMesh
 
 @final
 class Keeping:
-    """Copies and deletes checkpoints as the flags of a run say, if they do; called after each commit, on every rank.
+    """Links, copies and deletes checkpoints as the flags of a run say; called after each commit, on every rank.
 
     Nothing that fails here harms the checkpoint that was saved: it is a warning.
 
@@ -32,15 +34,31 @@ class Keeping:
         self._secondary = None if saving.save_secondary is None else Path(saving.save_secondary)
         self._retention = None if rules is None else Retention(rules, storage, resumed_step)
         self._secondary_retention = None if rules is None else Retention(rules, storage, resumed_step)
+        self._saving = saving
         self._storage = storage
         self._beat = beat
 
     def __call__(self, path: Path, mesh: ParallelMesh) -> None:
         """Handles the checkpoint that was just committed; collective over `mesh.control`."""
+        if mesh.control.rank == 0:
+            self._link(path)
         if self._secondary is not None:
             self._copy(path, self._secondary, mesh)
         if mesh.control.rank == 0 and self._retention is not None:
             self._retention.apply(path)
+
+    def _link(self, path: Path) -> None:
+        if self._saving.checkpoint_link is None:
+            return
+        try:
+            record = Record.from_json(read_record(path), path)
+        except (CheckpointError, StorageError) as failure:
+            log.warning(f"{path} gets no second name (--checkpoint-link), because it cannot be read: {failure}")
+            return
+        epoch = record.data_plan.epoch_of(record.progress.consumed_samples)
+        name = self._saving.link_name(epoch, record.progress.step)
+        if name is not None:
+            link_checkpoint(path, name, self._storage)
 
     def _copy(self, path: Path, directory: Path, mesh: ParallelMesh) -> None:
         """Copies, and deletes older copies; meanwhile no tool may clean up the folder."""

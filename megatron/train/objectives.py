@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.config import RunConfig
-from megatron.config.sections.loss import MULTITASK, PREFIX, SAMPLES
+from megatron.config.sections.loss import MASKED, MULTITASK, PREFIX, SAMPLES
 from megatron.data.datasets.build import SplitDatasets
 from megatron.data.datasets.prefix import PrefixDataset
 from megatron.data.datasets.sample import SampleDataset
@@ -13,6 +13,7 @@ from megatron.data.loader import BatchOptions
 from megatron.model.blocks.router import router_metric_sizes
 from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
 from megatron.objective.language_model import LanguageModelObjective
+from megatron.objective.masked import MaskedLanguageModelObjective
 from megatron.objective.prefix import PrefixObjective
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -35,6 +36,8 @@ def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int 
         averages_samples=loss.loss_mean == SAMPLES,
         packs_samples=packs_examples(config),
     )
+    if loss.objective == MASKED:
+        return MaskedLanguageModelObjective(**vars(objective), has_sentence_order=config.model.sentence_order_head)
     if loss.objective != PREFIX:
         return objective
     return PrefixObjective(
@@ -51,13 +54,16 @@ def step_settings(config: RunConfig) -> StepSettings:
         recompute = Recompute.BLOCKS
     elif config.recompute.recomputes_attention:
         recompute = Recompute.ATTENTION
-    packed = packs_examples(config)
+    packed, masked = packs_examples(config), config.loss.objective == MASKED
+    separates = config.documents.reset_attention_mask or packed or masked  # of masked text, the padding
     return StepSettings(
         seed=config.random.seed,
         recompute=recompute,
         restart_positions=config.documents.reset_position_ids or packed,
-        mask=MaskKind.DOCUMENTS if config.documents.reset_attention_mask or packed else MaskKind.CAUSAL,
+        mask=MaskKind.DOCUMENTS if separates else MaskKind.CAUSAL,
         has_prefixes=config.loss.has_prefixes,
+        has_token_types=masked and config.model.token_types > 1,
+        has_predicted=masked,
         dtype=getattr(torch, config.precision.dtype_name),
         explicit_attention=not config.kernels.fused_attention,
     )

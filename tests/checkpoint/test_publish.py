@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import Found, find, load, load_newest
-from megatron.checkpoint.publish import sweep, sweep_at_start
+from megatron.checkpoint.publish import link_checkpoint, remove_checkpoint, sweep, sweep_at_start
 from megatron.checkpoint.storage import Storage
 from tests.checkpoint.fake_pieces import make_state, whole_sink
 from tests.checkpoint.saved_state import MESH, RECORD, save_state
@@ -78,3 +78,32 @@ def test_a_failed_cleanup_is_only_a_warning(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / ".tmp-iter_0000003-0af").mkdir()
     sweep(tmp_path, Stubborn())
     assert "could not clean up" in capsys.readouterr().err
+
+
+def test_a_second_name_leads_to_the_checkpoint_and_disappears_with_it(tmp_path: Path) -> None:
+    old, new = save_state(tmp_path, 3, seed=1), save_state(tmp_path, 4, seed=2)
+    link_checkpoint(old, "latest-good", Storage())
+    link_checkpoint(old, "epoch0-step3", Storage())
+    link_checkpoint(new, "latest-good", Storage())  # of the newer one from now on
+    (tmp_path / "elsewhere").symlink_to("nowhere")
+    assert (tmp_path / "latest-good").readlink() == Path("iter_0000004")
+    sink = whole_sink(make_state(seed=1))
+    assert load_newest(tmp_path / "epoch0-step3", sink.wanted, MESH) is not None
+    sink.check()
+    remove_checkpoint(old, Storage())
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_symlink()) == ["elsewhere", "latest-good"]
+
+
+def test_links_of_dead_deletions_and_saves_are_swept(tmp_path: Path) -> None:
+    link_checkpoint(save_state(tmp_path, 3), "epoch0-step3", Storage())
+    (tmp_path / ".tmp-link-0123").symlink_to("iter_0000003")
+    shutil.rmtree(tmp_path / "iter_0000003")
+    sweep(tmp_path, Storage())
+    assert not [path for path in tmp_path.iterdir() if path.is_symlink()]
+
+
+def test_what_has_the_name_already_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").write_text("notes")
+    link_checkpoint(save_state(tmp_path, 3), "mine", Storage())
+    assert (tmp_path / "mine").read_text() == "notes"
+    assert "mine exists and is no link, so iter_0000003 does not get this name" in capsys.readouterr().err

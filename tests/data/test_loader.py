@@ -9,7 +9,7 @@ from megatron.config import DataConfig
 from megatron.data.datasets.blended import BlendedDataset
 from megatron.data.datasets.build import build_split_datasets
 from megatron.data.datasets.sample import Sample
-from megatron.data.loader import BatchLoader, BatchOptions, MicroBatches, segment_ids
+from megatron.data.loader import BatchLoader, BatchOptions, MicroBatches, predicted_places, segment_ids
 from megatron.data.read_ahead import ReadAhead
 from megatron.errors import ConfigError, DataError
 from tests.data.corpora import write_corpus
@@ -157,6 +157,61 @@ def test_a_short_last_batch_is_padded_with_samples_without_loss(dataset):
     assert [row[0] for row in rows] == list(range(8, 16))
     assert [sum(row[3]) for row in rows] == [8, 8, 8, 0, 0, 0, 0, 0]
     assert rows[2][1] == dataset[10][:-1].tolist() and rows[3][1] == [3] * 8
+
+
+class MaskedRows(Rows):
+    """Samples with labels of their own; the second token of sample k is hidden, and the third of odd ones."""
+
+    def read(self, sample: int) -> Sample:
+        labels = self.rows[sample]
+        is_hidden = np.array([False, True, sample % 2 == 1, False])
+        return Sample(
+            np.where(is_hidden, 7, labels),
+            is_hidden,
+            segment_ids=np.array([0, 0, 0, 1]),
+            labels=labels,
+            token_types=np.array([0, 0, 1, 0]),
+            is_swapped=sample % 2 == 0,
+        )
+
+
+MASKED_OPTIONS = BatchOptions(eod_id=5, vocab_size=9, segments=True, predictions=3)
+
+
+def test_samples_with_labels_of_their_own_and_padding_after_the_last():
+    rows = MaskedRows([[1, 2, 3, 0], [1, 4, 6, 0], [1, 8, 8, 0]])
+    batches = MicroBatches(
+        rows, first_sample=0, global_batch_size=6, micro_batch_size=2, stop_sample=3, options=MASKED_OPTIONS
+    )
+    first, second, third = batches
+    assert first.tokens.tolist() == [[1, 7, 3, 0], [1, 7, 7, 0]] and first.labels.tolist() == rows.rows[:2].tolist()
+    assert first.loss_mask.tolist() == [[0, 1, 0, 0], [0, 1, 1, 0]] and first.loss_mask.dtype == np.float32
+    assert first.predicted.tolist() == [[1, 0, 0], [1, 2, 0]] and first.predicted.dtype == np.int64
+    assert first.segment_ids.tolist() == [[0, 0, 0, 1]] * 2 and first.token_types.tolist() == [[0, 0, 1, 0]] * 2
+    assert [batch.swapped.tolist() for batch in batches] == [[1, 0], [1, -1], [-1, -1]]
+    for name in ("tokens", "labels", "loss_mask", "segment_ids", "token_types", "predicted", "swapped"):
+        shapes = {(getattr(batch, name).shape, getattr(batch, name).dtype) for batch in batches}
+        assert len(shapes) == 1, name
+    assert not second.loss_mask[1].any() and not third.loss_mask.any() and not third.predicted.any()
+
+
+def test_batches_of_other_objectives_have_no_fields_of_masked_samples(dataset):
+    (batch,) = MicroBatches(dataset, first_sample=0, global_batch_size=2, micro_batch_size=2)
+    assert batch.token_types is None and batch.predicted is None and batch.swapped is None
+
+
+def test_a_label_outside_the_vocabulary_is_located():
+    rows = MaskedRows([[1, 9, 3, 0]])
+    with pytest.raises(DataError, match="row 0 column 1 has id 9"):
+        list(MicroBatches(rows, first_sample=0, global_batch_size=1, micro_batch_size=1, options=MASKED_OPTIONS))
+
+
+def test_the_first_place_is_never_predicted_and_no_more_than_planned():
+    assert predicted_places(np.array([[0, 0.5, 1], [0, 0, 0]]), 2).tolist() == [[1, 2], [0, 0]]
+    with pytest.raises(DataError, match="has 2 tokens to be predicted and 1 were planned"):
+        predicted_places(np.array([[0, 1, 1], [0, 0, 0]]), 1)
+    with pytest.raises(DataError, match="first token"):
+        predicted_places(np.array([[1, 0, 0]]), 2)
 
 
 def test_a_batch_that_cannot_be_split_evenly_is_rejected(dataset):

@@ -14,11 +14,11 @@ from megatron.parallel.mesh import Axis
 TOKENS = np.arange(8, dtype=np.int64).reshape(2, 4)
 SEGMENTS = np.array([[0, 0, 1, 1], [0, 1, 1, 1]])
 BATCH = Batch(TOKENS, TOKENS + 1, np.ones((2, 4), np.float32), np.array([5, 6]), SEGMENTS, np.array([1, 0]))
-SCALE = torch.tensor(0.5)
+SCALES = torch.tensor([0.5, 0.25])
 
 
 def moved(objective: LanguageModelObjective, settings: StepSettings, **wanted: bool) -> DeviceBatch:
-    return DeviceBatch.of(BATCH, objective, settings, SCALE, **wanted)
+    return DeviceBatch.of(BATCH, objective, settings, SCALES, **wanted)
 
 
 def test_one_process_uses_everything() -> None:
@@ -26,7 +26,7 @@ def test_one_process_uses_everything() -> None:
     assert torch.equal(batch.network_input, torch.from_numpy(TOKENS))
     assert [tuple(tensor.shape) for tensor in batch.passed] == [(2,)]
     assert batch.target_names == ("labels", "loss_mask", "source_ids")
-    assert batch.targets[0] is SCALE
+    assert batch.targets[0] is SCALES
     assert torch.equal(batch.targets[1], torch.from_numpy(TOKENS + 1))
     assert batch.context(StepSettings(seed=3), 1.0).first_sample == 5
 

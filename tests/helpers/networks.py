@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from megatron.config import ModelConfig
-from megatron.model.gpt import gpt_layers
 from megatron.model.interface.key_value_cache import KeyValueCaches
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepSettings
+from megatron.model.networks import network_layers
 from megatron.objective.language_model import LanguageModelObjective
 from megatron.parallel.mesh import Axis, ParallelMesh
 
@@ -28,7 +28,7 @@ def tiny_config(padded_vocab_size: int = 128, **changes: Any) -> ModelConfig:
 
 def build_gpt(config: ModelConfig, mesh: ParallelMesh | None = None) -> LayerStack:
     """The whole network (or its tensor-parallel part) with its initial values."""
-    return LayerStack(gpt_layers(config, mesh or ParallelMesh.single()), seed=SEED)
+    return LayerStack(network_layers(config, mesh or ParallelMesh.single()), seed=SEED)
 
 
 def forward(

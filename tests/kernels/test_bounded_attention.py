@@ -36,7 +36,9 @@ def _dense_bias(bounds: Bounds, batch: int, length: int) -> torch.Tensor:
     positions = torch.arange(length)
     distance = positions[:, None] - positions
     prefixes = torch.zeros(batch, length, dtype=torch.bool) if bounds.prefix_mask is None else bounds.prefix_mask
-    visible = ((distance >= 0) | prefixes[:, None]) & (distance.abs() < (bounds.window or length))  # [b, s, s]
+    visible = ((distance >= 0) | prefixes[:, None] | bounds.bidirectional) & (
+        distance.abs() < (bounds.window or length)
+    )  # [b, s, s]
     segments = torch.zeros(batch, length) if bounds.segment_ids is None else bounds.segment_ids
     visible = visible & (segments[:, :, None] == segments[:, None])  # [b, s, s]
     slopes = torch.tensor(bounds.slopes or [0.0] * HEADS, dtype=torch.float64)[:, None, None]
@@ -60,11 +62,15 @@ BOUNDS = {
     "all": Bounds(DOCUMENTS, 50, SLOPES),
     "documents and prefixes": Bounds(DOCUMENTS, prefix_mask=PREFIXES),
     "all with prefixes": Bounds(DOCUMENTS, 50, SLOPES, PREFIXES),
+    "documents in both directions": Bounds(DOCUMENTS, bidirectional=True),
+    "all in both directions": Bounds(DOCUMENTS, 50, SLOPES, bidirectional=True),
 }
 WITHOUT_DOCUMENTS = {
     "prefixes": Bounds(None, prefix_mask=PREFIXES),
     "prefixes and window": Bounds(None, 40, prefix_mask=PREFIXES),
     "prefixes and slopes": Bounds(None, None, SLOPES, PREFIXES),
+    "window in both directions": Bounds(None, 40, bidirectional=True),
+    "slopes in both directions": Bounds(None, None, SLOPES, bidirectional=True),
 }
 
 
@@ -124,12 +130,12 @@ def test_no_visible_block_is_missed_and_whole_ones_are_whole(
         assert torch.equal(whole, every)
 
 
-@pytest.mark.parametrize("name", [*WITHOUT_DOCUMENTS, "all with prefixes"])
+@pytest.mark.parametrize("name", [*WITHOUT_DOCUMENTS, "all with prefixes", "all in both directions"])
 def test_dense_biases_of_prefixes(name: str) -> None:
     bounds = {**BOUNDS, **WITHOUT_DOCUMENTS}[name]
     query = torch.zeros(3, HEADS, 200, 16, dtype=torch.float64)
     expected = _dense_bias(dataclasses.replace(bounds, segment_ids=None), 3, 200)
-    found = local_bias(query, 200, bounds.window, bounds.slopes, bounds.prefix_mask)
+    found = local_bias(query, 200, bounds.window, bounds.slopes, bounds.prefix_mask, bidirectional=bounds.bidirectional)
     assert torch.equal(found.expand_as(expected), expected)
     assert bounds.segment_ids is not None or plan_attention(query, bounds) is None
 

@@ -56,8 +56,10 @@ def test_a_run_keeps_what_it_should_and_resumes_from_the_copies(corpus: TinyCorp
 
 def test_a_run_resumed_from_the_copies_is_equal_to_the_last_bit(corpus: TinyCorpus, tmp_path: Path) -> None:
     assert train(corpus.flags(folder=tmp_path / "alone")) == (0, "")
-    keep = ("--keep-last", "1", "--save-secondary", str(tmp_path / "copies"))
+    keep = ("--keep-last", "1", "--save-secondary", str(tmp_path / "copies"), "--checkpoint-link", "e{epoch}-s{step}")
     assert train(corpus.flags(*keep, folder=tmp_path, save_interval=2, exit_interval=6)) == (0, "")
+    (link,) = (tmp_path / "checkpoints").glob("e*-s*")
+    assert link.name == "e0-s6" and link.readlink() == Path("iter_0000006")  # those of deleted ones are gone
     shutil.rmtree(tmp_path / "checkpoints")
     assert train(corpus.flags(*keep, folder=tmp_path, save_interval=2)) == (0, "")
     assert losses(tmp_path) == losses(tmp_path / "alone")

@@ -21,8 +21,8 @@ from megatron.config.flags.section import Instance, build_unchecked, missing_pro
 from megatron.errors import ConfigError
 from megatron.secret_text import guarded, masked
 
-_TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
-_FALSE_WORDS = frozenset({"false", "no", "off", "0"})
+_TRUE_WORDS = frozenset({"true", "yes", "on"})
+_FALSE_WORDS = frozenset({"false", "no", "off"})
 _LONGEST_SHOWN = 200
 _LARGEST_NUMBER = 2**63 - 1
 _LARGEST_FLOAT32 = 3.4028234663852886e38  # torch refuses a larger factor of a float32 tensor
@@ -161,6 +161,8 @@ def _convert(flag: Flag, option: str, word: str) -> Any:
     if flag.element is bool:
         if word.lower() in _TRUE_WORDS | _FALSE_WORDS:
             return word.lower() in _TRUE_WORDS
+        if flag.facts.numeric and word in ("0", "1"):
+            return word == "1"
         raise ConfigError(f'{option} takes no value, or true or false, not "{word}".')
     if flag.element is str:
         if not word and flag.default != "":

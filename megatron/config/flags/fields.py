@@ -46,6 +46,7 @@ class FlagFacts:
     remedy: str = ""
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     repeated: bool = False
+    numeric: bool = False
 
 
 def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> Any:
@@ -60,7 +61,8 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
             `follows` (the fields a computed default depends on), `resume` (what a resume does with the field),
             `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that is refused),
             `synonyms` (other words for values), `repeated` (one value may be written several times, as upstream
-            writes one for each layer).
+            writes one for each layer), `numeric` (a switch that may also be written with 1 or 0, because upstream's
+            takes a word).
     """
     if "computed" in facts:
         default = Unset.COMPUTED

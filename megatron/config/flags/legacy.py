@@ -404,8 +404,6 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "only other kinds of model read it.",
         (
-            "mask_prob:float=0.15",
-            "short_seq_prob:float=0.1",
             "retriever_seq_length:int=256",
             "pipeline_model_parallel_split_rank:int",
             "sample_rate:float=1.0",
@@ -471,7 +469,7 @@ def _read(spec: str, status: str, reason: str) -> Legacy:
         element(word)
         for word in (harmless.split(",") if harmless and name != "profile_steps" else [harmless] if harmless else [])
     )
-    facts = FlagFacts(help=reason, spelled=_SPELLED.get(name, ()))
+    facts = FlagFacts(help=reason, spelled=_SPELLED.get(name, ()), numeric=True)
     default = False if element is bool else values[0] if values else None
     return Legacy(
         Flag(name, element, facts, default, required=False, is_tuple=many, count=None), status, reason, values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import RUN_MUST_MATCH, flag
@@ -21,6 +22,13 @@ class FinetuningConfig(ConfigSection):
     pack_examples: bool = flag(
         False, "fill each sample with several examples, which do not attend to each other", resume=RUN_MUST_MATCH
     )
+    copy_prompt_probability: float = flag(
+        0.0,
+        "share of the training samples, drawn anew in each epoch, in which the answers are replaced by the prompts",
+        at_least=0,
+        at_most=1,
+        resume=RUN_MUST_MATCH,
+    )
     epochs: int | None = flag(
         None,
         "train for this many passes over the examples instead of --train-iters, --train-samples or --train-tokens",
@@ -31,3 +39,10 @@ class FinetuningConfig(ConfigSection):
         "patterns of parameter names, such as 'decoder.layers.[0-3].*', whose weights stay as they are",
         nargs="+",
     )
+
+    def problems(self) -> Iterator[str]:
+        if self.copy_prompt_probability and self.pack_examples:
+            yield (
+                f"--copy-prompt-probability {self.copy_prompt_probability:g} draws whole samples, and with "
+                "--pack-examples a sample is filled with several examples. Drop one of the two."
+            )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import flag
 from megatron.config.flags.section import ConfigSection
 from megatron.config.sections.control import folder_problems
+
+_LINK = re.compile(r"(?![.-]|iter_)(?=.*\{step\})(?:[\w.-]|\{epoch\}|\{step\})+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,22 @@ class SavingConfig(ConfigSection):
         None, "folder that receives a verified copy of each checkpoint, and is loaded from if --load has none"
     )
 
+    checkpoint_link: str | None = flag(
+        None,
+        "second name of each checkpoint, a link beside it, with {epoch} (from 0) and {step}, such as "
+        "'epoch{epoch}-step{step}'",
+    )
+
+    def link_name(self, epoch: int, step: int) -> str | None:
+        """The second name of a checkpoint; None if it is to have none."""
+        return None if self.checkpoint_link is None else self.checkpoint_link.format(epoch=epoch, step=step)
+
     def problems(self) -> Iterator[str]:
+        if self.checkpoint_link is not None and _LINK.fullmatch(self.checkpoint_link) is None:
+            yield (
+                f"--checkpoint-link {self.checkpoint_link} cannot be the name of every checkpoint. Write letters, "
+                "digits and -_. around {step}, with {epoch} if wanted, such as 'epoch{epoch}-step{step}'."
+            )
         yield from folder_problems("--save-secondary", self.save_secondary)
         if self.keep_last is None:
             for name, is_set in (("--keep-every", self.keep_every is not None), ("--keep-best", self.keep_best)):

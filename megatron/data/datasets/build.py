@@ -55,7 +55,7 @@ def build_split_datasets(
     data: DataConfig,
     sequence_length: int,
     seed: int,
-    samples: tuple[int, int, int],
+    samples: tuple[int, int | None, int | None],
     plan: DataPlan | None = None,
     build_indices: bool = True,
     consumed: int = 0,
@@ -66,7 +66,8 @@ def build_split_datasets(
 
     Args:
         sequence_length: tokens of a sample, without the one that is only a label.
-        samples: training, validation and test samples the run needs in all (the latter two per group).
+        samples: training, validation and test samples the run needs in all (the latter two per group, None for all of
+            their data once).
         plan: the stored plan of the run that is resumed; its order is kept and, if need be, continued.
         build_indices: whether this process writes missing indices; true on one process per node, which goes first.
         consumed: training samples that were consumed before; a changed blend begins there, and phases that end there
@@ -122,10 +123,7 @@ def epoch_samples(
     train = _fresh_plan(data, sequence_length, seed, files).train
     if train is None:
         raise DataError(_no_training_data_text(data))
-    counts = [
-        source.last - source.first if source.is_rows else (source.tokens - 1) // sequence_length
-        for source in train.sources
-    ]
+    counts = [source.pass_samples(sequence_length) for source in train.sources]
     if len(counts) > 1:
         raise ConfigError(
             f"--epochs counts passes over one source, and {len(counts)} are blended for training, each of which is "
@@ -352,7 +350,8 @@ def _build_group(group: GroupPlan, plan: DataPlan, files: DataSources, caches: _
     parts = {}
     for place in places:
         source = group.sources[place]
-        parts[place] = _build_source(group.name, source, plan, files.planned(source), caches)
+        part = _build_source(group.name, source, plan, files.planned(source), caches)
+        parts[place] = files.with_copied_prompts(part, source, plan.seed) if group is plan.train else part
     newest = _build_phase(group, last, parts, caches)
     if last == 0:
         return newest

@@ -11,18 +11,28 @@ class Sample(NamedTuple):
     """One sample.
 
     Shapes:
-        tokens: int64 [s + 1], the inputs and, one further, the labels.
+        tokens: int64 [s + 1], the inputs and, one further, the labels; where a sample has labels of its own only the
+            inputs, int64 [s].
         loss_mask: bool or float32 [s], for each label how much it counts; None if all count fully.
         segment_ids: int64 [s], which of the packed examples each input belongs to, counted from 0; None where
             documents end with end-of-document, or are not separated at all.
         prefix_mask: bool [s], whether all tokens of its segment may attend to an input, those before it included;
             None where tokens attend to earlier ones only.
+        labels: int64 [s], the token to be predicted at each place; None if it is the next one.
+        token_types: int64 [s], which part of the sample each input belongs to (`--num-token-types`); None if there is
+            only one.
+
+    Args:
+        is_swapped: whether the two parts of the sample stand in the wrong order; None if it has no such parts.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray | None = None
     segment_ids: np.ndarray | None = None
     prefix_mask: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    token_types: np.ndarray | None = None
+    is_swapped: bool | None = None
 
 
 class DocumentSpan(NamedTuple):
@@ -45,7 +55,7 @@ class SampleDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        """Token ids int64 [s + 1]."""
+        """Token ids int64 [s + 1], or [s] where samples have labels of their own."""
 
     def read(self, sample: int) -> Sample:
         """Token ids, and which of them count as labels."""

@@ -9,13 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.config.sections.loss import CAUSAL, MULTITASK, PREFIX
+from megatron.data.datasets.copied_prompts import CopiedPrompts
 from megatron.data.datasets.examples.files import example_files, files_fingerprint, names_example_files
 from megatron.data.datasets.examples.options import ExampleOptions
 from megatron.data.datasets.examples.rows import ExampleRows
-from megatron.data.datasets.examples.tokens import FileRecords, StoreRecords, TokenizedExamples
+from megatron.data.datasets.examples.tokens import FileRecords, StoreRecords, TokenizedExamples, check_first_records
 from megatron.data.datasets.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
 from megatron.data.datasets.parquet_rows import ParquetRows, check_window_length
 from megatron.data.datasets.rows import RowSource
+from megatron.data.datasets.sample import SourceDataset
 from megatron.data.datasets.store_rows import DocumentEncoder, StoreRows, store_fingerprint
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.windows import WindowFile, expand_windows, names_windows
@@ -89,6 +91,15 @@ class DataSources:
             rows.report(split)
         return self._packed.setdefault(rows.fingerprint, rows)
 
+    def with_copied_prompts(self, dataset: SourceDataset, source: SourcePlan, seed: int) -> SourceDataset:
+        """The training samples of a source, some with prompts as answers if it holds examples and that is asked for."""
+        rows, probability = self._packed.get(source.fingerprint), self._options.copy_prompt_probability
+        if not probability or not isinstance(rows, ExampleRows):
+            return dataset
+        prefix = self._named[source.prefix]
+        copies = rows.of(self._examples(prefix, copies_prompts=True), self._cache(prefix))
+        return CopiedPrompts(dataset, copies, probability, seed)
+
     def planned(self, source: SourcePlan) -> IndexedDataset | RowSource:
         """What a source of a plan was made from.
 
@@ -133,11 +144,18 @@ class DataSources:
         check_layout(indexed, self._layout)
         return indexed
 
-    def _examples(self, prefix: str) -> TokenizedExamples:
+    def _examples(self, prefix: str, *, copies_prompts: bool = False) -> TokenizedExamples:
         if self._tokenizer is None:
             raise ConfigError("Examples are encoded while they are read, which needs a tokenizer (--tokenizer-type).")
         records = FileRecords(prefix) if names_example_files(prefix) else StoreRecords(prefix)
-        found = TokenizedExamples(prefix, records, self._options.template, self._tokenizer, self._cache(prefix))
+        found = TokenizedExamples(
+            prefix,
+            records,
+            self._options.template,
+            self._tokenizer,
+            self._cache(prefix),
+            copies_prompts=copies_prompts,
+        )
         self._named[found.prefix] = prefix
         return found
 
@@ -183,7 +201,7 @@ def check_source(prefix: str, sequence_length: int, objective: str = CAUSAL, nee
     Raises:
         ConfigError: windows have another length, an address cannot be read, pyarrow is missing, or the objective
             needs another kind of source.
-        DataError: a file is missing.
+        DataError: a file is missing, or the first record of a file of examples is bad.
     """
     _check_kind(prefix, objective)
     if is_store_address(prefix):
@@ -196,7 +214,7 @@ def check_source(prefix: str, sequence_length: int, objective: str = CAUSAL, nee
         return
     _check_examples(prefix, names_examples(prefix), objective, needed_by)
     if names_examples(prefix):
-        example_files(prefix)
+        check_first_records(prefix)
     elif _is_windows(prefix):
         with WindowFile(expand_windows([prefix])[0]) as file:
             check_window_length(prefix, file.sequence_length, sequence_length)

@@ -76,6 +76,10 @@ class SourcePlan:
         """Samples in all segments."""
         return sum(segment.rows for segment in self.segments)
 
+    def pass_samples(self, sequence_length: int) -> int:
+        """Samples that one pass over it makes; of a token file, which is one stream over all passes, those that fit."""
+        return self.last - self.first if self.is_rows else (self.tokens - 1) // sequence_length
+
     def identity(self) -> tuple[str, int, int]:
         """What makes it the same source, wherever its files are."""
         return self.fingerprint, self.first, self.last
@@ -162,6 +166,10 @@ class GroupPlan:
             names.append(numbered)
         return tuple(names)
 
+    def pass_samples(self, sequence_length: int) -> int:
+        """Samples of one pass over all sources."""
+        return sum(source.pass_samples(sequence_length) for source in self.sources)
+
     def extended(self, samples: int, sequence_length: int, seed: int, epoch_rule: str) -> GroupPlan:
         """The same order, continued until it holds at least `samples`; never shortened."""
         if samples <= self.samples:
@@ -193,16 +201,31 @@ class DataPlan:
     valid: tuple[GroupPlan, ...]
     test: tuple[GroupPlan, ...]
 
-    def extended(self, samples: tuple[int, int, int]) -> DataPlan:
-        """The plan extended to at least these numbers of training, validation and test samples (per group)."""
+    def epoch_of(self, consumed_samples: int) -> int:
+        """The pass over the training data, from 0, that the last of so many samples belongs to."""
+        return max(0, consumed_samples - 1) // self.pass_samples if self.pass_samples else 0
+
+    @property
+    def pass_samples(self) -> int:
+        """Training samples of a pass: as many as all sources make in one, whatever their weights."""
+        return self.train.pass_samples(self.sequence_length) if self.train else 0
+
+    def extended(self, samples: tuple[int, int | None, int | None]) -> DataPlan:
+        """The plan extended to at least these numbers of training, validation and test samples (per group).
+
+        None stands for one pass over all data of each group.
+        """
         settings = (self.sequence_length, self.seed, self.epoch_rule)
         train, valid, test = samples
         return dataclasses.replace(
             self,
             train=self.train and self.train.extended(train, *settings),
-            valid=tuple(group.extended(valid, *settings) for group in self.valid),
-            test=tuple(group.extended(test, *settings) for group in self.test),
+            valid=tuple(group.extended(self._counted(group, valid), *settings) for group in self.valid),
+            test=tuple(group.extended(self._counted(group, test), *settings) for group in self.test),
         )
+
+    def _counted(self, group: GroupPlan, samples: int | None) -> int:
+        return group.pass_samples(self.sequence_length) if samples is None else samples
 
     def to_json(self) -> dict[str, Any]:
         """A value of plain lists, dicts, numbers and strings."""

@@ -1,4 +1,4 @@
-"""Causal self-attention with heads split over the tensor-parallel axis."""
+"""Self-attention with heads split over the tensor-parallel axis."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
 from megatron.config.architecture.positions import ALIBI
+from megatron.errors import ConfigError
 from megatron.kernels.attention import attention, explicit_attention
 from megatron.kernels.bounded_attention import AttentionPlan
 from megatron.kernels.rotary import rotate, rotate_few
@@ -28,7 +29,7 @@ from megatron.parallel.tensor.layers import RowParallelLinear
 
 
 class SelfAttention(nn.Module):
-    """Causal attention: multi-head, grouped-query or multi-query.
+    """Attention: multi-head, grouped-query or multi-query; causal, or in both directions in an encoder.
 
     Shapes: `[b, s, h]` to the same, replicated over the axis; inside `[b, a/t, s, d]`.
 
@@ -45,6 +46,7 @@ class SelfAttention(nn.Module):
         self.config, self.layer, self.tp_rank = config, layer, mesh.tp.rank
         self.dropout, self.softcap = config.attention_dropout, config.attention_logit_softcap
         self.scale = config.softmax_scale or 1 / math.sqrt(size)
+        self.bidirectional = config.bidirectional
         self.window, self.is_rotary = config.window_of(layer), config.is_rotary_layer(layer)
         self.linear_qkv = QueryKeyValue(config, mesh)
         if config.qk_layernorm:
@@ -66,7 +68,8 @@ class SelfAttention(nn.Module):
         """Applies attention.
 
         Raises:
-            ConfigError: documents are to be separated while a key-value cache is in use.
+            ConfigError: documents are to be separated while a key-value cache is in use, or the network is
+                bidirectional, so that later tokens would change cached keys and values.
         """
         batch, length, _ = hidden.shape
         query, key, value = self.linear_qkv.project(hidden)  # [b, s, a/t, d], [b, s, g, d]
@@ -77,12 +80,21 @@ class SelfAttention(nn.Module):
         if self.is_rotary:
             query, key = self._rotated(query, key, context)
         if context.caches is not None:
+            if self.bidirectional:
+                raise ConfigError(
+                    "Generation with a key-value cache needs a causal network, and this one is bidirectional "
+                    "(--bidirectional): every new token would change what the earlier ones are. Use a GPT checkpoint."
+                )
             attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
             return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
         plan = None
         if not (self.training and self.dropout):
-            plan = bounded_plan(context, query, self.window, self.slopes, self.softcap)
-        bias = score_bias(context, query, self.window, self.slopes) if plan is None else None
+            plan = bounded_plan(
+                context, query, self.window, self.slopes, self.softcap, bidirectional=self.bidirectional
+            )
+        bias = None
+        if plan is None:
+            bias = score_bias(context, query, self.window, self.slopes, bidirectional=self.bidirectional)
         if context.recompute is Recompute.ATTENTION and self.training and torch.is_grad_enabled():
             attended = checkpoint(
                 self._attend, query, key, value, plan, bias, context, use_reentrant=False, preserve_rng_state=False
@@ -133,7 +145,7 @@ class SelfAttention(nn.Module):
         """
         if plan is not None:
             return plan.attend(query, key, value, self.scale)
-        causal = bias is None and query.shape[2] > 1
+        causal = bias is None and query.shape[2] > 1 and not self.bidirectional
         fused = partial(attention, query, key, value, self.scale, bias=bias, causal=causal, softcap=self.softcap)
         drops = self.training and self.dropout > 0
         if context.explicit_attention or (drops and not query.is_cuda):

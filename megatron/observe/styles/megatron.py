@@ -1,8 +1,8 @@
 """Megatron's lines, the default.
 
-Users' scripts parse them, so fields, order and number formats are upstream's. There are four additions: tokens per
-second, the losses of --log-per-source-loss, the z-loss of --z-loss-coeff, and the routing of a network with experts.
-The loss is always shown; upstream omits it if it is NaN or not above 0.
+Users' scripts parse them, so fields, order and number formats are upstream's. There are five additions: tokens per
+second, the losses of --log-per-source-loss, the mean over samples of --loss-mean samples, the z-loss of --z-loss-coeff,
+and the routing of a network with experts. The loss is always shown; upstream omits it if it is NaN or not above 0.
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py and megatron/checkpointing.py.
 """

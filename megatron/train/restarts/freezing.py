@@ -8,12 +8,23 @@ from typing import Any
 
 from megatron import log
 from megatron.checkpoint.record import Record
-from megatron.config import ControlConfig, FinetuningConfig
+from megatron.config import ControlConfig, FinetuningConfig, ModelConfig
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names
+from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerSpec, parameter_names
 from megatron.parallel.mesh import ParallelMesh
 
 _SHOWN = 3
+
+
+def check_patterns(finetuning: FinetuningConfig, model: ModelConfig) -> None:
+    """Checks --freeze before the ranks meet; the names of parameters are the same in every layout.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing is left to train.
+    """
+    if finetuning.freeze:
+        frozen_names(finetuning.freeze, parameter_names(gpt_layers(model, ParallelMesh.single())))
 
 
 def find_freezing(

@@ -30,7 +30,7 @@ def test_token_types_come_with_the_sentence_order_head() -> None:
         ("--objective masked", "--objective masked needs --bidirectional"),
         (
             "--bidirectional",
-            "--bidirectional does not go with --objective causal: a token would see the one it predicts",
+            "--bidirectional does not go with --objective causal: a token would see",
         ),
         (f"{BERT} --norm-placement post --parallel-residual", "does not go with --norm-placement post,"),
     ],

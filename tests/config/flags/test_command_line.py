@@ -28,6 +28,7 @@ class Tool(ConfigSection):
     kind: str = flag("a", "which kind", choices=("a", "b"), remedy="Kind c went away.")
     vocab_file: str | None = flag(None, "vocabulary", spelled=("--vocab",))
     append_eod: bool = flag(False, "ends documents")
+    dry_run: bool = flag(False, "do nothing", numeric=True)
     fast: bool = flag(True, "be fast", spelled=("--no-quick", "--quick"))
     no_save: bool = flag(False, "save nothing")
     pair: tuple[int, int] | None = flag(None, "two numbers")
@@ -66,6 +67,12 @@ def test_the_first_words_may_belong_to_a_flag_that_is_not_named() -> None:
 )
 def test_a_switch_can_be_turned_on_and_off_and_takes_a_value(words: str, value: bool) -> None:
     assert read(f"--input x {words}").fast is value
+
+
+def test_only_a_switch_that_says_so_takes_a_number() -> None:
+    assert read("--input x --dry-run 1").dry_run and not read("--input x --dry-run 0").dry_run
+    with pytest.raises(ConfigError, match='--append-eod takes no value, or true or false, not "1"'):
+        read("--input x --append-eod 1")
 
 
 def test_a_flag_that_begins_with_no_turns_on() -> None:

@@ -16,3 +16,14 @@ def test_every_weight_is_trained_and_no_example_is_packed_by_default() -> None:
 def test_a_run_has_at_least_one_epoch() -> None:
     with pytest.raises(ConfigError, match=r"--epochs 0 is out of range\. It must be at least 1\."):
         FinetuningConfig(epochs=0)
+
+
+def test_packed_examples_cannot_be_drawn_one_by_one() -> None:
+    assert FinetuningConfig(copy_prompt_probability=0.25).copy_prompt_probability == 0.25
+    with pytest.raises(ConfigError, match=r"--copy-prompt-probability 0\.25 draws whole samples"):
+        FinetuningConfig(copy_prompt_probability=0.25, pack_examples=True)
+
+
+def test_a_probability_is_at_most_one() -> None:
+    with pytest.raises(ConfigError, match=r"--copy-prompt-probability 1\.5 is out of range\. It must be at most 1\."):
+        FinetuningConfig(copy_prompt_probability=1.5)

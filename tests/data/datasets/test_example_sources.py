@@ -184,6 +184,12 @@ def test_what_examples_cannot_be(tmp_path: Path, tokenizer) -> None:
         check_sources(data, LENGTH, "multitask")
     with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
         check_sources(DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/none.jsonl",)), LENGTH)
+    Path(path).write_text('{"text": "a document"}\n')
+    with pytest.raises(DataError, match=r"chat\.jsonl:1: it has the keys \['text'\]"):
+        check_sources(data, LENGTH)
+    Path(path).write_text('[{"text": "lists are only parsed as a whole"}]')
+    check_sources(data, LENGTH)
+    write(Path(path), 3)
     with pytest.raises(ConfigError, match="Examples are encoded while they are read, which needs a tokenizer"):
         build(None, path)
 

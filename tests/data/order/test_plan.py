@@ -124,3 +124,9 @@ def test_what_the_sources_hold_is_known() -> None:
     assert group is not None and group.available == 124 + 40
     later = replace(group, phases=(*group.phases, Phase(30, (Member(1, 1.0),), (22, 8))))
     assert later.available == 30 + 32
+
+
+def test_an_epoch_takes_what_all_sources_make_in_one_pass() -> None:
+    assert [source.pass_samples(8) for source in SOURCES] == [124, 20]
+    assert [PLAN.epoch_of(consumed) for consumed in (0, 1, 144, 145, 288, 289)] == [0, 0, 0, 1, 1, 2]
+    assert replace(PLAN, train=None).epoch_of(7) == 0

@@ -39,6 +39,11 @@ def test_losses_of_sources_follow_the_whole_loss() -> None:
     assert "| lm loss: 9.876543E+00 | lm loss web: 3.000000E+00 | lm loss books: NAN | loss scale: 8.0 |" in line
 
 
+def test_the_loss_per_sample_follows_the_losses() -> None:
+    line = line_of(metrics(sample_loss=2.5))
+    assert "| lm loss: 9.876543E+00 | loss per sample: 2.500000E+00 | grad norm" in line
+
+
 def test_the_z_loss_follows_the_losses() -> None:
     assert "| lm loss: 9.876543E+00 | z loss: 2.500000E-03 | grad norm" in line_of(metrics(z_loss=0.0025))
 

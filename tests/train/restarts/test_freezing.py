@@ -14,7 +14,10 @@ import torch
 
 from megatron.checkpoint import read_tensors
 from megatron.checkpoint.manifest import read_manifest
-from megatron.config import parse
+from megatron.config import FinetuningConfig, parse
+from megatron.errors import ConfigError
+from megatron.train.restarts.freezing import check_patterns
+from tests.helpers.networks import tiny_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, train, train_here, write_tiny_corpus
 
@@ -125,3 +128,9 @@ def test_the_command_of_the_guide_parses() -> None:
     network = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 256"
     request = parse(words[:place] + words[place + 2 :] + f"{network} --vocab-file v --merge-file m".split())
     assert request.finetuning.freeze == ("embedding.*", "decoder.layers.[0-7].*") and request.finetuning.epochs == 3
+
+
+def test_patterns_are_checked_against_the_names_of_the_network_alone() -> None:
+    check_patterns(FinetuningConfig(freeze=("embedding.*",)), tiny_config())
+    with pytest.raises(ConfigError, match="--freeze 'decoder.layer.0' matches none of the"):
+        check_patterns(FinetuningConfig(freeze=("decoder.layer.0",)), tiny_config())

@@ -70,8 +70,11 @@ def files_fingerprint(prefix: str) -> str:
     return digest.hexdigest()
 
 
-def read_records(path: str) -> Iterator[tuple[int, Any]]:
+def read_records(path: str, *, with_lists: bool = True) -> Iterator[tuple[int, Any]]:
     """The records of a file, each with the number of its line, or of its place in the list, from 1.
+
+    Args:
+        with_lists: whether a file that holds a list is read, which takes all of it at once.
 
     Raises:
         DataError: the file cannot be read, or is not JSON; the text names the line.
@@ -79,19 +82,21 @@ def read_records(path: str) -> Iterator[tuple[int, Any]]:
     try:
         with open(path, "rb") as raw:
             stream: Any = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
-            yield from _records(stream, path)
+            yield from _records(stream, path, with_lists)
     except (OSError, EOFError, zlib.error) as failure:
         reason = getattr(failure, "strerror", None) or failure
         raise DataError(f"{path} cannot be read: {reason}. Check the file, or fetch it again.") from None
 
 
-def _records(stream: Any, path: str) -> Iterator[tuple[int, Any]]:
+def _records(stream: Any, path: str, with_lists: bool) -> Iterator[tuple[int, Any]]:
     number = 0
     while line := stream.readline(_LONGEST_LINE_BYTES + 1):
         number += 1
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
             if line.lstrip()[:1] == b"[":
+                if not with_lists:
+                    return
                 yield from enumerate(_list_of(line + stream.read(_LARGEST_LIST_BYTES), path), start=1)
                 return
         if len(line) > _LONGEST_LINE_BYTES:

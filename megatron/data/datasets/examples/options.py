@@ -19,6 +19,7 @@ class ExampleOptions:
         chat_template: `--chat-template`.
         pack: several examples in a row (`--pack-examples`).
         on_targets_only: no loss on prompts (`--loss-on-targets-only`).
+        copy_prompt_probability: share of the training samples whose answers are replaced by their prompts.
         needed_by: a flag that was given and has a meaning for examples only; empty if there is none.
         flags: those that choose the tokenizer, whose folder may hold a template.
     """
@@ -26,6 +27,7 @@ class ExampleOptions:
     chat_template: str | None = None
     pack: bool = False
     on_targets_only: bool = False
+    copy_prompt_probability: float = 0.0
     needed_by: str = ""
     flags: TokenizerFlags | None = None
 
@@ -34,8 +36,14 @@ class ExampleOptions:
         """The options that flags give; only the causal objective trains on examples."""
         pack = finetuning.pack_examples and loss.objective == CAUSAL
         on_targets_only = loss.loss_on_targets_only and loss.objective == CAUSAL
-        needed_by = "--pack-examples" if pack else "--loss-on-targets-only" if on_targets_only else ""
-        return ExampleOptions(finetuning.chat_template, pack, on_targets_only, needed_by, flags)
+        copied = finetuning.copy_prompt_probability
+        given = {
+            "--pack-examples": pack,
+            "--loss-on-targets-only": on_targets_only,
+            "--copy-prompt-probability": copied > 0,
+        }
+        needed_by = next((name for name, is_given in given.items() if is_given), "")
+        return ExampleOptions(finetuning.chat_template, pack, on_targets_only, copied, needed_by, flags)
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -66,6 +66,19 @@ def example_of(record: Any) -> Example:
     return Example(tuple(messages[: last + 1]), len(messages) - last - 1)
 
 
+def with_copied_prompts(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages with the text of each answer replaced by that of the last message of the user before it."""
+    found: list[Message] = []
+    prompt: str | None = None
+    for message in messages:
+        if message["role"] == USER:
+            prompt = message["content"]
+        if message["role"] == ASSISTANT and prompt is not None:
+            message = {**message, "content": prompt}
+        found.append(message)
+    return tuple(found)
+
+
 def _pair(record: Mapping[str, Any]) -> list[Message]:
     prompt_key, answer_key = _only(record, PROMPT_KEYS), _only(record, ANSWER_KEYS)
     if prompt_key is None or answer_key is None:

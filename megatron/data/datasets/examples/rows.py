@@ -44,6 +44,7 @@ class ExampleRows:
         self.prefix = examples.prefix
         self._examples = examples
         self._first = first
+        self._last = last
         self._length = sequence_length + 1
         self._on_targets_only = on_targets_only
         description = {
@@ -65,6 +66,18 @@ class ExampleRows:
 
     def __len__(self) -> int:
         return len(self._starts) - 1
+
+    def of(self, examples: TokenizedExamples, cache: IndexCache) -> ExampleRows:
+        """The same rows, one for each example, with other examples of the same numbers."""
+        return ExampleRows(
+            examples,
+            self._first,
+            self._last,
+            self._length - 1,
+            pack=False,
+            on_targets_only=self._on_targets_only,
+            cache=cache,
+        )
 
     def blocks(self, first: int, last: int) -> np.ndarray:
         """Every row by itself: the ids are mapped, so that one row is read as fast as many."""

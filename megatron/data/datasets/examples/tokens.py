@@ -6,20 +6,19 @@ of rows depend on. A token takes two bytes, or four with more than 65,536 of the
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from megatron import log
 from megatron.data.datasets.examples.files import example_files, files_fingerprint, read_records
-from megatron.data.datasets.examples.records import example_of
-from megatron.data.order.index_cache import IndexCache
+from megatron.data.datasets.examples.records import Example, example_of, with_copied_prompts
+from megatron.data.order.index_cache import IndexCache, description_sha256
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.record_store import PairStore
 from megatron.errors import ConfigError, DataError
@@ -92,12 +91,26 @@ class StoreRecords:
             yield Place(0, number), record
 
 
+def check_first_records(prefix: str) -> None:
+    """Checks the first record of each file, which tells at once that a file holds something else.
+
+    Lists are left out, because they are parsed as a whole.
+
+    Raises:
+        DataError: there is no such file, or a record is bad.
+    """
+    for path in example_files(prefix):
+        for number, record in islice(read_records(path, with_lists=False), 1):
+            _example(record, f"{path}:{number}")
+
+
 class TokenizedExamples:
     """Examples by number, as ids.
 
     Args:
         prefix: the source as the user named it.
         cache: where the ids are kept.
+        copies_prompts: whether each answer is replaced by the prompt before it.
 
     Raises:
         ConfigError: the chat template cannot be used, or needs tokens that the vocabulary lacks.
@@ -105,7 +118,14 @@ class TokenizedExamples:
     """
 
     def __init__(
-        self, prefix: str, source: RecordSource, template: ChatTemplate, tokenizer: Tokenizer, cache: IndexCache
+        self,
+        prefix: str,
+        source: RecordSource,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        cache: IndexCache,
+        *,
+        copies_prompts: bool = False,
     ) -> None:
         self.prefix = masked(prefix)
         self.padding_id = tokenizer.eod_id
@@ -116,8 +136,11 @@ class TokenizedExamples:
             "records_sha256": source.fingerprint(),
             "tokenizer": tokenizer.fingerprint,
             "template": template.fingerprint,
+            **({"copies_prompts": True} if copies_prompts else {}),
         }
-        made = cache.arrays("examples", self.description, lambda: _tokenized(source, template, tokenizer))
+        made = cache.arrays(
+            "examples", self.description, lambda: _tokenized(source, template, tokenizer, copies_prompts)
+        )
         self._ids, self._starts = made["ids"], made["starts"]
         self._spans, self._span_starts = made["spans"].reshape(-1, 2), made["span_starts"]
         self._numbers, self._file_starts = made["numbers"], made["file_starts"]
@@ -128,7 +151,7 @@ class TokenizedExamples:
     @cached_property
     def fingerprint(self) -> str:
         """Hash over what the ids depend on."""
-        return hashlib.sha256(repr(sorted(self.description.items())).encode()).hexdigest()
+        return description_sha256(self.description)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -162,7 +185,9 @@ class TokenizedExamples:
         return f"{self.names[file]}:{int(self._numbers[example])}"
 
 
-def _tokenized(source: RecordSource, template: ChatTemplate, tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+def _tokenized(
+    source: RecordSource, template: ChatTemplate, tokenizer: Tokenizer, copies_prompts: bool
+) -> dict[str, np.ndarray]:
     """The arrays that are kept.
 
     Shapes:
@@ -177,11 +202,10 @@ def _tokenized(source: RecordSource, template: ChatTemplate, tokenizer: Tokenize
     span_starts.extend([0])
     for place, record in source.records():
         shown = f"{source.names[place.file]}:{place.number}"
+        example = _example(record, shown)
         try:
-            example = example_of(record)
-            found, is_answer = template.example_ids(example.messages, tokenizer)
-        except ValueError as failure:
-            raise DataError(f"{shown}: {failure}. Correct the record, or leave it out.") from None
+            messages = with_copied_prompts(example.messages) if copies_prompts else example.messages
+            found, is_answer = template.example_ids(messages, tokenizer)
         except (DataError, ConfigError) as failure:
             raise type(failure)(f"{shown}: {failure}") from None
         cut_messages += example.cut_messages
@@ -197,13 +221,20 @@ def _tokenized(source: RecordSource, template: ChatTemplate, tokenizer: Tokenize
             log.info(f"{len(numbers):,} examples of {masked(source.names[0])} encoded")
     if not len(numbers):
         raise DataError(f"{source.names[0]} holds no examples. Write at least one record.")
-    if cut_messages:
+    if cut_messages and not copies_prompts:  # said of the examples themselves
         log.info(
             f"warning: {cut_examples} of {len(numbers)} conversations in {source.names[0]} end without an answer; "
             f"their last {cut_messages} messages are left out."
         )
     made = {"ids": ids, "starts": starts, "spans": spans, "span_starts": span_starts, "numbers": numbers}
     return {name: array.array() for name, array in made.items()} | {"file_starts": np.array(file_starts, np.int64)}
+
+
+def _example(record: Any, place: str) -> Example:
+    try:
+        return example_of(record)
+    except ValueError as failure:
+        raise DataError(f"{place}: {failure}. Correct the record, or leave it out.") from None
 
 
 def _spans(is_answer: Sequence[bool]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.data.datasets.examples.records import example_of
+from megatron.data.datasets.examples.records import example_of, with_copied_prompts
 
 PAIR = [("user", "q"), ("assistant", "a")]
 
@@ -87,3 +87,10 @@ def test_messages_after_the_last_answer_are_cut_and_counted():
 def test_what_is_no_example_is_refused(record, what):
     with pytest.raises(ValueError, match=what):
         example_of(record)
+
+
+def test_each_answer_is_replaced_by_the_prompt_before_it() -> None:
+    turns = [("system", "s"), ("assistant", "hello"), ("user", "p"), ("assistant", "a"), ("user", "r"), ("user", "q")]
+    messages = [{"role": role, "content": content} for role, content in [*turns, ("assistant", "b")]]
+    contents = [message["content"] for message in with_copied_prompts(messages)]
+    assert contents == ["s", "hello", "p", "p", "r", "q", "q"]

@@ -1,0 +1,80 @@
+"""Masked language modelling: how samples are made from text, and which of their tokens are to be predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import RUN_MUST_MATCH, flag
+from megatron.config.flags.section import ConfigSection
+
+SENTENCES = "sentences"
+DOCUMENTS = "documents"
+STREAM = "stream"
+
+_WHOLE_PHRASES = 3
+
+
+@dataclass(frozen=True)
+class MaskingConfig(ConfigSection):
+    """The samples of `--objective masked`."""
+
+    masked_samples: str = flag(
+        SENTENCES,
+        "what a sample holds: sentences, the sentence pairs of BERT from PREFIX_text_sentence files; documents, one "
+        "document, cut or padded; stream, text that runs on over documents, as RoBERTa's full sentences do",
+        choices=(SENTENCES, DOCUMENTS, STREAM),
+        resume=RUN_MUST_MATCH,
+    )
+    mask_prob: float = flag(
+        0.15, "share of the tokens that are to be predicted", above=0, below=1, resume=RUN_MUST_MATCH
+    )
+    random_replace_prob: float = flag(
+        0.1,
+        "share of the tokens to be predicted that are shown as a random token instead of the mask token",
+        at_least=0,
+        at_most=1,
+        resume=RUN_MUST_MATCH,
+    )
+    unmask_replace_prob: float = flag(
+        0.1,
+        "share of the tokens to be predicted that are shown as they are",
+        at_least=0,
+        at_most=1,
+        resume=RUN_MUST_MATCH,
+    )
+    whole_word_masking: bool = flag(
+        help="choose whole words, not pieces of them; on for sentences, else off",
+        computed=lambda masking: masking.masked_samples == SENTENCES,
+        follows=("masked_samples",),
+        resume=RUN_MUST_MATCH,
+    )
+    masking_ngrams: int = flag(
+        help="most words in a row that are chosen together, n of them with a probability proportional to 1/n; 3 for "
+        "sentences, else 1",
+        computed=lambda masking: _WHOLE_PHRASES if masking.masked_samples == SENTENCES else 1,
+        follows=("masked_samples",),
+        at_least=1,
+        resume=RUN_MUST_MATCH,
+    )
+    short_seq_prob: float = flag(
+        0.1,
+        "share of the samples of sentences that are made shorter than --seq-length",
+        at_least=0,
+        at_most=1,
+        resume=RUN_MUST_MATCH,
+    )
+
+    def problems(self) -> Iterator[str]:
+        shares = self.random_replace_prob + self.unmask_replace_prob
+        if shares > 1:
+            yield (
+                f"--random-replace-prob {self.random_replace_prob} and --unmask-replace-prob "
+                f"{self.unmask_replace_prob} sum to {shares:g}. They are shares of the tokens to be predicted; lower "
+                "one of them."
+            )
+        if self.masking_ngrams > 1 and self.masked_samples != SENTENCES:
+            yield (
+                f"--masking-ngrams {self.masking_ngrams} is for --masked-samples {SENTENCES}; of {self.masked_samples} "
+                "every word is chosen by itself. Drop the flag."
+            )

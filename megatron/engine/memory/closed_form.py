@@ -1,0 +1,99 @@
+"""The bytes that training with Adam holds on a rank, as a function of the number of parameters.
+
+With P parameters of which a rank updates O (1/N of them on N ranks), and weights of k bytes (4 in fp32, 2 in half
+precision):
+
+    stage      parameters   gradients     optimizer
+    0, fp32    4 P          4 P           8 P
+    1, fp32    4 P          4 O           12 O
+    1, half    k P          (k + 4) P     12 O
+    2          k P          4 O           12 O
+    3          k O          4 O           12 O
+
+In half precision gradients are accumulated in fp32, and at stage 1 each rank accumulates all of them beside those that
+backward has just computed. From stage 1 on, DeepSpeed copies the weights that the optimizer updates, in fp32 too. In
+fp32, stages 1 and 2 hold the same gradients when the update begins, since DeepSpeed drops the others at stage 1 as
+well; they differ in what they hold from one micro-batch to the next.
+
+Offloading puts the optimizer's part into the memory of the host, with the copy of the gradients that it reads; at stage
+3 the partition of the parameters can follow. Buckets of communication and staging buffers are not counted: their sizes
+are settings, not a matter of the model. Nor are activations.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3, where
+fp16 gradients are not accumulated in fp32; DeepSpeed `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py` and
+`runtime/bf16_optimizer.py` for what is held in fact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.engine.memory.amounts import Amounts
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """How the state of training is divided.
+
+    Attributes:
+        stage: the ZeRO stage.
+        ranks: number of data-parallel ranks.
+        offloads_optimizer: whether the optimizer's part is in the memory of the host.
+        offloads_parameters: whether the partition of the parameters is, too (stage 3).
+        weight_bytes: bytes of a weight that the network computes with, 4 or 2.
+    """
+
+    stage: int
+    ranks: int
+    offloads_optimizer: bool = False
+    offloads_parameters: bool = False
+    weight_bytes: int = _FP32
+
+
+def predicted_bytes(groups: Sequence[Sequence[int]], how: Partitioning, rank: int = 0) -> Amounts:
+    """The bytes of a rank.
+
+    Args:
+        groups: number of elements of each parameter, by group of the optimizer.
+        how: the layout.
+        rank: the data-parallel rank; only the gradients of stage 1 with offloading depend on it.
+    """
+    everything = sum(map(sum, groups))
+    own = sum(-(-sum(group) // how.ranks) for group in groups)
+    weights = how.weight_bytes * (everything if how.stage < 3 else own)
+    states = 2 * _FP32 * everything if how.stage == 0 else 3 * _FP32 * own
+    on_device, on_host = _gradients(groups, how, rank, everything, own)
+    here = on_device
+    here += 0 if how.offloads_parameters else weights
+    here += 0 if how.offloads_optimizer else states
+    return Amounts(weights, on_device + on_host, states, here)
+
+
+def _gradients(
+    groups: Sequence[Sequence[int]], how: Partitioning, rank: int, everything: int, own: int
+) -> tuple[int, int]:
+    """Bytes of the gradients on the device and on the host."""
+    is_half = how.weight_bytes != _FP32
+    if how.stage == 0:
+        return how.weight_bytes * everything, 0
+    if not how.offloads_optimizer:
+        return ((how.weight_bytes + _FP32) * everything if how.stage == 1 and is_half else _FP32 * own), 0
+    if how.stage == 3:
+        return 0, 2 * _FP32 * own  # the buffer in which they are accumulated, and what the optimizer reads
+    if not is_half:
+        return 0, _FP32 * own
+    others = 0 if how.stage == 2 else sum(_outside(group, rank, how.ranks) for group in groups)
+    return _FP32 * (others + own), _FP32 * own
+
+
+def _outside(sizes: Sequence[int], rank: int, ranks: int) -> int:
+    """Elements of the parameters of a group of which no element is in the partition of a rank."""
+    part = -(-sum(sizes) // ranks)
+    first, found = 0, 0
+    for size in sizes:
+        found += size if first + size <= rank * part or first >= (rank + 1) * part else 0
+        first += size
+    return found

@@ -1,0 +1,39 @@
+"""Checks the closed form on numbers worked out by hand; that DeepSpeed holds as much is checked with `held.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.engine.memory.amounts import Amounts
+from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
+
+# 100 elements in two groups; on 4 ranks a rank updates 20 + 5 of them
+GROUPS = [[30, 30, 20], [12, 8]]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        (Partitioning(0, 4), Amounts(400, 400, 800, 1600)),
+        (Partitioning(1, 4), Amounts(400, 100, 300, 800)),
+        (Partitioning(2, 4), Amounts(400, 100, 300, 800)),
+        (Partitioning(3, 4), Amounts(100, 100, 300, 500)),
+        (Partitioning(2, 4, offloads_optimizer=True), Amounts(400, 100, 300, 400)),
+        (Partitioning(3, 4, offloads_optimizer=True), Amounts(100, 200, 300, 100)),
+        (Partitioning(3, 4, offloads_optimizer=True, offloads_parameters=True), Amounts(100, 200, 300, 0)),
+        (Partitioning(1, 4, weight_bytes=2), Amounts(200, 600, 300, 1100)),
+        (Partitioning(2, 4, weight_bytes=2), Amounts(200, 100, 300, 600)),
+        (Partitioning(3, 4, weight_bytes=2), Amounts(50, 100, 300, 450)),
+        (Partitioning(2, 4, offloads_optimizer=True, weight_bytes=2), Amounts(200, 200, 300, 300)),
+    ],
+    ids=str,
+)
+def test_the_closed_form_gives_these_bytes(how: Partitioning, expected: Amounts) -> None:
+    assert predicted_bytes(GROUPS, how) == expected
+
+
+def test_stage_one_keeps_the_gradients_of_other_ranks_when_it_offloads() -> None:
+    """Rank 0 updates a part of the first parameter of each group, and keeps 30 + 20 and 8 elements of the others."""
+    how = Partitioning(1, 4, offloads_optimizer=True, weight_bytes=2)
+    assert predicted_bytes(GROUPS, how, rank=0).gradients == 4 * (30 + 20 + 8) + 2 * 4 * 25
+    assert predicted_bytes(GROUPS, how, rank=1).gradients == 4 * (20 + 8) + 2 * 4 * 25  # it has parts of two matrices
