@@ -41,7 +41,7 @@ def data_of(*paths, **more):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_splits_are_cut_by_documents(prefixes, word_tokenizer, sentences, kind):
+def test_splits_are_cut_by_documents(prefixes, word_tokenizer, kind):
     datasets, plan = built(data_of(prefixes[0]), kind, word_tokenizer)
     (source,), (valid,) = plan.train.sources, plan.valid[0].sources
     if kind == "sentences":
