@@ -23,6 +23,7 @@ class WeightsAndBiases:
         project: W&B project of the run (--wandb-project).
         name: name of the run; W&B generates one if empty.
         directory: local folder for the run's files; W&B's default if empty.
+        entity: user or team; the account's default if empty.
 
     Raises:
         ConfigError: the package is not installed.
@@ -31,14 +32,16 @@ class WeightsAndBiases:
 
     is_buffered = False
 
-    def __init__(self, project: str, name: str, directory: str) -> None:
+    def __init__(self, project: str, name: str, directory: str, entity: str = "") -> None:
         try:
             import wandb
         except ImportError as failure:
             raise _missing(project, f"cannot be imported ({failure})") from failure
         self.name = f"Weights & Biases project {project}"
         try:
-            self._run: Any = wandb.init(project=project, name=name or None, dir=directory or None)
+            self._run: Any = wandb.init(
+                project=project, name=name or None, dir=directory or None, entity=entity or None
+            )
         except (Exception, SystemExit) as failure:  # the client raises errors of many libraries
             reason = str(failure).strip().rstrip(".") or type(failure).__name__
             raise StorageError(

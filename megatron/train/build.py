@@ -49,6 +49,7 @@ from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.metrics import Workload
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
+from megatron.observe.run_names import with_run_name
 from megatron.observe.styles.choice import style_named
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh, rendezvous
@@ -106,7 +107,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
         run_on_first(mesh, lambda: check_packages(config.control))
-        config = _with_epochs(config, mesh, tokenizer)
+        config = dataclasses.replace(_with_epochs(config, mesh, tokenizer), control=with_run_name(config.control, mesh))
         _show_notices(config.notices, mesh)
         save = config.control.save
         watch.open(mesh, rendezvous(), _time_limits(config))
@@ -323,7 +324,7 @@ def _open_data(
     datasets, plan = built[0] if built else build(False)
     for text in describe(datasets, plan):
         log.info(text)
-    _show_notices(empty_splits(config.data, plan) if valid else [], mesh)
+    _show_notices(empty_splits(config.data, plan) if valid != 0 else [], mesh)
     return datasets, plan
 
 

@@ -65,6 +65,7 @@ def step_settings(config: RunConfig) -> StepSettings:
         has_token_types=masked and config.model.token_types > 1,
         has_predicted=masked,
         dtype=getattr(torch, config.precision.dtype_name),
+        explicit_attention=not config.kernels.fused_attention,
     )
 
 

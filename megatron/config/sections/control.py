@@ -11,7 +11,7 @@ from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
 _TAG = re.compile(r"(?:global_step|iter_)0*(\d+)")
-LOG_STYLES = ("megatron", "jax_lm", "dsgpt2")
+LOG_STYLES = ("megatron", "jax_lm", "dsgpt2", "all_in_one")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -25,6 +25,7 @@ class ControlConfig(ConfigSection):
     config: str | None = flag(None, "JSON or YAML file with flags by name; the command line wins")
     save: str | None = flag(None, "folder checkpoints are written to")
     save_interval: int | None = flag(None, "steps between checkpoints", at_least=1)
+    save_each_epoch: bool = flag(False, "also save at the end of each pass of --epochs")
     no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
     load: str | None = flag(None, "folder to resume from")
     ckpt_step: int | None = flag(None, "step of the checkpoint in --load; the newest if unset", at_least=0)
@@ -36,6 +37,10 @@ class ControlConfig(ConfigSection):
     log_interval: int = flag(100, "steps between log lines", at_least=1)
     eval_interval: int = flag(1000, "steps between evaluations", at_least=1)
     eval_iters: int = flag(100, "global batches per evaluation; 0 evaluates nothing", at_least=0)
+    full_validation: bool = flag(
+        False, "evaluate on all validation and test data once, instead of --eval-iters global batches"
+    )
+    eval_each_epoch: bool = flag(False, "also evaluate at the end of each pass of --epochs")
     eval_tasks: str | None = flag(
         None,
         "YAML or JSON file of tasks (see docs/evaluation.md) that every evaluation also runs; results join the metrics",
@@ -55,7 +60,11 @@ class ControlConfig(ConfigSection):
         "B + 1, unless that is beyond --train-samples or --train-tokens",
         nargs="+",
     )
-    run_dir: str | None = flag(None, "folder of this run's config.json, logs and metrics")
+    run_dir: str | None = flag(
+        None,
+        "folder of this run's config.json, logs and metrics; with {run} in it, here and in other folders that becomes "
+        "a new name",
+    )
     metrics_file: str | None = flag(None, "JSON-lines file of metrics; metrics.jsonl in the run folder if unset")
     log_path: str | None = flag(None, "folder that also gets the printed flags")
     log_style: str = flag(
@@ -86,6 +95,7 @@ class ControlConfig(ConfigSection):
     log_loss_scale_to_tensorboard: bool = flag(True, "write the loss scale to TensorBoard")
     log_validation_ppl_to_tensorboard: bool = flag(False, "write the validation perplexity to TensorBoard")
     wandb_project: str = flag("", "Weights & Biases project; nothing is sent if empty")
+    wandb_entity: str = flag("", "user or team at Weights & Biases; the default of the account if empty")
     wandb_exp_name: str = flag("", "name of the run at Weights & Biases")
     wandb_save_dir: str = flag("", "folder for Weights & Biases files")
 

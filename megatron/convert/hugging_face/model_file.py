@@ -32,7 +32,7 @@ def model_file_text(model: ModelConfig, choice: TokenizerChoice, tokenizer: Toke
     """
     program = "pretrain_bert.py" if model.bidirectional else "pretrain_gpt.py"
     lines = [f"# {origin}", f"# Flags of {program} by name; the command line wins over them."]
-    lines += [f"{name}: {_yaml(value)}" for name, value in _flags(model, choice, tokenizer)]
+    lines += [f"{name}: {_yaml(value)}" for name, value in model_flags(model, choice, tokenizer)]
     return "\n".join(lines) + "\n"
 
 
@@ -73,7 +73,7 @@ def imported_record(model_file: Path, target: Path, model: ModelConfig, tokenize
     )
 
 
-def _flags(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenizer) -> Iterator[tuple[str, Any]]:
+def model_flags(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenizer) -> Iterator[tuple[str, Any]]:
     """Names and values of the flags that differ from their defaults."""
     for flag in flags_of(ModelRequest):
         if flag.field == "vocab_size":

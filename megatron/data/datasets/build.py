@@ -55,7 +55,7 @@ def build_split_datasets(
     data: DataConfig,
     sequence_length: int,
     seed: int,
-    samples: tuple[int, int, int],
+    samples: tuple[int, int | None, int | None],
     plan: DataPlan | None = None,
     build_indices: bool = True,
     consumed: int = 0,
@@ -66,7 +66,8 @@ def build_split_datasets(
 
     Args:
         sequence_length: tokens of a sample, without the one that is only a label.
-        samples: training, validation and test samples the run needs in all (the latter two per group).
+        samples: training, validation and test samples the run needs in all (the latter two per group, None for all of
+            their data once).
         plan: the stored plan of the run that is resumed; its order is kept and, if need be, continued.
         build_indices: whether this process writes missing indices; true on one process per node, which goes first.
         consumed: training samples that were consumed before; a changed blend begins there, and phases that end there

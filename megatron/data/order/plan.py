@@ -166,6 +166,10 @@ class GroupPlan:
             names.append(numbered)
         return tuple(names)
 
+    def pass_samples(self, sequence_length: int) -> int:
+        """Samples of one pass over all sources."""
+        return sum(source.pass_samples(sequence_length) for source in self.sources)
+
     def extended(self, samples: int, sequence_length: int, seed: int, epoch_rule: str) -> GroupPlan:
         """The same order, continued until it holds at least `samples`; never shortened."""
         if samples <= self.samples:
@@ -204,19 +208,24 @@ class DataPlan:
     @property
     def pass_samples(self) -> int:
         """Training samples of a pass: as many as all sources make in one, whatever their weights."""
-        sources = self.train.sources if self.train else ()
-        return sum(source.pass_samples(self.sequence_length) for source in sources)
+        return self.train.pass_samples(self.sequence_length) if self.train else 0
 
-    def extended(self, samples: tuple[int, int, int]) -> DataPlan:
-        """The plan extended to at least these numbers of training, validation and test samples (per group)."""
+    def extended(self, samples: tuple[int, int | None, int | None]) -> DataPlan:
+        """The plan extended to at least these numbers of training, validation and test samples (per group).
+
+        None stands for one pass over all data of each group.
+        """
         settings = (self.sequence_length, self.seed, self.epoch_rule)
         train, valid, test = samples
         return dataclasses.replace(
             self,
             train=self.train and self.train.extended(train, *settings),
-            valid=tuple(group.extended(valid, *settings) for group in self.valid),
-            test=tuple(group.extended(test, *settings) for group in self.test),
+            valid=tuple(group.extended(self._counted(group, valid), *settings) for group in self.valid),
+            test=tuple(group.extended(self._counted(group, test), *settings) for group in self.test),
         )
+
+    def _counted(self, group: GroupPlan, samples: int | None) -> int:
+        return group.pass_samples(self.sequence_length) if samples is None else samples
 
     def to_json(self) -> dict[str, Any]:
         """A value of plain lists, dicts, numbers and strings."""
