@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -53,9 +54,9 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     padded, found = padded_vocab_size(request.parallel, vocabulary)
     problems.extend(found)
     replicas = max(1, machine.world_size // request.parallel.model_parallel_size)
-    batch, found = _global_batch(request.optim, replicas)
+    micro, batch, found = _batch_sizes(request.optim, replicas)
     problems.extend([] if misfits else found)
-    optim = resolve_optim(request.optim, batch, request.data.seq_length)
+    optim = resolve_optim(request.optim, batch, request.data.seq_length, micro)
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
@@ -109,12 +110,15 @@ def resolve_epochs(config: RunConfig, epoch_samples: int) -> RunConfig:
     return dataclasses.replace(config, optim=optim)
 
 
-def resolve_optim(request: OptimRequest, global_batch_size: int, tokens_per_sample: int) -> OptimConfig:
+def resolve_optim(
+    request: OptimRequest, global_batch_size: int, tokens_per_sample: int, micro_batch_size: int | None = None
+) -> OptimConfig:
     """Completes the optimizer section of a run with these sizes; a run without a length plans no step."""
     rate = request.min_lr if request.lr is None else request.lr
     found = _resolved(
         OptimConfig,
         request,
+        micro_batch_size=micro_batch_size or request.micro_batch_size or 1,
         global_batch_size=global_batch_size,
         lr=rate,
         train_iters=request.train_iters or 0,
@@ -200,10 +204,14 @@ def _layout_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
     )
 
 
-def _global_batch(optim: OptimRequest, replicas: int) -> tuple[int, list[str]]:
+def _batch_sizes(optim: OptimRequest, replicas: int) -> tuple[int, int, list[str]]:
+    """The micro-batch, the global batch, and what is wrong with them."""
     micro, batch = optim.micro_batch_size, optim.global_batch_size
     if batch is None:
-        return micro * replicas, []
+        size = micro or 1
+        return size, size * replicas, []
+    if micro is None:
+        return _whole_share(optim, batch, replicas)
     problems = []
     unit = micro * replicas
     if batch % unit:
@@ -219,7 +227,19 @@ def _global_batch(optim: OptimRequest, replicas: int) -> tuple[int, list[str]]:
             f"--micro-batch-size {micro} x {replicas} data-parallel replicas = {unit}. Use multiples of {unit} or "
             "fewer processes."
         )
-    return batch, problems
+    return micro, batch, problems
+
+
+def _whole_share(optim: OptimRequest, batch: int, replicas: int) -> tuple[int, int, list[str]]:
+    """The same where each replica takes its share of every global batch in one forward pass."""
+    sizes = [batch, *(optim.rampup_batch_size or ())[:2]]
+    problems = [
+        f"a global batch of {size} (--global-batch-size, --rampup-batch-size) cannot be shared by {replicas} "
+        f"data-parallel replicas. Use a multiple of {replicas}, or another number of processes."
+        for size in sizes
+        if size % replicas
+    ]
+    return max(1, math.gcd(*sizes) // replicas), batch, problems
 
 
 def _length_problems(request: OptimRequest, optim: OptimConfig) -> Iterator[str]:

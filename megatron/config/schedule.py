@@ -180,8 +180,10 @@ def samples_per_epoch(epochs: int | None, optim: OptimConfig) -> int | None:
 
 def planned_samples(
     optim: OptimConfig, control: ControlConfig, step: int = 0, consumed_samples: int = 0
-) -> tuple[int, int, int]:
+) -> tuple[int, int | None, int | None]:
     """Samples that training, validation and test need over the whole run; what the index files are built for.
+
+    None for validation and test means all of their data once (--full-validation).
 
     Every evaluation sees the same first samples, so it needs those of one evaluation only (upstream continues
     through its validation data and plans for all of them). With --train-iters, training also needs the data that it
@@ -202,7 +204,8 @@ def planned_samples(
         train = samples_after(optim, max(0, steps), consumed_samples)
     if not optim.is_counted_in_samples:
         train += skipped_steps(control.skip_ranges, after=step) * batch
-    return train, control.eval_iters * batch, control.eval_iters * batch
+    evaluated = None if control.full_validation and control.eval_iters else control.eval_iters * batch
+    return train, evaluated, evaluated
 
 
 def skipped_steps(ranges: Sequence[StepRange], after: int) -> int:

@@ -220,7 +220,9 @@ def open_destinations(
         if control.wandb_project:
             folder = control.wandb_save_dir or str(run_directory.path)
             try:
-                opened.append(WeightsAndBiases(control.wandb_project, control.wandb_exp_name, folder))
+                opened.append(
+                    WeightsAndBiases(control.wandb_project, control.wandb_exp_name, folder, control.wandb_entity)
+                )
             except StorageError as failure:
                 if not is_resume:
                     raise

@@ -23,6 +23,7 @@ class WeightsAndBiases:
         project: W&B project of the run (--wandb-project).
         name: name of the run; W&B generates one if empty.
         directory: local folder for the run's files; W&B's default if empty.
+        entity: user or team; the account's default if empty.
 
     Raises:
         ConfigError: the package is not installed.
@@ -31,14 +32,16 @@ class WeightsAndBiases:
 
     is_buffered = False
 
-    def __init__(self, project: str, name: str, directory: str) -> None:
+    def __init__(self, project: str, name: str, directory: str, entity: str = "") -> None:
         try:
             import wandb
         except ImportError as failure:
             raise _missing(project, f"cannot be imported ({failure})") from failure
         self.name = f"Weights & Biases project {project}"
         try:
-            self._run: Any = wandb.init(project=project, name=name or None, dir=directory or None)
+            self._run: Any = wandb.init(
+                project=project, name=name or None, dir=directory or None, entity=entity or None
+            )
         except (Exception, SystemExit) as failure:  # the client raises errors of many libraries
             reason = str(failure).strip().rstrip(".") or type(failure).__name__
             raise StorageError(
@@ -96,6 +99,7 @@ def interval_values(metrics: Metrics) -> dict[str, float]:
     """The values sent for one log interval, without unknown ones."""
     values: dict[str, float | None] = {
         "lm-loss-training": metrics.lm_loss,
+        "sop-loss-training": metrics.order_loss,
         "sample-loss-training": metrics.sample_loss,
         "z-loss-training": metrics.z_loss,
         "learning-rate": metrics.learning_rate,

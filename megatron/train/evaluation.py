@@ -25,8 +25,9 @@ def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, flo
     """
     losses = {}
     for name, dataset in run.evaluation_datasets(split).items():
+        count = run.evaluation_samples(split, name)
         run.watch.enter("evaluation", run.progress.step)
-        losses[name] = mean_loss(run, dataset)
+        losses[name] = mean_loss(run, dataset, count)
         run.report.evaluation(run.progress, name, prefix, losses[name])
     if split == "valid":
         evaluate_tasks(run, prefix)
@@ -42,15 +43,14 @@ def evaluate_tasks(run: Run, prefix: str) -> None:
         run.report.task(run.progress, prefix, task.run(run.scorer()))
 
 
-def mean_loss(run: Run, dataset: SampleDataset) -> float:
-    """Mean loss per token over the first `--eval-iters` global batches; the last one may be incomplete."""
+def mean_loss(run: Run, dataset: SampleDataset, count: int) -> float:
+    """Mean loss per token over the first `count` samples; the last global batch may be incomplete."""
     loss_sum, token_count = 0.0, 0
     batch_size = run.config.optim.global_batch_size
-    limit = min(len(dataset), run.config.control.eval_iters * batch_size)
     with run.loader(dataset) as loader:
-        for first in range(0, limit, batch_size):
+        for first in range(0, count, batch_size):
             run.watch.beat()
-            batch_sum, batch_tokens = run.engine.evaluate(loader.micro_batches(first, batch_size, limit))
+            batch_sum, batch_tokens = run.engine.evaluate(loader.micro_batches(first, batch_size, count))
             loss_sum += batch_sum
             token_count += batch_tokens
     return loss_sum / max(token_count, 1)

@@ -73,15 +73,16 @@ def train_steps(run: Run) -> Verdict:
         step = run.engine.train_batch(run.train_batches(), rate, weight_decay(optim, consumed))
         tokens = step.sample_count * run.config.data.seq_length
         run.progress = run.progress.after(step.sample_count, tokens, step.skipped, step.bad_in_a_row > 0)
-        run.say_completed_epochs(consumed)
+        ends_epoch = run.completed_epoch(consumed)
         trained.append(TrainedStep(run.progress, step, rate, time.monotonic() - started_at))
         report_steps(run, trained, keep=run.steps_in_flight)
         if run.is_due(run.config.safety.check_replicas_interval):
             check_replicas(run)
-        if run.is_due(run.config.control.eval_interval):
+        control = run.config.control
+        if run.is_due(control.eval_interval) or (ends_epoch and control.eval_each_epoch):
             report_steps(run, trained)
             evaluate(run, f"iteration {run.progress.step}")
-        is_save_due = is_save_due or run.is_due(run.config.control.save_interval)
+        is_save_due = is_save_due or run.is_due(control.save_interval) or (ends_epoch and control.save_each_epoch)
         # Not after a bad step: if the weights themselves are to blame, the last good checkpoint stays the newest.
         if is_save_due and step.bad_in_a_row == 0:
             is_save_due = False
@@ -111,8 +112,10 @@ def report_steps(run: Run, trained: deque[TrainedStep], keep: int = 0) -> None:
 
 
 def finish(run: Run) -> ExitCode:
-    """Finishes a run that consumed all its samples: validation and test."""
-    evaluate(run, "the end of training for val data")
+    """Finishes a run that consumed all its samples: validation, unless its last epoch ended with one, and test."""
+    is_evaluated = run.validation is not None and run.validation[0] == run.progress.step
+    if not (is_evaluated and run.config.control.eval_each_epoch):
+        evaluate(run, "the end of training for val data")
     evaluate(run, "the end of training for test data", split="test")
     return ExitCode.DONE
 

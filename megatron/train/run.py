@@ -117,9 +117,9 @@ class Run:
         for number, batch in enumerate(passed, start=len(self.passed_batches) - len(passed) + 1):
             self.report.passed(self.progress, batch, number)
 
-    def say_completed_epochs(self, consumed_before: int) -> None:
-        """Logs that the last step completed a pass of --epochs over the training data; of passes shorter than the
-        interval between log lines, only those that complete beside one, and the last.
+    def completed_epoch(self, consumed_before: int) -> bool:
+        """Whether the last step completed a pass of --epochs over the training data. Logs it; of passes shorter than
+        the interval between log lines, only those that complete beside one, and the last.
 
         Args:
             consumed_before: samples that were consumed before the step.
@@ -127,13 +127,14 @@ class Run:
         epochs, optim = self.config.finetuning.epochs, self.config.optim
         samples = samples_per_epoch(epochs, optim)
         if epochs is None or samples is None:
-            return
+            return False
         completed = self.progress.consumed_samples // samples
+        if completed <= consumed_before // samples:
+            return False
         is_long = samples >= self.config.control.log_interval * optim.global_batch_size
-        if completed > consumed_before // samples and (
-            is_long or self.is_done or self.is_due(self.config.control.log_interval)
-        ):
+        if is_long or self.is_done or self.is_due(self.config.control.log_interval):
             log.info(f"epoch {min(completed, epochs)}/{epochs} is complete after iteration {self.progress.step}")
+        return True
 
     def is_due(self, interval: int | None) -> bool:
         """Whether an action that runs every `interval` steps is due after this one."""
@@ -158,6 +159,15 @@ class Run:
     def evaluation_datasets(self, split: str) -> Mapping[str, SampleDataset]:
         """The named groups of the validation or test split."""
         return self.datasets.valid if split == "valid" else self.datasets.test
+
+    def evaluation_samples(self, split: str, name: str) -> int:
+        """How many samples of a named group an evaluation sees, the same first ones each time."""
+        dataset, control = self.evaluation_datasets(split)[name], self.config.control
+        wanted = control.eval_iters * self.config.optim.global_batch_size
+        if control.full_validation and wanted:
+            groups = self.plan.valid if split == "valid" else self.plan.test
+            wanted = next(group for group in groups if group.name == name).pass_samples(self.plan.sequence_length)
+        return min(len(dataset), wanted)
 
     def scorer(self) -> EngineScorer:
         """Scores queries with the network as it is."""

@@ -46,7 +46,7 @@ PROGRAM_FOLDERS = ("tools", "tasks", "examples")
 # The sub-packages of a package in import order; "." stands for the package's own modules.
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.tokenizers": (".", "chat"),
-    "megatron.data.datasets": ("examples", "."),
+    "megatron.data.datasets": ("examples", "sample", "masked", "."),
     "megatron.data": ("formats", "stores", "order", "datasets", "."),
     "megatron.corpus": (
         "generated",
@@ -60,7 +60,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "megatron.config": ("flags", "architecture", "sections", "files", ".", "programs"),
-    "megatron.observe": (".", "styles"),
+    "megatron.observe": ("naming", ".", "styles"),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),

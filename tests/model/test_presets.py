@@ -15,6 +15,7 @@ from megatron.parallel.mesh import ParallelMesh
 # Source: the numbers that the Hugging Face hub or the model card states for the files of each model; those of Pythia
 # from its README.
 PUBLISHED = {
+    "gpt2-82m": 81_912_576,
     "gpt2-124m": 124_439_808,
     "gpt2-355m": 354_823_168,
     "gpt2-774m": 774_030_080,

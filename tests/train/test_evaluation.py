@@ -18,10 +18,10 @@ from tests.train.samples import control_config
 class FakeRun:
     """A run whose engine answers each global batch with the next (loss sum, token count)."""
 
-    def __init__(self, answers: list[tuple[float, int]], eval_iters: int = 10) -> None:
+    def __init__(self, answers: list[tuple[float, int]]) -> None:
         self.config = SimpleNamespace(
             optim=SimpleNamespace(global_batch_size=4),
-            control=control_config(eval_iters=eval_iters),
+            control=control_config(),
             data=SimpleNamespace(num_workers=2),
         )
         self.asked: list[tuple[int, int, int]] = []
@@ -44,40 +44,42 @@ class FakeRun:
         yield SimpleNamespace(micro_batches=lambda *wanted: self.asked.append(wanted))
         self.open_loaders -= 1
 
+    def evaluation_samples(self, split: str, name: str) -> int:
+        return len(self.evaluation_datasets(split)[name])
+
     def evaluation_datasets(self, split: str) -> dict[str, range]:
         return {"valid": {"news": range(8), "code": range(4)}, "test": {}}[split]
 
 
 def test_losses_are_weighted_by_tokens_not_by_batches() -> None:
-    assert mean_loss(FakeRun([(10.0, 10), (90.0, 30)]), range(8)) == 2.5
+    assert mean_loss(FakeRun([(10.0, 10), (90.0, 30)]), range(8), 8) == 2.5
 
 
 @pytest.mark.parametrize(
-    ("length", "eval_iters", "asked"),
+    ("count", "asked"),
     [
-        (8, 10, [(0, 4, 8), (4, 4, 8)]),
-        (9, 10, [(0, 4, 9), (4, 4, 9), (8, 4, 9)]),
-        (100, 2, [(0, 4, 8), (4, 4, 8)]),
-        (3, 10, [(0, 4, 3)]),
-        (8, 0, []),
+        (8, [(0, 4, 8), (4, 4, 8)]),
+        (9, [(0, 4, 9), (4, 4, 9), (8, 4, 9)]),
+        (3, [(0, 4, 3)]),
+        (0, []),
     ],
 )
-def test_the_first_samples_are_used_and_a_partial_batch_counts(length: int, eval_iters: int, asked: list) -> None:
-    run = FakeRun([(1.0, 1)] * 3, eval_iters)
-    mean_loss(run, range(length))
+def test_the_first_samples_are_used_and_a_partial_batch_counts(count: int, asked: list) -> None:
+    run = FakeRun([(1.0, 1)] * 3)
+    mean_loss(run, range(100), count)
     assert run.asked == asked
     assert run.open_loaders == 0
 
 
 def test_the_same_samples_every_time() -> None:
     run = FakeRun([(1.0, 1)] * 4)
-    mean_loss(run, range(8))
-    mean_loss(run, range(8))
+    mean_loss(run, range(8), 8)
+    mean_loss(run, range(8), 8)
     assert run.asked[:2] == run.asked[2:]
 
 
 def test_zero_counted_tokens_do_not_divide_by_zero() -> None:
-    assert mean_loss(FakeRun([(0.0, 0)]), range(4)) == 0.0
+    assert mean_loss(FakeRun([(0.0, 0)]), range(4), 4) == 0.0
 
 
 def test_every_group_is_reported_under_its_name() -> None:

@@ -59,7 +59,7 @@ class FakeRun:
     def is_done(self) -> bool:
         return self.progress.step >= self.config.optim.train_iters
 
-    def say_completed_epochs(self, consumed_before: int) -> None:
+    def completed_epoch(self, consumed_before: int) -> bool:
         """Nothing: this run has no epochs."""
 
     def skip_data_ranges(self) -> None:

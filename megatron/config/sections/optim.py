@@ -15,7 +15,11 @@ _MOST_RAMP_UP_STEPS = 1_000_000  # each is counted where the length of a run is 
 class OptimRequest(ConfigSection):
     """Optimizer, schedule, batch sizes and the length of training, as they were asked for."""
 
-    micro_batch_size: int = flag(help="samples per forward pass of one model replica", at_least=1)
+    micro_batch_size: int | None = flag(
+        None,
+        "samples per forward pass of one model replica; all of its share of --global-batch-size if unset",
+        at_least=1,
+    )
     global_batch_size: int | None = flag(
         None, "samples per step over all replicas; micro batch x replicas if unset", at_least=1
     )
@@ -70,6 +74,8 @@ class OptimRequest(ConfigSection):
     clip_grad: float = flag(1.0, "global gradient norm is clipped to this; 0 clips nothing", at_least=0)
 
     def problems(self) -> Iterator[str]:
+        if self.micro_batch_size is None and self.global_batch_size is None:
+            yield "--micro-batch-size is required: samples per forward pass of one model replica."
         if self.lr is not None and self.min_lr > self.lr:
             yield (
                 f"--min-lr {self.min_lr} is more than --lr {self.lr}. The schedule falls from --lr to --min-lr; lower "
@@ -81,7 +87,7 @@ class OptimRequest(ConfigSection):
                 "the first takes the schedule from the command line, the second from the checkpoint."
             )
         micro, batch = self.micro_batch_size, self.global_batch_size
-        if batch is not None and micro > 0 and batch % micro:
+        if batch is not None and micro and batch % micro:
             lower = batch // micro * micro
             yield (
                 f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro}. "
@@ -127,7 +133,7 @@ class OptimRequest(ConfigSection):
                 f"{self.global_batch_size - start}, which is not a multiple of the increment {increment}. Use an "
                 "increment that divides it."
             )
-        if self.micro_batch_size > 0 and (start % self.micro_batch_size or increment % self.micro_batch_size):
+        if self.micro_batch_size and (start % self.micro_batch_size or increment % self.micro_batch_size):
             yield (
                 f"{given}: start and increment must be multiples of --micro-batch-size {self.micro_batch_size}, or "
                 "some step could not be split into micro-batches."
@@ -195,6 +201,7 @@ class OptimRequest(ConfigSection):
 class OptimConfig(OptimRequest):
     """The same with every number that training needs; a run that only evaluates plans no step."""
 
+    micro_batch_size: int = flag(help="samples per forward pass of one model replica", at_least=1)
     global_batch_size: int = flag(help="samples per step over all replicas", at_least=1)
     train_iters: int = flag(help="steps to train", at_least=0)
     lr: float = flag(help="peak learning rate", at_least=0)
