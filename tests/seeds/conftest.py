@@ -1,4 +1,4 @@
-"""One tiny network, pretrained and fine-tuned once, for all scenarios that ask about fine-tuning."""
+"""What several scenarios ask about and is made once: a fine-tuned network, and what the pages' blocks leave behind."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_toke
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import train
 from tests.seeds.hello_deepspeed import Alone, experiments, run_alone, write_text
+from tests.seeds.layout_runs import LayoutRuns, run_layouts
+from tests.seeds.turkish import Guide, follow_the_page
 
 DSGPT2_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>")
 _PLACES = {"Ankara": "Turkey", "Paris": "France", "Rome": "Italy", "Tokyo": "Japan", "Lima": "Peru", "Oslo": "Norway"}
@@ -64,6 +66,18 @@ class FineTuning:
     def weights(self, checkpoints: Path) -> dict[str, torch.Tensor]:
         """The weights of the newest checkpoint."""
         return {name: values.clone() for name, values in read_tensors(max(checkpoints.glob("iter_*")), None)}
+
+
+@pytest.fixture(scope="session")
+def turkish(tmp_path_factory: pytest.TempPathFactory) -> Guide:
+    """What the page on Turkish GPT-2 left behind when all of its blocks had run."""
+    return follow_the_page(tmp_path_factory.mktemp("turkish"))
+
+
+@pytest.fixture(scope="session")
+def layout_runs(tmp_path_factory: pytest.TempPathFactory) -> LayoutRuns:
+    """The same run in eight layouts."""
+    return run_layouts(tmp_path_factory.mktemp("layouts"))
 
 
 @pytest.fixture(scope="session")
