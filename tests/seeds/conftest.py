@@ -15,6 +15,7 @@ from megatron.checkpoint import read_tensors
 from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 from megatron.data.formats.indexed import IndexedWriter
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
+from tests.helpers.jax_lm_page import PageRun, run_page
 from tests.helpers.tiny_run import train
 
 DSGPT2_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>")
@@ -111,3 +112,9 @@ def _network(folder: Path) -> list[str]:
         *("--attention-dropout", "0", "--log-interval", "1", "--adam-beta2", "0.95"),
         *("--vocab-file", str(choice.vocab_file), "--merge-file", str(choice.merge_file)),
     ]
+
+
+@pytest.fixture(scope="session")
+def jax_lm(tmp_path_factory: pytest.TempPathFactory) -> PageRun:
+    """The page of jax-lm-training, executed."""
+    return run_page(tmp_path_factory.mktemp("jax_lm"))
