@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,7 +60,8 @@ def test_004_2_train_lm(jax_lm: PageRun) -> None:
 
 
 def test_the_loss_is_the_mean_over_real_tokens(jax_lm: PageRun) -> None:
-    loaded = open_checkpoint(str(jax_lm.folder / "artifacts"), {}, ParallelMesh.single())
+    tokenizer = {"data.tokenizer_name_or_path": str(jax_lm.folder / "data" / "tr-tokenizer.json")}
+    loaded = open_checkpoint(str(jax_lm.folder / "artifacts"), tokenizer, ParallelMesh.single())
     with WindowFile(jax_lm.folder / "dataset" / "wikitext.test-00000-of-00001") as file:
         windows = file.read(0)
     ids = torch.from_numpy(windows.input_ids)
@@ -81,14 +81,13 @@ def test_the_loss_is_the_mean_over_real_tokens(jax_lm: PageRun) -> None:
 
 
 def test_a_restored_run_reads_only_what_follows(jax_lm: PageRun, tmp_path: Path) -> None:
-    shutil.copytree(jax_lm.folder / "twin", tmp_path / "twin")
     words = [
         *("--train-dataset-paths", str(jax_lm.folder / "dataset/wikitext.train**"), "--eval-dataset-paths"),
-        *(str(jax_lm.folder / "dataset/wikitext.test**"), "--model-save-dir", str(tmp_path / "twin")),
+        *(str(jax_lm.folder / "dataset/wikitext.test**"), "--model-save-dir", str(tmp_path / "rest")),
         *("--tokenizer-model", str(jax_lm.folder / "data/tr-tokenizer.json"), "--batch-size", "4", "--num-epochs", "2"),
         *("--max-sequence-length", "32", "--max-position-embeddings", "32", "--learning-rate", "3e-3"),
         *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--attention-dropout", "0"),
-        *("--restore-checkpoint-path", str(tmp_path / "twin" / "iter_0000020"), "--eval-iters", "0"),
+        *("--restore-checkpoint-path", str(jax_lm.folder / "twin" / "iter_0000020"), "--eval-iters", "0"),
     ]
     ((code, read),) = run_ranks(restore, 1, words)
     assert code == 0
