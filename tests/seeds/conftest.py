@@ -15,6 +15,7 @@ from megatron.checkpoint import read_tensors
 from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 from megatron.data.formats.indexed import IndexedWriter
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
+from tests.helpers.jax_lm_page import PageRun, run_page
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import train
 from tests.seeds.hello_deepspeed import Alone, experiments, run_alone, write_text
@@ -137,3 +138,9 @@ def hello_alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     ((five_steps, output),) = run_ranks(run_alone, 1, str(folder))
     (long,), (five,), (ten,) = (experiments(folder / name) for name in ("long", "short", "ten"))
     return Alone(long, five, ten, five_steps, output)
+
+
+@pytest.fixture(scope="session")
+def jax_lm(tmp_path_factory: pytest.TempPathFactory) -> PageRun:
+    """The page of jax-lm-training, executed."""
+    return run_page(tmp_path_factory.mktemp("jax_lm"))
