@@ -43,7 +43,7 @@ PROGRAMS = frozenset(
 )
 PROGRAM_FOLDERS = ("tools", "tasks", "examples")
 
-# The sub-packages of a package in import order; "." stands for the package's own modules.
+# The sub-packages of a package in import order; "." stands for the package's own modules, but for those named.
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.tokenizers": (".", "chat"),
     "megatron.data.datasets": ("examples", "sample", "masked", "."),
