@@ -29,6 +29,7 @@ RUN_BY_THEIR_GUIDES = {
     "docs/generation.md": "test_generation_guide.py",
     "docs/prefix_lm.md": "test_prefix_guide.py",
     "docs/serving.md": "test_serving_guide.py",
+    "docs/tutorial_deepspeed.md": "../seeds/test_003_5.py",
 }
 LAUNCH_SCRIPTS = (
     "examples/pretrain_gpt.sh",
