@@ -71,6 +71,7 @@ setup(
         Extension(
             "megatron.data.order._index_builder",
             sources=["csrc/index_builder/index_builder.cpp"],
+            depends=["csrc/index_builder/sentence_map.h"],
             include_dirs=[pybind11.get_include()],
             extra_compile_args=_compile_flags(),
             language="c++",

@@ -98,6 +98,11 @@ def set_rank(rank: int, world_size: int) -> None:
     _OUTPUT.prints_lines = rank == world_size - 1
 
 
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or the only one."""
+    return not _OUTPUT.rank
+
+
 def set_level(level: str) -> None:
     """Sets the least severe level shown: debug, info, warning, error or critical."""
     _OUTPUT.level = _LEVELS[level]

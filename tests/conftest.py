@@ -33,13 +33,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seed", type=int, default=1, help="the same seed and number give the same damaged file")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is none; several processes begin with the tests marked `slow`.
+    """Skips tests marked `gpu` where there is none; several workers begin with the tests marked `slow`.
 
-    So no process is left with a long test while the others have nothing to do.
+    So no worker is left with a long test while the others have nothing to do. Tests of a file that share something of
+    it, such as a trained network, stay on one worker, which makes it once.
     """
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        for item in items:
+            if item.get_closest_marker("xdist_group") is None and _shares_a_fixture_of_its_file(item):
+                item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -48,6 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch finds none"))
+
+
+def _shares_a_fixture_of_its_file(item: pytest.Item) -> bool:
+    fixtures = getattr(item, "_fixtureinfo", None)
+    definitions = fixtures.name2fixturedefs.values() if fixtures is not None else ()
+    return any(definition.scope == "module" for found in definitions for definition in found)
 
 
 @pytest.fixture(scope="session")

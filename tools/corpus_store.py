@@ -1,9 +1,11 @@
 """Manages a corpus in a database: numbered documents that training and preprocessing can read.
 
     python tools/corpus_store.py import corpus/*.jsonl --config db.json --collection web
+    python tools/corpus_store.py import chat.jsonl --config db.json --collection chat --pair-keys q a
     python tools/corpus_store.py stat --config db.json
     python tools/corpus_store.py bench --config db.json --n 20000
     python tools/corpus_store.py fetch --config db.json --nsample 50000 --num-process 2 --output-prefix vocab/part
+    python tools/corpus_store.py lengths --config db.json --vocab-file vocab.json --merge-file merges.txt
 
 --config is a JSON file with MONGO_CONNECTION_STRING (mongodb://host:27017, or sqlite:///file.db for a store in one
 file), MONGO_CONNECTION_DB and COLLECTIONS, or such an address itself. Importing a file twice adds it only once.
@@ -11,8 +13,10 @@ file), MONGO_CONNECTION_DB and COLLECTIONS, or such an address itself. Importing
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.tokenizer_flags import TokenizerFileFlags, optional_tokenizer_type
 from megatron.errors import ConfigError, ExitCode
 
 
@@ -46,6 +51,9 @@ class ImportFlags(StoreFlags):
     collection: str = flag(help="collection to which the documents are added; created if missing")
     json_key: str = flag("text", "key of the text; stored as filt_text", spelled=("--json-keys",))
     form_key: str | None = flag(None, "key of the text before filtering; stored as form")
+    pair_keys: tuple[str, ...] = flag(
+        (), "keys of question and answer, such as q a: the collection holds pairs, stored as q and a", nargs="+"
+    )
     document_separator: str | None = flag(
         None, r"reads .txt files and standard input as plain text whose documents end with this (\n is a newline)"
     )
@@ -61,6 +69,15 @@ class ImportFlags(StoreFlags):
     )
     take_over: bool = flag(False, "MongoDB: continue an import that was killed on another machine")
     log_interval: int = flag(1000, "documents between progress lines (at most one line per second)", at_least=1)
+
+    def problems(self) -> Iterator[str]:
+        if self.pair_keys and len(self.pair_keys) != 2:
+            yield (
+                f"--pair-keys {' '.join(self.pair_keys)}: a pair has two keys, that of the question and that of the "
+                "answer. Give --pair-keys q a."
+            )
+        if self.pair_keys and self.form_key is not None:
+            yield f"--form-key {self.form_key} is for texts, and --pair-keys means pairs. Drop one of the two."
 
 
 @dataclass(frozen=True)
@@ -87,11 +104,21 @@ class FetchFlags(StoreFlags):
     seed: int = flag(1234, "of the draw")
 
 
+@dataclass(frozen=True)
+class LengthsFlags(StoreFlags, TokenizerFileFlags):
+    """Flags of `lengths`, as in dsGPT2's statistics.py."""
+
+    tokenizer_type: str | None = optional_tokenizer_type("tokenizer family; GPT2BPETokenizer if unset")
+    width: int = flag(10, "tokens of a bin", at_least=1)
+    most: int = flag(130, "documents of at least so many tokens share the last bin", at_least=1)
+
+
 _COMMANDS: dict[str, type[StoreFlags]] = {
     "import": ImportFlags,
     "stat": StatFlags,
     "bench": BenchFlags,
     "fetch": FetchFlags,
+    "lengths": LengthsFlags,
 }
 
 
@@ -112,6 +139,8 @@ def main() -> int:
         return _bench(flags)
     if isinstance(flags, FetchFlags):
         return _fetch(flags)
+    if isinstance(flags, LengthsFlags):
+        return _lengths(flags)
     return _stat(flags)
 
 
@@ -126,9 +155,8 @@ def _import(flags: ImportFlags) -> int:
     log.interrupt_on_sigterm()
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
     files = expand_inputs(flags.input, separator)
-    options = ImportOptions(
-        flags.json_key, flags.form_key, flags.on_bad_line == "skip", separator, flags.on_changed_file == "add"
-    )
+    key, second_key = flags.pair_keys or (flags.json_key, flags.form_key)
+    options = ImportOptions(key, second_key, flags.on_bad_line == "skip", separator, flags.on_changed_file == "add")
     progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.terminal_writer())
     address = StoreAddress.of(flags.config)
     if address.collections and flags.collection not in address.collections:
@@ -136,7 +164,7 @@ def _import(flags: ImportFlags) -> int:
             f"--collection {flags.collection} is not among the collections listed in {address.shown}, so it will not "
             f"be read from there: add it."
         )
-    writer = open_writer(address, flags.collection, flags.take_over)
+    writer = open_writer(address, flags.collection, flags.take_over, bool(flags.pair_keys))
     try:
         for result in import_files(files, writer, flags.collection, options, progress):
             progress.clear()
@@ -189,6 +217,17 @@ def _fetch(flags: FetchFlags) -> int:
     written = fetch_samples(flags.config, flags.nsample, flags.num_process, flags.output_prefix, separator, flags.seed)
     for path, count in written:
         log.line(f"{path}: {count} documents")
+    return 0
+
+
+def _lengths(flags: LengthsFlags) -> int:
+    from megatron.corpus.stores.lengths import length_histogram
+    from megatron.data.stores.document_store import open_store
+    from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+
+    choice = dataclasses.replace(TokenizerChoice.of(flags), tokenizer_type=flags.tokenizer_type or "GPT2BPETokenizer")
+    for text in length_histogram(open_store(flags.config), build_tokenizer(choice), flags.width, flags.most).lines():
+        log.line(text)
     return 0
 
 

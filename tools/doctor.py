@@ -112,6 +112,7 @@ def examine() -> Iterator[Finding]:
         project_findings,
         device_findings,
         collective_findings,
+        slurm_findings,
         kernel_findings,
         index_findings,
     )
@@ -229,6 +230,32 @@ def collective_findings() -> Iterator[Finding]:
                 else "not in this build of torch, not needed"
             )
             yield Finding("collectives", name, OK, text)
+
+
+def slurm_findings() -> Iterator[Finding]:
+    """Inside a Slurm job: where its ranks will meet, and what starts them."""
+    from megatron.parallel.joining import has_address, slurm_job
+
+    job = slurm_job()
+    if job is None:
+        return
+    first, address = job.hosts[0], job.master_address
+    nodes = first if len(job.hosts) == 1 else f"{len(job.hosts)} nodes, {first} to {job.hosts[-1]}"
+    yield Finding("slurm", f"job {job.job}", OK, nodes)
+    if address in (None, first):
+        yield Finding("slurm", "MASTER_ADDR", OK, f"{first}, the node of rank 0; ranks under srun find it themselves")
+    elif address in job.hosts or not has_address(address):
+        problem = "is not the first node of the job" if address in job.hosts else "is no host that can be looked up"
+        yield Finding(
+            "slurm",
+            "MASTER_ADDR",
+            REFUSED,
+            f"{address} {problem}, and rank 0 runs on {first}",
+            f"unset MASTER_ADDR, or set it to {first}.",
+        )
+    else:
+        yield Finding("slurm", "MASTER_ADDR", OK, f"{address}, which must be an address of {first}")
+    yield Finding("slurm", "command", OK, f"{job.command} pretrain_gpt.py ...")
 
 
 def kernel_findings() -> Iterator[Finding]:

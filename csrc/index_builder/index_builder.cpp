@@ -1,6 +1,6 @@
 // Sample and blend order of Megatron-style data sets, and NumPy's shuffle, compiled.
 //
-// The same results as index_map.py and blend.py in megatron/data/order/ and NumPy, byte for byte, with less memory and
+// The same results as index_map.py, blend.py and sentence_map.py in megatron/data/order/ and NumPy, byte for byte, with less memory and
 // time. Large tables are bound by memory latency, so entries are prefetched.
 // Every index is checked; an invalid one raises a ValueError with its position. Nothing here can abort the process.
 //
@@ -9,6 +9,8 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+
+#include "sentence_map.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -266,13 +268,56 @@ py::tuple build_blend_index(const py::array_t<double, py::array::c_style | py::a
     return build_blend<std::int32_t>(weights, size);
 }
 
+template <typename Entry>
+py::array build_map(const std::int32_t* lengths, const std::int64_t* firsts, const std::int64_t* lasts,
+                    std::int64_t documents, const sentence_map::Rules& rules) {
+    std::vector<Entry> rows;
+    {
+        py::gil_scoped_release released;
+        rows = sentence_map::build<Entry>(lengths, firsts, lasts, documents, rules);
+    }
+    py::array_t<Entry> result({static_cast<py::ssize_t>(rows.size() / 3), static_cast<py::ssize_t>(3)});
+    std::copy(rows.begin(), rows.end(), result.mutable_data());
+    return result;
+}
+
+py::array build_sentence_map(const py::array_t<std::int32_t, py::array::c_style>& lengths,
+                             const py::array_t<std::int64_t, py::array::c_style>& firsts,
+                             const py::array_t<std::int64_t, py::array::c_style>& lasts, std::int64_t epochs,
+                             std::int64_t samples, std::uint32_t most_tokens, std::uint32_t short_ratio,
+                             std::uint32_t seed, std::int64_t least_sentences, bool wide) {
+    if (lengths.ndim() != 1 || firsts.ndim() != 1 || lasts.ndim() != 1 || firsts.size() != lasts.size()) {
+        refuse("lengths, firsts and lasts must be one-dimensional, with a last for each first");
+    }
+    if (most_tokens < 2 || least_sentences < 1) {
+        refuse("a sample must have at least 2 tokens and 1 sentence, not " + std::to_string(most_tokens) + " and " +
+               std::to_string(least_sentences));
+    }
+    for (py::ssize_t document = 0; document < firsts.size(); ++document) {
+        const std::int64_t first = firsts.data()[document];
+        const std::int64_t last = lasts.data()[document];
+        if (first < 0 || first >= last || last > lengths.size()) {
+            refuse("document " + std::to_string(document) + " has the sentences " + std::to_string(first) + " to " +
+                   std::to_string(last) + " of " + std::to_string(lengths.size()));
+        }
+    }
+    const sentence_map::Rules rules{epochs, samples, most_tokens, short_ratio, seed, least_sentences};
+    if (wide) {
+        return build_map<std::uint64_t>(lengths.data(), firsts.data(), lasts.data(), firsts.size(), rules);
+    }
+    return build_map<std::uint32_t>(lengths.data(), firsts.data(), lasts.data(), firsts.size(), rules);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_index_builder, module) {
     module.doc() = "Sample and blend order of Megatron-style data sets, and NumPy's shuffle, compiled.";
-    module.attr("INTERFACE") = 2;
+    module.attr("INTERFACE") = 3;
     module.def("build_sample_index", &build_sample_index, py::arg("lengths"), py::arg("documents"),
                py::arg("sequence_length"), py::arg("samples"), py::arg("wide"));
     module.def("shuffle", &shuffle, py::arg("values").noconvert(), py::arg("place"), py::arg("draws").noconvert());
     module.def("build_blend_index", &build_blend_index, py::arg("weights"), py::arg("size"));
+    module.def("build_sentence_map", &build_sentence_map, py::arg("lengths"), py::arg("firsts"), py::arg("lasts"),
+               py::arg("epochs"), py::arg("samples"), py::arg("most_tokens"), py::arg("short_ratio"), py::arg("seed"),
+               py::arg("least_sentences"), py::arg("wide"));
 }

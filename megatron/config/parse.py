@@ -21,6 +21,7 @@ from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED
 from megatron.config.flags.section import build_unchecked, missing_problems, relevant_problems
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.idle import idle_fields
+from megatron.config.masked_rules import foreign_problems, masked_problems
 from megatron.config.request_rules import request_problems
 from megatron.config.run import DEFAULT, FILE, GIVEN, PRESET, RunRequest, cross_problems, sections_of
 from megatron.config.sections.model import ModelRequest
@@ -75,6 +76,7 @@ _LENGTHS = frozenset({"optim.train_iters", "optim.lr_warmup_iters", "optim.lr_de
 _ALTERNATIVES = (
     frozenset({"optim.train_iters", "optim.train_samples", "optim.train_tokens", "finetuning.epochs"}),
     frozenset({"precision.fp16", "precision.bf16"}),
+    frozenset({"optim.lr_warmup_fraction", "optim.lr_warmup_iters", "optim.lr_warmup_samples"}),
     frozenset({"data.data_path", "data.train_data_path", "data.train_weighted_split_paths"}),
 )
 
@@ -208,6 +210,8 @@ def _build_sections(
     rules = [
         *cross_problems(*(sections[name] for name in ("model", "parallel", "data", "optim", "loss"))),
         *request_problems(sections["optim"], sections["data"], sections["control"], sections["finetuning"], provenance),
+        *masked_problems(sections["model"], sections["loss"], sections["masking"]),
+        *foreign_problems(sections["loss"], sections["documents"], sections["finetuning"], sections["control"]),
     ]
     given = {name.partition(".")[2] for name in values}
     refused = broken | {flag.field for flag in missing}

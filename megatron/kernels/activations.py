@@ -11,7 +11,8 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
     """The activation `name`, elementwise.
 
     Source: Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2 (gelu, gelu_tanh, silu); So et al.,
-    "Primer", 2021, section 3 (squared_relu).
+    "Primer", 2021, section 3 (squared_relu); Clevert et al., "Fast and accurate deep network learning by exponential
+    linear units", 2015, equation 1 (elu).
     """
     match name:
         case "gelu":
@@ -24,6 +25,8 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
             return F.relu(x).square()
         case "silu":
             return F.silu(x)
+        case "elu":
+            return F.elu(x)
         case "linear":
             return x
     raise ValueError(f"unknown activation {name!r}")

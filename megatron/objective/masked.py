@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from megatron.data.loader import Batch
 from megatron.objective.base import ObjectiveResult, Outputs
 from megatron.objective.language_model import LanguageModelObjective
 
@@ -40,7 +40,7 @@ class MaskedLanguageModelObjective(LanguageModelObjective):
         """Those of the language model; sum and number of the sentence-order losses."""
         return {**super().metric_sizes, **({ORDER_LOSS: 2} if self.has_sentence_order else {})}
 
-    def targets(self, batch: Any) -> Mapping[str, np.ndarray]:
+    def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
         """Labels, loss mask and weights at the predicted positions `[b, m]`, and the order of the segments `[b]`."""
         targets = dict(super().targets(batch))
         if batch.predicted is not None:

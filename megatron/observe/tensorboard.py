@@ -8,6 +8,7 @@ Source: tags of bigscience-workshop/Megatron-DeepSpeed, megatron/training.py.
 from __future__ import annotations
 
 import importlib.util
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,9 @@ from megatron.config import ControlConfig
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.console import perplexity
 from megatron.observe.metrics import Metrics, TaskOutcome, Workload
+
+# By --log-style: the tags under which its users look for the training and the validation loss, beside upstream's.
+_OTHER_TAGS: Mapping[str, tuple[str, str]] = types.MappingProxyType({"all_in_one": ("loss_train", "loss_valid")})
 
 
 class TensorBoard:
@@ -120,6 +124,7 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
         "learning-rate/learning-rate": metrics.learning_rate if control.log_learning_rate_to_tensorboard else None,
         "batch-size/batch-size": metrics.global_batch_size if control.log_batch_size_to_tensorboard else None,
         "lm-loss-training/lm loss": metrics.lm_loss,
+        "lm-loss-training/sop loss": metrics.order_loss,
         "lm-loss-training/loss per sample": metrics.sample_loss,
         "lm-loss-training/z loss": metrics.z_loss,
         "loss-scale/loss-scale": metrics.loss_scale if control.log_loss_scale_to_tensorboard else None,
@@ -142,6 +147,8 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
             "TFLOPs per gpu (estimated)": metrics.teraflops_per_device,
         }
         found |= {f"iteration-time/{name}": (value, progress.step) for name, value in rates.items()}
+    if control.log_style in _OTHER_TAGS:
+        found[_OTHER_TAGS[control.log_style][0]] = (metrics.lm_loss, progress.step)
     return found
 
 
@@ -152,6 +159,8 @@ def evaluation_scalars(
     found = _on_axes(f"lm-loss-validation/{group}/lm loss validation", loss, progress, workload)
     if control.log_validation_ppl_to_tensorboard:
         found |= _on_axes(f"lm-loss-validation/{group}/lm loss validation ppl", perplexity(loss), progress, workload)
+    if control.log_style in _OTHER_TAGS and group == "valid":
+        found[_OTHER_TAGS[control.log_style][1]] = (loss, progress.step)
     return found
 
 

@@ -14,7 +14,7 @@ from megatron import device, log
 from megatron.config import ParallelRequest
 from megatron.errors import LaunchError, PeerLostError
 from megatron.parallel.launcher_death import die_with_deepspeed_runner, die_with_launcher
-from megatron.parallel.launchers import Ranks, discover_ranks
+from megatron.parallel.launchers import Ranks, SlurmJob, discover_ranks, find_slurm_job
 from megatron.parallel.mesh import ParallelMesh, build_mesh, standard_axes
 
 _LOOKUP_TRIES = 3  # one second apart
@@ -64,6 +64,24 @@ def count_ranks(parallel: ParallelRequest) -> int:
 def rendezvous() -> tuple[str, int]:
     """Host and port at which the ranks of an open mesh found each other."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def slurm_job() -> SlurmJob | None:
+    """The Slurm job around this process; None outside of one.
+
+    Raises:
+        LaunchError: its variables cannot be read.
+    """
+    return find_slurm_job(os.environ)
+
+
+def has_address(host: str) -> bool:
+    """Whether this machine can look the host up."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return False
+    return True
 
 
 def close_mesh(mesh: ParallelMesh) -> None:

@@ -59,6 +59,45 @@ class Ranks:
         return self.launcher in ("torchrun", "deepspeed", "srun", "mpirun")
 
 
+@dataclass(frozen=True)
+class SlurmJob:
+    """The nodes that Slurm gave to a job, as its batch script or shell sees them.
+
+    Args:
+        hosts: in Slurm's order; rank 0 runs on the first.
+        tasks_per_node: as asked for, else one for each GPU of this node, else one.
+        master_address: the value of MASTER_ADDR, if it is set.
+    """
+
+    job: str
+    hosts: tuple[str, ...]
+    tasks_per_node: int
+    master_address: str | None
+
+    @property
+    def command(self) -> str:
+        """What starts a rank for each task."""
+        return f"srun --nodes={len(self.hosts)} --ntasks-per-node={self.tasks_per_node} python -u"
+
+
+def find_slurm_job(environ: Mapping[str, str]) -> SlurmJob | None:
+    """The job around this process; None outside of one.
+
+    Raises:
+        LaunchError: the node list or a number cannot be read.
+    """
+    nodelist = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if not nodelist:
+        return None
+    tasks_name = next((name for name in ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE") if _given(environ, name)), None)
+    return SlurmJob(
+        environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "?",
+        tuple(expand_nodelist(nodelist)),
+        1 if tasks_name is None else _number(environ, tasks_name),
+        environ.get("MASTER_ADDR") or None,
+    )
+
+
 def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None, parent_process_id: int = 0) -> Ranks:
     """Reads the launcher's variables; the result depends on the arguments only.
 

@@ -12,8 +12,9 @@ from megatron.tokenizers.fast_encoder import without_panics
 from megatron.tokenizers.files import canonical, parse_json, read_tokenizer_file
 from megatron.tokenizers.library import LibraryTokenizer, rust_tokenizer
 from megatron.tokenizers.package import require_tokenizers
+from megatron.tokenizers.roles import ROLES
 
-_END_OF_DOCUMENT_GUESSES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
+_END_OF_DOCUMENT_GUESSES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
 _HF_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -47,6 +48,7 @@ def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | N
         identity=lambda: canonical(description),
         is_exact=_is_exact(description),
         unknown_id=_unknown_id(reference, description),
+        roles=_named_roles(reference, files),
     )
 
 
@@ -116,23 +118,41 @@ def _reference_from_json(description: Any, path: str) -> Any:
         raise DataError(f"{path} is not a tokenizer that the tokenizers library can load: {failure}.") from failure
 
 
-def _hugging_face_eod(reference: Any, files: dict[str, Path]) -> int | None:
+def _hugging_face_eod(reference: Any, files: Mapping[str, Path]) -> int | None:
     """The end-of-sequence token that the files name, else a well-known one that the vocabulary holds."""
+    named = _named_token("eos_token", reference, files)
+    if named is not None:
+        return named
+    found = (reference.token_to_id(token) for token in _END_OF_DOCUMENT_GUESSES)
+    return next((int(number) for number in found if number is not None), None)
+
+
+def _named_roles(reference: Any, files: Mapping[str, Path]) -> dict[str, int]:
+    """The tokens of masked samples that the files name."""
+    found = {role: _named_token(f"{role}_token", reference, files) for role in ROLES}
+    return {role: number for role, number in found.items() if number is not None}
+
+
+def _named_token(what: str, reference: Any, files: Mapping[str, Path]) -> int | None:
+    """The token that the files name so, such as `eos_token`; None if they name none.
+
+    Raises:
+        DataError: it is not in the vocabulary.
+    """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if name not in files:
             continue
         named = parse_json(read_tokenizer_file(files[name], name), files[name])
-        token = named.get("eos_token") if isinstance(named, dict) else None
+        token = named.get(what) if isinstance(named, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             number = _id_of(reference, token)
             if number is None:
                 raise DataError(
-                    f"{files[name]} names eos_token {token!r:.200}, which is not in the vocabulary of tokenizer.json."
+                    f"{files[name]} names {what} {token!r:.200}, which is not in the vocabulary of tokenizer.json."
                 )
             return number
-    found = (reference.token_to_id(token) for token in _END_OF_DOCUMENT_GUESSES)
-    return next((int(number) for number in found if number is not None), None)
+    return None
 
 
 def _is_exact(description: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from megatron.errors import ConfigError
 from megatron.tokenizers.fast_encoder import FastEncoder, added_ids, fast_encoder
 from megatron.tokenizers.files import sha256
 from megatron.tokenizers.long_text import can_cut_before_spaces
+from megatron.tokenizers.roles import CLS, MASK, PAD, SEP, role_ids
 
 _ANY_LETTER = "a"
 _BROKEN = "\ufffd"
@@ -56,6 +57,8 @@ class LibraryTokenizer:
         is_exact: whether decoding gives back every text byte for byte.
         unknown_id: the id for text outside the vocabulary; None where there is none.
         special_ids: finds the special tokens: id by text.
+        roles: special tokens whose roles in masked samples its files name; the others are known by what they are
+            written as, see `roles.py`.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class LibraryTokenizer:
         is_exact: bool = False,
         unknown_id: int | None = None,
         special_ids: Callable[[], Mapping[str, int]] = dict,
+        roles: Mapping[str, int] | None = None,
     ) -> None:
         self.name = name
         self.vocab_size = vocab_size
@@ -78,6 +82,7 @@ class LibraryTokenizer:
         self.unknown_id = unknown_id
         self._identity = identity
         self._special_ids = special_ids
+        self._named_roles = roles or {}
         self._reference = reference
         self._fast = fast
         self._eod_id = eod_id
@@ -124,6 +129,34 @@ class LibraryTokenizer:
         if self._eod_id is not None and self._eod_id not in found.values():
             found[self.decode([self._eod_id])] = self._eod_id
         return found
+
+    @cached_property
+    def _roles(self) -> Mapping[str, int]:
+        return {**role_ids(self.special_ids), **self._named_roles}
+
+    @property
+    def cls_id(self) -> int | None:
+        """The id that begins a masked sample; None where there is none, as for the next three."""
+        return self._roles.get(CLS)
+
+    @property
+    def sep_id(self) -> int | None:
+        """The id that ends a part of a masked sample."""
+        return self._roles.get(SEP)
+
+    @property
+    def mask_id(self) -> int | None:
+        """The id that hides a token."""
+        return self._roles.get(MASK)
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id that fills up a sample."""
+        return self._roles.get(PAD)
+
+    def written(self, token: int) -> str | None:
+        """A token as it stands in the vocabulary; None where there is no such id."""
+        return self._reference.written(token)
 
     @property
     def ids_before(self) -> Sequence[int]:
@@ -218,6 +251,7 @@ def rust_tokenizer(
     unknown_id: int | None = None,
     reference: ReferenceLibrary | None = None,
     special_ids: Callable[[], Mapping[str, int]] | None = None,
+    roles: Mapping[str, int] | None = None,
 ) -> LibraryTokenizer:
     """A tokenizer whose reference is a `tokenizers.Tokenizer`; says in one line if no faster library can encode.
 
@@ -226,6 +260,7 @@ def rust_tokenizer(
         vocab_size: asked of the tokenizer if left out.
         reference: gives the ids of `tokenizer` in a better way than asking it for each text.
         special_ids: see `LibraryTokenizer`; what the tokenizer itself calls special if left out.
+        roles: see `LibraryTokenizer`.
     """
     fast = _checked_fast_encoder(tokenizer, name, known_library)
     return LibraryTokenizer(
@@ -239,6 +274,7 @@ def rust_tokenizer(
         is_exact=is_exact,
         unknown_id=unknown_id,
         special_ids=special_ids or (lambda: _called_special(tokenizer)),
+        roles=roles,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.errors import LaunchError
-from megatron.parallel.launchers import discover_ranks, expand_nodelist
+from megatron.parallel.launchers import discover_ranks, expand_nodelist, find_slurm_job
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -125,6 +125,21 @@ def test_contradictions_are_rejected(environ: dict[str, str], flag: int | None, 
 )
 def test_nodelist_expands(nodelist: str, hosts: list[str]) -> None:
     assert expand_nodelist(nodelist) == hosts
+
+
+def test_a_slurm_job_is_read() -> None:
+    batch = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[003-007,011]"}
+    assert find_slurm_job({}) is None
+    job = find_slurm_job({**batch, "SLURM_GPUS_ON_NODE": "4"})
+    assert job is not None and (job.job, job.hosts[0], len(job.hosts), job.master_address) == ("77", "node003", 6, None)
+    assert job.command == "srun --nodes=6 --ntasks-per-node=4 python -u"
+    asked = find_slurm_job({**batch, "SLURM_GPUS_ON_NODE": "4", "SLURM_NTASKS_PER_NODE": "2", "MASTER_ADDR": "x"})
+    assert asked is not None and (asked.tasks_per_node, asked.master_address) == (2, "x")
+
+
+def test_a_slurm_number_that_is_none_is_refused() -> None:
+    with pytest.raises(LaunchError, match="SLURM_NTASKS_PER_NODE='two' is not a whole number"):
+        find_slurm_job({"SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "two"})
 
 
 @pytest.mark.parametrize("nodelist", ["", "node[1-2", "node1-2]", "node[[1]]"])

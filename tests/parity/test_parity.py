@@ -83,7 +83,8 @@ def test_other_losses_and_learning_rates_equal_reference():
             assert found == pytest.approx(true, rel=BF16_LOSS_RATIO), f"{name}, bf16, ZeRO-{stage}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+# The golden curves compare the other layouts in bf16 with one process.
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 2, 1)], ids=layout_name)
 def test_bf16_layout_stays_near_reference(layout, reference):
     tp, pp, dp = layout
     curves = run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, legal_zero_stages(pp)[1:], ["--bf16"])

@@ -52,11 +52,13 @@ class Job:
         run: takes the folder of the inputs, the folder of the outputs and a seed that decides what is written.
         is_one_step: its files appear together or not at all; else each by itself.
         says_need: a full disk is answered with the bytes that are needed, at least at some of its operations.
+        stride: every how many operations one is tried; more than 1 where each attempt starts processes.
     """
 
     run: Callable[[Path, Path, int], None]
     is_one_step: bool = True
     says_need: bool = True
+    stride: int = 1
 
 
 def _quiet() -> ProgressLine:
@@ -133,9 +135,9 @@ def _windows(inputs: Path, out: Path, seed: int) -> None:
 JOBS = {
     "windows": Job(_windows, says_need=False),
     "preprocess": Job(_preprocess(1, ("text", "more"))),
-    "preprocess in workers": Job(_preprocess(2, ("text",))),
+    "preprocess in workers": Job(_preprocess(2, ("text",)), stride=3),
     "merge": Job(_merge),
-    "merge on two ranks": Job(_merge_together),
+    "merge on two ranks": Job(_merge_together, stride=2),
     "index cache": Job(_index_cache, is_one_step=False),
     "sidecar": Job(_sidecar, says_need=False),
     "vocabulary": Job(_vocabulary),
@@ -195,7 +197,7 @@ def test_a_failure_of_each_operation(tmp_path: Path, inputs: Path, name: str, is
     told = set()
     again = [(errno.EIO, False, 1), (errno.EDQUOT, False, 5)] if is_there else []
     for number, is_full, step in [(errno.ENOSPC, True, 1), *again]:
-        for place in range(0, counted.operations, step):
+        for place in range(0, counted.operations, max(step, job.stride)):
             failure = _attempt(job, inputs, out, FaultyDisk(out, place, number, is_full))
             found = without_locks(contents(out))
             where = f"{name}, operation {place}, {errno.errorcode[number]}: {failure}"

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import ConfigError
+from megatron.data.stores.address import StoreAddress
+from megatron.data.stores.record_store import PairStore, holds_pairs
+from megatron.errors import ConfigError, DataError
+from tests.helpers.vocabulary import write_vocabulary
 from tools import corpus_store
 
 TOOL = str(Path(__file__).resolve().parents[2] / "tools" / "corpus_store.py")
@@ -88,6 +91,34 @@ def test_import_stat_bench_and_fetch(tool: Tool, folder: Path) -> None:
     assert code == 65 and "  1 missing: idx 2\n" in shown
 
 
+def test_pairs_are_stored_as_dsgpt2_stores_them_and_read_as_examples(tool: Tool, folder: Path) -> None:
+    lines = [json.dumps({"question": f"q{number}", "answer": f"a{number}"}) + "\n" for number in range(3)]
+    (folder / "chat.jsonl").write_text("".join(lines))
+    words = ["--config", "sqlite:///chat.db", "--collection", "chat", "--pair-keys", "question", "answer"]
+    assert tool("import", "chat.jsonl", *words) == (0, "chat.jsonl: 3 documents into chat (idx 0 to 2); 0 skipped\n")
+    assert tool("import", "chat.jsonl", *words)[1] == "chat.jsonl: already imported; nothing was added\n"
+    address = StoreAddress.of("sqlite:///chat.db")
+    assert holds_pairs(address)
+    assert list(PairStore(address).records()) == [{"q": f"q{number}", "a": f"a{number}"} for number in range(3)]
+    with pytest.raises(DataError, match="'chat' is not a collection of a document store: it lacks 'form', 'filt_text'"):
+        tool("import", "corpus/a.jsonl", "--config", "sqlite:///chat.db", "--collection", "chat")
+    with pytest.raises(ConfigError, match=r"--pair-keys q: a pair has two keys"):
+        tool("import", "chat.jsonl", *words[:4], "--pair-keys", "q")
+
+
+def test_the_lengths_of_documents(tool: Tool, folder: Path) -> None:
+    tool("import", "corpus/*.jsonl", "--config", "sqlite:///store.db", "--collection", "web")
+    choice = write_vocabulary(folder, 300)
+    files = ["--vocab-file", str(choice.vocab_file), "--merge-file", str(choice.merge_file)]
+    code, shown = tool("lengths", "--config", "sqlite:///store.db", *files, "--width", "2", "--most", "4")
+    assert code == 0 and shown.splitlines() == [
+        "      0 to 1 tokens:          0 documents ( 0.00%)",
+        "      2 to 3 tokens:          5 documents (100.00%)",
+        "  4 and more tokens:          0 documents ( 0.00%)",
+        "5 documents, 10 tokens, 2.0 in the mean, 2 in the longest",
+    ]
+
+
 def test_unknown_commands_are_reported(tool: Tool, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"the command 'imprt' is not known\. Use one of: import, stat"):
         tool("imprt")
@@ -95,7 +126,7 @@ def test_unknown_commands_are_reported(tool: Tool, folder: Path) -> None:
         tool("import", "corpus/a.jsonl", "--config", "nothing.json", "--collection", "web")
     assert tool("import", "corpus/a.jsonl", "--config", "db.json", "--collection", "books")[0] == 0
     assert "--collection books is not among the collections listed in db.json?collection=web,news" in tool.complaints
-    assert "Commands: import, stat, bench, fetch" in tool("--help")[1]
+    assert "Commands: import, stat, bench, fetch, lengths" in tool("--help")[1]
     done = subprocess.run(
         [sys.executable, TOOL, "stat", "--config", "sqlite:///absent.db"],
         cwd=folder,

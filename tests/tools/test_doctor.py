@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ExitCode
+from megatron.parallel import joining
 from tools import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +94,44 @@ def test_a_torch_without_gloo_is_rejected(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     statuses = {one.subject: one.status for one in doctor.collective_findings()}
     assert statuses == {"gloo": doctor.REFUSED, "nccl": doctor.OK}
+
+
+def _in_slurm(monkeypatch: pytest.MonkeyPatch, nodelist: str, address: str | None) -> dict[str, doctor.Finding]:
+    """What is found in a job, on a machine that knows no host but head-ib."""
+
+    def look_up(host: str, port: object) -> list:
+        if host != "head-ib":
+            raise OSError(f"{host} is unknown")
+        return []
+
+    monkeypatch.setattr(joining.socket, "getaddrinfo", look_up)
+    for name, value in (("SLURM_JOB_ID", "77"), ("SLURM_JOB_NODELIST", nodelist), ("MASTER_ADDR", address or "")):
+        monkeypatch.setenv(name, value)
+    return {finding.subject: finding for finding in doctor.slurm_findings()}
+
+
+@pytest.mark.parametrize(("address", "status"), [(None, doctor.OK), ("gpu-a03", doctor.OK), ("head-ib", doctor.OK)])
+def test_the_address_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch, address: str | None, status: str) -> None:
+    found = _in_slurm(monkeypatch, "gpu-a[03,05]", address)
+    assert found["MASTER_ADDR"].status == status and "gpu-a03" in found["MASTER_ADDR"].text
+    assert found["job 77"].text == "2 nodes, gpu-a03 to gpu-a05"
+    assert found["command"].text == "srun --nodes=2 --ntasks-per-node=1 python -u pretrain_gpt.py ..."
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"), [("gpu", "no host that can be looked up"), ("gpu-a05", "not the first node of the job")]
+)
+def test_an_address_that_rank_0_does_not_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch, address: str, problem: str
+) -> None:
+    found = _in_slurm(monkeypatch, "gpu-a[03,05]", address)["MASTER_ADDR"]
+    assert found.status == doctor.REFUSED and f"{address} is {problem}, and rank 0 runs on gpu-a03" in found.text
+    assert found.fix == "unset MASTER_ADDR, or set it to gpu-a03."
+
+
+def test_nothing_is_said_about_slurm_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _in_slurm(monkeypatch, "", None) == {}
+    assert list(_in_slurm(monkeypatch, "gpu1", None)) == ["job 77", "MASTER_ADDR", "command"]
 
 
 def test_a_failing_check_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

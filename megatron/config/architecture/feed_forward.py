@@ -9,7 +9,7 @@ from megatron.config.architecture.attention import AttentionFields
 from megatron.config.architecture.dropout import dropout_problems
 from megatron.config.flags.fields import MUST_MATCH, flag
 
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu", "linear")
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "squared_relu", "silu", "elu", "linear")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,13 @@ class PrecisionConfig(ConfigSection):
 
 @dataclass(frozen=True)
 class KernelConfig(ConfigSection):
-    """Fusions that published launch scripts switch; accepted, and without effect today."""
+    """Fusions that may be switched; those of upstream are accepted and have no effect."""
+
+    fused_attention: bool = flag(
+        True,
+        "attention without an s x s matrix of probabilities in memory; without documents or windows, turning it off "
+        "keeps that matrix, for comparison",
+    )
 
     bias_dropout_fusion: bool = flag(
         True, "fused bias, dropout and residual", ignored="PyTorch picks the kernel for this operation"

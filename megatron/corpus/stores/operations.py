@@ -41,7 +41,8 @@ class ImportOptions:
 
     Args:
         key: of the text, which becomes `filt_text`.
-        original_key: of the text before it was filtered, which becomes `form`; None where it is not kept.
+        original_key: of the text before it was filtered, which becomes `form`; None where it is not kept. Of pairs,
+            whose questions have `key`, that of the answers.
         skip_bad_lines: leave bad lines out instead of stopping at the first.
         document_separator: what ends a document in plain text.
         adds_changed: import a file again whose contents are not those that were imported under its name.

@@ -29,6 +29,7 @@ from megatron.data.stores.backend import (
     ImportRecord,
 )
 from megatron.data.stores.mongodb import MongoCollections, explained
+from megatron.data.stores.record_store import PAIR_COLUMNS
 from megatron.data.stores.sqlite import BUSY_SECONDS, quoted_name, sqlite_error
 from megatron.errors import ConfigError, DataError
 
@@ -51,8 +52,12 @@ class StoreWriter(Protocol):
         """Keeps other imports out, removes what a killed one left, and returns the first idx to be given."""
         ...
 
-    def append(self, texts: Sequence[str], originals: Sequence[str] | None) -> None:
-        """Adds documents after those that are there."""
+    def append(self, texts: Sequence[str], others: Sequence[str] | None) -> None:
+        """Adds documents after those that are there.
+
+        Args:
+            others: of each document the text before it was filtered, if that is kept; of a pair the answer.
+        """
         ...
 
     def commit(self, record: ImportRecord) -> None:
@@ -68,11 +73,14 @@ class StoreWriter(Protocol):
         ...
 
 
-def open_writer(address: StoreAddress, collection: str, takes_over: bool = False) -> StoreWriter:
+def open_writer(
+    address: StoreAddress, collection: str, takes_over: bool = False, holds_pairs: bool = False
+) -> StoreWriter:
     """A writer for a collection, which need not exist; nor need the SQLite file.
 
     Args:
         takes_over: continue although another machine's import seems to be running.
+        holds_pairs: the collection's documents are questions with answers.
 
     Raises:
         ConfigError: the collection's name cannot be used.
@@ -91,15 +99,17 @@ def open_writer(address: StoreAddress, collection: str, takes_over: bool = False
             "what begins with sqlite_ or system. are taken, and $ is not allowed. Choose another."
         )
     address.check_password()
+    columns = PAIR_COLUMNS if holds_pairs else (FILTERED_COLUMN, ORIGINAL_COLUMN)
     if address.kind == "sqlite":
-        return _SqliteWriter(address.place, collection)
-    return _MongoWriter(MongoCollections(address.place, address.database), collection, takes_over)
+        return _SqliteWriter(address.place, collection, columns)
+    return _MongoWriter(MongoCollections(address.place, address.database), collection, columns, takes_over)
 
 
 class _SqliteWriter:
-    def __init__(self, path: str, collection: str) -> None:
+    def __init__(self, path: str, collection: str, columns: tuple[str, str]) -> None:
         self._path = path
         self._collection = collection
+        self._columns = columns
         self._next = 0
         folder = Path(path).absolute().parent
         if not folder.is_dir():
@@ -129,10 +139,10 @@ class _SqliteWriter:
                 if not self._has_table(self._collection):
                     self._connection.execute(
                         f"CREATE TABLE {table} (_id INTEGER PRIMARY KEY, idx INTEGER NOT NULL, "
-                        f"{ORIGINAL_COLUMN} TEXT, {FILTERED_COLUMN} TEXT NOT NULL)"
+                        f"{self._columns[1]} TEXT, {self._columns[0]} TEXT NOT NULL)"
                     )
                 columns = {row[1] for row in self._connection.execute(f"PRAGMA table_info({table})")}
-                _check_columns(self._path, self._collection, columns)
+                _check_columns(self._path, self._collection, columns, self._columns)
                 index = quoted_name(f"{self._collection}_idx")
                 self._connection.execute(f"CREATE UNIQUE INDEX IF NOT EXISTS {index} ON {table} (idx)")
                 self._next = self._first_free(table)
@@ -141,13 +151,12 @@ class _SqliteWriter:
                 raise
         return self._next
 
-    def append(self, texts: Sequence[str], originals: Sequence[str] | None) -> None:
-        forms: Sequence[str | None] = originals if originals is not None else [None] * len(texts)
-        rows = zip(range(self._next, self._next + len(texts)), forms, texts, strict=True)
+    def append(self, texts: Sequence[str], others: Sequence[str] | None) -> None:
+        seconds: Sequence[str | None] = others if others is not None else [None] * len(texts)
+        rows = zip(range(self._next, self._next + len(texts)), texts, seconds, strict=True)
         with self._explained():
             self._connection.executemany(
-                f"INSERT INTO {quoted_name(self._collection)} (idx, {ORIGINAL_COLUMN}, {FILTERED_COLUMN}) "
-                "VALUES (?, ?, ?)",
+                f"INSERT INTO {quoted_name(self._collection)} (idx, {', '.join(self._columns)}) VALUES (?, ?, ?)",
                 rows,
             )
         self._next += len(texts)
@@ -203,9 +212,10 @@ class _SqliteWriter:
 class _MongoWriter:
     """Holds the collection through a field of its entry in `meta_info` that names machine and process."""
 
-    def __init__(self, backend: MongoCollections, collection: str, takes_over: bool) -> None:
+    def __init__(self, backend: MongoCollections, collection: str, columns: tuple[str, str], takes_over: bool) -> None:
         self._backend = backend
         self._collection = collection
+        self._columns = columns
         self._takes_over = takes_over
         self._mine = {"machine": THIS_MACHINE, "process": os.getpid()}
         self._holds = False
@@ -217,7 +227,7 @@ class _MongoWriter:
     def begin(self) -> int:
         database, name = self._backend.database, self._collection
         facts = self._backend.facts(name)
-        _check_facts(self._backend.shown, name, facts)
+        _check_facts(self._backend.shown, name, facts, self._columns)
         found = 0 if facts.last_idx is None else facts.last_idx + 1
         with explained(self._backend.shown):
             database[name].create_index("idx", unique=True)
@@ -237,14 +247,12 @@ class _MongoWriter:
                 raise
         return self._first
 
-    def append(self, texts: Sequence[str], originals: Sequence[str] | None) -> None:
-        forms: Sequence[str | None] = originals if originals is not None else [None] * len(texts)
-        numbered = enumerate(zip(forms, texts, strict=True), self._next)
+    def append(self, texts: Sequence[str], others: Sequence[str] | None) -> None:
+        first, second = self._columns
+        seconds: Sequence[str | None] = others if others is not None else [None] * len(texts)
         documents = [
-            {"idx": idx, ORIGINAL_COLUMN: original, FILTERED_COLUMN: text}
-            if original is not None
-            else {"idx": idx, FILTERED_COLUMN: text}
-            for idx, (original, text) in numbered
+            {"idx": idx, first: text} if other is None else {"idx": idx, second: other, first: text}
+            for idx, (text, other) in enumerate(zip(texts, seconds, strict=True), self._next)
         ]
         if documents:
             with explained(self._backend.shown):
@@ -304,13 +312,13 @@ class _MongoWriter:
         self._holds = False
 
 
-def _check_facts(shown: str, name: str, facts: CollectionFacts) -> None:
+def _check_facts(shown: str, name: str, facts: CollectionFacts, wanted: tuple[str, str]) -> None:
     if facts.columns:
-        _check_columns(shown, name, {*facts.columns, ORIGINAL_COLUMN})
+        _check_columns(shown, name, {*facts.columns, ORIGINAL_COLUMN}, wanted)
 
 
-def _check_columns(shown: str, name: str, columns: set[str]) -> None:
-    missing = [column for column in ("idx", ORIGINAL_COLUMN, FILTERED_COLUMN) if column not in columns]
+def _check_columns(shown: str, name: str, columns: set[str], wanted: tuple[str, str]) -> None:
+    missing = [column for column in ("idx", *sorted(wanted, reverse=True)) if column not in columns]
     if missing:
         raise DataError(
             f"{shown}: {name!r} is not a collection of a document store: it lacks {', '.join(map(repr, missing))}. "

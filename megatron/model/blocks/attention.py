@@ -147,19 +147,20 @@ class SelfAttention(nn.Module):
             return plan.attend(query, key, value, self.scale)
         causal = bias is None and query.shape[2] > 1 and not self.bidirectional
         fused = partial(attention, query, key, value, self.scale, bias=bias, causal=causal, softcap=self.softcap)
-        if not self.training or self.dropout == 0:
-            return fused()
-        if not query.is_cuda:
+        drops = self.training and self.dropout > 0
+        if context.explicit_attention or (drops and not query.is_cuda):
             return explicit_attention(
                 query,
                 key,
                 value,
                 self.scale,
-                partial(self._drop, context),
+                partial(self._drop, context) if drops else None,
                 bias=bias,
                 causal=causal,
                 softcap=self.softcap,
             )
+        if not drops:
+            return fused()
         with seeded(attention_seed(context.seed, context.first_sample, self.layer, self.tp_rank), query.device):
             return fused(dropout=self.dropout)
 

@@ -77,6 +77,7 @@ class StepContext:
         token_types: which of the segments of its sample each token belongs to; None in networks without token types.
         predicted: the positions for which a masked language model computes outputs; None for all.
         recompute: what is recomputed during backward.
+        explicit_attention: whether attention keeps its probabilities where one fused call would do.
         caches: keys and values of earlier tokens; None outside generation.
         texts: the texts whose new tokens follow each other along s, in a batch of 1 with `position_ids`; empty if every
             row is one text.
@@ -95,6 +96,7 @@ class StepContext:
     token_types: torch.Tensor | None = None
     predicted: torch.Tensor | None = None
     recompute: Recompute = Recompute.NONE
+    explicit_attention: bool = False
     caches: KeyValueCaches | None = None
     texts: tuple[TextPart, ...] = ()
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
@@ -137,6 +139,7 @@ class StepSettings:
         has_token_types: whether every micro-batch has token types.
         has_predicted: whether every micro-batch names the positions to predict.
         dtype: dtype of activations.
+        explicit_attention: whether attention keeps its probabilities (`--no-fused-attention`).
     """
 
     seed: int = 0
@@ -147,6 +150,7 @@ class StepSettings:
     has_token_types: bool = False
     has_predicted: bool = False
     dtype: torch.dtype = torch.float32
+    explicit_attention: bool = False
 
     @property
     def needs_segments(self) -> bool:
@@ -200,6 +204,7 @@ class StepSettings:
             token_types=token_types,
             predicted=predicted,
             recompute=self.recompute,
+            explicit_attention=self.explicit_attention,
             caches=caches,
             auxiliary=AuxiliaryLosses(backward_scale),
         )

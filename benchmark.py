@@ -1,0 +1,104 @@
+"""GPT2-ALL-IN's benchmarks of a checkpoint, beside closed-form baselines.
+
+    python benchmark.py --task wikitext103 --model logs/gentle_lovelace-26112211 --dev
+    python benchmark.py --task benchmark_all --model checkpoints/gpt2
+
+What is shown, the numbers and five mistakes of each task, is also in logs/benchmark/TIME.log, and as JSON beside it.
+The tasks read the small files of examples/evaluation unless --data names another, or --tasks a list of tasks as
+docs/evaluation.md describes it. Flags of pretrain_gpt.py may follow; tools/evaluate.py does the work.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron import log
+from megatron.config import flag
+from megatron.config.programs.all_in_one import checkpoints_of
+from megatron.config.programs.program import ProgramFlags, read_program
+from megatron.parallel.rank_start import begin_rank
+from tools import evaluate
+
+_ALL = "benchmark_all"
+_ITEMS = Path(__file__).resolve().parent / "examples" / "evaluation"
+# The kind of task and the shipped items of each name.
+_TASKS = {
+    "lambada": ("lambada", _ITEMS / "passages.jsonl"),
+    "cbt": ("cloze", _ITEMS / "cloze.jsonl"),
+    "wikitext103": ("perplexity", _ITEMS / "text.txt"),
+}
+_DEV_ITEMS = 100
+
+
+@dataclass(frozen=True)
+class BenchmarkFlags(ProgramFlags):
+    """Flags of this program."""
+
+    task: str = flag(_ALL, "what is measured", choices=(_ALL, *_TASKS))
+    model: str = flag(help="folder of checkpoints or of a run, or the name of a run in logs")
+    data: str | None = flag(None, "file of the task, for example wiki.test.tokens")
+    tasks: str | None = flag(None, f"file of tasks for {_ALL}; unset, one with the names of the others")
+    train_data: str | None = flag(
+        None, "text, jsonl or token file that the unigram and bigram baselines are fitted to; if unset, the token file "
+        "that the model was trained on",
+    )  # fmt: skip
+    dev: bool = flag(False, f"only the first {_DEV_ITEMS} items")
+    log_dir: str = flag("logs/benchmark", "folder of the logs")
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        if self.data is not None and self.task == _ALL:
+            yield f"--data {self.data} is the file of one task. Name the task: --task {', '.join(_TASKS)}."
+        if self.tasks is not None and self.task != _ALL:
+            yield f"--tasks {self.tasks} is for --task {_ALL}, and --task {self.task} is one. Drop one of them."
+
+    def words(self) -> list[str]:
+        """The command line of tools/evaluate.py."""
+        limit = ["--limit", str(_DEV_ITEMS)] if self.dev else []
+        fitted = ["--train-data", self.train_data] if self.train_data is not None else []
+        words = ["--load", str(checkpoints_of(self.model)), *limit, *fitted]
+        if self.task == _ALL:
+            return [*words, "--tasks", self.tasks or str(_ITEMS.parent / "gpt2_all_in" / "benchmarks.yaml")]
+        kind, items = _TASKS[self.task]
+        data = str(self.data or items)
+        published = ["detokenizer=wikitext"] if kind == "perplexity" and "wiki" in Path(data).name else []
+        return [*words, "--task", kind, "--data", data, "--set", f"name={self.task}", *published]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmarks."""
+    begin_rank()
+    flags, others = read_program(BenchmarkFlags, sys.argv[1:] if argv is None else argv, "benchmark.py", __doc__ or "")
+    words = flags.words()
+    trained_on = None if "--train-data" in words else _training_data(Path(words[words.index("--load") + 1]))
+    fitted = ["--train-data", trained_on] if trained_on else []
+    stem = Path(flags.log_dir) / time.strftime("%Y%m%d-%H%M%S")
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    if log.is_first_rank():
+        log.copy_to(f"{stem}.log")
+    try:
+        return evaluate.main([*words, *fitted, "--output", f"{stem}.json", *others])
+    finally:
+        log.copy_to(None)
+
+
+def _training_data(checkpoints: Path) -> str | None:
+    """The token file that a checkpoint's run was trained on, if it was a single one and is still there."""
+    from megatron.checkpoint import newest_record
+    from megatron.config import RunConfig
+    from megatron.parallel.mesh import ParallelMesh
+
+    found = newest_record(checkpoints, ParallelMesh.single())
+    if found is None:
+        return None
+    data = RunConfig.from_json(found.record["config"]).data
+    sources = data.data_path or data.train_data_path
+    return sources[0] if len(sources) == 1 and Path(f"{sources[0]}.idx").is_file() else None
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Step 5: the pretrained network as a Hugging Face model, written only if transformers computes the same logits.
+#
+#   bash examples/turkish/export.sh
+source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
+
+rm -rf "$WORK_DIR/exported"
+$PYTHON tools/export_hf.py --load "$WORK_DIR/pretrained" --output "$WORK_DIR/exported"
+cat "$WORK_DIR/exported/proof.json"
