@@ -60,7 +60,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "megatron.config": ("flags", "architecture", "sections", "files", ".", "programs"),
-    "megatron.observe": ("naming", ".", "styles"),
+    "megatron.observe": ("naming", ".", "styles", "sync"),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),

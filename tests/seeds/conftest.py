@@ -1,4 +1,4 @@
-"""One tiny network, pretrained and fine-tuned once, for all scenarios that ask about fine-tuning."""
+"""What several scenarios ask about and is made once: a fine-tuned network, and what the pages' blocks leave behind."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tests.helpers.jax_lm_page import PageRun, run_page
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import train
 from tests.seeds.hello_deepspeed import Alone, experiments, run_alone, write_text
+from tests.seeds.layout_runs import LayoutRuns, run_layouts
+from tests.seeds.turkish import Guide, follow_the_page
 
 DSGPT2_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>")
 _PLACES = {"Ankara": "Turkey", "Paris": "France", "Rome": "Italy", "Tokyo": "Japan", "Lima": "Peru", "Oslo": "Norway"}
@@ -65,6 +67,18 @@ class FineTuning:
     def weights(self, checkpoints: Path) -> dict[str, torch.Tensor]:
         """The weights of the newest checkpoint."""
         return {name: values.clone() for name, values in read_tensors(max(checkpoints.glob("iter_*")), None)}
+
+
+@pytest.fixture(scope="session")
+def turkish(tmp_path_factory: pytest.TempPathFactory) -> Guide:
+    """What the page on Turkish GPT-2 left behind when all of its blocks had run."""
+    return follow_the_page(tmp_path_factory.mktemp("turkish"))
+
+
+@pytest.fixture(scope="session")
+def layout_runs(tmp_path_factory: pytest.TempPathFactory) -> LayoutRuns:
+    """The same run in eight layouts."""
+    return run_layouts(tmp_path_factory.mktemp("layouts"))
 
 
 @pytest.fixture(scope="session")
@@ -117,12 +131,6 @@ def _network(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def jax_lm(tmp_path_factory: pytest.TempPathFactory) -> PageRun:
-    """The page of jax-lm-training, executed."""
-    return run_page(tmp_path_factory.mktemp("jax_lm"))
-
-
-@pytest.fixture(scope="session")
 def hello_alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """Runs of HelloDeepSpeed's train_bert.py in one process."""
     folder = tmp_path_factory.mktemp("hello_alone")
@@ -130,3 +138,9 @@ def hello_alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     ((five_steps, output),) = run_ranks(run_alone, 1, str(folder))
     (long,), (five,), (ten,) = (experiments(folder / name) for name in ("long", "short", "ten"))
     return Alone(long, five, ten, five_steps, output)
+
+
+@pytest.fixture(scope="session")
+def jax_lm(tmp_path_factory: pytest.TempPathFactory) -> PageRun:
+    """The page of jax-lm-training, executed."""
+    return run_page(tmp_path_factory.mktemp("jax_lm"))
