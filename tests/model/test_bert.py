@@ -11,7 +11,7 @@ import torch
 from megatron.errors import ConfigError
 from megatron.model.bert import bert_layers
 from megatron.model.interface.key_value_cache import BatchCaches
-from megatron.model.interface.network import LayerStack
+from megatron.model.interface.network import LayerStack, parameter_names
 from megatron.model.interface.step_context import MaskKind, Recompute, StepContext, StepSettings
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
@@ -141,6 +141,19 @@ def test_initial_values_are_those_of_the_role() -> None:
         assert found[name].std().item() == pytest.approx(std, rel=0.2), name
         assert shard_spec_of(found[name]).lr_multiplier == rate
     assert not found["output_layer.bias"].any()
+
+
+def test_a_shared_matrix_has_one_name_and_the_parts_of_the_head_their_own() -> None:
+    names = [name for name in parameter_names(bert_layers(tiny_config(**BERT), MESH)) if "layers." not in name]
+    assert [name for name in names if "word_embeddings" in name] == ["embedding.word_embeddings.weight"]
+    assert [name for name in names if name.startswith("output_layer")] == [
+        f"output_layer.{part}"
+        for part in (
+            "bias",
+            *("lm_head.dense.weight", "lm_head.dense.bias", "lm_head.layer_norm.weight", "lm_head.layer_norm.bias"),
+            *("pooler.dense.weight", "pooler.dense.bias", "binary_head.weight", "binary_head.bias"),
+        )
+    ]
 
 
 def test_cached_generation_is_refused() -> None:
