@@ -76,6 +76,7 @@ _LENGTHS = frozenset({"optim.train_iters", "optim.lr_warmup_iters", "optim.lr_de
 _ALTERNATIVES = (
     frozenset({"optim.train_iters", "optim.train_samples", "optim.train_tokens", "finetuning.epochs"}),
     frozenset({"precision.fp16", "precision.bf16"}),
+    frozenset({"optim.lr_warmup_fraction", "optim.lr_warmup_iters", "optim.lr_warmup_samples"}),
     frozenset({"data.data_path", "data.train_data_path", "data.train_weighted_split_paths"}),
 )
 
