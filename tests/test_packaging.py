@@ -70,7 +70,7 @@ loader.exec_module(module)
 print(module.INTERFACE)
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert shown.stdout.strip() == "2", shown.stderr
+    assert shown.stdout.strip() == "3", shown.stderr
 
 
 def test_an_installed_package_has_the_presets(tmp_path):

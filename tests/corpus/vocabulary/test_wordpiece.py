@@ -17,3 +17,5 @@ def test_wordpiece_ids_are_the_same_both_ways(tmp_path: Path) -> None:
         assert by_lines.encode(text) == by_json.encode(text)
         assert len(by_lines.encode(text)) < len(text)
     assert by_lines.eod_id == by_json.eod_id == 901
+    for tokenizer in (by_lines, by_json):
+        assert (tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id, tokenizer.pad_id) == (2, 3, 4, 0)

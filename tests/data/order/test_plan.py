@@ -35,6 +35,26 @@ def test_a_row_source_is_planned_in_whole_epochs() -> None:
     assert rows.rows == 40 and rows.segments == (Segment(23, 1234, 40),)
 
 
+def test_the_samples_of_a_mapped_source_are_counted_by_its_map() -> None:
+    """`map_rows` is asked for the missing samples and the seed of each segment; the plan keeps its answer."""
+    mapped = SourcePlan("c/bert", "d" * 64, 0, 10, 96, is_mapped=True)
+    group = GroupPlan("train", (mapped,), (Phase(0, (Member(0, 1.0),), blended=False),))
+    asked: list[tuple[int, int]] = []
+
+    def map_rows(source: SourcePlan, samples: int, seed: int) -> int:
+        asked.append((samples, seed))
+        return samples + 3
+
+    plan = replace(PLAN, train=group, test=()).extended((20, 0, 0), map_rows).extended((30, 0, 0), map_rows)
+    assert asked == [(20, 1234), (7, segment_seed(1234, 1))] and plan.pass_samples == 12
+    assert plan.train is not None and [part.rows for part in plan.train.sources[0].segments] == [23, 10]
+    value = json.loads(json.dumps(plan.to_json()))
+    assert DataPlan.from_json(value) == plan
+    value["train"]["sources"][0]["segments"][0]["samples"] = 2**31
+    with pytest.raises(DataError, match="a segment of 2147483648 samples has 23 rows"):
+        DataPlan.from_json(value)
+
+
 def test_phases_have_lengths_and_sources_have_names() -> None:
     group = replace(GROUP, phases=(*GROUP.phases, Phase(30, GROUP.phases[0].members, (22, 8))), samples=100)
     assert (group.length_of(0), group.length_of(1)) == (30, 70)

@@ -7,7 +7,6 @@ equal data, flags and seed the samples are upstream's, token for token.
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -102,10 +101,10 @@ class SentenceFile:
             DataError: the file has a token that the vocabulary does not.
         """
         first, last, most_tokens = row.tolist()
-        sentences = [self.indexed.get(sentence).astype(np.int64) for sentence in range(first, last)]
-        for sentence, ids in enumerate(sentences, start=first):
-            self.vocabulary.check_ids(ids, functools.partial(self._locate, sentence))
-        text, types, is_swapped = self._arranged(sentences, most_tokens, random)
+        ends = np.cumsum(self.indexed.lengths[first:last], dtype=np.int64)
+        ids = self.indexed.tokens_at(int(self.indexed.pointers[first]), int(ends[-1])).astype(np.int64)
+        self.vocabulary.check_ids(ids, lambda place: f"{self.indexed.bin_path}: token {place} from sequence {first} on")
+        text, types, is_swapped = self._arranged(ids, ends, most_tokens, random)
         shown, hidden = hide_phrases(text, most_tokens, self.options.masking, self.vocabulary, random)
         length = self.sequence_length
         tokens, labels = (np.full(length, self.vocabulary.pad_id, np.int64) for _ in range(2))
@@ -122,20 +121,20 @@ class SentenceFile:
             is_swapped=is_swapped if self.options.pairs else None,
         )
 
-    def _locate(self, sentence: int, place: int) -> str:
-        return f"{self.indexed.bin_path}: token {place} of sequence {sentence}"
-
     def _arranged(
-        self, sentences: Sequence[np.ndarray], most_tokens: int, random: np.random.RandomState
+        self, ids: np.ndarray, ends: np.ndarray, most_tokens: int, random: np.random.RandomState
     ) -> tuple[np.ndarray, np.ndarray, bool]:
         """The text of a sample with its separators, the part that each token belongs to, and whether the parts are
         swapped.
+
+        Shapes:
+            ids: int64 [n], of all sentences; ends: int64 [sentences], where each ends.
         """
-        parts, is_swapped = [np.concatenate(sentences), np.empty(0, np.int64)], False
+        end, is_swapped = len(ids), False
         if self.options.pairs:
-            end = random.randint(1, len(sentences)) if len(sentences) > 2 else 1
-            parts = [np.concatenate(sentences[:end]), np.concatenate(sentences[end:])]
+            end = int(ends[random.randint(1, len(ends)) - 1 if len(ends) > 2 else 0])
             is_swapped = bool(random.random_sample() < 0.5)
+        parts = [ids[:end], ids[end:]]
         first, second = _truncated(parts[::-1] if is_swapped else parts, most_tokens, random)
         end_of_part = [self.vocabulary.sep_id]
         rest = [second, end_of_part] if len(second) else []
