@@ -1,4 +1,4 @@
-"""Scenario 003.5: every command of docs/tutorial_deepspeed.md and of docs/seeds/hello_deepspeed.md, run in their order."""
+"""Scenario 003.5: every command of docs/tutorial_deepspeed.md and docs/seeds/hello_deepspeed.md, run in their order."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from megatron.config import ConfigSection, RunRequest, parse, parse_flags
 from megatron.config.flags.fields import flags_of
 from megatron.config.overlay import parse_over
 from megatron.config.parse import field_flags
+from megatron.config.programs.hello_deepspeed import HelloDeepSpeedEngineFlags
 from megatron.config.sampling_flags import BeamFlags
 from tests.helpers.programs import forking_python
 from tests.helpers.recording_shell import recorded
@@ -173,7 +174,9 @@ def test_flags_that_are_named_exist(document: str) -> None:
     known = set(re.findall(r"^(--[\w-]+)", (ROOT / "tests" / "config" / "flags.txt").read_text(), flags=re.M))
     known |= {spelling for entry in field_flags().values() for spelling in entry.spellings}
     known |= {spelling for entry in flags_of(BeamFlags) for spelling in entry.spellings}
+    known |= {spelling for entry in flags_of(HelloDeepSpeedEngineFlags) for spelling in entry.spellings}
     known |= {"--tensor-parallel-size"}  # of vLLM, in docs/other_trainers.md
+    known |= {"--bind_cores_to_rank", "--num_gpus"}  # of DeepSpeed's launcher
     text = (ROOT / document).read_text()
     elsewhere = "\n".join(
         path.read_text()
@@ -181,7 +184,7 @@ def test_flags_that_are_named_exist(document: str) -> None:
         for path in (ROOT / folder).glob("*")
         if path.is_file()
     )
-    for name in set(re.findall(r"`(--[a-z][a-z0-9-]+)", text)):
+    for name in set(re.findall(r"`(--[a-z][a-z0-9_-]+)", text)):
         field = name.removeprefix("--").replace("-", "_")
         positive = name.replace("--no-", "--")
         assert {name, positive, positive.replace("--", "--no-", 1)} & known or re.search(
