@@ -4,8 +4,8 @@
     python benchmark.py --task benchmark_all --model checkpoints/gpt2
 
 What is shown, the numbers and five mistakes of each task, is also in logs/benchmark/TIME.log, and as JSON beside it.
-The tasks read the small files of examples/evaluation unless --data names another. Flags of tools/evaluate.py, which
-does the work, and of pretrain_gpt.py may follow.
+The tasks read the small files of examples/evaluation unless --data names another, or --tasks a list of tasks as
+docs/evaluation.md describes it. Flags of pretrain_gpt.py may follow; tools/evaluate.py does the work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from megatron.config import flag
 from megatron.config.programs.all_in_one import checkpoints_of
 from megatron.config.programs.program import ProgramFlags, read_program
 from megatron.parallel.rank_start import begin_rank
-from tools import evaluate
 
 _ALL = "benchmark_all"
 _ITEMS = Path(__file__).resolve().parent / "examples" / "evaluation"
@@ -41,6 +40,7 @@ class BenchmarkFlags(ProgramFlags):
     task: str = flag(_ALL, "what is measured", choices=(_ALL, *_TASKS))
     model: str = flag(help="folder of checkpoints or of a run, or the name of a run in logs")
     data: str | None = flag(None, "file of the task, for example wiki.test.tokens")
+    tasks: str | None = flag(None, f"file of tasks for {_ALL}; unset, one with the names of the others")
     train_data: str | None = flag(
         None, "text, jsonl or token file that the unigram and bigram baselines are fitted to; if unset, the token file "
         "that the model was trained on",
@@ -52,6 +52,8 @@ class BenchmarkFlags(ProgramFlags):
         """Rules between the flags."""
         if self.data is not None and self.task == _ALL:
             yield f"--data {self.data} is the file of one task. Name the task: --task {', '.join(_TASKS)}."
+        if self.tasks is not None and self.task != _ALL:
+            yield f"--tasks {self.tasks} is for --task {_ALL}, and --task {self.task} is one. Drop one of them."
 
     def words(self) -> list[str]:
         """The command line of tools/evaluate.py."""
@@ -59,7 +61,7 @@ class BenchmarkFlags(ProgramFlags):
         fitted = ["--train-data", self.train_data] if self.train_data is not None else []
         words = ["--load", str(checkpoints_of(self.model)), *limit, *fitted]
         if self.task == _ALL:
-            return [*words, "--tasks", str(_ITEMS.parent / "gpt2_all_in" / "benchmarks.yaml")]
+            return [*words, "--tasks", self.tasks or str(_ITEMS.parent / "gpt2_all_in" / "benchmarks.yaml")]
         kind, items = _TASKS[self.task]
         data = str(self.data or items)
         published = ["detokenizer=wikitext"] if kind == "perplexity" and "wiki" in Path(data).name else []
@@ -71,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin_rank()
     flags, others = read_program(BenchmarkFlags, sys.argv[1:] if argv is None else argv, "benchmark.py", __doc__ or "")
     words = flags.words()
+
+    from tools import evaluate
+
     trained_on = None if "--train-data" in words else _training_data(Path(words[words.index("--load") + 1]))
     fitted = ["--train-data", trained_on] if trained_on else []
     stem = Path(flags.log_dir) / time.strftime("%Y%m%d-%H%M%S")

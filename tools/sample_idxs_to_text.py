@@ -9,8 +9,9 @@ The sample order comes from the checkpoint in --load, from that of the run in --
 trainer's flags, which must then be those of training: data, split, seed, sequence length and number of samples. Give
 the new paths of moved files with the trainer's flags. After N consumed samples, sample N came next.
 
-Writes one JSON object per line: sample, source, pieces (sequence, first token, number of tokens) and text. With
---print-text or --print-tokens it writes upstream's plain lines instead: the sample index and its text or tokens.
+Writes one JSON object per line: sample, source, pieces (sequence, first token, number of tokens) and text; of a masked
+sample the text as it was shown, and for each hidden token its place and what it was. With --print-text or
+--print-tokens it writes upstream's plain lines instead: the sample index and its text or tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +26,17 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
-from megatron.config import ConfigSection, ControlConfig, DataConfig, OptimRequest, RandomConfig, RunConfig, flag
+from megatron.config import (
+    ConfigSection,
+    ControlConfig,
+    DataConfig,
+    LossConfig,
+    MaskingConfig,
+    OptimRequest,
+    RandomConfig,
+    RunConfig,
+    flag,
+)
 from megatron.config.files.bounded_file import read_json
 from megatron.config.files.group_files import read_group_files
 from megatron.config.overlay import laid_over, parse_over
@@ -33,6 +44,7 @@ from megatron.errors import CheckpointError, ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatron.checkpoint.record import Progress
+    from megatron.data.datasets.masked.options import MaskedOptions
     from megatron.tokenizers.record import TokenizerRecord
     from megatron.tokenizers.tokenizer import Tokenizer
     from megatron.train.sample_order import SampleOrder, TrainedSample
@@ -102,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.train.sample_order import read_samples
 
     start, end = _range(flags, origin)
-    tokenizer = None if flags.print_tokens and not flags.print_text else _tokenizer(origin)
+    is_needed = flags.print_text or not flags.print_tokens or origin.order.masked is not None
+    tokenizer = _tokenizer(origin) if is_needed else None
     lines = _lines(read_samples(origin.order, start, end, tokenizer), flags, tokenizer)
     _write(lines, flags.output_file)
     log.info(f"{end - start} samples, {start} to {end - 1}.")
@@ -130,7 +143,9 @@ def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
         )
     record = Record.from_json(read_record(found[0].path), found[0].path)
     config = laid_over(RunConfig.from_json(record.config), given)
-    order = SampleOrder.of_plan(record.data_plan, config.data)
+    order = SampleOrder.of_plan(
+        record.data_plan, config.data, _masked(config.masking, config.loss, pairs=config.model.sentence_order_head)
+    )
     passed = tuple((batch["step"], batch["step"]) for batch in record.passed_batches)
     return Origin(order, config.optim, config.control, record.progress, record.tokenizer, passed)
 
@@ -159,7 +174,8 @@ def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
         )
     config = laid_over(saved, given)
     length, seed = config.data.seq_length, config.random.seed
-    order = SampleOrder.of_flags(config.data, length, seed, config.optim, config.control)
+    masked = _masked(config.masking, config.loss, pairs=config.model.sentence_order_head)
+    order = SampleOrder.of_flags(config.data, length, seed, config.optim, config.control, masked)
     return Origin(order, config.optim, config.control)
 
 
@@ -178,7 +194,16 @@ def _of_flags(given: Mapping[str, Any]) -> Origin:
     skipped = sections["control"].get("skip_train_iteration_range", ())
     control = ControlConfig(skip_train_iteration_range=skipped)
     seed = RandomConfig(**sections["random"]).seed
-    return Origin(SampleOrder.of_flags(data, data.seq_length, seed, optim, control), optim, control)
+    masking, loss = MaskingConfig(**sections.get("masking", {})), LossConfig(**sections.get("loss", {}))
+    masked = _masked(masking, loss, pairs=sections.get("model", {}).get("sentence_order_head", False))
+    return Origin(SampleOrder.of_flags(data, data.seq_length, seed, optim, control, masked), optim, control)
+
+
+def _masked(masking: MaskingConfig, loss: LossConfig, *, pairs: bool) -> MaskedOptions | None:
+    """How masked samples are made; None if the run had none."""
+    from megatron.data.datasets.masked.options import MaskedOptions
+
+    return MaskedOptions.of(masking, loss, pairs=pairs)
 
 
 def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
@@ -226,6 +251,8 @@ def _lines(samples: Iterator[TrainedSample], flags: SampleFlags, tokenizer: Toke
                 "pieces": [piece._asdict() for piece in sample.spans],
                 "text": text,
             }
+            if tokenizer is not None and sample.hidden:
+                record["hidden"] = [[place, tokenizer.decode([token])] for place, token in sample.hidden]
             if flags.all_tokens:
                 record["tokens"] = sample.tokens.tolist()
             yield json.dumps(record, ensure_ascii=False)

@@ -5,6 +5,6 @@
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 $PYTHON tasks/main.py --task WIKITEXT103 --valid-data "$WORK_DIR/tr-held-out.txt" --load "$WORK_DIR/pretrained" --overlapping-eval 32
-printf -- '- {task: exact_match, name: Turkish questions, data: %s, template: plain}\n' "$WORK_DIR/tr-questions.jsonl" >"$WORK_DIR/tasks.yaml"
+printf -- '- {task: exact_match, name: Turkish questions, data: "%s", template: "{prompt}\\n", max_new_tokens: 24, normalize: none}\n' "$WORK_DIR/tr-questions.jsonl" >"$WORK_DIR/tasks.yaml"
 $PYTHON tools/evaluate.py --load "$WORK_DIR/tuned" --tasks "$WORK_DIR/tasks.yaml" --no-baselines \
     --output "$WORK_DIR/results.json" --limit "${QUESTIONS:-1000}"

@@ -6,4 +6,3 @@ source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 rm -rf "$WORK_DIR/exported"
 $PYTHON tools/export_hf.py --load "$WORK_DIR/pretrained" --output "$WORK_DIR/exported"
-cat "$WORK_DIR/exported/proof.json"

@@ -77,7 +77,7 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
     Raises:
         CheckpointError: there is no usable checkpoint, or it was trained with another tokenizer.
         ConfigError: a flag contradicts the checkpoint, files of the tokenizer are gone, or there are more pipeline
-            stages than blocks.
+            stages than blocks, or the network is an encoder, which predicts no next tokens.
     """
     step = ControlConfig(
         load=load, ckpt_step=given.get("control.ckpt_step"), load_tag=given.get("control.load_tag")
@@ -90,6 +90,12 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
         )
     record = Record.from_json(found.record, found.path)
     config = laid_over(RunConfig.from_json(record.config), given)
+    if config.model.bidirectional:
+        raise ConfigError(
+            f"the checkpoint {found.path} holds an encoder (--bidirectional, --objective {config.loss.objective}): it "
+            "predicts masked tokens, not the next ones, so it neither writes text nor scores continuations. Evaluate "
+            "it with pretrain_bert.py --eval-only, or give a GPT checkpoint."
+        )
     layout = replace(
         config.parallel, tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size
     )

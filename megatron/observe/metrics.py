@@ -14,8 +14,9 @@ from typing import Protocol
 
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
-from megatron.model.costs import block_cost, head_cost
+from megatron.model.costs import bert_head_cost, block_cost, head_cost
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
+from megatron.objective.masked import ORDER_LOSS
 from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
 
 
@@ -120,9 +121,14 @@ class Workload:
         device_count: int,
         replica_count: int,
         parameters_without_embeddings: int = 0,
+        predicted_share: float = 1.0,
     ) -> Workload:
-        """The workload of a resolved model on `device_count` devices."""
-        flops = flops_per_sample(model, sequence_length, recomputes)
+        """The workload of a resolved model on `device_count` devices.
+
+        Args:
+            predicted_share: share of the positions whose logits are computed.
+        """
+        flops = flops_per_sample(model, sequence_length, recomputes, predicted_share)
         return cls(sequence_length, flops, device_count, replica_count, parameters_without_embeddings)
 
     def gigaflops_without_embeddings(self, tokens: int) -> float:
@@ -155,6 +161,7 @@ class Metrics:
         z_loss: mean z-loss per token, its coefficient included, over the same steps as `lm_loss`; None without z-loss.
         sample_loss: mean over samples of their mean losses per token, over the same steps as `lm_loss`; None unless
             that is what is minimized.
+        order_loss: mean sentence-order loss per sample, over the same steps as `lm_loss`; None without such a head.
         routing: what the routers did, over the same steps; None without experts.
     """
 
@@ -177,6 +184,7 @@ class Metrics:
     source_losses: Mapping[str, SourceLoss] | None = None
     z_loss: float | None = None
     sample_loss: float | None = None
+    order_loss: float | None = None
     routing: RoutingFigures | None = None
 
 
@@ -223,7 +231,8 @@ def measure(
         gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
         source_losses=source_losses(outcome.metrics, source_names) if source_names else None,
         z_loss=outcome.metrics[Z_LOSS][0] / max(outcome.token_count, 1) if Z_LOSS in outcome.metrics else None,
-        sample_loss=_sample_loss(outcome.metrics),
+        sample_loss=_mean(outcome.metrics.get(SAMPLE_LOSS)),
+        order_loss=_mean(outcome.metrics.get(ORDER_LOSS)),
         routing=routing_figures(outcome.metrics),
     )
 
@@ -244,9 +253,12 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
     last = steps[-1]
     kept = [step for step in steps if not step.skipped_iterations]
     losses = [step.lm_loss for step in kept]
-    z_losses = [step.z_loss for step in kept if step.z_loss is not None]
-    sample_losses = [step.sample_loss for step in kept if step.sample_loss is not None]
     seconds = math.fsum(step.seconds_per_iteration for step in steps)
+
+    def mean(name: str) -> float | None:
+        """The mean of a loss that not every run has."""
+        known = [value for value in (getattr(step, name) for step in kept) if value is not None]
+        return sum(known) / len(known) if known else None
 
     def rate(name: str) -> float:
         """The mean of a rate, weighted by time."""
@@ -259,8 +271,9 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
         seconds_per_iteration=seconds / len(steps),
         lm_loss=sum(losses) / len(losses) if losses else math.nan,
         source_losses=_source_losses_of(kept),
-        z_loss=sum(z_losses) / len(z_losses) if z_losses else None,
-        sample_loss=sum(sample_losses) / len(sample_losses) if sample_losses else None,
+        z_loss=mean("z_loss"),
+        sample_loss=mean("sample_loss"),
+        order_loss=mean("order_loss"),
         routing=mean_routing([step.routing for step in kept if step.routing is not None]),
         skipped_iterations=sum(step.skipped_iterations for step in steps),
         nan_iterations=sum(step.nan_iterations for step in steps),
@@ -298,12 +311,17 @@ class Interval:
         return mean_of(steps) if steps else None
 
 
-def flops_per_sample(model: ModelConfig, sequence_length: int, recomputes: bool = False) -> float:
+def flops_per_sample(
+    model: ModelConfig, sequence_length: int, recomputes: bool = False, predicted_share: float = 1.0
+) -> float:
     """FLOPs of training on one sequence: 3 times those of the blocks in a forward pass, or 4 times with recompute.
 
     For GPT-2's network this is upstream's 24 * 3 * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)), which counts attention
-    to all s tokens, and 3/4 of the output head's passes, which it assumes not to be recomputed; so does this. Of the
-    experts, a token counts those it goes to.
+    to all s tokens, and 3/4 of the output head's passes, which it assumes not to be recomputed; so does this, for
+    encoders, whose tokens do attend to all, as well. Of the experts, a token counts those it goes to.
+
+    Args:
+        predicted_share: share of the positions that pass through the heads.
 
     Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; Narayanan et al. 2021 (arXiv 2104.04473),
     appendix.
@@ -311,11 +329,10 @@ def flops_per_sample(model: ModelConfig, sequence_length: int, recomputes: bool 
     costs = [block_cost(model, layer) for layer in range(model.num_layers)]
     per_token = sum(cost.flops_per_token + sequence_length * cost.flops_per_token_pair for cost in costs)
     passes = 4 if recomputes else 3
-    return passes * sequence_length * (per_token + 0.75 * head_cost(model).flops_per_token)
+    head = bert_head_cost(model) if model.bidirectional else head_cost(model)
+    return passes * sequence_length * (per_token + 0.75 * predicted_share * head.flops_per_token)
 
 
-def _sample_loss(metrics: Mapping[str, Sequence[float]]) -> float | None:
-    if SAMPLE_LOSS not in metrics:
-        return None
-    loss_sum, samples = metrics[SAMPLE_LOSS]
-    return loss_sum / max(samples, 1)
+def _mean(pair: Sequence[float] | None) -> float | None:
+    """The mean of a metric that is a sum and a number of samples."""
+    return None if pair is None else pair[0] / max(pair[1], 1)

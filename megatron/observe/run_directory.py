@@ -6,6 +6,9 @@
         metrics.jsonl  one record per step (see metrics_file.py)
         log.txt        log output of rank 0
 
+With --run-files hello_deepspeed, the commit alone is in githash.log, the changes are in gitdiff.log, and hparams.json
+holds the flags of the program that started the run.
+
 Only rank 0 writes here. If a run is resumed in its folder, the files of earlier starts are kept as config.1.json,
 config.2.json, ...
 """
@@ -17,6 +20,7 @@ import os
 import re
 import subprocess
 import time
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +29,31 @@ from typing import Any
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.metrics_file import FILE_NAME
 
-_PER_START = ("config.json", "git.txt", "git.diff")
 _GIT_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """Names of the files that describe a start, besides config.json.
+
+    Attributes:
+        commit: the commit, and what has changed since unless it is to stand alone.
+        changes: the changes as a patch.
+        flags: the flags of the program that started the run; None for no such file.
+    """
+
+    commit: str
+    changes: str
+    flags: str | None = None
+    commit_is_alone: bool = False
+
+
+_FILE_NAMES: Mapping[str, FileNames] = types.MappingProxyType(
+    {
+        "megatron": FileNames("git.txt", "git.diff"),
+        "hello_deepspeed": FileNames("githash.log", "gitdiff.log", "hparams.json", commit_is_alone=True),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +85,8 @@ def open_run_directory(
     name: str = "gpt",
     is_resume: bool = False,
     source: Path | None = None,
+    files: str = "megatron",
+    program_flags: str | None = None,
 ) -> RunDirectory:
     """Creates the run directory and describes the run in it; called on rank 0 only.
 
@@ -67,6 +96,8 @@ def open_run_directory(
         name: prefix of a new folder's name.
         is_resume: whether the run continues from a checkpoint (--load), so that the folder may already hold a run.
         source: a file of the checkout whose state is recorded; by default the running program's.
+        files: how the files are named (--run-files).
+        program_flags: the JSON of the program's own flags (--program-flags).
 
     Raises:
         ConfigError: the folder holds another run.
@@ -74,9 +105,12 @@ def open_run_directory(
     """
     try:
         path = _new_folder(Path("runs"), name) if run_dir is None else _given_folder(Path(run_dir), is_resume)
-        _keep_earlier(path)
+        names = _FILE_NAMES[files]
+        _keep_earlier(path, names)
         _write(path / "config.json", json.dumps(config, indent=2, default=str) + "\n")
-        _describe_source(path, source or Path(__file__))
+        if names.flags is not None:
+            _write(path / names.flags, json.dumps(json.loads(program_flags or "{}"), indent=2) + "\n")
+        _describe_source(path, names, source or Path(__file__))
     except OSError as failure:
         place = run_dir or "runs/"
         raise StorageError(
@@ -130,14 +164,14 @@ def _given_folder(path: Path, is_resume: bool) -> Path:
     return path
 
 
-def _keep_earlier(path: Path) -> None:
+def _keep_earlier(path: Path, names: FileNames) -> None:
     """Renames the files of the previous start."""
     if not (path / "config.json").exists():
         return
     number = 1
     while (path / f"config.{number}.json").exists():
         number += 1
-    for name in _PER_START:
+    for name in ("config.json", names.commit, names.changes, *filter(None, [names.flags])):
         stem, _, ending = name.rpartition(".")
         if (path / name).exists():
             os.rename(path / name, path / f"{stem}.{number}.{ending}")
@@ -150,20 +184,21 @@ def _write(path: Path, content: str | bytes) -> None:
     os.replace(temporary, path)
 
 
-def _describe_source(path: Path, source: Path) -> None:
+def _describe_source(path: Path, names: FileNames, source: Path) -> None:
     """Records commit, changed files and diff of the checkout that `source` belongs to."""
     folder = source.resolve().parent
     if _git(folder, "ls-files", "--error-unmatch", "--", str(source.resolve())) is None:
-        _write(path / "git.txt", f"not a git checkout, or git is not installed: {folder}\n")
-        _write(path / "git.diff", "")
+        _write(path / names.commit, f"not a git checkout, or git is not installed: {folder}\n")
+        _write(path / names.changes, "")
         return
     root = Path(os.fsdecode((_git(folder, "rev-parse", "--show-toplevel") or os.fsencode(folder)).rstrip(b"\n")))
     commit = _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
     base = commit or _git(root, "hash-object", "-t", "tree", "/dev/null") or b""
     status = _git(root, "status", "--porcelain") or b""
-    _write(path / "git.txt", b"commit " + (commit or b"none yet\n") + status)
+    known = commit or b"none yet\n"
+    _write(path / names.commit, known if names.commit_is_alone else b"commit " + known + status)
     changes = _git(root, "diff", "--no-ext-diff", "--no-textconv", os.fsdecode(base.strip()), "--")
-    _write(path / "git.diff", changes or b"")
+    _write(path / names.changes, changes or b"")
 
 
 def _git(folder: Path, *words: str) -> bytes | None:

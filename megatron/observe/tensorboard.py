@@ -124,6 +124,7 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
         "learning-rate/learning-rate": metrics.learning_rate if control.log_learning_rate_to_tensorboard else None,
         "batch-size/batch-size": metrics.global_batch_size if control.log_batch_size_to_tensorboard else None,
         "lm-loss-training/lm loss": metrics.lm_loss,
+        "lm-loss-training/sop loss": metrics.order_loss,
         "lm-loss-training/loss per sample": metrics.sample_loss,
         "lm-loss-training/z loss": metrics.z_loss,
         "loss-scale/loss-scale": metrics.loss_scale if control.log_loss_scale_to_tensorboard else None,

@@ -99,6 +99,7 @@ def interval_values(metrics: Metrics) -> dict[str, float]:
     """The values sent for one log interval, without unknown ones."""
     values: dict[str, float | None] = {
         "lm-loss-training": metrics.lm_loss,
+        "sop-loss-training": metrics.order_loss,
         "sample-loss-training": metrics.sample_loss,
         "z-loss-training": metrics.z_loss,
         "learning-rate": metrics.learning_rate,

@@ -28,6 +28,7 @@ from megatron.config import (
     resolve_epochs,
 )
 from megatron.config.schedule import is_done, planned_samples
+from megatron.config.sections.loss import MASKED
 from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,
@@ -47,9 +48,9 @@ from megatron.model.interface.network import LayerKind
 from megatron.model.networks import network_layers
 from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.metrics import Workload
+from megatron.observe.naming.reserving import with_run_name
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
-from megatron.observe.run_names import with_run_name
 from megatron.observe.styles.choice import style_named
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh, rendezvous
@@ -60,7 +61,7 @@ from megatron.parallel.watch.position import END
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.checkpoints import open_writer
 from megatron.train.keeping import Keeping
-from megatron.train.objectives import batch_options, build_objective, step_settings, with_prefixes
+from megatron.train.objectives import batch_options, build_objective, masked_options, step_settings, with_prefixes
 from megatron.train.restarts.breaker import decide, settings_digest
 from megatron.train.restarts.freezing import check_patterns, find_freezing
 from megatron.train.restarts.history import History
@@ -130,8 +131,9 @@ def _with_epochs(config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer) ->
     if config.finetuning.epochs is None or config.control.eval_only:
         return config
     data, length, seed = config.data, config.data.seq_length, config.random.seed
-    examples = ExampleOptions.of(config.finetuning, config.loss, data)
-    return resolve_epochs(config, run_on_first(mesh, lambda: epoch_samples(data, length, seed, tokenizer, examples)))
+    examples, masked = ExampleOptions.of(config.finetuning, config.loss, data), masked_options(config)
+    count = run_on_first(mesh, lambda: epoch_samples(data, length, seed, tokenizer, examples, masked=masked))
+    return resolve_epochs(config, count)
 
 
 @contextlib.contextmanager
@@ -311,7 +313,16 @@ def _open_data(
         length, seed, consumed = config.data.seq_length, config.random.seed, progress.consumed_samples
         options = ExampleOptions.of(config.finetuning, config.loss, config.data)
         return build_split_datasets(
-            config.data, length, seed, samples, stored, build_indices, consumed, tokenizer, options
+            config.data,
+            length,
+            seed,
+            samples,
+            stored,
+            build_indices,
+            consumed,
+            tokenizer,
+            options,
+            masked_options(config),
         )
 
     built: list[tuple[SplitDatasets, DataPlan]] = []
@@ -346,13 +357,20 @@ def _open_report(
         device_count=mesh.world.size,
         replica_count=mesh.batch.size,
         parameters_without_embeddings=parameters_without_embeddings,
+        predicted_share=config.masking.mask_prob if config.loss.objective == MASKED else 1.0,
     )
     arguments = config.flat()
 
     destinations: list[Destination] = []
 
     def open_files() -> str:
-        opened = open_run_directory(config.control.run_dir, config.to_json(), is_resume=is_resume)
+        opened = open_run_directory(
+            config.control.run_dir,
+            config.to_json(),
+            is_resume=is_resume,
+            files=config.control.run_files,
+            program_flags=config.control.program_flags,
+        )
         log.copy_to(opened.log_path)
         if config.control.log_path:
             write_arguments(config.control.log_path, argument_lines(arguments))

@@ -6,7 +6,9 @@ import torch
 
 from megatron.config import RunConfig
 from megatron.config.sections.loss import MASKED, MULTITASK, PREFIX, SAMPLES
+from megatron.config.sections.masking import SENTENCES
 from megatron.data.datasets.build import SplitDatasets
+from megatron.data.datasets.masked.options import MaskedOptions
 from megatron.data.datasets.prefix import PrefixDataset
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.loader import BatchOptions
@@ -62,21 +64,28 @@ def step_settings(config: RunConfig) -> StepSettings:
         restart_positions=config.documents.reset_position_ids or packed,
         mask=MaskKind.DOCUMENTS if separates else MaskKind.CAUSAL,
         has_prefixes=config.loss.has_prefixes,
-        has_token_types=masked and config.model.token_types > 1,
+        has_token_types=masked and config.model.token_types > 1 and config.masking.masked_samples == SENTENCES,
         has_predicted=masked,
         dtype=getattr(torch, config.precision.dtype_name),
         explicit_attention=not config.kernels.fused_attention,
     )
 
 
+def masked_options(config: RunConfig) -> MaskedOptions | None:
+    """How masked samples are made; None for other objectives."""
+    return MaskedOptions.of(config.masking, config.loss, pairs=config.model.sentence_order_head)
+
+
 def batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
     """What the batches of a run consist of."""
+    masked = masked_options(config)
     return BatchOptions(
         eod_id=tokenizer.eod_id,
         vocab_size=config.model.vocab_size,
         eod_mask_loss=config.documents.eod_mask_loss,
-        segments=config.documents.needs_segments or packs_examples(config),
+        segments=step_settings(config).needs_segments,
         prefixes=config.loss.has_prefixes,
+        predictions=None if masked is None else masked.predictions(config.data.seq_length),
     )
 
 

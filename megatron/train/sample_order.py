@@ -18,6 +18,7 @@ from megatron.config import ControlConfig, DataConfig, OptimConfig, OptimRequest
 from megatron.config.resolve import resolve_optim
 from megatron.config.schedule import StepRange, planned_samples, samples_after, samples_before_step
 from megatron.data.datasets.build import build_split_datasets
+from megatron.data.datasets.masked.options import MaskedOptions
 from megatron.data.datasets.sample import DocumentSpan, SampleDataset
 from megatron.data.order.plan import DataPlan
 from megatron.errors import ConfigError, DataError
@@ -31,6 +32,7 @@ class SampleOrder:
     Args:
         planned_samples: number of samples the order was planned for; another number gives another order.
         plan: as stored in a checkpoint; None builds it from the other values.
+        masked: how masked samples are made; None for other objectives.
     """
 
     data: DataConfig
@@ -38,16 +40,22 @@ class SampleOrder:
     seed: int
     planned_samples: int
     plan: DataPlan | None = None
+    masked: MaskedOptions | None = None
 
     @staticmethod
-    def of_plan(plan: DataPlan, data: DataConfig) -> SampleOrder:
+    def of_plan(plan: DataPlan, data: DataConfig, masked: MaskedOptions | None = None) -> SampleOrder:
         """The order of a stored plan; file paths come from the data flags, since files may have moved."""
         samples = plan.train.samples if plan.train else 0
-        return SampleOrder(data, plan.sequence_length, plan.seed, samples, plan)
+        return SampleOrder(data, plan.sequence_length, plan.seed, samples, plan, masked)
 
     @staticmethod
     def of_flags(
-        data: DataConfig, sequence_length: int, seed: int, optim: OptimRequest, control: ControlConfig
+        data: DataConfig,
+        sequence_length: int,
+        seed: int,
+        optim: OptimRequest,
+        control: ControlConfig,
+        masked: MaskedOptions | None = None,
     ) -> SampleOrder:
         """The order of a new run with these flags.
 
@@ -64,7 +72,7 @@ class SampleOrder:
             samples = planned_samples(with_known_batch(optim, counted, sequence_length), control)[0]
         else:
             samples = optim.train_samples
-        return SampleOrder(data, sequence_length, seed, samples)
+        return SampleOrder(data, sequence_length, seed, samples, masked=masked)
 
 
 @dataclass(frozen=True)
@@ -74,16 +82,18 @@ class TrainedSample:
     Args:
         number: index in the order of the run, from 0; equal to the samples consumed before it.
         source: data prefix that it comes from.
-        tokens: the inputs and, one further, the labels.
+        tokens: the inputs and, one further, the labels; of a masked sample only the inputs, as they are shown.
+        hidden: place and token of everything that a masked sample hides.
 
     Shapes:
-        tokens: int64 [s + 1].
+        tokens: int64 [s + 1], of a masked sample [s].
     """
 
     number: int
     source: str
     spans: tuple[DocumentSpan, ...]
     tokens: np.ndarray
+    hidden: tuple[tuple[int, int], ...] = ()
 
 
 def with_known_batch(optim: OptimRequest, flag: str, sequence_length: int) -> OptimConfig:
@@ -130,7 +140,7 @@ def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer 
     )
     wanted = (order.planned_samples, 0, 0)
     datasets, plan = build_split_datasets(
-        data, order.sequence_length, order.seed, wanted, order.plan, tokenizer=tokenizer
+        data, order.sequence_length, order.seed, wanted, order.plan, tokenizer=tokenizer, masked=order.masked
     )
     if datasets.train is None or plan.train is None:
         raise DataError("The stored data plan has no training data, so there are no samples to show.")
@@ -141,7 +151,11 @@ def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer 
 def _samples(dataset: SampleDataset, prefixes: Sequence[str], start: int, end: int) -> Iterator[TrainedSample]:
     for number in range(start, end):
         source = prefixes[dataset.source_of(number)]
-        yield TrainedSample(number, source, tuple(dataset.spans(number)), dataset[number])
+        sample = dataset.read(number)
+        hidden: list[tuple[int, int]] = []
+        if sample.labels is not None and sample.loss_mask is not None:
+            hidden = [(int(place), int(sample.labels[place])) for place in np.flatnonzero(sample.loss_mask)]
+        yield TrainedSample(number, source, tuple(dataset.spans(number)), sample.tokens, tuple(hidden))
 
 
 def samples_of_steps(

@@ -21,9 +21,9 @@ from megatron.inference.generation import Request, generate_all
 from megatron.inference.loading import LoadedModel
 from megatron.inference.sampling import Sampling
 from megatron.inference.weights import load_weights, wanted_weights
-from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerStack
 from megatron.model.interface.step_context import StepSettings
+from megatron.model.networks import network_layers
 from megatron.objective.language_model import LanguageModelObjective
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import TokenizerChoice
@@ -99,7 +99,7 @@ def load_reference(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
 def load_network(checkpoints: Path) -> tuple[ModelConfig, LayerStack]:
     """Our network with the weights of a folder of checkpoints."""
     model = run_config(checkpoints).model
-    network = LayerStack(gpt_layers(model, MESH)).eval()
+    network = LayerStack(network_layers(model, MESH)).eval()
     load_weights(network, checkpoints, MESH)
     return model, network
 
@@ -111,7 +111,7 @@ def run_config(checkpoints: Path) -> RunConfig:
 
 def draw_checkpoint(imported: Path, model: ModelConfig, folder: Path) -> Path:
     """A checkpoint of the same architecture with our own initial values, vectors randomized as well."""
-    network = LayerStack(gpt_layers(model, MESH), seed=1)
+    network = LayerStack(network_layers(model, MESH), seed=1)
     randomize(network, seed=2)
     values = dict(network.named_parameters())
     pieces = [(key, values[key.name].detach().view(-1)[: key.numel]) for key, _ in wanted_weights(network)]

@@ -10,6 +10,7 @@ import pytest
 from megatron.convert.hugging_face.registry import FAMILIES
 from tests.convert.comparison import compare
 from tests.convert.family_table import HEADER, main
+from tests.convert.tiny_encoders import TINY_ENCODERS
 from tests.convert.tiny_models import TINY_MODELS
 
 TOLERANCE = 1e-5
@@ -31,7 +32,8 @@ def test_a_model_is_the_same_on_both_sides(
 
 def test_every_family_has_a_tiny_model() -> None:
     text_only = {family.model_type for family in FAMILIES if not family.text_field}
-    assert {tiny.model_type for tiny in TINY_MODELS.values()} == text_only
+    tiny = (*TINY_MODELS.values(), *TINY_ENCODERS.values())
+    assert {model.model_type for model in tiny} == text_only
 
 
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,13 @@ def test_a_flag_may_choose_the_dtype_but_not_the_network(checkpoints: Path) -> N
         open_checkpoint(str(checkpoints), {"model.num_layers": 7}, ParallelMesh.single())
 
 
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    checkpoints = make_checkpoint(tmp_path, "--objective", "masked", "--bidirectional")
+    message = r"iter_0000003 holds an encoder \(--bidirectional, --objective masked\): it predicts masked tokens"
+    with pytest.raises(ConfigError, match=message):
+        open_checkpoint(str(checkpoints), {}, ParallelMesh.single())
+
+
 def test_a_folder_without_checkpoints_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"there is no checkpoint in {tmp_path}"):
         open_checkpoint(str(tmp_path), {}, ParallelMesh.single())

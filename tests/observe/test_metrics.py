@@ -8,6 +8,7 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
+from megatron.objective.masked import ORDER_LOSS
 from megatron.observe.metrics import Interval, SourceLoss, Workload, flops_per_sample, mean_of, measure
 from tests.train.samples import WORKLOAD, Outcome, metrics, model_config
 
@@ -16,6 +17,14 @@ def test_flops_computed_by_hand() -> None:
     # s 36, L 2, h 12, V 96: 1 + 36/72 + 96/384 = 1.75; 36 * 2 * 144 = 10368
     assert flops_per_sample(model_config(), 36) == 24 * 3 * 10368 * 1.75
     assert flops_per_sample(model_config(), 36, recomputes=True) == 24 * 4 * 10368 * 1.75
+
+
+def test_heads_of_an_encoder_compute_predicted_positions_only() -> None:
+    model = model_config(bidirectional=True, masked_lm_head=True)
+    blocks = 24 * 3 * 10368 * 1.5  # the same as of a GPT, without the 1/4 of its output head
+    hidden, vocabulary = model.hidden_size, model.padded_vocab_size
+    head = 3 * 36 * 0.75 * (2 * hidden * hidden + 2 * hidden * vocabulary)
+    assert flops_per_sample(model, 36, predicted_share=0.25) == blocks + 0.25 * head
 
 
 def test_flops_of_a_network_with_experts_are_those_of_the_chosen_ones() -> None:
@@ -86,14 +95,15 @@ def test_the_z_loss_is_the_mean_over_counted_tokens() -> None:
     assert mean_of([metrics()]).z_loss is None
 
 
-def test_the_loss_per_sample_is_the_mean_over_samples() -> None:
-    outcomes = [Outcome(metrics={SAMPLE_LOSS: pair}) for pair in ((6.0, 4.0), (9.0, 3.0))]
+def test_losses_per_sample_are_means_over_samples() -> None:
+    outcomes = [Outcome(metrics={SAMPLE_LOSS: pair, ORDER_LOSS: pair}) for pair in ((6.0, 4.0), (9.0, 3.0))]
     steps = [
         measure(Progress(1, 8, 128), outcome, WORKLOAD, train_iterations=9, learning_rate=0.1, seconds=1.0)
         for outcome in outcomes
     ]
     assert (steps[0].sample_loss, mean_of(steps).sample_loss) == (1.5, 2.25)
-    assert mean_of([metrics()]).sample_loss is None
+    assert (steps[0].order_loss, mean_of(steps).order_loss) == (1.5, 2.25)
+    assert mean_of([metrics()]).sample_loss is None and mean_of([metrics()]).order_loss is None
 
 
 def test_rates_of_an_interval_are_totals_over_total_time() -> None:

@@ -135,3 +135,40 @@ def test_a_log_path_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"--log-path .*file/logs cannot be written: Not a directory"):
         write_arguments(str(tmp_path / "file" / "logs"), [])
+
+
+def test_the_files_of_hellodeepspeed(checkout: Path, tmp_path: Path) -> None:
+    """The commit stands alone, so that scripts can read it; earlier starts are kept."""
+    (checkout / "program.py").write_text("two\n")
+    for start, flags in enumerate(('{"h_dim": 32}', '{"h_dim": 32, "num_iterations": 9}')):
+        directory = open_run_directory(
+            str(tmp_path / "run"),
+            {},
+            is_resume=start > 0,
+            source=checkout / "program.py",
+            files="hello_deepspeed",
+            program_flags=flags,
+        )
+    assert (directory.path / "githash.log").read_text() == git(checkout, "rev-parse", "HEAD")
+    assert "-one\n+two" in (directory.path / "gitdiff.log").read_text()
+    assert json.loads((directory.path / "hparams.json").read_text()) == {"h_dim": 32, "num_iterations": 9}
+    assert json.loads((directory.path / "hparams.1.json").read_text()) == {"h_dim": 32}
+    assert not (directory.path / "git.txt").exists()
+
+
+def test_hellodeepspeed_without_a_commit_and_without_a_checkout(tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "program.py").write_text("one\n")
+    (tmp_path / "program.py").touch()
+    git(folder, "add", "program.py")
+    for source, commit, changes in (
+        (folder / "program.py", "none yet\n", "+one\n"),
+        (tmp_path / "program.py", f"not a git checkout, or git is not installed: {tmp_path}\n", ""),
+    ):
+        place = str(tmp_path / f"run-{source.parent.name}")
+        directory = open_run_directory(place, {}, source=source, files="hello_deepspeed")
+        assert (directory.path / "githash.log").read_text() == commit
+        assert (directory.path / "gitdiff.log").read_text().endswith(changes)
+        assert json.loads((directory.path / "hparams.json").read_text()) == {}

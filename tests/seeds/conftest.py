@@ -1,4 +1,4 @@
-"""One tiny network, pretrained and fine-tuned once, for all scenarios that ask about fine-tuning."""
+"""What several scenarios ask about and is made once: a fine-tuned network, and what the pages' blocks leave behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from megatron.checkpoint import read_tensors
 from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 from megatron.data.formats.indexed import IndexedWriter
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
+from tests.helpers.jax_lm_page import PageRun, run_page
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import train
+from tests.seeds.hello_deepspeed import Alone, experiments, run_alone, write_text
+from tests.seeds.layout_runs import LayoutRuns, run_layouts
+from tests.seeds.turkish import Guide, follow_the_page
 
 DSGPT2_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>")
 _PLACES = {"Ankara": "Turkey", "Paris": "France", "Rome": "Italy", "Tokyo": "Japan", "Lima": "Peru", "Oslo": "Norway"}
@@ -65,6 +70,18 @@ class FineTuning:
 
 
 @pytest.fixture(scope="session")
+def turkish(tmp_path_factory: pytest.TempPathFactory) -> Guide:
+    """What the page on Turkish GPT-2 left behind when all of its blocks had run."""
+    return follow_the_page(tmp_path_factory.mktemp("turkish"))
+
+
+@pytest.fixture(scope="session")
+def layout_runs(tmp_path_factory: pytest.TempPathFactory) -> LayoutRuns:
+    """The same run in eight layouts."""
+    return run_layouts(tmp_path_factory.mktemp("layouts"))
+
+
+@pytest.fixture(scope="session")
 def fine_tuning(tmp_path_factory: pytest.TempPathFactory) -> FineTuning:
     """Pretrains on text of counting tokens, then fine-tunes on questions in dsGPT2's chat layout."""
     folder = tmp_path_factory.mktemp("fine_tuning")
@@ -111,3 +128,19 @@ def _network(folder: Path) -> list[str]:
         *("--attention-dropout", "0", "--log-interval", "1", "--adam-beta2", "0.95"),
         *("--vocab-file", str(choice.vocab_file), "--merge-file", str(choice.merge_file)),
     ]
+
+
+@pytest.fixture(scope="session")
+def hello_alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """Runs of HelloDeepSpeed's train_bert.py in one process."""
+    folder = tmp_path_factory.mktemp("hello_alone")
+    write_text(folder / "text.txt")
+    ((five_steps, output),) = run_ranks(run_alone, 1, str(folder))
+    (long,), (five,), (ten,) = (experiments(folder / name) for name in ("long", "short", "ten"))
+    return Alone(long, five, ten, five_steps, output)
+
+
+@pytest.fixture(scope="session")
+def jax_lm(tmp_path_factory: pytest.TempPathFactory) -> PageRun:
+    """The page of jax-lm-training, executed."""
+    return run_page(tmp_path_factory.mktemp("jax_lm"))

@@ -14,6 +14,7 @@ from megatron.data.datasets.prefix import PrefixDataset
 from megatron.data.datasets.sample import Sample, SampleDataset
 from megatron.model.interface.step_context import MaskKind
 from megatron.objective.language_model import LanguageModelObjective
+from megatron.objective.masked import MaskedLanguageModelObjective
 from megatron.objective.prefix import PrefixObjective
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ def _config(text: str = "") -> RunConfig:
         ("--objective prefix --reset-position-ids", False, True, True, True),
         ("--objective prefix --reset-attention-mask", True, False, True, True),
         ("--objective multitask", True, True, True, True),
+        ("--objective masked --bidirectional", True, False, True, False),
     ],
 )
 def test_masks_positions_and_prefixes(
@@ -47,6 +49,15 @@ def test_masks_positions_and_prefixes(
     assert (settings.mask is MaskKind.DOCUMENTS, settings.restart_positions) == (separates, restarts)
     assert (settings.needs_segments, settings.has_prefixes) == (segments, prefixes)
     assert (options.segments, options.prefixes, options.eod_id) == (segments, prefixes, 9)
+
+
+def test_masked_text_passes_what_only_it_has() -> None:
+    masked = "--objective masked --bidirectional"
+    assert step_settings(_config(masked)).passed == ("segment_ids", "predicted")
+    assert step_settings(_config(f"{masked} --num-token-types 2")).passed == ("segment_ids", "token_types", "predicted")
+    assert build_objective(_config(f"{masked} --sentence-order-head"), ParallelMesh.single()) == (
+        MaskedLanguageModelObjective(ParallelMesh.single().tp, 1000, has_sentence_order=True)
+    )
 
 
 def test_the_objective_of_each_kind() -> None:

@@ -44,10 +44,12 @@ class EncoderFields(ConfigSection):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         asked = {
-            f"--num-token-types {self.token_types}": bool(self.token_types),
+            f"--num-token-types {self.token_types}": self.token_types > 0 and not self.sentence_order_head,
             "--masked-lm-head": self.masked_lm_head,
             "--sentence-order-head": self.sentence_order_head,
         }
-        for option, is_asked in asked.items() if not self.bidirectional else ():
-            if is_asked:
-                yield f"{option} is part of an encoder, which needs --bidirectional. Add it, or use pretrain_bert.py."
+        parts = [option for option, is_asked in asked.items() if is_asked]
+        if parts and not self.bidirectional:
+            yield (
+                f"{', '.join(parts)}: only encoders have this. Add --bidirectional, use pretrain_bert.py, or drop it."
+            )

@@ -30,6 +30,7 @@ class PositionFields(ConfigSection):
         help="rows of the learned position embedding, at least the sequence length; with other positions the context "
         "the network is made for, --seq-length if unset",
         computed=_needed_positions,
+        spelled=("--max-absolute-position-embeddings",),
         at_least=1,
         at_most=2**31 - 1,
         resume=MUST_MATCH,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
 _TAG = re.compile(r"(?:global_step|iter_)0*(\d+)")
-LOG_STYLES = ("megatron", "jax_lm", "dsgpt2", "all_in_one")
+LOG_STYLES = ("megatron", "jax_lm", "dsgpt2", "all_in_one", "hello_deepspeed")
+RUN_FILES = ("megatron", "hello_deepspeed")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -62,8 +64,17 @@ class ControlConfig(ConfigSection):
     )
     run_dir: str | None = flag(
         None,
-        "folder of this run's config.json, logs and metrics; with {run} in it, here and in other folders that becomes "
-        "a new name",
+        "folder of this run's config.json, logs and metrics; with {run} or {experiment} in it, here and in other "
+        "folders that becomes a new name",
+    )
+    run_files: str = flag(
+        "megatron",
+        "names of the files that describe the source code and the program's flags in the run folder: git.txt and "
+        "git.diff, or HelloDeepSpeed's githash.log, gitdiff.log and hparams.json",
+        choices=RUN_FILES,
+    )
+    program_flags: str | None = flag(
+        None, "JSON object of the flags of the program that started the run, kept in its folder"
     )
     metrics_file: str | None = flag(None, "JSON-lines file of metrics; metrics.jsonl in the run folder if unset")
     log_path: str | None = flag(None, "folder that also gets the printed flags")
@@ -134,6 +145,8 @@ class ControlConfig(ConfigSection):
                 f"--save {self.save} needs --save-interval, the steps between checkpoints, for example --save-interval "
                 "500."
             )
+        if self.program_flags is not None and not _is_json_object(self.program_flags):
+            yield f"--program-flags {self.program_flags[:80]} is not a JSON object, such as '{{\"h_dim\": 256}}'."
         for text in self.skip_train_iteration_range:
             try:
                 _read_range(text)
@@ -157,6 +170,13 @@ def folder_problems(flag: str, folder: str | None) -> Iterator[str]:
             f"{flag} {folder} is an address, and a folder is needed. Mount the storage and give the path of the folder "
             "there."
         )
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _read_range(text: str) -> tuple[int, int]:

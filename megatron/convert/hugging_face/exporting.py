@@ -22,6 +22,8 @@ from megatron.convert.hugging_face.registry import family_for
 from megatron.convert.hugging_face.streaming import SLICE_BYTES, CheckpointSource, exported_values
 from megatron.convert.hugging_face.table.tensors import BoundPart, BoundTensor, bind, parts_by_tensor, their_shapes
 from megatron.convert.hugging_face.tokenizer_files import (
+    adds_special_tokens,
+    check_padding,
     check_same_ids,
     special_ids,
     write_generation_config,
@@ -94,10 +96,12 @@ def export_model(request: ExportRequest) -> Path:
         tokenizer = build_tokenizer(request.tokenizer)
         _check_tokenizer(request, tokenizer)
         write_tokenizer(request.tokenizer, tokenizer, temporary, model.max_position_embeddings)
-        check_same_ids(temporary, tokenizer)
+        check_same_ids(temporary, tokenizer, is_bare=adds_special_tokens(request.tokenizer))
         ids = special_ids(temporary, tokenizer)
+        check_padding(family, ids)
         write_json(temporary / "config.json", {**config, **_surroundings(ids, main_dtype)})
-        write_generation_config(temporary, ids)
+        if not model.bidirectional:
+            write_generation_config(temporary, ids)
         log.info(f"exporting {request.checkpoint} as {family.model_type}: {len(planned)} tensors")
 
         def values(tensor: PlannedTensor) -> Any:

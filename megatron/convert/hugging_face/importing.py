@@ -23,11 +23,18 @@ from megatron.convert.hugging_face.streaming import (
     SLICE_BYTES,
     ImportedPieces,
     check_weights,
-    with_prefix,
-    without_tied_head,
+    with_table_names,
+    without_copies,
 )
 from megatron.convert.hugging_face.table.tensors import bind
-from megatron.convert.hugging_face.tokenizer_files import check_same_ids, copy_tokenizer, special_tokens_from
+from megatron.convert.hugging_face.tokenizer_files import (
+    check_padding,
+    check_same_ids,
+    copy_tokenizer,
+    name_special_tokens,
+    special_ids,
+    special_tokens_from,
+)
 from megatron.convert.hugging_face.weight_files import StoredTensor, read_json_file, read_weight_files
 from megatron.convert.hugging_face.weight_output import write_text
 from megatron.errors import ConversionError, StorageError
@@ -68,18 +75,22 @@ def import_model(request: ImportRequest) -> Path:
     config = read_json_file(source / "config.json", "the configuration of the model")
     family = family_of(config)
     model = family.read_config(config)
-    stored = with_prefix(family, read_weight_files(source))
-    if not model.untie_embeddings_and_output_weights:
-        stored = without_tied_head(family, stored, request.slice_bytes)
+    stored = with_table_names(family, read_weight_files(source))
+    is_tied = not model.untie_embeddings_and_output_weights
+    stored = without_copies(family, stored, is_tied=is_tied, slice_bytes=request.slice_bytes)
+    model = family.with_heads(model, stored)
     tensors = bind(family.tensors, network_shapes(model))
     check_weights(family, tensors, stored)
     with unfinished_folder(request.target) as temporary:
         folder = temporary / TOKENIZER_FOLDER
         folder.mkdir()
         copied = copy_tokenizer(request.tokenizer or source, folder)
+        if model.bidirectional:
+            name_special_tokens(request.tokenizer or source, folder)
         tokenizer = build_tokenizer(copied)
         _check_vocabulary(tokenizer.vocab_size, model.vocab_size, folder, request)
         check_same_ids(folder, tokenizer)
+        check_padding(family, special_ids(folder, tokenizer))
         final = dataclasses.replace(copied, tokenizer_name_or_path=str(request.target.resolve() / TOKENIZER_FOLDER))
         text = model_file_text(model, final, tokenizer, f"Imported from {source.resolve()}, a {family.model_type}.")
         write_text(temporary / MODEL_FILE, text)

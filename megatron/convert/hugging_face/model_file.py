@@ -12,6 +12,7 @@ from megatron import __version__
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import Machine, ModelConfig, TokenizerFacts, parse, resolve
 from megatron.config.flags.fields import Flag, flags_of
+from megatron.config.sections.loss import MASKED
 from megatron.config.sections.model import ModelRequest
 from megatron.data.order.plan import DataPlan
 from megatron.tokenizers.record import TokenizerRecord
@@ -29,7 +30,8 @@ def model_file_text(model: ModelConfig, choice: TokenizerChoice, tokenizer: Toke
     Args:
         origin: where the model came from, in words.
     """
-    lines = [f"# {origin}", "# Flags of pretrain_gpt.py by name; the command line wins over them."]
+    program = "pretrain_bert.py" if model.bidirectional else "pretrain_gpt.py"
+    lines = [f"# {origin}", f"# Flags of {program} by name; the command line wins over them."]
     lines += [f"{name}: {_yaml(value)}" for name, value in model_flags(model, choice, tokenizer)]
     return "\n".join(lines) + "\n"
 
@@ -80,6 +82,8 @@ def model_flags(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenize
         is_usual = value is None or (not flag.required and value == _usual_value(flag, model))
         if flag.field in _ALWAYS or not is_usual:
             yield flag.field.replace("_", "-"), value
+    if model.bidirectional:
+        yield "objective", MASKED
     if tokenizer.vocab_size != model.vocab_size:
         yield "vocab-size", model.vocab_size
     for name in ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_name_or_path"):

@@ -1,7 +1,6 @@
 """The proof of a conversion: our network and `transformers` give the same logits in float32.
 
-Tokens are random ones, and real ones of the model's tokenizer; sequences are longer than the window and than the
-original context, because shorter ones cannot show a mistake there. A large model is proved by its first layers.
+What is compared is in `proof_batches.py`. A large model is proved by its first layers.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,14 @@ from megatron import __version__, log
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.reference import ReferenceLogits, check_installed, reference_logits
+from megatron.convert.hugging_face.proof_batches import ProofBatch, described, proof_batches
+from megatron.convert.hugging_face.reference import ReferenceLogits, auto_class, check_installed, reference_logits
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.fields import Same
 from megatron.convert.hugging_face.weight_files import read_json_file
 from megatron.errors import ConversionError
 from megatron.model.interface.network import LayerKind, LayerStack
-from megatron.model.interface.step_context import StepSettings
+from megatron.model.interface.step_context import MaskKind, StepSettings
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import PieceKey, filling
@@ -35,19 +35,8 @@ from megatron.tokenizers.tokenizer import Tokenizer
 
 TOLERANCE = 1e-5  # of the largest logit
 PROOF_NAME = "proof.json"
-REAL_TEXTS = (
-    'The treaty was signed in 1648, and both sides kept it. "Why?" she asked; nobody knew.\n\n',
-    "def area(radius: float) -> float:\n    return 3.14159 * radius**2  # square metres\n",
-    "Straße, naïve, 東京都, Привет мир, ½ — 12,345.67 €\t",
-)
 
-_SHORT_TOKENS = 64
-_BEYOND_TOKENS = 16
-_MOST_POSITIONS = 64
 _LARGEST_FLOOR = 1e-4  # of the largest logit; beyond it transformers' implementations would compute different things
-_SEED = 20260101
-# Frequencies that change with the length or were stretched from an original context.
-_CONTEXT_SCALINGS = ("dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
@@ -73,14 +62,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Expected:
-    """What `transformers` says of a model directory.
-
-    Shapes: tokens `[2, s]` each, a random and a real sequence; positions `[n]` each, where logits are taken.
-    """
+    """What `transformers` says of a model directory."""
 
     side: Side
-    tokens: tuple[torch.Tensor, ...]
-    positions: tuple[torch.Tensor, ...]
+    batches: tuple[ProofBatch, ...]
     logits: ReferenceLogits
 
     @property
@@ -99,21 +84,20 @@ def expected_logits(side: Side, attention: str | None = None) -> Expected:
         ConversionError: it cannot load the directory, or the logits are all 0 or no numbers.
     """
     model = side.shortened
-    tokens = tuple(proof_tokens(model, side.tokenizer))
-    positions = tuple(_positions(ids.shape[1]) for ids in tokens)
+    batches = tuple(proof_batches(model, side.tokenizer, side.family.padding_id))
     # transformers has no sdpa that caps scores, and computes without the cap where it is asked for.
     usual = "sdpa" if model.attention_logit_softcap is None else "eager"
-    log.info(f"transformers computes logits of {model.num_layers} layers over {tokens[-1].shape[1]} tokens")
+    log.info(f"transformers computes logits of {model.num_layers} layers over {batches[-1].tokens.shape[1]} tokens")
     logits = reference_logits(
         side.folder,
         _shortened_config(side),
-        tokens,
-        positions,
+        batches,
         attention or usual,
+        auto_class(model),
         is_shortened=model.num_layers < side.model.num_layers,
         is_ignored=side.family.is_ignored,
     )
-    expected = Expected(side, tokens, positions, logits)
+    expected = Expected(side, batches, logits)
     if not 0 < expected.largest < float("inf"):
         raise ConversionError(
             f"the largest logit of {side.folder} is {expected.largest}, which proves nothing. Convert a model that "
@@ -161,55 +145,13 @@ def prove(
         "layers": model.num_layers,
         "layers_of_model": side.model.num_layers,
         "versions": _versions(),
-        "sequences": _sequences(expected),
+        "sequences": [sequence for batch in expected.batches for sequence in described(batch)],
     }
 
 
 def proof_text(report: dict[str, Any]) -> str:
     """What `prove` returned as JSON, with one entry a line."""
     return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in report.items()) + "\n}\n"
-
-
-def proof_tokens(model: ModelConfig, tokenizer: Tokenizer) -> list[torch.Tensor]:
-    """Batches of a random and a real sequence: a short batch and, where the model has a window or another context, one
-    that is longer than those.
-
-    Shapes: `[2, s]` int64 each.
-    """
-    return [
-        torch.tensor([_random_row(model.vocab_size, length), _real_row(model.vocab_size, length, tokenizer)])
-        for length in proof_lengths(model)
-    ]
-
-
-def proof_lengths(model: ModelConfig) -> list[int]:
-    """The lengths that are compared, in tokens: one within the original context, and one beyond it and the window."""
-    context = model.max_position_embeddings
-    is_scaled = model.uses_rope and model.rope_scaling_type in _CONTEXT_SCALINGS
-    if is_scaled:
-        context = model.rope_original_max_positions or context
-    short = min(_SHORT_TOKENS, context)
-    long = max(_SHORT_TOKENS, (model.attention_window or 0) + _BEYOND_TOKENS, is_scaled * (context + _BEYOND_TOKENS))
-    if model.position_embedding_type == "learned_absolute":
-        long = min(long, model.max_position_embeddings)
-    return [short] if long == short else [short, long]
-
-
-def _random_row(vocab_size: int, length: int) -> list[int]:
-    drawn = torch.Generator().manual_seed(_SEED)
-    return torch.randint(vocab_size, (length,), generator=drawn).tolist()
-
-
-def _real_row(vocab_size: int, length: int, tokenizer: Tokenizer) -> list[int]:
-    ids = [token for text in REAL_TEXTS for token in tokenizer.encode(text) if token < vocab_size]
-    return (ids * (length // max(1, len(ids)) + 1))[:length]
-
-
-def _positions(length: int) -> torch.Tensor:
-    """Where logits are compared: everywhere in a short sequence, at evenly spaced places in a long one."""
-    if length <= _MOST_POSITIONS:
-        return torch.arange(length)
-    return torch.linspace(0, length - 1, _MOST_POSITIONS).round().long()
 
 
 def _shortened_config(side: Side) -> dict[str, Any]:
@@ -231,10 +173,7 @@ def _shortened_config(side: Side) -> dict[str, Any]:
 def _our_logits(
     expected: Expected, checkpoint: Path, manifest: Manifest, rounded_to: torch.dtype | None
 ) -> list[torch.Tensor]:
-    """Logits of the checkpoint in float32.
-
-    Shapes: `[2, positions, v]` each.
-    """
+    """What `ReferenceLogits` holds, of the checkpoint in float32."""
     model = expected.side.shortened
     stack = LayerStack(network_layers(model, ParallelMesh.single())).eval()
     targets = (
@@ -247,17 +186,30 @@ def _our_logits(
     if rounded_to is not None:
         for parameter in stack.parameters():
             parameter.data = parameter.data.to(rounded_to).float()
-    found = []
     with torch.no_grad():
-        for ids, places in zip(expected.tokens, expected.positions, strict=True):
-            context = StepSettings().context(torch.arange(ids.shape[0]))
-            hidden: torch.Tensor = ids
-            for spec, layer in stack.named_layers():
-                if spec.kind is LayerKind.HEAD:
-                    hidden = hidden[:, places]
-                hidden = layer(hidden, context)
-            found.append(hidden[..., : model.vocab_size].float())
-    return found
+        return [values for batch in expected.batches for values in _outputs(stack, batch, model)]
+
+
+def _outputs(stack: LayerStack, batch: ProofBatch, model: ModelConfig) -> Iterator[torch.Tensor]:
+    """Logits of a batch at its positions, and the logits of the order if the network has that head."""
+    ids = batch.tokens
+    is_padded = batch.is_text is not None
+    settings = StepSettings(mask=MaskKind.DOCUMENTS if is_padded else MaskKind.CAUSAL)
+    context = settings.context(
+        torch.arange(ids.shape[0]),
+        (~batch.is_text).long() if batch.is_text is not None else None,
+        token_types=batch.token_types,
+        predicted=batch.positions.expand(ids.shape[0], -1) if model.bidirectional else None,
+    )
+    hidden: Any = ids
+    for spec, layer in stack.named_layers():
+        if spec.kind is LayerKind.HEAD and not model.bidirectional:
+            hidden = hidden[:, batch.positions]
+        hidden = layer(hidden, context)
+    logits, *others = hidden if isinstance(hidden, tuple) else (hidden,)
+    yield logits[..., : model.vocab_size].float()
+    for values in others:
+        yield values.float()
 
 
 def _difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
@@ -273,12 +225,3 @@ def _versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
-
-
-def _sequences(expected: Expected) -> list[dict[str, Any]]:
-    """The tokens that were compared, and where in them."""
-    return [
-        {"kind": kind, "positions": places.tolist(), "tokens": row.tolist()}
-        for ids, places in zip(expected.tokens, expected.positions, strict=True)
-        for kind, row in zip(("random", "real"), ids, strict=True)
-    ]

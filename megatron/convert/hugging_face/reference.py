@@ -14,14 +14,19 @@ from typing import Any
 
 import torch
 
+from megatron.config import ModelConfig
+from megatron.convert.hugging_face.proof_batches import ProofBatch
 from megatron.errors import ConfigError, ConversionError
+
+CAUSAL = "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True)
 class ReferenceLogits:
-    """Logits of some positions.
+    """What a model says about batches.
 
-    Shapes: values `[b, positions, v]` float32, one per batch of tokens.
+    Shapes: values float32, one per batch: the logits of its positions `[b, positions, v]`; of a model that also tells
+    the order of segments, two per batch, the second `[b, 2]`.
 
     Args:
         attention: the implementation that computed them: sdpa or eager.
@@ -50,21 +55,19 @@ def check_installed() -> str:
 def reference_logits(
     folder: Path,
     config: Mapping[str, Any],
-    tokens: Sequence[torch.Tensor],
-    positions: Sequence[torch.Tensor],
+    batches: Sequence[ProofBatch],
     attention: str,
+    auto_class: str,
     *,
     is_shortened: bool,
     is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> ReferenceLogits:
     """Logits of a model directory in float32.
 
-    Shapes: tokens `[b, s]` int64 each, positions `[n]` int64 each.
-
     Args:
         config: the fields of `config.json`, possibly with fewer layers.
-        positions: where logits are taken, one tensor for each of `tokens`.
         attention: sdpa (or what the family has in its place), or eager.
+        auto_class: the class that loads it, see `auto_class`.
         is_shortened: whether there are fewer layers than in the files, so that tensors are left over.
         is_ignored: whether a stored tensor may be left over because it is a buffer of the family.
 
@@ -73,30 +76,51 @@ def reference_logits(
     """
     with _quiet():
         try:
-            model, report, used = _load(folder, config, attention)
+            model, report, used = _load(folder, config, attention, auto_class)
         except Exception as failure:  # the library raises whatever its parts raise
             raise ConversionError(
                 f"transformers cannot load {folder} ({type(failure).__name__}: {str(failure)[:400]}). Check that "
-                "AutoModelForCausalLM.from_pretrained loads the directory."
+                f"{auto_class}.from_pretrained loads the directory."
             ) from failure
         left = () if is_shortened else [name for name in report["unexpected_keys"] if not is_ignored(name)]
         _check_report(folder, {**report, "unexpected_keys": left})
-        found = []
+        outputs = _decoded if auto_class == CAUSAL else _encoded
         with torch.no_grad():
-            for ids, places in zip(tokens, positions, strict=True):
-                found.append(model(ids, use_cache=False, logits_to_keep=places).logits.float())
+            found = [values.float() for batch in batches for values in outputs(model, batch)]
     return ReferenceLogits(tuple(found), used)
 
 
-def _load(folder: Path, config: Mapping[str, Any], attention: str) -> tuple[Any, Mapping[str, Any], str]:
+def auto_class(model: ModelConfig) -> str:
+    """The class of `transformers` that loads a network with all of its heads."""
+    if model.sentence_order_head:
+        return "AutoModelForPreTraining"
+    return "AutoModelForMaskedLM" if model.bidirectional else CAUSAL
+
+
+def _decoded(model: Any, batch: ProofBatch) -> Iterator[torch.Tensor]:
+    yield model(batch.tokens, use_cache=False, logits_to_keep=batch.positions).logits
+
+
+def _encoded(model: Any, batch: ProofBatch) -> Iterator[torch.Tensor]:
+    mask = None if batch.is_text is None else batch.is_text.long()
+    found = model(batch.tokens, attention_mask=mask, token_type_ids=batch.token_types)
+    logits = found.logits if "logits" in found else found.prediction_logits
+    yield logits[:, batch.positions]
+    if "seq_relationship_logits" in found:
+        yield found.seq_relationship_logits
+
+
+def _load(
+    folder: Path, config: Mapping[str, Any], attention: str, auto_class: str
+) -> tuple[Any, Mapping[str, Any], str]:
     """The model, the report about its tensors, and the attention it computes: eager where it has no sdpa."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     fields = {name: value for name, value in config.items() if name != "model_type"}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = getattr(transformers, auto_class).from_pretrained(
             str(folder),
-            config=AutoConfig.for_model(config["model_type"], **fields),
+            config=transformers.AutoConfig.for_model(config["model_type"], **fields),
             dtype=torch.float32,
             attn_implementation=attention,
             output_loading_info=True,
@@ -105,28 +129,34 @@ def _load(folder: Path, config: Mapping[str, Any], attention: str) -> tuple[Any,
         )
     except ValueError as failure:
         if attention == "sdpa" and "scaled_dot_product_attention" in str(failure):
-            return _load(folder, config, "eager")
+            return _load(folder, config, "eager", auto_class)
         raise
     return model.eval(), report, attention
 
 
-def tokenizer_ids(folder: Path, texts: Sequence[str]) -> list[list[int]]:
-    """The ids that `AutoTokenizer` gives texts, with what it adds around them.
+def tokenizer_ids(folder: Path, texts: Sequence[str], *, is_bare: bool = False) -> list[list[int]]:
+    """The ids that `AutoTokenizer` gives texts.
+
+    Args:
+        is_bare: without what it adds around them.
 
     Raises:
         ConversionError: it cannot load the tokenizer.
     """
-    from transformers import AutoTokenizer
+    with _loaded_tokenizer(folder) as tokenizer:
+        encoded = (tokenizer(text, add_special_tokens=not is_bare) for text in texts)
+        return [list(map(int, found["input_ids"])) for found in encoded]
 
-    with _quiet():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-            return [list(map(int, tokenizer(text)["input_ids"])) for text in texts]
-        except Exception as failure:  # the library raises whatever its parts raise
-            raise ConversionError(
-                f"transformers cannot load the tokenizer in {folder} ({type(failure).__name__}: {str(failure)[:400]}). "
-                "Name another one with --tokenizer-name-or-path, a folder with tokenizer.json."
-            ) from failure
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """The special tokens of a tokenizer and the inputs it makes, which its class may know and its files not say.
+
+    Raises:
+        ConversionError: transformers cannot load it.
+    """
+    with _loaded_tokenizer(folder) as tokenizer:
+        named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        return {"model_input_names": list(tokenizer.model_input_names), **named}
 
 
 def fast_tokenizer_description(folder: Path) -> dict[str, Any]:
@@ -146,6 +176,21 @@ def fast_tokenizer_description(folder: Path) -> dict[str, Any]:
             raise ConversionError(
                 f"{folder} has no tokenizer.json and transformers cannot make one ({type(failure).__name__}: "
                 f"{str(failure)[:300]}). Name another tokenizer with --tokenizer-name-or-path."
+            ) from failure
+
+
+@contextlib.contextmanager
+def _loaded_tokenizer(folder: Path) -> Iterator[Any]:
+    """The tokenizer of a folder; what it raises in the block becomes an error of ours."""
+    from transformers import AutoTokenizer
+
+    with _quiet():
+        try:
+            yield AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as failure:  # the library raises whatever its parts raise
+            raise ConversionError(
+                f"transformers cannot load the tokenizer in {folder} ({type(failure).__name__}: {str(failure)[:400]}). "
+                "Name another one with --tokenizer-name-or-path, a folder with tokenizer.json."
             ) from failure
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.convert.hugging_face.families.bloom import BLOOM
+from megatron.convert.hugging_face.families.encoders.bert import BERT
+from megatron.convert.hugging_face.families.encoders.roberta import ROBERTA
 from megatron.convert.hugging_face.families.gemma2 import GEMMA2
 from megatron.convert.hugging_face.families.gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from megatron.convert.hugging_face.families.gpt2 import GPT2
@@ -39,6 +41,8 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_MOE,
     GPT_NEOX,
     BLOOM,
+    ROBERTA,
+    BERT,
 )
 
 

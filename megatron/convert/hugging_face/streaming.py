@@ -109,31 +109,37 @@ def check_weights(family: Family, tensors: Sequence[BoundTensor], stored: Mappin
         )
 
 
-def with_prefix(family: Family, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The stored tensors with the names of the table, where the files leave out the family's optional prefix."""
+def with_table_names(family: Family, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The stored tensors with the names of the table, where the files have older names or leave out the family's
+    optional prefix.
+    """
+    found = {_newer(name, family.older_endings): tensor for name, tensor in stored.items()}
     prefix = family.optional_prefix
-    if not prefix or any(name.startswith(prefix) for name in stored):
-        return dict(stored)
-    return {name if name == family.head else prefix + name: tensor for name, tensor in stored.items()}
+    if not prefix or any(name.startswith(prefix) for name in found):
+        return found
+    return {name if name == family.head else prefix + name: tensor for name, tensor in found.items()}
 
 
-def without_tied_head(
-    family: Family, stored: Mapping[str, StoredTensor], slice_bytes: int = SLICE_BYTES
+def without_copies(
+    family: Family, stored: Mapping[str, StoredTensor], *, is_tied: bool, slice_bytes: int = SLICE_BYTES
 ) -> dict[str, StoredTensor]:
-    """The stored tensors of a model with a tied head, without the copy of the embedding that some files hold.
+    """The stored tensors without those that some files hold twice: the head of a model with a tied one, and the
+    family's copies.
 
     Raises:
-        ConversionError: what is stored as the head is not the embedding.
+        ConversionError: what is stored as a copy is none.
     """
-    head, embedding = stored.get(family.head), stored.get(family.embedding)
-    if head is None or embedding is None:
-        return dict(stored)
-    if head.shape != embedding.shape or head.dtype != embedding.dtype or _differ(head, embedding, slice_bytes):
-        raise ConversionError(
-            f"config.json says tie_word_embeddings true, but {family.head} is not {family.embedding}. Versions of "
-            'transformers disagree about such a model; set "tie_word_embeddings": false if the head is its own.'
-        )
-    return {name: tensor for name, tensor in stored.items() if name != family.head}
+    pairs = [*([(family.head, family.embedding)] if is_tied else []), *family.copies]
+    copies = {copy for copy, original in pairs if copy in stored and original in stored}
+    for copy, original in pairs:
+        if copy in copies and _are_different(stored[copy], stored[original], slice_bytes):
+            if copy == family.head:
+                raise ConversionError(
+                    f"config.json says tie_word_embeddings true, but {copy} is not {original}. Versions of "
+                    'transformers disagree about such a model; set "tie_word_embeddings": false if the head is its own.'
+                )
+            raise ConversionError(f"{copy} is not {original}, of which it must be a copy. Download the model again.")
+    return {name: tensor for name, tensor in stored.items() if name not in copies}
 
 
 @dataclass(frozen=True)
@@ -183,8 +189,11 @@ def exported_values(
     """The values of one of their tensors from its first to its last, as contiguous slices.
 
     Args:
-        parts: the parts it holds, from top to bottom.
+        parts: the parts it holds, from top to bottom; rows before them are zeros.
     """
+    _, first = parts[0]
+    if first.first_row:
+        yield torch.zeros((first.first_row, *first.row_shape), dtype=dtype)
     for tensor, part in parts:
         inverse = _inverse(part.order)
         for start, stop in slices(part.ordered_shape, 4, slice_bytes):
@@ -206,9 +215,22 @@ def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(order.index(dimension) for dimension in range(len(order)))
 
 
+def _newer(name: str, endings: Sequence[tuple[str, str]]) -> str:
+    """A name with the ending that newer files have."""
+    for older, newer in endings:
+        if name.endswith(older):
+            return name.removesuffix(older) + newer
+    return name
+
+
+def _are_different(one: StoredTensor, other: StoredTensor, slice_bytes: int) -> bool:
+    return one.shape != other.shape or one.dtype != other.dtype or _differ(one, other, slice_bytes)
+
+
 def _differ(one: StoredTensor, other: StoredTensor, slice_bytes: int) -> bool:
-    """Whether two stored matrices of one shape differ anywhere."""
-    part = BoundPart(one.name, (0,) * len(one.shape), one.shape, tuple(range(len(one.shape))), 1, 0)
+    """Whether two stored tensors of one shape differ anywhere."""
+    dimensions = len(one.shape)
+    part = BoundPart(one.name, (0,) * dimensions, one.shape, tuple(range(dimensions)), min(1, dimensions - 1), 0)
     return any(
         not torch.equal(
             one.read_box(part, start, stop).view(torch.uint8), other.read_box(part, start, stop).view(torch.uint8)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.storage import Storage, cannot_write
-from megatron.convert.hugging_face.proof import REAL_TEXTS
-from megatron.convert.hugging_face.reference import fast_tokenizer_description, tokenizer_ids
+from megatron.config.sections.data import WORDPIECE_TOKENIZERS
+from megatron.convert.hugging_face.proof_batches import REAL_TEXTS
+from megatron.convert.hugging_face.reference import fast_tokenizer_description, tokenizer_ids, tokenizer_settings
+from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.weight_files import read_json_file
-from megatron.convert.hugging_face.weight_output import write_json
+from megatron.convert.hugging_face.weight_output import write_json, write_text
 from megatron.errors import ConfigError, ConversionError
 from megatron.tokenizers.library import LibraryTokenizer
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
@@ -21,8 +24,9 @@ from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
+VOCABULARY = "vocab.txt"
 # What describes a tokenizer; any of the first group is one.
-_TOKENIZERS = (TOKENIZER_JSON, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_TOKENIZERS = (TOKENIZER_JSON, "tokenizer.model", "spiece.model", "vocab.json", VOCABULARY)
 _BESIDE = (
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
@@ -32,6 +36,17 @@ _BESIDE = (
     "chat_template.json",
     GENERATION_CONFIG,
 )
+# The names of BERT's special tokens in a tokenizer's configuration, and how its vocabularies write them.
+_WORDPIECE_NAMES: Mapping[str, str] = types.MappingProxyType(
+    {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    }
+)
+_AROUND = ("cls_token", "sep_token")
 _LONGEST_TEXT = 10**30  # what transformers writes where a tokenizer has no limit
 
 
@@ -54,6 +69,18 @@ def copy_tokenizer(source: Path, target: Path) -> TokenizerChoice:
     return TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(target))
 
 
+def name_special_tokens(source: Path, target: Path) -> None:
+    """Has a copied tokenizer name its special tokens, which the files of older models leave to the model's class.
+
+    Raises:
+        ConversionError: transformers cannot load the tokenizer.
+    """
+    path = target / TOKENIZER_CONFIG
+    named = read_json_file(path, "the tokenizer's configuration")
+    path.unlink()
+    write_json(path, {**tokenizer_settings(source), **named})
+
+
 def write_tokenizer(choice: TokenizerChoice, tokenizer: LibraryTokenizer, target: Path, max_length: int) -> None:
     """Writes the tokenizer of a checkpoint into a model directory.
 
@@ -74,6 +101,9 @@ def write_tokenizer(choice: TokenizerChoice, tokenizer: LibraryTokenizer, target
             "not read a file of. Give --tokenizer-name-or-path FOLDER, a Hugging Face form of it with tokenizer.json."
         )
     described = json.loads(description)
+    if adds_special_tokens(choice):
+        _write_wordpiece(described, tokenizer, target, max_length)
+        return
     eod = _end_of_document(tokenizer)
     if not (target / TOKENIZER_JSON).exists():
         if eod is not None:
@@ -90,6 +120,51 @@ def write_tokenizer(choice: TokenizerChoice, tokenizer: LibraryTokenizer, target
                 **named,
             },
         )
+
+
+def adds_special_tokens(choice: TokenizerChoice) -> bool:
+    """Whether the written tokenizer puts tokens around texts that ours, which is told by --tokenizer-type, does not."""
+    return choice.tokenizer_type in WORDPIECE_TOKENIZERS
+
+
+def _write_wordpiece(described: dict[str, Any], tokenizer: LibraryTokenizer, target: Path, max_length: int) -> None:
+    """Writes BERT's WordPiece with its special tokens, which stand around texts there; also as `vocab.txt`."""
+    vocabulary: dict[str, int] = described["model"]["vocab"]
+    lines = "".join(f"{token}\n" for token in sorted(vocabulary, key=vocabulary.__getitem__))
+    write_text(target / VOCABULARY, lines)
+    special = [token for token in _WORDPIECE_NAMES.values() if token in vocabulary]
+    special += [text for text in tokenizer.special_ids if text not in special]
+    described["added_tokens"] = [_special_token(vocabulary[text], text) for text in special]
+    named = {name: token for name, token in _WORDPIECE_NAMES.items() if token in vocabulary}
+    if {"cls_token", "sep_token"} <= named.keys():
+        described["post_processor"] = _around(*((named[name], vocabulary[named[name]]) for name in _AROUND))
+    write_json(target / TOKENIZER_JSON, described)
+    write_json(
+        target / TOKENIZER_CONFIG,
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+            "model_max_length": max_length,
+            "do_lower_case": described["normalizer"]["lowercase"],
+            "clean_up_tokenization_spaces": False,
+            **named,
+        },
+    )
+
+
+def _around(first: tuple[str, int], last: tuple[str, int]) -> dict[str, Any]:
+    """The post-processor that writes `[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, B as tokens of type 1."""
+    begin, end, next_end = (
+        {"SpecialToken": {"id": token, "type_id": type_id}}
+        for token, type_id in ((first[0], 0), (last[0], 0), (last[0], 1))
+    )
+    texts = [{"Sequence": {"id": name, "type_id": type_id}} for name, type_id in (("A", 0), ("B", 1))]
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, texts[0], end],
+        "pair": [begin, texts[0], end, texts[1], next_end],
+        "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]} for token, number in (first, last)},
+    }
 
 
 def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
@@ -116,6 +191,24 @@ def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, int]:
     return found
 
 
+def check_padding(family: Family, ids: Mapping[str, int]) -> None:
+    """Checks that the padding token is the one from which a family counts positions, if it does that.
+
+    Args:
+        ids: what `special_ids` returned.
+
+    Raises:
+        ConversionError: it has another id.
+    """
+    found = ids.get("pad_token_id")
+    if family.padding_id is not None and found != family.padding_id:
+        raise ConversionError(
+            f"a {family.model_type} counts positions from the id of the padding token, which must be "
+            f"{family.padding_id}; the tokenizer {'has none' if found is None else f'has {found}'}. Name another "
+            "tokenizer with --tokenizer-name-or-path, or export with another --model-type, such as bert."
+        )
+
+
 def special_tokens_from(folder: Path, first: int) -> int:
     """How many of a tokenizer's ids from `first` on, without a gap, are tokens that were added to its vocabulary."""
     described = read_json_file(folder / TOKENIZER_JSON, "the tokenizer")
@@ -136,14 +229,17 @@ def write_generation_config(folder: Path, ids: Mapping[str, int]) -> None:
         write_json(folder / GENERATION_CONFIG, {"_from_model_config": True, **ids})
 
 
-def check_same_ids(folder: Path, tokenizer: Tokenizer) -> None:
+def check_same_ids(folder: Path, tokenizer: Tokenizer, *, is_bare: bool = False) -> None:
     """Checks that `AutoTokenizer` gives the ids of our tokenizer.
+
+    Args:
+        is_bare: without what it adds around a text.
 
     Raises:
         ConversionError: it gives others, or cannot load it.
     """
     texts = [*REAL_TEXTS, "".join(REAL_TEXTS)]
-    for text, theirs in zip(texts, tokenizer_ids(folder, texts), strict=True):
+    for text, theirs in zip(texts, tokenizer_ids(folder, texts, is_bare=is_bare), strict=True):
         ours = tokenizer.encode(text)
         if ours != theirs:
             raise ConversionError(
@@ -172,8 +268,13 @@ def _end_of_document(tokenizer: LibraryTokenizer) -> str | None:
 def _with_special_token(added: list[dict[str, Any]], token: str, tokenizer: LibraryTokenizer) -> list[dict[str, Any]]:
     if any(entry.get("content") == token for entry in added):
         return added
+    return [*added, _special_token(tokenizer.eod_id, token)]
+
+
+def _special_token(number: int, text: str) -> dict[str, Any]:
+    """An entry of the added tokens of a `tokenizer.json`."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return [*added, {"id": tokenizer.eod_id, "content": token, **flags, "special": True}]
+    return {"id": number, "content": text, **flags, "special": True}
 
 
 def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:

@@ -17,9 +17,12 @@ from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
 from megatron.data.datasets.examples.options import ExampleOptions
 from megatron.data.datasets.examples.tokens import TokenizedExamples
 from megatron.data.datasets.gpt import GPTDataset
+from megatron.data.datasets.masked.files import TextFile
+from megatron.data.datasets.masked.options import MaskedOptions
+from megatron.data.datasets.masked.sentences import SentenceDataset, SentenceFile
 from megatron.data.datasets.open_files import allow_open_files
 from megatron.data.datasets.pairs import TokenPairs
-from megatron.data.datasets.rows import RowDataset, RowSource
+from megatron.data.datasets.rows import RowDataset
 from megatron.data.datasets.sample import SampleDataset, SourceDataset
 from megatron.data.datasets.sources import DataSources, check_source, source_facts, source_folder, token_files
 from megatron.data.formats.indexed import IndexedDataset
@@ -61,6 +64,7 @@ def build_split_datasets(
     consumed: int = 0,
     tokenizer: Tokenizer | None = None,
     examples: ExampleOptions | None = None,
+    masked: MaskedOptions | None = None,
 ) -> tuple[SplitDatasets, DataPlan]:
     """Opens the sources and gives the data sets of all splits.
 
@@ -74,6 +78,7 @@ def build_split_datasets(
             or before are not opened.
         tokenizer: of the run; document stores and examples are encoded by it, Parquet windows must have been.
         examples: how examples become rows.
+        masked: how masked samples are made; None for other objectives.
 
     Raises:
         DataError: a source is missing or damaged or of another layout than --data-impl says, training has no data, or
@@ -82,10 +87,10 @@ def build_split_datasets(
     """
     allow_open_files(_FILES_PER_PREFIX * len(data_prefixes(data)))
     caches = _Caches(data.data_cache_path, build_indices)
-    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside, examples)
+    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside, examples, masked)
     fresh = _fresh_plan(data, sequence_length, seed, files)
     current = resumed_plan(fresh, plan, consumed, may_change_blend=data.change_data_blend) if plan else fresh
-    current = current.extended(samples)
+    current = current.extended(samples, files.map_rows)
     if samples[0] and current.train is None:
         raise DataError(_no_training_data_text(data))
     wanted = [*([current.train] if samples[0] and current.train else []), *current.valid, *current.test]
@@ -105,13 +110,14 @@ def epoch_samples(
     tokenizer: Tokenizer | None = None,
     examples: ExampleOptions | None = None,
     build_indices: bool = True,
+    masked: MaskedOptions | None = None,
 ) -> int:
     """How many samples one pass over the training data makes.
 
     Of a token file, which is one stream over all passes, the samples that fit into one.
 
     Args:
-        build_indices, tokenizer, examples: see `build_split_datasets`.
+        build_indices, tokenizer, examples, masked: see `build_split_datasets`.
 
     Raises:
         ConfigError: several sources are blended, or the data do not fill one sample; or as `build_split_datasets`.
@@ -119,7 +125,7 @@ def epoch_samples(
     """
     allow_open_files(_FILES_PER_PREFIX * len(data_prefixes(data)))
     caches = _Caches(data.data_cache_path, build_indices)
-    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside, examples)
+    files = DataSources(sequence_length, data.data_impl, tokenizer, seed, caches.beside, examples, masked)
     train = _fresh_plan(data, sequence_length, seed, files).train
     if train is None:
         raise DataError(_no_training_data_text(data))
@@ -218,6 +224,8 @@ def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -
         epochs = (before + count) * sequence_length / source.tokens
         logged = names[member.source]
         size = f"{source.last - source.first:,} rows" if source.is_rows else f"{source.tokens:,} tokens"
+        if source.is_mapped:
+            size = f"{source.pass_samples(sequence_length):,} samples"
         yield (
             f"{name}: {source.prefix}"
             + (f" (in the log: {logged})" if logged != PurePath(source.prefix).name else "")
@@ -316,7 +324,11 @@ def _group(name: str, blended: bool, ranges: Sequence[_Range], files: DataSource
 
 def _source(name: str, part: _Range, files: DataSources) -> SourcePlan:
     source = files[part.prefix]
-    if isinstance(source, (TokenPairs, TokenizedExamples)):
+    if isinstance(source, SentenceFile):
+        count = len(source.table(part.first, part.last, 1, files.seed))
+        tokens = count * files.sequence_length
+        return SourcePlan(part.prefix, source.fingerprint, part.first, part.last, tokens, is_mapped=True)
+    if isinstance(source, (TokenPairs, TokenizedExamples, TextFile)):
         rows = files.packed(source, part.first, part.last, name)
         return SourcePlan(rows.prefix, rows.fingerprint, 0, len(rows), len(rows) * files.sequence_length, is_rows=True)
     if not isinstance(source, IndexedDataset):
@@ -350,7 +362,7 @@ def _build_group(group: GroupPlan, plan: DataPlan, files: DataSources, caches: _
     parts = {}
     for place in places:
         source = group.sources[place]
-        part = _build_source(group.name, source, plan, files.planned(source), caches)
+        part = _build_source(group.name, source, plan, files, caches)
         parts[place] = files.with_copied_prompts(part, source, plan.seed) if group is plan.train else part
     newest = _build_phase(group, last, parts, caches)
     if last == 0:
@@ -379,10 +391,14 @@ def _build_phase(
 
 
 def _build_source(
-    group_name: str, source: SourcePlan, plan: DataPlan, opened: IndexedDataset | RowSource, caches: _Caches
+    group_name: str, source: SourcePlan, plan: DataPlan, files: DataSources, caches: _Caches
 ) -> SourceDataset:
+    opened = files.planned(source)
+    if isinstance(opened, SentenceFile):
+        return SentenceDataset(opened, source.first, source.last, source.segments)
     if not isinstance(opened, IndexedDataset):
-        return RowDataset(opened, source.first, source.last, source.segments)
+        rows = RowDataset(opened, source.first, source.last, source.segments)
+        return rows if files.masked is None else files.masked.masked(rows)
     cache = caches.beside(source.prefix)
     stem = f"{source.prefix}_{group_name}"
     segments = [_load_segment(stem, source, segment, plan, opened, cache) for segment in source.segments]

@@ -8,12 +8,16 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.config.sections.loss import CAUSAL, MULTITASK, PREFIX
+from megatron.config.sections.loss import CAUSAL, MASKED, MULTITASK, PREFIX
 from megatron.data.datasets.copied_prompts import CopiedPrompts
 from megatron.data.datasets.examples.files import example_files, files_fingerprint, names_example_files
 from megatron.data.datasets.examples.options import ExampleOptions
 from megatron.data.datasets.examples.rows import ExampleRows
 from megatron.data.datasets.examples.tokens import FileRecords, StoreRecords, TokenizedExamples, check_first_records
+from megatron.data.datasets.masked.files import MaskedFiles, TextFile
+from megatron.data.datasets.masked.options import MaskedOptions
+from megatron.data.datasets.masked.sentences import SentenceFile
+from megatron.data.datasets.masked.texts import TextRows
 from megatron.data.datasets.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
 from megatron.data.datasets.parquet_rows import ParquetRows, check_window_length
 from megatron.data.datasets.rows import RowSource
@@ -33,6 +37,8 @@ from megatron.tokenizers.tokenizer import Tokenizer
 
 _ADVICE = ", or preprocess the corpus again"
 
+Source = IndexedDataset | RowSource | TokenPairs | TokenizedExamples | SentenceFile | TextFile
+
 
 class DataSources:
     """The sources of a run by prefix, each opened once.
@@ -44,9 +50,11 @@ class DataSources:
         seed: of the run; pairs are shuffled by it before they are packed.
         cache: where the index arrays of a prefix are kept.
         options: how examples become rows.
+        masked: how masked samples are made; None for other objectives.
 
     Raises:
-        ConfigError, DataError, StorageError: on access, see the source's class.
+        ConfigError: the tokenizer has no mask token; or on access, see the source's class.
+        DataError, StorageError: on access, see the source's class.
     """
 
     def __init__(
@@ -57,30 +65,37 @@ class DataSources:
         seed: int,
         cache: Callable[[str], IndexCache],
         options: ExampleOptions | None = None,
+        masked: MaskedOptions | None = None,
     ) -> None:
         self.sequence_length = sequence_length
         self._layout = layout
         self._tokenizer = tokenizer
-        self._seed = seed
+        self.seed = seed
         self._cache = cache
         self._options = options or ExampleOptions()
-        self._opened: dict[str, IndexedDataset | RowSource | TokenPairs | TokenizedExamples] = {}
-        self._packed: dict[str, PackedPairs | ExampleRows] = {}
+        self.masked: MaskedFiles | None = None
+        if masked is not None:
+            self.masked = MaskedFiles(masked, sequence_length, seed, tokenizer, cache)
+        self._opened: dict[str, Source] = {}
+        self._packed: dict[str, PackedPairs | ExampleRows | TextRows] = {}
         self._named: dict[str, str] = {}  # how the user wrote a prefix that is shown without its secret
 
     def packed(
-        self, parts: TokenPairs | TokenizedExamples, first: int, last: int, split: str
-    ) -> PackedPairs | ExampleRows:
-        """The rows that the pairs or examples [first, last) fill.
+        self, parts: TokenPairs | TokenizedExamples | TextFile, first: int, last: int, split: str
+    ) -> PackedPairs | ExampleRows | TextRows:
+        """The rows that the pairs, examples or documents [first, last) fill.
 
         Args:
             split: what they are for, in messages.
         """
-        rows: PackedPairs | ExampleRows
+        rows: PackedPairs | ExampleRows | TextRows
+        if isinstance(parts, TextFile):
+            rows = parts.rows(first, last)
+            return self._packed.setdefault(rows.fingerprint, rows)
         if isinstance(parts, TokenPairs):
             padding_id = (self._tokenizer.eod_id if self._tokenizer else None) or 0
             cache = self._cache(parts.prefix)
-            rows = PackedPairs(parts, first, last, self.sequence_length, self._seed, padding_id, cache)
+            rows = PackedPairs(parts, first, last, self.sequence_length, self.seed, padding_id, cache)
             return self._packed.setdefault(rows.fingerprint, rows)
         pack, on_targets_only = self._options.pack, self._options.on_targets_only
         cache = self._cache(self._named[parts.prefix])
@@ -100,7 +115,14 @@ class DataSources:
         copies = rows.of(self._examples(prefix, copies_prompts=True), self._cache(prefix))
         return CopiedPrompts(dataset, copies, probability, seed)
 
-    def planned(self, source: SourcePlan) -> IndexedDataset | RowSource:
+    def map_rows(self, source: SourcePlan, samples: int, seed: int) -> int:
+        """The samples that the map of a source of sentences has, see `MapRows`."""
+        found = self[source.prefix]
+        if not isinstance(found, SentenceFile):
+            raise DataError(_other_rows_text(source.prefix))
+        return len(found.table(source.first, source.last, samples, seed))
+
+    def planned(self, source: SourcePlan) -> IndexedDataset | RowSource | SentenceFile:
         """What a source of a plan was made from.
 
         Raises:
@@ -109,20 +131,17 @@ class DataSources:
         if source.fingerprint in self._packed:
             return self._packed[source.fingerprint]
         found = self[source.prefix]
-        if isinstance(found, (TokenPairs, TokenizedExamples)):
-            raise DataError(
-                f"The order of samples was planned with other ranges of {source.prefix} than the flags name now, or "
-                "its rows were filled in another way. Use the same files, ranges and flags."
-            )
+        if isinstance(found, (TokenPairs, TokenizedExamples, TextFile)):
+            raise DataError(_other_rows_text(source.prefix))
         return found
 
-    def __getitem__(self, prefix: str) -> IndexedDataset | RowSource | TokenPairs | TokenizedExamples:
+    def __getitem__(self, prefix: str) -> Source:
         if prefix not in self._opened:
             source = self._open(prefix)
             self._opened[prefix] = self._opened[source.prefix] = source
         return self._opened[prefix]
 
-    def _open(self, prefix: str) -> IndexedDataset | RowSource | TokenPairs | TokenizedExamples:
+    def _open(self, prefix: str) -> Source:
         if names_examples(prefix):
             return self._examples(prefix)
         _check_examples(prefix, False, CAUSAL, self._options.needed_by)
@@ -142,7 +161,7 @@ class DataSources:
             return pairs
         indexed = IndexedDataset(prefix)
         check_layout(indexed, self._layout)
-        return indexed
+        return indexed if self.masked is None else self.masked.open(indexed)
 
     def _examples(self, prefix: str, *, copies_prompts: bool = False) -> TokenizedExamples:
         if self._tokenizer is None:
@@ -281,6 +300,12 @@ def _check_kind(prefix: str, objective: str) -> None:
             f"{prefix} names inputs and targets ({prefix}_inputs_document.idx), which --objective {objective} does not "
             f"train on. Use --objective {MULTITASK} (finetune_t0_non_causal_decoder.py), or name one of the two."
         )
+    is_token_file = not (is_store_address(prefix) or names_example_files(prefix) or is_pairs or _is_windows(prefix))
+    if objective == MASKED and not is_token_file:
+        raise ConfigError(
+            f"{masked(prefix)} is no token file, and --objective {MASKED} trains on token files only. Preprocess the "
+            "text with tools/preprocess_data.py, and give --data-path PREFIX."
+        )
     if objective == MULTITASK and not is_pairs:
         raise DataError(
             f"--objective {MULTITASK} trains on pairs of inputs and targets, and there is no {prefix}_inputs_document"
@@ -305,6 +330,13 @@ def _check_examples(prefix: str, is_examples: bool, objective: str, needed_by: s
             f"{needed_by} is for examples with answers (chat.jsonl), which {masked(prefix)} does not hold. Drop the "
             "flag, or give --data-path examples only."
         )
+
+
+def _other_rows_text(prefix: str) -> str:
+    return (
+        f"The order of samples was planned with other ranges of {prefix} than the flags name now, or its rows were "
+        "filled in another way. Use the same files, ranges and flags."
+    )
 
 
 def _is_windows(prefix: str) -> bool:

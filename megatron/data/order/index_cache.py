@@ -163,11 +163,11 @@ class IndexCache:
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
         with (self.directory / ".lock").open("ab") as stream:
-            _wait_for_lock(stream, self.directory)
+            wait_for_lock(stream, self.directory)
             yield
 
 
-def _wait_for_lock(stream: BinaryIO, directory: Path) -> None:
+def wait_for_lock(stream: BinaryIO, directory: Path) -> None:
     """Takes the exclusive lock of an open file; closing it, also by a killed owner, releases it."""
     if fcntl is None:
         return

@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -59,8 +59,9 @@ class SourcePlan:
         prefix: data prefix; may change between runs, the fingerprint may not.
         fingerprint: see `IndexedDataset.fingerprint`.
         first, last: sequences [first, last) of the file.
-        tokens: tokens in them; of rows, the samples' length for each.
+        tokens: tokens in them; of rows, the samples' length for each; of documents, that for each sample of a pass.
         is_rows: whether each of them is a row that is a sample by itself, as in Parquet windows and document stores.
+        is_mapped: whether they are documents that are cut into samples by a map of their own, see `sentence_map.py`.
     """
 
     prefix: str
@@ -70,6 +71,7 @@ class SourcePlan:
     tokens: int
     segments: tuple[Segment, ...] = ()
     is_rows: bool = False
+    is_mapped: bool = False
 
     @property
     def rows(self) -> int:
@@ -78,11 +80,17 @@ class SourcePlan:
 
     def pass_samples(self, sequence_length: int) -> int:
         """Samples that one pass over it makes; of a token file, which is one stream over all passes, those that fit."""
+        if self.is_mapped:
+            return self.tokens // sequence_length
         return self.last - self.first if self.is_rows else (self.tokens - 1) // sequence_length
 
     def identity(self) -> tuple[str, int, int]:
         """What makes it the same source, wherever its files are."""
         return self.fingerprint, self.first, self.last
+
+
+MapRows = Callable[[SourcePlan, int, int], int]
+"""The samples that the map of a source has: source, samples asked for, seed of the segment."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +178,14 @@ class GroupPlan:
         """Samples of one pass over all sources."""
         return sum(source.pass_samples(sequence_length) for source in self.sources)
 
-    def extended(self, samples: int, sequence_length: int, seed: int, epoch_rule: str) -> GroupPlan:
-        """The same order, continued until it holds at least `samples`; never shortened."""
+    def extended(
+        self, samples: int, sequence_length: int, seed: int, epoch_rule: str, map_rows: MapRows | None = None
+    ) -> GroupPlan:
+        """The same order, continued until it holds at least `samples`; never shortened.
+
+        Args:
+            map_rows: needed for sources that are mapped.
+        """
         if samples <= self.samples:
             return self
         phase = self.phases[-1]
@@ -181,7 +195,7 @@ class GroupPlan:
             taken = math.ceil(length * member.weight * _BLEND_SURPLUS_RATIO) if phase.blended else length
             needed = phase.consumed_of(member.source) + taken
             source = sources[member.source]
-            sources[member.source] = _extended_source(source, needed, sequence_length, seed, epoch_rule)
+            sources[member.source] = _extended_source(source, needed, sequence_length, seed, epoch_rule, map_rows)
         return dataclasses.replace(self, samples=samples, sources=tuple(sources))
 
 
@@ -210,12 +224,15 @@ class DataPlan:
         """Training samples of a pass: as many as all sources make in one, whatever their weights."""
         return self.train.pass_samples(self.sequence_length) if self.train else 0
 
-    def extended(self, samples: tuple[int, int | None, int | None]) -> DataPlan:
+    def extended(self, samples: tuple[int, int | None, int | None], map_rows: MapRows | None = None) -> DataPlan:
         """The plan extended to at least these numbers of training, validation and test samples (per group).
 
         None stands for one pass over all data of each group.
+
+        Args:
+            map_rows: needed for sources that are mapped.
         """
-        settings = (self.sequence_length, self.seed, self.epoch_rule)
+        settings = (self.sequence_length, self.seed, self.epoch_rule, map_rows)
         train, valid, test = samples
         return dataclasses.replace(
             self,
@@ -262,12 +279,18 @@ def segment_seed(seed: int, segment: int) -> int:
     return int.from_bytes(hashlib.sha256(f"data segment {segment} of seed {seed}".encode()).digest()[:4], "little")
 
 
-def _extended_source(source: SourcePlan, needed: int, sequence_length: int, seed: int, epoch_rule: str) -> SourcePlan:
+def _extended_source(
+    source: SourcePlan, needed: int, sequence_length: int, seed: int, epoch_rule: str, map_rows: MapRows | None
+) -> SourcePlan:
     missing = needed - source.rows
     if missing <= 0:
         return source
-    rows = _planned_rows(source, missing, sequence_length, epoch_rule)
-    segment = Segment(missing, segment_seed(seed, len(source.segments)), rows)
+    own_seed = segment_seed(seed, len(source.segments))
+    if source.is_mapped and map_rows is not None:
+        rows = map_rows(source, missing, own_seed)
+    else:
+        rows = _planned_rows(source, missing, sequence_length, epoch_rule)
+    segment = Segment(missing, own_seed, rows)
     return dataclasses.replace(source, segments=(*source.segments, segment))
 
 
@@ -328,16 +351,22 @@ def _source_from_json(value: Mapping[str, Any]) -> SourcePlan:
             for segment in _list(value, "segments")
         ),
         is_rows=_truth(value, "is_rows") if "is_rows" in value else False,
+        is_mapped=_truth(value, "is_mapped") if "is_mapped" in value else False,
     )
 
 
 def _check_source(source: SourcePlan, plan: DataPlan) -> None:
-    """A segment must hold the whole epochs that its samples need, so that no count alone makes an order of any size."""
+    """A segment must hold the whole epochs that its samples need, so that no count alone makes an order of any size.
+
+    The rows of a map are counted when it is made.
+    """
     if source.first >= source.last:
         raise ValueError(f"a source has the range [{source.first}, {source.last})")
     for segment in source.segments:
-        rows = _planned_rows(source, segment.samples, plan.sequence_length, plan.epoch_rule)
-        if rows != segment.rows:
+        rows = segment.rows
+        if not source.is_mapped:
+            rows = _planned_rows(source, segment.samples, plan.sequence_length, plan.epoch_rule)
+        if rows != segment.rows or rows < segment.samples:
             raise ValueError(
                 f"a segment of {segment.samples} samples has {segment.rows} rows, and its source gives it {rows}"
             )

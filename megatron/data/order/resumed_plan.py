@@ -114,7 +114,7 @@ def _in_terms_of(stored: GroupPlan, fresh: GroupPlan) -> tuple[GroupPlan, tuple[
             place = len(sources)
             sources.append(found)
         held = sources[place]
-        if (held.tokens, held.is_rows) != (found.tokens, found.is_rows):
+        if (held.tokens, held.is_rows, held.is_mapped) != (found.tokens, found.is_rows, found.is_mapped):
             raise DataError(
                 f"The stored data plan says that {found.prefix} [{found.first}, {found.last}) holds {held.tokens} "
                 f"tokens, but it holds {found.tokens}. Continue from another checkpoint of the run, or start a new "

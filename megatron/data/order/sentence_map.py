@@ -161,9 +161,9 @@ def _nothing_usable_text(lengths: np.ndarray, documents: np.ndarray, rules: Sent
     count, most = len(documents) - 1, int(np.diff(documents).max(initial=0))
     if most < rules.least_sentences:
         return (
-            f"None of the {count} documents has {rules.least_sentences} sentences, so no sample can be made of them: "
-            "the data were not split into sentences. Preprocess them with --split-sentences and name the files that "
-            "end in _sentence."
+            f"None of the {count} documents has {rules.least_sentences} sentences, so no sample can be made of them. "
+            "If the data were not split into sentences, preprocess them with --split-sentences and name the files "
+            "that end in _sentence; if these are too few documents, widen their range."
         )
     return (
         f"Each of the {count} documents that have {rules.least_sentences} sentences holds one of more than "

@@ -1,8 +1,9 @@
 """Megatron's lines, the default.
 
-Users' scripts parse them, so fields, order and number formats are upstream's. There are five additions: tokens per
-second, the losses of --log-per-source-loss, the mean over samples of --loss-mean samples, the z-loss of --z-loss-coeff,
-and the routing of a network with experts. The loss is always shown; upstream omits it if it is NaN or not above 0.
+Users' scripts parse them, so fields, order and number formats are upstream's, BERT's sentence-order loss (`sop loss`)
+included. There are five additions: tokens per second, the losses of --log-per-source-loss, the mean over samples of
+--loss-mean samples, the z-loss of --z-loss-coeff, and the routing of a network with experts. The loss is always shown;
+upstream omits it if it is NaN or not above 0.
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py and megatron/checkpointing.py.
 """
@@ -29,6 +30,8 @@ def iteration_lines(metrics: Metrics, moment: Moment) -> list[str]:
         f"lm loss: {metrics.lm_loss:.6E}",
     ]
     fields += [f"lm loss {name}: {source.lm_loss:.6E}" for name, source in (metrics.source_losses or {}).items()]
+    if metrics.order_loss is not None:
+        fields.append(f"sop loss: {metrics.order_loss:.6E}")
     if metrics.sample_loss is not None:
         fields.append(f"loss per sample: {metrics.sample_loss:.6E}")
     if metrics.z_loss is not None:

@@ -24,9 +24,9 @@ def test_token_types_come_with_the_sentence_order_head() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--num-token-types 2", "--num-token-types 2 is part of an encoder, which needs --bidirectional"),
-        ("--masked-lm-head", "--masked-lm-head is part of an encoder"),
-        ("--sentence-order-head", "--sentence-order-head is part of an encoder"),
+        ("--num-token-types 2", "--num-token-types 2: only encoders have this. Add --bidirectional"),
+        ("--masked-lm-head", "--masked-lm-head: only encoders have this"),
+        ("--sentence-order-head", "--sentence-order-head: only encoders have this"),
         ("--objective masked", "--objective masked needs --bidirectional"),
         (
             "--bidirectional",

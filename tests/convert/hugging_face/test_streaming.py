@@ -16,8 +16,8 @@ from megatron.convert.hugging_face.streaming import (
     CheckpointSource,
     ImportedPieces,
     check_weights,
-    with_prefix,
-    without_tied_head,
+    with_table_names,
+    without_copies,
 )
 from megatron.convert.hugging_face.table.tensors import BoundTensor, bind
 from megatron.convert.hugging_face.weight_files import SINGLE_FILE, StoredTensor, read_json_file, read_weight_files
@@ -107,8 +107,8 @@ def test_names_without_the_prefix_are_completed(tiny_model: TinyModel, tmp_path:
     family = family_of({"model_type": "gpt2"})
     stored = read_weight_files(tiny_model("gpt2"))
     bare = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
-    assert with_prefix(family, bare).keys() == stored.keys()
-    assert with_prefix(family, stored) == stored
+    assert with_table_names(family, bare).keys() == stored.keys()
+    assert with_table_names(family, stored) == stored
 
 
 def test_a_tied_head_is_accepted_if_it_is_the_embedding(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -116,12 +116,26 @@ def test_a_tied_head_is_accepted_if_it_is_the_embedding(tiny_model: TinyModel, t
     embedding = load_file(folder / SINGLE_FILE)["transformer.wte.weight"]
     with_copy = changed(folder, tmp_path / "copy", lambda stored: {**stored, "lm_head.weight": embedding.clone()})
     stored = read_weight_files(with_copy)
-    assert without_tied_head(family, stored, slice_bytes=500).keys() == stored.keys() - {"lm_head.weight"}
+    assert without_copies(family, stored, is_tied=True, slice_bytes=500).keys() == stored.keys() - {"lm_head.weight"}
     other = embedding.clone()
     other[-1, -1] += 1
     with_other = changed(folder, tmp_path / "other", lambda stored: {**stored, "lm_head.weight": other})
     with pytest.raises(ConversionError, match='lm_head.weight is not transformer.wte.weight.*"tie_word_embeddings"'):
-        without_tied_head(family, read_weight_files(with_other), slice_bytes=500)
+        without_copies(family, read_weight_files(with_other), is_tied=True, slice_bytes=500)
+
+
+def test_older_names_and_second_copies_of_encoders(tmp_path: Path) -> None:
+    family = family_of({"model_type": "bert"})
+    bias = torch.arange(5.0)
+    norms = {f"bert.embeddings.LayerNorm.{name}": torch.ones(5) for name in ("gamma", "beta")}
+    biases = {"cls.predictions.bias": bias, "cls.predictions.decoder.bias": bias.clone()}
+    save_file({**norms, **biases}, tmp_path / SINGLE_FILE)
+    stored = with_table_names(family, read_weight_files(tmp_path))
+    norm = {"bert.embeddings.LayerNorm.weight", "bert.embeddings.LayerNorm.bias"}
+    assert without_copies(family, stored, is_tied=True).keys() == {*norm, "cls.predictions.bias"}
+    save_file({**biases, "cls.predictions.decoder.bias": bias + 1}, tmp_path / SINGLE_FILE)
+    with pytest.raises(ConversionError, match=r"cls.predictions.decoder.bias is not cls.predictions.bias, of which"):
+        without_copies(family, read_weight_files(tmp_path), is_tied=True)
 
 
 def test_a_checkpoint_without_a_tensor_is_refused(tmp_path: Path) -> None:

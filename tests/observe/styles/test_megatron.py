@@ -44,6 +44,10 @@ def test_the_loss_per_sample_follows_the_losses() -> None:
     assert "| lm loss: 9.876543E+00 | loss per sample: 2.500000E+00 | grad norm" in line
 
 
+def test_the_sentence_order_loss_follows_the_loss_of_masked_tokens() -> None:
+    assert "| lm loss: 9.876543E+00 | sop loss: 6.931000E-01 | grad norm" in line_of(metrics(order_loss=0.6931))
+
+
 def test_the_z_loss_follows_the_losses() -> None:
     assert "| lm loss: 9.876543E+00 | z loss: 2.500000E-03 | grad norm" in line_of(metrics(z_loss=0.0025))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,10 @@ class Family:
         other_model_types: further values of `model_type` that mean the same.
         text_field: in models that also take other inputs than text, the field whose object describes the network;
             such a family is only read.
+        older_endings: endings of the names of tensors in older files, and what they are now.
+        copies: tensors that some files hold a second time under another name, and which ones they are copies of.
+        padding_id: the id that the padding token must have, since positions are counted from it.
+        with_heads: corrects what `config.json` says about heads by the names of the stored tensors.
     """
 
     model_type: str
@@ -55,6 +59,10 @@ class Family:
     embedding: str = "model.embed_tokens.weight"
     other_model_types: tuple[str, ...] = ()
     text_field: str = ""
+    older_endings: tuple[tuple[str, str], ...] = ()
+    copies: tuple[tuple[str, str], ...] = ()
+    padding_id: int | None = None
+    with_heads: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda model, names: model
 
     def read_config(self, config: Mapping[str, Any]) -> ModelConfig:
         """The architecture that a `config.json` describes.

@@ -36,12 +36,14 @@ class Part:
         order: our dimensions in the order in which theirs has them; ours if empty.
         columns: how many of the last dimensions (in their order) make up the last dimension of theirs; all others are
             merged into its first. 0 for a vector.
+        unused_rows: rows of their tensor that stand before it and mean nothing; written as zeros.
     """
 
     theirs: str
     blocks: tuple[Block, ...] = ()
     order: tuple[int, ...] = ()
     columns: int = 1
+    unused_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def _bound_parts(rule: TensorRule, shape: tuple[int, ...], numbers: Mapping[str,
             for key, number in numbers.items():
                 name = name.replace("{" + key + "}", number)
             order = part.order or tuple(range(len(shape)))
-            bound = BoundPart(name, tuple(start), tuple(stop), order, part.columns, rows.get(name, 0))
+            bound = BoundPart(name, tuple(start), tuple(stop), order, part.columns, rows.get(name, part.unused_rows))
             rows[name] = bound.first_row + bound.rows
             yield bound
 

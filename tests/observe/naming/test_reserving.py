@@ -1,4 +1,4 @@
-"""Names of runs: their form, that no two runs get the same one, and that all ranks use one."""
+"""Checks that no two runs get the same name, and that all ranks put it into all folders."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ import pytest
 
 from megatron.config import ControlConfig, ParallelRequest
 from megatron.errors import StorageError
-from megatron.observe.run_names import ADJECTIVES, SURNAMES, reserve_name, run_name, with_run_name
+from megatron.observe.naming.reserving import reserve_name, with_run_name
 from megatron.parallel.joining import close_mesh, open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.ranks import run_ranks
 
 AT = time.strptime("2026-11-22 11:30", "%Y-%m-%d %H:%M")
 FORM = re.compile(r"[a-z]+_[a-z]+-\d{8}")
-
-
-def test_a_name_has_two_words_and_the_hour() -> None:
-    assert run_name(lambda words: words[0], AT) == f"{ADJECTIVES[0]}_{SURNAMES[0]}-26112211"
-    assert len(set(ADJECTIVES)) == len(ADJECTIVES) and len(set(SURNAMES)) == len(SURNAMES)
-    assert all(re.fullmatch("[a-z]+", word) for word in (*ADJECTIVES, *SURNAMES))
+EXPERIMENT = re.compile(r"bert_pretrain\.\d{4}(\.\d\d){5}\.[0-9a-f]{8}")
 
 
 def test_runs_that_draw_the_same_words_at_once_get_different_names(tmp_path: Path) -> None:
@@ -50,6 +45,12 @@ def test_the_name_goes_into_every_folder_that_has_a_place_for_it(tmp_path: Path)
     assert control.run_dir is not None and FORM.fullmatch(Path(control.run_dir).name)
     assert (control.save, control.tensorboard_dir) == (f"{control.run_dir}/ckpt", "tb")
     assert with_run_name(control, ParallelMesh.single()) is control
+
+
+def test_an_experiment_has_a_name_of_another_form(tmp_path: Path) -> None:
+    control = with_run_name(ControlConfig(run_dir=f"{tmp_path}/all/{{experiment}}"), ParallelMesh.single())
+    assert [str(path) for path in (tmp_path / "all").iterdir()] == [control.run_dir]
+    assert EXPERIMENT.fullmatch(Path(str(control.run_dir)).name)
 
 
 def _named(rank: int, parent: str) -> str | None:

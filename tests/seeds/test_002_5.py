@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import benchmark
 from megatron.data.formats.indexed import IndexedWriter
 from megatron.evaluation.report.results_file import read_results
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.tiny_run import TinyCorpus, train_here
 from tests.helpers.vocabulary import write_vocabulary
-from tools import evaluate
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,9 +62,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )  # fmt: skip
     assert train_here(0, flags) == (0, "")
     write_tasks(folder, random.Random(8))
-    argv = ["--load", str(folder / "checkpoints"), "--tasks", str(folder / "tasks.yaml"), "--train-data", prefix]
-    assert evaluate.main([*argv, "--limit", "100", "--output", str(folder / "log.json")]) == 0
-    return {task["name"]: task for task in read_results(folder / "log.json")["tasks"]}
+    argv = ["--model", str(folder / "checkpoints"), "--dev", "--log-dir", str(folder / "logs")]
+    assert benchmark.main([*argv, "--tasks", str(folder / "tasks.yaml")]) == 0
+    (log_file,) = (folder / "logs").glob("*.log")
+    results = {task["name"]: task for task in read_results(log_file.with_suffix(".json"))["tasks"]}
+    return {**results, "log": log_file.read_text()}
 
 
 def write_tasks(folder: Path, drawn: random.Random) -> None:
@@ -88,7 +90,7 @@ def write_tasks(folder: Path, drawn: random.Random) -> None:
 
 
 @pytest.mark.parametrize("name", ["wikitext103", "lambada"])
-def test_perplexities_order_the_models(results: dict[str, Any], name: str) -> None:
+def test_002_5_perplexities_order_the_models(results: dict[str, Any], name: str) -> None:
     found = [results[name]["baselines"][model]["ppl"] for model in ("uniform", "unigram", "bigram")]
     found.append(results[name]["figures"]["ppl"])
     assert found == sorted(found, reverse=True)
@@ -111,3 +113,5 @@ def test_five_mistakes_are_shown(results: dict[str, Any], name: str) -> None:
     assert results[name]["count"] == 24
     assert len(results[name]["wrong"]) == 5
     assert sum(mistake["expected"].strip() == "moon" for mistake in results[name]["wrong"]) >= 3
+    shown = results["log"].partition(f"{name} (")[2].partition(" items")[2].split("\n\n")[0]
+    assert shown.count("wrong at") >= 5, "the log file has the table and the mistakes"

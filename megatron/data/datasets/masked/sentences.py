@@ -1,0 +1,228 @@
+"""Sentence pairs for BERT: some sentences of a document in two parts, perhaps swapped, with hidden words.
+
+Source: bigscience Megatron-DeepSpeed `megatron/data/bert_dataset.py` (`build_training_sample`) and
+`megatron/data/dataset_utils.py` (`get_a_and_b_segments`, `truncate_segments`, `create_tokens_and_tokentypes`). For
+equal data, flags and seed the samples are upstream's, token for token.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from megatron.data.datasets.masked.options import MaskedOptions
+from megatron.data.datasets.masked.phrases import hide_phrases
+from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
+from megatron.data.datasets.sample import DocumentSpan, Sample
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.order.index_cache import IndexCache
+from megatron.data.order.plan import Segment
+from megatron.data.order.sentence_map import build_sentence_map
+from megatron.errors import DataError
+
+
+class SentenceFile:
+    """A token file whose sequences are sentences; its length is its number of documents.
+
+    Args:
+        sequence_length: tokens of a sample.
+        cache: where the maps of samples are kept.
+
+    Raises:
+        ConfigError: samples are too short for a hidden token.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        sequence_length: int,
+        options: MaskedOptions,
+        vocabulary: MaskedVocabulary,
+        cache: IndexCache,
+    ) -> None:
+        self.indexed = indexed
+        self.sequence_length = sequence_length
+        self.options = options
+        self.vocabulary = vocabulary
+        self._rules = options.sentence_rules(sequence_length)
+        self._cache = cache
+        self._tables: dict[tuple[int, ...], np.ndarray] = {}
+
+    @property
+    def prefix(self) -> str:
+        """The data prefix."""
+        return self.indexed.prefix
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the token file."""
+        return self.indexed.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.indexed.documents) - 1
+
+    def table(self, first: int, last: int, samples: int, seed: int) -> np.ndarray:
+        """The samples that the documents [first, last) give, see `build_sentence_map`.
+
+        Raises:
+            DataError: they give none.
+        """
+        key = (first, last, samples, seed)
+        if key not in self._tables:
+            rules = self._rules
+            description = {
+                "idx_sha256": self.fingerprint,
+                "first": first,
+                "last": last,
+                "samples": samples,
+                "seed": seed,
+                "most_tokens": rules.most_tokens,
+                "short_ratio": rules.short_ratio,
+                "least_sentences": rules.least_sentences,
+            }
+            documents = self.indexed.documents[first : last + 1]
+
+            def make() -> dict[str, np.ndarray]:
+                try:
+                    return {"map": build_sentence_map(self.indexed.lengths, documents, rules, samples, seed)}
+                except DataError as failure:
+                    raise DataError(f"{self.prefix}: {failure}") from None
+
+            self._tables[key] = self._cache.arrays("sentences", description, make)["map"]
+        return self._tables[key]
+
+    def sample(self, row: np.ndarray, random: np.random.RandomState) -> Sample:
+        """The sample of one row of a table.
+
+        Raises:
+            DataError: the file has a token that the vocabulary does not.
+        """
+        first, last, most_tokens = row.tolist()
+        sentences = [self.indexed.get(sentence).astype(np.int64) for sentence in range(first, last)]
+        for sentence, ids in enumerate(sentences, start=first):
+            self.vocabulary.check_ids(ids, functools.partial(self._locate, sentence))
+        text, types, is_swapped = self._arranged(sentences, most_tokens, random)
+        shown, hidden = hide_phrases(text, most_tokens, self.options.masking, self.vocabulary, random)
+        length = self.sequence_length
+        tokens, labels = (np.full(length, self.vocabulary.pad_id, np.int64) for _ in range(2))
+        tokens[: len(shown)], labels[: len(text)] = shown, text
+        token_types, loss_mask = np.zeros(length, np.int64), np.zeros(length, np.bool_)
+        token_types[: len(types)], loss_mask[hidden] = types, True
+        segments = (np.arange(length) >= len(text)).astype(np.int64)
+        return Sample(
+            tokens,
+            loss_mask,
+            segments,
+            labels=labels,
+            token_types=token_types,
+            is_swapped=is_swapped if self.options.pairs else None,
+        )
+
+    def _locate(self, sentence: int, place: int) -> str:
+        return f"{self.indexed.bin_path}: token {place} of sequence {sentence}"
+
+    def _arranged(
+        self, sentences: Sequence[np.ndarray], most_tokens: int, random: np.random.RandomState
+    ) -> tuple[np.ndarray, np.ndarray, bool]:
+        """The text of a sample with its separators, the part that each token belongs to, and whether the parts are
+        swapped.
+        """
+        parts, is_swapped = [np.concatenate(sentences), np.empty(0, np.int64)], False
+        if self.options.pairs:
+            end = random.randint(1, len(sentences)) if len(sentences) > 2 else 1
+            parts = [np.concatenate(sentences[:end]), np.concatenate(sentences[end:])]
+            is_swapped = bool(random.random_sample() < 0.5)
+        first, second = _truncated(parts[::-1] if is_swapped else parts, most_tokens, random)
+        end_of_part = [self.vocabulary.sep_id]
+        rest = [second, end_of_part] if len(second) else []
+        text = np.concatenate([[self.vocabulary.cls_id], first, end_of_part, *rest]).astype(np.int64)
+        return text, (np.arange(len(text)) >= len(first) + 2).astype(np.int64), is_swapped
+
+
+class SentenceDataset:
+    """The samples of the documents [first, last) in planned order.
+
+    Args:
+        segments: as planned; each is one map of whole passes.
+
+    Raises:
+        DataError: a map has another number of samples than was planned.
+    """
+
+    def __init__(self, file: SentenceFile, first: int, last: int, segments: Sequence[Segment]) -> None:
+        self.file = file
+        self._segments = tuple(segments)
+        self._tables = [file.table(first, last, segment.samples, segment.seed) for segment in segments]
+        for segment, table in zip(segments, self._tables, strict=True):
+            if len(table) != segment.rows:
+                raise DataError(
+                    f"The order of samples was planned with {segment.rows} samples of {file.prefix}, and its documents "
+                    f"{first} to {last} give {len(table)} with the present flags. Use the same data and flags, or "
+                    "start a new order with --finetune."
+                )
+        self._starts = [0, *accumulate(len(table) for table in self._tables)]
+
+    @property
+    def prefix(self) -> str:
+        """The data prefix."""
+        return self.file.prefix
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        """Token ids int64 [s], hidden ones replaced."""
+        return self.read(sample).tokens
+
+    def read(self, sample: int) -> Sample:
+        """A sample with its labels.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        segment, number = self._place(sample)
+        random = np.random.RandomState((self._segments[segment].seed + number) % 2**32)
+        return self.file.sample(self._tables[segment][number], random)
+
+    def source_of(self, sample: int) -> int:
+        """Which source of its group a sample comes from: there is only this one."""
+        return 0
+
+    def locate(self, sample: int, position: int) -> str:
+        """Describes where a sample is stored."""
+        spans = self.spans(sample)
+        return (
+            f"{self.file.indexed.bin_path}: sequences {spans[0].sequence} to {spans[-1].sequence}, at token {position} "
+            "of the sample made of them"
+        )
+
+    def spans(self, sample: int) -> list[DocumentSpan]:
+        """The sentences that a sample is made of; which of their tokens are cut off, and whether they are swapped,
+        is not told.
+        """
+        segment, number = self._place(sample)
+        first, last, _ = (int(value) for value in self._tables[segment][number])
+        return [DocumentSpan(sentence, 0, int(self.file.indexed.lengths[sentence])) for sentence in range(first, last)]
+
+    def _place(self, sample: int) -> tuple[int, int]:
+        """The segment of a sample, and its number there."""
+        if not 0 <= sample < len(self):
+            raise IndexError(f"{self.prefix} has {len(self)} planned samples; there is no sample {sample}.")
+        segment = bisect_right(self._starts, sample) - 1
+        return segment, sample - self._starts[segment]
+
+
+def _truncated(parts: Sequence[np.ndarray], most: int, random: np.random.RandomState) -> list[np.ndarray]:
+    """Takes tokens from the longer part, each from its front or its back, until both together have at most `most`."""
+    edges = [[0, len(part)] for part in parts]
+    for draw in random.random_sample(max(0, sum(map(len, parts)) - most)).tolist():
+        longer = 0 if edges[0][1] - edges[0][0] > edges[1][1] - edges[1][0] else 1
+        if draw < 0.5:
+            edges[longer][0] += 1
+        else:
+            edges[longer][1] -= 1
+    return [part[first:last] for part, (first, last) in zip(parts, edges, strict=True)]

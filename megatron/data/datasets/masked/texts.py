@@ -1,0 +1,196 @@
+"""Plain text for masked samples as rows: one document each, or text that runs on over documents.
+
+Every row begins with the class token and ends with the separator, and is padded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from megatron.data.datasets.masked.options import MaskedOptions
+from megatron.data.datasets.masked.tokens import hide_tokens, sample_numbers
+from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
+from megatron.data.datasets.sample import DocumentSpan, Sample, SourceDataset
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.errors import DataError
+
+_EDGES = 2  # the tokens that are added to a row
+
+
+class TextRows:
+    """Stretches of a token file as rows.
+
+    Args:
+        starts: first token of each row, counted from the beginning of the file, int64 [n].
+        ends: one past the last, int64 [n].
+        fingerprint: see `RowSource`.
+    """
+
+    reads_chunks = False
+    chunk_rows = 1 << 16
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        starts: np.ndarray,
+        ends: np.ndarray,
+        sequence_length: int,
+        vocabulary: MaskedVocabulary,
+        fingerprint: str,
+    ) -> None:
+        self.prefix = indexed.prefix
+        self.fingerprint = fingerprint
+        self._indexed = indexed
+        self._starts = starts
+        self._ends = ends
+        self._length = sequence_length
+        self._vocabulary = vocabulary
+
+    @staticmethod
+    def of_documents(
+        indexed: IndexedDataset, first: int, last: int, sequence_length: int, vocabulary: MaskedVocabulary
+    ) -> TextRows:
+        """The documents [first, last), each cut off where a row ends."""
+        bounds = _token_offsets(indexed, first, last)
+        fingerprint = _fingerprint(indexed, "documents", first, last, sequence_length)
+        return TextRows(indexed, bounds[:-1], bounds[1:], sequence_length, vocabulary, fingerprint)
+
+    @staticmethod
+    def of_stream(
+        indexed: IndexedDataset, first: int, last: int, sequence_length: int, vocabulary: MaskedVocabulary
+    ) -> TextRows:
+        """The documents [first, last), laid end to end and cut into rows; the last one is padded.
+
+        Raises:
+            DataError: they hold no tokens.
+        """
+        bounds = _token_offsets(indexed, first, last)
+        starts = np.arange(bounds[0], bounds[-1], sequence_length - _EDGES)
+        if not len(starts):
+            raise DataError(
+                f"The documents [{first}, {last}) of {indexed.prefix} hold no tokens. Preprocess a corpus that is not "
+                "empty, or change the split."
+            )
+        fingerprint = _fingerprint(indexed, "stream", first, last, sequence_length)
+        ends = np.append(starts[1:], bounds[-1])
+        return TextRows(indexed, starts, ends, sequence_length, vocabulary, fingerprint)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def blocks(self, first: int, last: int) -> np.ndarray:
+        """Every row by itself."""
+        return np.arange(first, last + 1)
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Reads rows.
+
+        Shapes:
+            rows: int64 [n]; result: tokens int64 [n, s], which of them are text, bool [n, s], and the segments int64
+            [n, s], where the padding is one of its own.
+        """
+        tokens = np.full((len(rows), self._length), self._vocabulary.pad_id, np.int64)
+        is_text, segments = np.zeros(tokens.shape, np.bool_), np.ones(tokens.shape, np.int64)
+        for place, row in enumerate(rows.tolist()):
+            text = self._text(row)
+            end = 1 + len(text)
+            tokens[place, 0], tokens[place, 1:end], tokens[place, end] = (
+                self._vocabulary.cls_id,
+                text,
+                self._vocabulary.sep_id,
+            )
+            is_text[place, 1:end] = True
+            segments[place, : end + 1] = 0
+        return tokens, is_text, segments
+
+    def locate(self, row: int, position: int) -> str:
+        """Describes where a token of a row is stored."""
+        at = int(self._starts[row] + self._stripped_in_front(row)) + position - 1
+        return f"{self._indexed.bin_path}: token {at} of the file (byte offset {at * self._indexed.dtype.itemsize})"
+
+    def _text(self, row: int) -> np.ndarray:
+        """The tokens of a row without those that a tokenizer has put around them already."""
+        first = int(self._starts[row])
+        front = self._stripped_in_front(row)
+        count = min(int(self._ends[row]) - first - front, self._length - _EDGES + 1)
+        text = self._tokens_at(first + front, max(count, 0))
+        if len(text) and text[-1] in (self._vocabulary.sep_id, self._vocabulary.eod_id):
+            text = text[:-1]
+        return text[: self._length - _EDGES]
+
+    def _stripped_in_front(self, row: int) -> int:
+        first = int(self._starts[row])
+        return int(first < self._ends[row] and self._tokens_at(first, 1)[0] == self._vocabulary.cls_id)
+
+    def _tokens_at(self, first: int, count: int) -> np.ndarray:
+        return self._indexed.tokens_at(first * self._indexed.dtype.itemsize, count)
+
+
+class MaskedRows:
+    """Rows with hidden tokens: other ones each time a row comes again.
+
+    Args:
+        rows: samples with the text, and which of their tokens are text in place of a loss mask.
+    """
+
+    def __init__(
+        self, rows: SourceDataset, seed: int, sequence_length: int, options: MaskedOptions, vocabulary: MaskedVocabulary
+    ) -> None:
+        self.rows = rows
+        self._seed = seed
+        self._options = options
+        self._most = options.predictions(sequence_length)
+        self._vocabulary = vocabulary
+
+    @property
+    def prefix(self) -> str:
+        """The source as the user named it."""
+        return self.rows.prefix
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        """Token ids int64 [s], hidden ones replaced."""
+        return self.read(sample).tokens
+
+    def read(self, sample: int) -> Sample:
+        """A sample with its labels.
+
+        Raises:
+            DataError: it has a token that the vocabulary does not.
+        """
+        row = self.rows.read(sample)
+        if row.loss_mask is None:
+            raise DataError(f"Sample {sample} of {self.prefix} does not say which of its tokens are text.")
+        self._vocabulary.check_ids(row.tokens, lambda position: self.locate(sample, position))
+        numbers = sample_numbers(self._seed, sample, len(row.tokens))
+        shown, hidden = hide_tokens(
+            row.tokens, row.loss_mask, self._most, self._options.masking, self._vocabulary, numbers
+        )
+        types = np.zeros(len(shown), np.int64)
+        return Sample(shown, hidden, row.segment_ids, labels=row.tokens, token_types=types)
+
+    def source_of(self, sample: int) -> int:
+        """Which source of its group a sample comes from: there is only this one."""
+        return 0
+
+    def locate(self, sample: int, position: int) -> str:
+        """Describes where a token of a sample is stored."""
+        return self.rows.locate(sample, position)
+
+    def spans(self, sample: int) -> list[DocumentSpan]:
+        """The one row that is the sample."""
+        return self.rows.spans(sample)
+
+
+def _token_offsets(indexed: IndexedDataset, first: int, last: int) -> np.ndarray:
+    """Where the documents [first, last) begin in the file, in tokens, and where the last one ends. int64 [n + 1]."""
+    ends = np.append(indexed.pointers, indexed.tokens * indexed.dtype.itemsize)
+    return ends[indexed.documents[first : last + 1]].astype(np.int64) // indexed.dtype.itemsize
+
+
+def _fingerprint(indexed: IndexedDataset, *what: object) -> str:
+    return hashlib.sha256(f"{indexed.fingerprint} {what}".encode()).hexdigest()

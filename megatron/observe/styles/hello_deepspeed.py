@@ -1,0 +1,25 @@
+"""The lines of HelloDeepSpeed. The loss is the mean since the last line; there it was the mean of all steps so far.
+
+Source: microsoft/DeepSpeedExamples, training/HelloDeepSpeed/train_bert.py.
+"""
+
+from __future__ import annotations
+
+from megatron.checkpoint.saving import SaveLines
+from megatron.observe.line_style import Moment
+from megatron.observe.metrics import Metrics
+
+SAVE_LINES = SaveLines(
+    before=lambda step, directory: None,
+    after=lambda step, directory: f"Saved model to {directory}/iter_{step:07d}",
+)
+
+
+def iteration_lines(metrics: Metrics, moment: Moment) -> list[str]:
+    """The line of a log interval."""
+    return [f"Loss: {metrics.lm_loss:.4f}"]
+
+
+def evaluation_lines(group: str, prefix: str, loss: float, moment: Moment) -> list[str]:
+    """The result of an evaluation, for which there were no lines."""
+    return [f"{group} loss at {prefix}: {loss:.4f}"]

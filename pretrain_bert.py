@@ -1,0 +1,27 @@
+"""Pretrains an encoder by masked language modelling: BERT, or with other samples and heads RoBERTa.
+
+The flags are those of `pretrain_gpt.py`; the objective, the heads and the tokenizer of BERT are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pretrain_gpt
+from megatron import log
+
+BERT = {
+    "model.bidirectional": True,
+    "model.masked_lm_head": True,
+    "model.sentence_order_head": True,
+    "data.tokenizer_type": "BertWordPieceLowerCase",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains with the flags of `pretrain_gpt.py`, and returns the exit code of `megatron.errors.ExitCode`."""
+    return pretrain_gpt.main(argv, decided={"loss.objective": "masked"}, defaults=BERT)
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

@@ -1,0 +1,82 @@
+"""Checks that a dataset becomes a tokenizer and token files once, whatever its form."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.corpus import training_text
+from megatron.corpus.training_text import ROBERTA_TOKENS, prepare_text
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.errors import ConfigError
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+
+TEXTS = [f"the {color} house has {number} windows" for color in ("red", "blue") for number in ("two", "four", "six")]
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """A text file with a document on each line."""
+    path = tmp_path / "houses.txt"
+    path.write_text("\n".join(TEXTS) + "\n")
+    return path
+
+
+def decoded(folder: Path, tokenizer: str) -> list[str]:
+    """The documents of the token files as text."""
+    codec = build_tokenizer(TokenizerChoice("HFTokenizer", None, None, tokenizer))
+    documents = IndexedDataset(str(folder / "train_text_document"))
+    return [codec.decode(documents[number].tolist()) for number in range(len(documents))]
+
+
+def test_each_line_of_a_text_file_is_a_document(lines: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "prepared"
+    prepare_text(str(lines), None, folder)
+    tokenizer = folder / "tokenizer.json"
+    assert decoded(folder, str(tokenizer)) == TEXTS
+    added = json.loads(tokenizer.read_text())["added_tokens"]
+    assert [(token["id"], token["content"]) for token in added] == list(enumerate(ROBERTA_TOKENS))
+
+
+def test_what_is_there_is_kept_until_the_dataset_changes(lines: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "prepared"
+    prepare_text(str(lines), None, folder)
+    made_at = (folder / "train_text_document.bin").stat().st_mtime_ns
+    prepare_text(str(lines), None, folder)
+    assert (folder / "train_text_document.bin").stat().st_mtime_ns == made_at
+    lines.write_text("\n".join(TEXTS[:2]) + "\n")
+    prepare_text(str(lines), None, folder)
+    assert decoded(folder, str(folder / "tokenizer.json")) == TEXTS[:2]
+
+
+def test_jsonl_is_read_with_a_given_tokenizer(lines: Path, tmp_path: Path) -> None:
+    prepare_text(str(lines), None, tmp_path / "first")
+    tokenizer = str(tmp_path / "first" / "tokenizer.json")
+    rows = tmp_path / "houses.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    prepare_text(str(rows), tokenizer, tmp_path / "second")
+    assert decoded(tmp_path / "second", tokenizer) == TEXTS
+    assert not (tmp_path / "second" / "tokenizer.json").exists()
+
+
+def test_without_a_dataset_the_texts_of_python_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def write(path: Path, size: int) -> None:
+        asked.append(size)
+        path.write_text(json.dumps({"text": TEXTS[0]}) + "\n")
+
+    monkeypatch.setattr(training_text, "write_demo_corpus", write)
+    prepare_text(None, None, tmp_path)
+    assert asked == [10_000_000]
+    assert decoded(tmp_path, str(tmp_path / "tokenizer.json")) == TEXTS[:1]
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "./folder", "texts/*.jsonl"])
+def test_a_dataset_that_is_not_there_is_refused(name: str, tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=name.replace("*", r"\*")):
+        prepare_text(name, None, tmp_path / "prepared")
