@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# The loss of the pretrained network on documents that were held out, and how many of its questions the chatbot answers word for word.
+# The loss of the pretrained network on documents that were held out, and how many questions the chatbot answers word for word.
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 $TRAIN --config_train "$DSGPT2_DIR/db.json" --workspace pretrained --restart True --tr_ratio 0.95 \
     --train_iters "${TRAIN_ITERS:-200}" --run-dir "$DSGPT2_DIR/run-evaluated" --eval-only
-cp "$DSGPT2_DIR/raw/chat.jsonl" examples/dsgpt2/tasks.yaml "$DSGPT2_DIR"
-$PYTHON tools/evaluate.py --load "$DSGPT2_DIR/checkpoints/chat" --tasks "$DSGPT2_DIR/tasks.yaml" --no-baselines --output "$DSGPT2_DIR/results.json"
+
+sed 's/.*"answer": "\([^"]*\)".*/\1/' "$DSGPT2_DIR/raw/chat.jsonl" >"$DSGPT2_DIR/expected.txt"
+sed 's/.*"question": "\([^"]*\)".*/\1\n\/reset/' "$DSGPT2_DIR/raw/chat.jsonl" |
+    $PYTHON tools/chat.py --load "$DSGPT2_DIR/checkpoints/chat" --greedy --max-new-tokens 40 >"$DSGPT2_DIR/answers.txt"
+RIGHT="$(paste "$DSGPT2_DIR/expected.txt" "$DSGPT2_DIR/answers.txt" | awk -F '\t' '$1 == $2' | wc -l)"
+echo "right answers: $((RIGHT)) of $(($(wc -l <"$DSGPT2_DIR/expected.txt")))"

@@ -54,8 +54,8 @@ _WORDS = (
 _LANGUAGES = 3
 _CAPITALS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
     (
-        "{capital}은(는) 어디에 있나요?",
-        "{capital}은(는) {country}에 있어요.",
+        "{capital} 어디?",
+        "{country}!",
         {"서울": "한국", "도쿄": "일본", "파리": "프랑스", "로마": "이탈리아"},
     ),
     (

@@ -38,6 +38,7 @@ def test_000_2_memory_of_fetching_does_not_grow_with_the_corpus(tmp_path: Path) 
     small, large = (bench(filled(tmp_path / f"{count}.db", count)) for count in (LEAST, MOST))
     assert (small["documents"], large["documents"]) == (LEAST, MOST)
     assert (tmp_path / f"{MOST}.db").stat().st_size > 5e6
+    assert 10 < small["peak_rss_mb"] < 150, "of the command itself, not of the process that started it"
     assert abs(large["peak_rss_mb"] - small["peak_rss_mb"]) < MOST_DIFFERENCE_MB
     for found in (small, large):
         assert 0 < found["p50_ms"] <= found["p99_ms"] <= found["max_ms"]

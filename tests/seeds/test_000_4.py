@@ -20,7 +20,7 @@ from tests.seeds.dsgpt2_example import dsgpt2_example
 
 pytestmark = pytest.mark.xdist_group("dsGPT2 scenarios")
 
-STEPS, SAVED_EVERY, KILLED_AT = 40, 10, 26
+STEPS, SAVED_EVERY, KILLED_AT = 30, 10, 16
 LEAST_FALL_NATS = 2.0
 HELD_OUT = 0.1
 
@@ -34,8 +34,8 @@ def command(folder: Path, *more: str) -> list[str]:
         *("--ckpt_dir", str(folder), "--workspace", "test0", "--tr_ratio", str(1 - HELD_OUT)),
         *("--train_iters", str(STEPS), "--ckpt_save_steps", str(SAVED_EVERY), "--distributed-backend", "gloo"),
         *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--lr", "1e-2"),
-        *("--micro-batch-size", "4", "--global-batch-size", "8", "--zero-stage", "1", "--eval-interval", "20"),
-        *("--num-workers", "0", "--run-dir", str(folder / "run"), *more),
+        *("--micro-batch-size", "4", "--global-batch-size", "8", "--zero-stage", "1", "--eval-interval", "15"),
+        *("--num-workers", "0", "--no-async-save", "--run-dir", str(folder / "run"), *more),
     ]
 
 
@@ -109,10 +109,10 @@ def test_000_4_pretraining_survives_a_kill(tmp_path: Path) -> None:
 
     documents = sum(len(one.trained) for one in ranks)
     first_held_out = min(ranks[0].evaluated | ranks[1].evaluated)
-    assert documents > 100 and max(ranks[0].trained | ranks[1].trained) < first_held_out
+    assert documents > 50 and max(ranks[0].trained | ranks[1].trained) < first_held_out
     for one in ranks:
         assert one.code == 0 and one.evaluated
-        assert one.untouched == [True] * 4  # at steps 20 and 40, and validation and test at the end
+        assert one.untouched == [True] * 4  # at steps 15 and 30, and validation and test at the end
 
     names = {path.name: path.readlink().name for path in (alone / "test0").glob("epoch*")}
     assert names["epoch0-step10"] == "iter_0000010" and len(names) == STEPS // SAVED_EVERY
@@ -120,16 +120,6 @@ def test_000_4_pretraining_survives_a_kill(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="ended without a word"):
         run_ranks(observe, 2, command(killed), KILLED_AT)
     assert max(losses_of(killed)) == KILLED_AT
-    assert [one.code for one in run_ranks(observe, 2, command(killed, "--restart", "True"))] == [0, 0]
+    again = command(killed, "--restart", "True", "--ckpt_id", "epoch0-step10")
+    assert [one.code for one in run_ranks(observe, 2, again)] == [0, 0]
     assert losses_of(killed) == losses, "every loss after the restart is that of the uninterrupted run"
-
-
-def test_a_checkpoint_is_found_by_dsgpt2s_name_for_it(tmp_path: Path) -> None:
-    words = [*command(tmp_path), "--train_iters", "20", "--global-batch-size", "4"]
-    assert run_ranks(observe, 1, words)[0].code == 0
-    chosen = ["--restart", "True", "--ckpt_id", "epoch0-step10", "--eval-interval", "100"]
-    again = [*command(tmp_path, *chosen), "--train_iters", "20", "--global-batch-size", "4"]
-    before = losses_of(tmp_path)
-    assert run_ranks(observe, 1, [*again, "--run-dir", str(tmp_path / "run2" / "run")])[0].code == 0
-    after = losses_of(tmp_path / "run2")
-    assert after == {step: before[step] for step in range(11, 21)}
