@@ -21,7 +21,6 @@ from megatron.config import flag
 from megatron.config.programs.all_in_one import checkpoints_of
 from megatron.config.programs.program import ProgramFlags, read_program
 from megatron.parallel.rank_start import begin_rank
-from tools import evaluate
 
 _ALL = "benchmark_all"
 _ITEMS = Path(__file__).resolve().parent / "examples" / "evaluation"
@@ -74,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin_rank()
     flags, others = read_program(BenchmarkFlags, sys.argv[1:] if argv is None else argv, "benchmark.py", __doc__ or "")
     words = flags.words()
+
+    from tools import evaluate
+
     trained_on = None if "--train-data" in words else _training_data(Path(words[words.index("--load") + 1]))
     fitted = ["--train-data", trained_on] if trained_on else []
     stem = Path(flags.log_dir) / time.strftime("%Y%m%d-%H%M%S")

@@ -10,8 +10,8 @@ trainer's flags, which must then be those of training: data, split, seed, sequen
 the new paths of moved files with the trainer's flags. After N consumed samples, sample N came next.
 
 Writes one JSON object per line: sample, source, pieces (sequence, first token, number of tokens) and text; of a masked
-sample the text as it was shown, and for each hidden token its place and what it was. With --print-text or --print-tokens
-it writes upstream's plain lines instead: the sample index and its text or tokens.
+sample the text as it was shown, and for each hidden token its place and what it was. With --print-text or
+--print-tokens it writes upstream's plain lines instead: the sample index and its text or tokens.
 """
 
 from __future__ import annotations

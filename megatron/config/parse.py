@@ -21,7 +21,7 @@ from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED
 from megatron.config.flags.section import build_unchecked, missing_problems, relevant_problems
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.idle import idle_fields
-from megatron.config.masked_rules import foreign_problems, masked_problems
+from megatron.config.masked_rules import foreign_problems, masked_problems, masking_notices
 from megatron.config.request_rules import request_problems
 from megatron.config.run import DEFAULT, FILE, GIVEN, PRESET, RunRequest, cross_problems, sections_of
 from megatron.config.sections.model import ModelRequest
@@ -76,6 +76,7 @@ _LENGTHS = frozenset({"optim.train_iters", "optim.lr_warmup_iters", "optim.lr_de
 _ALTERNATIVES = (
     frozenset({"optim.train_iters", "optim.train_samples", "optim.train_tokens", "finetuning.epochs"}),
     frozenset({"precision.fp16", "precision.bf16"}),
+    frozenset({"optim.lr_warmup_fraction", "optim.lr_warmup_iters", "optim.lr_warmup_samples"}),
     frozenset({"data.data_path", "data.train_data_path", "data.train_weighted_split_paths"}),
 )
 
@@ -145,6 +146,7 @@ def parse(
     if problems:
         raise ConfigError(problems)
     notices += [*_ignored_notices(own, values), *_idle_notices(sections["model"], values)]
+    notices += masking_notices(sections["loss"], sections["masking"], values)
     return RunRequest(**sections, provenance=provenance, notices=tuple(notices))
 
 

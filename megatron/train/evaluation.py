@@ -26,6 +26,8 @@ def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, flo
     losses = {}
     for name, dataset in run.evaluation_datasets(split).items():
         count = run.evaluation_samples(split, name)
+        if count == 0:  # a resumed plan may hold samples that --eval-iters 0 does not ask for
+            continue
         run.watch.enter("evaluation", run.progress.step)
         losses[name] = mean_loss(run, dataset, count)
         run.report.evaluation(run.progress, name, prefix, losses[name])

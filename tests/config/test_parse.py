@@ -140,7 +140,7 @@ REFUSALS = [
     ("--zero-stage 4", "", r"--zero-stage 4 is not known\. Use one of: 0, 1, 2, 3"),
     ("--distributed-backend mpi", "", r"--distributed-backend mpi is not known\. Use one of: nccl, gloo"),
     # the optimizer, schedule and batches
-    ("", "--micro-batch-size", "--micro-batch-size is required"),
+    ("", "--micro-batch-size --global-batch-size", "--micro-batch-size is required"),
     ("--train-iters 0", "", r"--train-iters 0 is out of range\. It must be at least 1\. --eval-only evaluates"),
     ("", "--lr", "--lr is required"),
     ("", "--train-iters", "--train-iters, --train-samples, --train-tokens or --epochs is required"),

@@ -30,6 +30,15 @@ def test_layout_batch_and_vocabulary() -> None:
     assert resolved() == resolved()
 
 
+def test_without_a_micro_batch_a_replica_takes_its_share_at_once() -> None:
+    for world, share in ((1, 8), (2, 4), (8, 1)):
+        assert resolved(drop="--micro-batch-size", world=world).optim.micro_batch_size == share
+    ramp = "--train-samples 100 --rampup-batch-size 4 2 12"
+    assert resolved(ramp, drop="--micro-batch-size --train-iters", world=2).optim.micro_batch_size == 1
+    with pytest.raises(ConfigError, match=r"a global batch of 8 .* cannot be shared by 3 data-parallel replicas"):
+        resolved(drop="--micro-batch-size", world=3)
+
+
 @pytest.mark.parametrize(
     ("text", "vocabulary", "padded"),
     [

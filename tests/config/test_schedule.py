@@ -22,6 +22,7 @@ from megatron.config.schedule import (
     ranges_at_the_end,
     samples_after,
     samples_before_step,
+    samples_per_epoch,
     schedule,
     skipped_steps,
     weight_decay,
@@ -200,6 +201,16 @@ def test_planned_samples() -> None:
     assert planned_samples(optim_config(train_iters=10), control) == (80, 3 * 8, 3 * 8)
     assert planned_samples(optim_config(train_samples=83), control) == (83, 3 * 8, 3 * 8)
     assert planned_samples(optim_config(train_iters=10), control_config(eval_iters=0)) == (80, 0, 0)
+    whole = control_config(full_validation=True)
+    assert planned_samples(optim_config(train_iters=10), whole) == (80, None, None)
+    assert planned_samples(optim_config(train_iters=10), dataclasses.replace(whole, eval_iters=0)) == (80, 0, 0)
+
+
+def test_samples_of_an_epoch() -> None:
+    optim = optim_config(train_tokens=3 * 50 * 16, tokens_per_sample=16)
+    assert samples_per_epoch(3, optim) == 50
+    assert samples_per_epoch(None, optim) is None
+    assert samples_per_epoch(3, optim_config(train_iters=10)) is None
 
 
 def test_planned_samples_after_a_change_of_batch_size() -> None:

@@ -18,6 +18,7 @@ def _formula(name: str, x: float) -> float:
         "relu": lambda: max(x, 0.0),
         "squared_relu": lambda: max(x, 0.0) ** 2,
         "silu": lambda: x / (1 + math.exp(-x)),
+        "elu": lambda: x if x > 0 else math.expm1(x),
         "linear": lambda: x,
     }
     return formulas[name]()

@@ -8,8 +8,8 @@ import yaml
 from megatron.config import Machine, ModelConfig, TokenizerFacts, parse, resolve
 from megatron.config.files.preset_files import preset_names, preset_path
 from megatron.config.run import frozen
-from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerStack
+from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
 
 # Source: the numbers that the Hugging Face hub or the model card states for the files of each model; those of Pythia
@@ -69,6 +69,9 @@ PUBLISHED = {
     "gemma-3-4b": 3_880_263_168,
     "phi-3-mini": 3_821_079_552,
     "mixtral-8x7b": 46_702_792_704,
+    "bert-base-uncased": 110_106_428,
+    "bert-large-uncased": 336_226_108,
+    "roberta-base": 124_697_433 - 2 * 768,  # without the positions that it does not use
 }
 # What is published is the number in the name; the exact one follows from the published sizes.
 NOMINAL = {
@@ -93,7 +96,7 @@ def parameters(name: str) -> tuple[int, int]:
     """The parameters of the network as built, and as its layers state."""
     fields = {key: frozen(value) for key, value in yaml.safe_load(preset_path(name).read_text()).items()}
     config = ModelConfig(**fields, padded_vocab_size=fields["vocab_size"])
-    layers = gpt_layers(config, ParallelMesh.single("meta"))
+    layers = network_layers(config, ParallelMesh.single("meta"))
     built = LayerStack(layers)
     return sum(one.numel() for one in built.parameters()), sum(layer.cost.parameters for layer in layers)
 
@@ -120,6 +123,6 @@ def test_a_recipe_needs_only_data_and_a_tokenizer(name: str) -> None:
     request = parse([*words, "--save", "folder", "--load", "folder"])
     machine = Machine("cpu", 2, supports_fp16=False, supports_bf16=True)
     config = resolve(request, machine, TokenizerFacts(8000, 0, "fingerprint"))
-    layers = gpt_layers(config.model, ParallelMesh.single("meta"))
+    layers = network_layers(config.model, ParallelMesh.single("meta"))
     assert sum(layer.cost.parameters for layer in layers) == 4_802_816
     assert config.optim.train_iters == 200

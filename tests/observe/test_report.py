@@ -229,7 +229,7 @@ def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pyte
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    control = control_config(log_interval=2, wandb_project="toys", wandb_exp_name="first")
+    control = control_config(log_interval=2, wandb_project="toys", wandb_exp_name="first", wandb_entity="team")
     destinations = open_destinations(control, WORKLOAD, RunDirectory(tmp_path))
     report = Report(
         control, optim_config(train_iters=4), WORKLOAD, megatron, arguments={"seed": 1}, destinations=destinations
@@ -240,7 +240,7 @@ def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pyte
     report.evaluation(progress_at(2), "valid", "iteration 2", 0.0)
     report.task(progress_at(2), "iteration 2", Measured())
     report.close()
-    assert calls[0] == ("init", {"project": "toys", "name": "first", "dir": str(tmp_path)})
+    assert calls[0] == ("init", {"project": "toys", "name": "first", "dir": str(tmp_path), "entity": "team"})
     assert calls[1] == ("config", {"seed": 1})
     assert calls[2][0] == 2
     assert calls[2][1]["lm-loss-training"] == 1.5

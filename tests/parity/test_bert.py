@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import pretrain_bert
 from megatron.config import RunConfig
 from megatron.objective.masked import ORDER_LOSS
+from megatron.observe.metrics_file import read_steps
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.build import build_engine
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_sentences import TinySentences, write_tiny_sentences
 from tests.parity.layouts import initial_weights, layout_config, layout_name
 from tests.parity.plain_bert import masked_text, train_plain_bert
 from tests.parity.reference import Recipe
@@ -94,3 +98,39 @@ def test_a_layout_equals_plain_torch(
                 label = f"{name}, ZeRO-{stage}"
                 assert found[:2] == pytest.approx(true[:2], rel=1e-5), label
                 assert found[2] == pytest.approx(true[2], rel=1e-4), label
+
+
+def train_and_resume(rank: int, corpus: TinySentences) -> None:
+    """Six steps of two data-parallel ranks, then the last three again from the checkpoint, also in other layouts."""
+    first = str(corpus.folder / "whole")
+    runs: dict[str, tuple[dict[str, Any], list[str]]] = {
+        "whole": ({"zero_stage": 2}, []),
+        "resumed": ({"zero_stage": 2}, ["--load", first, "--ckpt-step", "3"]),
+        "zero3": ({"zero_stage": 3}, ["--load", first, "--ckpt-step", "3"]),
+        "tp2": ({"tensor_model_parallel_size": 2}, ["--load", first, "--ckpt-step", "3"]),
+        "pp2": ({"pipeline_model_parallel_size": 2}, ["--load", first, "--ckpt-step", "3"]),
+    }
+    for name, (changes, more) in runs.items():
+        folder = corpus.folder / name
+        flags = corpus.flags(*more, run_dir=folder / "run", **changes)
+        if name == "whole":
+            flags += ["--save", str(folder), "--save-interval", "3"]
+        assert pretrain_bert.main(flags) == 0
+
+
+def test_a_run_resumes_bit_for_bit_and_in_other_layouts(tmp_path: Path) -> None:
+    corpus = write_tiny_sentences(tmp_path)
+    run_ranks(train_and_resume, 2, corpus)
+    curves = {
+        name: {
+            step: (record["lm_loss"], record["order_loss"])
+            for step, record in read_steps(tmp_path / name / "run").items()
+        }
+        for name in ("whole", "resumed", "zero3", "tp2", "pp2")
+    }
+    rest = {step: figures for step, figures in curves.pop("whole").items() if step > 3}
+    assert sorted(rest) == [4, 5, 6]
+    assert curves.pop("resumed") == rest
+    for name, curve in curves.items():
+        for step, figures in rest.items():
+            assert curve[step] == pytest.approx(figures, rel=1e-5), f"{name}, step {step}"

@@ -15,7 +15,10 @@ from megatron.checkpoint import read_tensors
 from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 from megatron.data.formats.indexed import IndexedWriter
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
+from tests.helpers.jax_lm_page import PageRun, run_page
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import train
+from tests.seeds.hello_deepspeed import Alone, experiments, run_alone, write_text
 from tests.seeds.layout_runs import LayoutRuns, run_layouts
 from tests.seeds.turkish import Guide, follow_the_page
 
@@ -125,3 +128,19 @@ def _network(folder: Path) -> list[str]:
         *("--attention-dropout", "0", "--log-interval", "1", "--adam-beta2", "0.95"),
         *("--vocab-file", str(choice.vocab_file), "--merge-file", str(choice.merge_file)),
     ]
+
+
+@pytest.fixture(scope="session")
+def hello_alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """Runs of HelloDeepSpeed's train_bert.py in one process."""
+    folder = tmp_path_factory.mktemp("hello_alone")
+    write_text(folder / "text.txt")
+    ((five_steps, output),) = run_ranks(run_alone, 1, str(folder))
+    (long,), (five,), (ten,) = (experiments(folder / name) for name in ("long", "short", "ten"))
+    return Alone(long, five, ten, five_steps, output)
+
+
+@pytest.fixture(scope="session")
+def jax_lm(tmp_path_factory: pytest.TempPathFactory) -> PageRun:
+    """The page of jax-lm-training, executed."""
+    return run_page(tmp_path_factory.mktemp("jax_lm"))

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import benchmark
-
 from megatron.data.formats.indexed import IndexedWriter
 from megatron.evaluation.report.results_file import read_results
 from megatron.tokenizers.tokenizer import build_tokenizer

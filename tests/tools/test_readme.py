@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import pretrain_bert
 from megatron.config import ConfigSection, RunRequest, parse, parse_flags
 from megatron.config.flags.fields import flags_of
 from megatron.config.overlay import parse_over
@@ -27,8 +28,10 @@ RUN_BY_THEIR_GUIDES = {
     "docs/evaluation.md": "test_evaluation_guide.py",
     "docs/finetuning.md": "test_finetuning_guide.py",
     "docs/generation.md": "test_generation_guide.py",
+    "docs/masked_language_models.md": "test_masked_guide.py",
     "docs/prefix_lm.md": "test_prefix_guide.py",
     "docs/serving.md": "test_serving_guide.py",
+    "docs/tutorial_deepspeed.md": "../seeds/test_003_5.py",
 }
 LAUNCH_SCRIPTS = (
     "examples/pretrain_gpt.sh",
@@ -38,6 +41,7 @@ LAUNCH_SCRIPTS = (
 )
 SHELL_FILES = (
     *LAUNCH_SCRIPTS,
+    "examples/pretrain_bert.sh",
     "examples/quickstart.sh",
     "examples/chat.sh",
     "examples/environment.sh",
@@ -70,6 +74,9 @@ def check(command: list[str]) -> None:
         rest = command[position + 1 :]
         if word.endswith("pretrain_gpt.py"):
             parse(rest if "--config" not in rest else with_a_model_file(rest))
+            return
+        if word.endswith("pretrain_bert.py"):
+            parse(rest, decided={"loss.objective": "masked"}, defaults=pretrain_bert.BERT)
             return
         if re.fullmatch(r"(tools|tasks|tasks/eval_harness|benchmarks|examples)/\w+\.py", word):
             check_tool(word, rest)

@@ -21,6 +21,8 @@ from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import open_run
 from megatron.train.checkpoints import save_run
 from megatron.train.sample_order import SampleOrder, read_samples, samples_of_logged_steps, samples_of_steps
+from tests.data.datasets.masked.corpora import write_sentences
+from tests.data.datasets.masked.corpora import write_vocabulary as write_masked_vocabulary
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 from tests.helpers.vocabulary import write_vocabulary
@@ -232,3 +234,18 @@ def test_a_plan_without_training_data(trained: dict[str, Any]) -> None:
     order = dataclasses.replace(SampleOrder.of_plan(plan, DataConfig(seq_length=8)), planned_samples=3)
     with pytest.raises(DataError, match="no training data|There is no training data"):
         read_samples(order, 0, 1, None)
+
+
+def test_masked_samples_are_shown_with_what_they_hide(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    indexed, vocabulary = write_sentences(tmp_path / "bert_text_sentence", 20), write_masked_vocabulary(tmp_path)
+    words = ["--objective", "masked", "--data-path", indexed.prefix, "--seq-length", "32", "--split", "1,0,0"]
+    words += ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(vocabulary.vocab_file)]
+    words += ["--train-samples", "40", "--global-batch-size", "4", "--sample-id-range", "3", "6"]
+    records = [json.loads(line) for line in lines(capsys, *words, "--sentence-order-head", "--all-tokens")]
+    assert [record["sample"] for record in records] == [3, 4, 5]
+    for record in records:
+        assert len(record["tokens"]) == 32 and record["text"].startswith("[CLS]") and record["hidden"]
+        assert record["text"].count("[SEP]") == 2 and all(0 < place < 32 for place, _ in record["hidden"])
+    assert any("[MASK]" in record["text"] for record in records)
+    stream = lines(capsys, *words, "--masked-samples", "stream", "--print-tokens")
+    assert [line.split()[0] for line in stream] == ["3", "4", "5"]

@@ -31,6 +31,7 @@ class FakeRun:
         report = self.reported.append
         self.report = SimpleNamespace(evaluation=lambda *told: report(told), task=lambda *told: report(told))
         self.open_loaders = 0
+        self.most_samples = 100
         self.watch = Watch()
         self.tasks: tuple[Any, ...] = ()
         self._answers = iter(answers)
@@ -45,7 +46,7 @@ class FakeRun:
         self.open_loaders -= 1
 
     def evaluation_samples(self, split: str, name: str) -> int:
-        return len(self.evaluation_datasets(split)[name])
+        return min(self.most_samples, len(self.evaluation_datasets(split)[name]))
 
     def evaluation_datasets(self, split: str) -> dict[str, range]:
         return {"valid": {"news": range(8), "code": range(4)}, "test": {}}[split]
@@ -80,6 +81,13 @@ def test_the_same_samples_every_time() -> None:
 
 def test_zero_counted_tokens_do_not_divide_by_zero() -> None:
     assert mean_loss(FakeRun([(0.0, 0)]), range(4), 4) == 0.0
+
+
+def test_nothing_is_reported_of_no_samples() -> None:
+    run = FakeRun([])
+    run.most_samples = 0
+    assert evaluate(run, "iteration 5") == {}
+    assert run.reported == []
 
 
 def test_every_group_is_reported_under_its_name() -> None:

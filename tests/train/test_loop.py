@@ -36,6 +36,8 @@ class FakeRun:
             safety=SafetyConfig(),
         )
         self.progress = Progress()
+        self.epoch_ends: set[int] = set()
+        self.validation: tuple[int, float] | None = None
         self.steps_in_flight = 0
         self.history = History()
         self.mesh = ParallelMesh.single()
@@ -60,7 +62,7 @@ class FakeRun:
         return self.progress.step >= self.config.optim.train_iters
 
     def completed_epoch(self, consumed_before: int) -> bool:
-        """Nothing: this run has no epochs."""
+        return self.progress.step in self.epoch_ends
 
     def skip_data_ranges(self) -> None:
         self.events.append("skip")
@@ -119,6 +121,25 @@ def test_a_whole_run_in_order() -> None:
         *END,
     ]
     assert run.progress == Progress(3, 24, 240)
+
+
+def test_an_epoch_ends_with_an_evaluation_and_a_checkpoint_if_asked() -> None:
+    for asked in (True, False):
+        settings = {"eval_each_epoch": asked, "save_each_epoch": asked, "eval_interval": 100}
+        run = FakeRun(save="checkpoints", save_interval=100, **settings)
+        run.epoch_ends = {1}
+        assert run_to_end(run) is ExitCode.DONE
+        found = [event for event in run.events if event[0] in ("evaluate", "save")]
+        at_the_end = [("evaluate", "iteration 1", "valid"), ("save", 1, False)] if asked else []
+        assert found == [*at_the_end, *END]
+
+
+def test_the_last_epoch_is_evaluated_once() -> None:
+    run = FakeRun(eval_each_epoch=True)
+    run.validation = (3, 1.0)
+    run_to_end(run)
+    assert ("evaluate", "the end of training for val data", "valid") not in run.events
+    assert run.events[-1] == ("evaluate", "the end of training for test data", "test")
 
 
 @pytest.mark.parametrize(

@@ -187,16 +187,16 @@ class AllInOneFlags(ProgramFlags):
         Raises:
             ConfigError: the file, or the run, cannot be used.
         """
-        common = ["--log-style", "all_in_one"]
+        style = ["--log-style", "all_in_one"]
         if self.resume is not None:
-            return [*_resumed_words(Path(self.resume)), *common]
+            return [*_resumed_words(Path(self.resume)), *style]
         file = read_all_in_one(self.path)
         run = f"{file.trainer.log_path}/{RUN}"
         saved = f"{file.trainer.ckpt_path}/{RUN}/ckpt"
         folders = ["--run-dir", run, "--tensorboard-dir", f"{run}/tb", "--save", saved]
         folders += ["--data-cache-path", f"{file.trainer.log_path}/.index-cache"]
         length = ["--epochs", str(file.trainer.n_epochs)]
-        return [*file.model.words(), *file.trainer.words(), *file.data_words(), *folders, *common, *length]
+        return [*file.model.words(), *file.trainer.words(), *file.data_words(), *folders, *style, *length]
 
     @property
     def path(self) -> Path:

@@ -118,8 +118,8 @@ class DsGpt2Flags(ProgramFlags):
                 f"--ckpt_id {self.ckpt_id} is where a restart begins, and this is none. Give --restart True, or drop "
                 "--ckpt_id."
             )
-        context = _MODELS[self.model_select][1]
-        if self.truncated_len is not None and self.truncated_len > context:
+        context = _MODELS.get(self.model_select, ("", 0))[1]
+        if context and self.truncated_len is not None and self.truncated_len > context:
             yield (
                 f"--truncated_len {self.truncated_len} is more than the {context} tokens that --model_select "
                 f"{self.model_select} reads. Use at most {context}."

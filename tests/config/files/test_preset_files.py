@@ -17,11 +17,13 @@ SIZES = "--num-layers --hidden-size --num-attention-heads --max-position-embeddi
 
 
 RECIPE = "laptop"  # says how to train as well
+ENCODERS = ("bert-", "roberta-")
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name != RECIPE])
 def test_a_preset_says_only_what_the_network_is(name: str) -> None:
-    config = small(f"--model-preset {name}", drop=SIZES)
+    objective = "--objective masked" if name.startswith(ENCODERS) else ""
+    config = small(f"--model-preset {name} {objective}", drop=SIZES)
     sources = {field: source for field, source in config.provenance.items() if source == "preset"}
     assert len(sources) >= 5 and all(field.startswith("model.") for field in sources)
     assert config.model.vocab_size and config.notices == ()
@@ -50,7 +52,7 @@ def test_a_file_wins_over_a_preset_and_the_command_line_over_both(tmp_path: Path
 def test_an_unknown_name_is_rejected_with_its_neighbours() -> None:
     with pytest.raises(ConfigError, match=r"--model-preset Llama-3\.2-1B is not known\. Similar: llama-3\.2-1b, "):
         small("--model-preset Llama-3.2-1B", drop=SIZES)
-    with pytest.raises(ConfigError, match=r"--model-preset \.\./x is not known\. Similar: bloom-\.\.\., .*qwen3-"):
+    with pytest.raises(ConfigError, match=r"--model-preset \.\./x is not known\. Similar: bert-\.\.\., .*qwen3-"):
         preset_path("../x")
 
 

@@ -17,13 +17,18 @@ def test_every_model_type_is_one_family_s() -> None:
 
 @pytest.mark.parametrize("config", [{}, {"model_type": None}, {"model_type": "t5"}, {"model_type": ["gpt2"]}])
 def test_another_model_type_is_refused(config: dict[str, object]) -> None:
-    with pytest.raises(ConversionError, match=r'"model_type": .*cannot be converted. Known are gpt2, llama, .*bloom\.'):
+    with pytest.raises(
+        ConversionError, match=r'"model_type": .*cannot be converted. Known are gpt2, llama, .*bloom, .*bert\.'
+    ):
         family_of(config)
 
 
 def test_the_first_family_that_can_express_a_network_is_taken() -> None:
     assert family_for(tiny_config()).model_type == "gpt2"
     assert family_for(tiny_config(), "gpt2").model_type == "gpt2"
+    encoder = {"bidirectional": True, "masked_lm_head": True, "norm_placement": "post", "embed_layernorm": True}
+    kinds = [family_for(tiny_config(**encoder, token_types=types, activation_function="gelu")) for types in (1, 2)]
+    assert [family.model_type for family in kinds] == ["roberta", "bert"]
 
 
 def test_a_network_that_none_can_express_is_refused() -> None:

@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from megatron.convert.hugging_face.registry import family_of
 from megatron.convert.hugging_face.tokenizer_files import (
+    adds_special_tokens,
+    check_padding,
     check_same_ids,
     copy_tokenizer,
+    name_special_tokens,
     special_ids,
     write_generation_config,
     write_tokenizer,
 )
 from megatron.errors import ConversionError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
+from tests.convert.tiny_encoders import write_roberta_tokenizer, write_wordpiece_tokenizer
 from tests.convert.tiny_models import END
 from tests.convert.tiny_models import write_tokenizer as write_tiny_tokenizer
 from tests.helpers import sentencepiece_models
@@ -115,6 +120,45 @@ def test_gpt2_files_become_a_tokenizer_json(tmp_path: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(target)
     assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.eod_id and len(theirs) == tokenizer.vocab_size
     assert theirs("a<|endoftext|>")["input_ids"][-1] == tokenizer.eod_id
+
+
+def test_a_wordpiece_vocabulary_becomes_a_tokenizer_with_its_special_tokens(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    write_wordpiece_tokenizer(source)
+    choice = TokenizerChoice("BertWordPieceLowerCase", vocab_file=str(source / "vocab.txt"))
+    tokenizer = build_tokenizer(choice)
+    write_tokenizer(choice, tokenizer, target, 64)
+    check_same_ids(target, tokenizer, is_bare=adds_special_tokens(choice))
+    theirs = AutoTokenizer.from_pretrained(target)
+    assert (theirs.pad_token, theirs.unk_token, theirs.mask_token) == ("[PAD]", "[UNK]", "[MASK]")
+    pair = theirs("The end", "and")
+    first, second = tokenizer.encode("The end"), tokenizer.encode("and")
+    assert pair["input_ids"] == [2, *first, 3, *second, 3]
+    assert pair["token_type_ids"] == [0] * (len(first) + 2) + [1] * (len(second) + 1)
+    assert special_ids(target, tokenizer) == {"pad_token_id": 0, "eos_token_id": tokenizer.eod_id}
+    again = TokenizerChoice("BertWordPieceLowerCase", vocab_file=str(target / "vocab.txt"))
+    assert build_tokenizer(again).fingerprint == tokenizer.fingerprint
+
+
+def test_special_tokens_that_only_the_class_knows_are_named(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target):
+        folder.mkdir()
+    write_roberta_tokenizer(source)
+    copied = copy_tokenizer(source, target)
+    name_special_tokens(source, target)
+    named = json.loads((target / "tokenizer_config.json").read_text())
+    assert (named["mask_token"], named["pad_token"], named["model_max_length"]) == ("<mask>", "<pad>", 64)
+    ids = special_ids(target, build_tokenizer(copied))
+    assert ids == {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+    family = family_of({"model_type": "roberta"})
+    check_padding(family, ids)
+    check_padding(family_of({"model_type": "bert"}), {})
+    for wrong, sentence in (({"pad_token_id": 7}, "must be 1; the tokenizer has 7"), ({}, "the tokenizer has none")):
+        with pytest.raises(ConversionError, match=sentence):
+            check_padding(family, wrong)
 
 
 def test_a_sentencepiece_model_needs_another_form(tmp_path: Path) -> None:

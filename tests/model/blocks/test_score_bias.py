@@ -40,7 +40,7 @@ def test_bounded_and_dense_attention_agree(
     plans, results = [], []
     for dense in (False, True):
         if dense:
-            monkeypatch.setattr(attention, "bounded_plan", lambda *_: None)
+            monkeypatch.setattr(attention, "bounded_plan", lambda *_, **__: None)
         context = StepContext(
             torch.arange(2),
             segment_ids=segments,

@@ -126,6 +126,20 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
         "sliding_window": None, "tie_word_embeddings": False, **_BF16, "vocab_size": 32000,
     },
+    "BERT base": {
+        "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1, "gradient_checkpointing": False,
+        "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768, "initializer_range": 0.02,
+        "intermediate_size": 3072, "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "model_type": "bert",
+        "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 0, "position_embedding_type": "absolute",
+        "type_vocab_size": 2, "use_cache": True, "vocab_size": 30522,
+    },
+    "RoBERTa base": {
+        "architectures": ["RobertaForMaskedLM"], "attention_probs_dropout_prob": 0.1, "bos_token_id": 0,
+        "eos_token_id": 2, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768,
+        "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-05, "max_position_embeddings": 514,
+        "model_type": "roberta", "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 1,
+        "type_vocab_size": 1, "vocab_size": 50265,
+    },
     "Qwen 3 30B-A3B": {
         **_QWEN, "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "bos_token_id": 151643,
         "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_size": 2048,
@@ -152,6 +166,8 @@ PARAMETERS: Mapping[str, int] = {
     "Gemma 3 4B": 3_880_263_168,  # without its vision tower
     "Phi-3 mini": 3_821_079_552,
     "Mixtral 8x7B": 46_702_792_704,
+    "BERT base": 109_514_298,  # without the head that its configuration does not name
+    "RoBERTa base": 124_697_433,
     "Qwen 3 30B-A3B": 30_532_122_624,
 }
 
@@ -169,5 +185,6 @@ PRESETS: Mapping[str, str] = {
     "Gemma 3 1B": "gemma-3-1b",
     "Gemma 3 4B": "gemma-3-4b",
     "Mixtral 8x7B": "mixtral-8x7b",
+    "RoBERTa base": "roberta-base",
     "Qwen 3 30B-A3B": "qwen3-30b-a3b",
 }

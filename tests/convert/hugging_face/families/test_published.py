@@ -12,12 +12,14 @@ import yaml
 from megatron.config import ModelConfig
 from megatron.config.files.preset_files import preset_names, preset_path
 from megatron.config.run import frozen
+from megatron.convert.hugging_face.families.encoders.bert import BERT
+from megatron.convert.hugging_face.families.encoders.roberta import ROBERTA
 from megatron.convert.hugging_face.registry import FAMILIES, family_for, family_of
 from megatron.convert.hugging_face.table.family import essential_fields
 from megatron.convert.hugging_face.table.tensors import bind, their_shapes
 from megatron.errors import ConversionError
-from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerStack
+from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
 from tests.convert.hugging_face.families.published import PARAMETERS, PRESETS, PUBLISHED
@@ -51,7 +53,7 @@ def test_a_published_configuration_is_read_and_written(name: str) -> None:
 @EACH
 def test_the_network_has_the_published_number_of_parameters(name: str) -> None:
     config = PUBLISHED[name]
-    stack = LayerStack(gpt_layers(read(config), ParallelMesh.single("meta")))
+    stack = LayerStack(network_layers(read(config), ParallelMesh.single("meta")))
     shapes = {name: shard_spec_of(parameter).shape for name, parameter in stack.named_parameters()}
     theirs = their_shapes(bind(family_of(config).tensors, shapes))
     assert sum(map(math.prod, theirs.values())) == PARAMETERS[name]
@@ -70,6 +72,21 @@ def test_the_text_part_of_a_model_with_images_is_that_of_one_without() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_the_published_network(name: str) -> None:
     assert essential_fields(preset(PRESETS[name])) == essential_fields(read(PUBLISHED[name]))
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "bert-large-uncased"])
+def test_the_heads_of_published_bert_are_those_of_its_files(name: str) -> None:
+    sizes = {"bert-large-uncased": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}}
+    config = {**PUBLISHED["BERT base"], **sizes.get(name, {})}
+    config["intermediate_size"] = 4 * config["hidden_size"]
+    head = "cls.predictions.transform.dense.weight"
+    both, one = (BERT.with_heads(read(config), names) for names in ([head, "cls.seq_relationship.weight"], [head]))
+    assert essential_fields(preset(name)) == essential_fields(both) and not one.sentence_order_head
+    assert BERT.write_config(both)["architectures"] == ["BertForPreTraining"]
+    with pytest.raises(ConversionError, match=r"no cls\.predictions\.transform\.dense, .* saved as BertForMaskedLM"):
+        BERT.with_heads(one, ["bert.pooler.dense.weight"])
+    with pytest.raises(ConversionError, match=r"no lm_head\.dense, .* saved as RobertaForMaskedLM"):
+        ROBERTA.with_heads(one, ["classifier.dense.weight"])
 
 
 def test_every_preset_can_be_exported() -> None:
@@ -107,6 +124,12 @@ def test_every_family_has_a_published_model() -> None:
         ("Phi-3 mini", "rope_scaling", {"type": "linear", "factor": 2.0}, "supported only as longrope"),
         ("Phi-3 mini", "lm_head_bias", True, '"lm_head_bias": true'),
         ("Mixtral 8x7B", "router_jitter_noise", 0.1, '"router_jitter_noise": 0.1'),
+        ("BERT base", "position_embedding_type", "relative_key", '"position_embedding_type": "relative_key"'),
+        ("BERT base", "tie_word_embeddings", False, '"tie_word_embeddings": false'),
+        ("RoBERTa base", "hidden_act", "gelu_new", '"hidden_act": "gelu_new"'),
+        ("RoBERTa base", "pad_token_id", 0, '"pad_token_id": 0'),
+        ("RoBERTa base", "max_position_embeddings", 2, '"max_position_embeddings": 2, which should be a number above'),
+        ("RoBERTa base", "type_vocab_size", 2, '"type_vocab_size": 2'),
         ("Qwen 3 30B-A3B", "decoder_sparse_step", 0, '"decoder_sparse_step": 0'),
         ("Qwen 3 30B-A3B", "mlp_only_layers", 3, '"mlp_only_layers": 3'),
         ("Qwen 3 30B-A3B", "mlp_only_layers", list(range(48)), "leaves no layer with experts"),

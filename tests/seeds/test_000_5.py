@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("fine-tuning scenarios")  # one worker, so 
 LEAST_ACCURACY = 0.95
 
 
-def test_answer_tokens_of_the_training_pairs_are_right(fine_tuning: FineTuning) -> None:
+def test_000_5_answers_of_the_training_pairs_are_learned(fine_tuning: FineTuning) -> None:
     loaded = open_checkpoint(str(fine_tuning.tuned), {}, ParallelMesh.single())
     assert loaded.config.finetuning.chat_template == "dsgpt2"
     template = load_chat_template("dsgpt2", None)

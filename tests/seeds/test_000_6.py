@@ -12,7 +12,7 @@ from tests.tokenizers.chat.tokenizers_with_tokens import DSGPT2_TOKENS
 SENTENCE = "안녕하세요, nasılsın?"
 
 
-def test_a_sentence_is_answered_as_dsgpt2_does() -> None:
+def test_000_6_a_sentence_is_answered_as_dsgpt2_does() -> None:
     address = f"{chat_server().address}/generate?sentence={urllib.parse.quote(SENTENCE)}"
     with urllib.request.urlopen(address, timeout=120) as response:
         body, headers = response.read(), response.headers

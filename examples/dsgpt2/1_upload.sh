@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Puts the raw texts into the database, each file into a collection of its own, and says what is there.
+source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
+
+mkdir -p "$DSGPT2_DIR"
+$PYTHON examples/dsgpt2/generate_texts.py --output-folder "$DSGPT2_DIR/raw" --documents "$DOCUMENTS"
+write_config db_raw raw_web raw_news
+for name in web news; do
+    $PYTHON tools/corpus_store.py import "$DSGPT2_DIR/raw/$name.jsonl" --config "$DSGPT2_DIR/db_raw.json" --collection "raw_$name"
+done
+$PYTHON tools/corpus_store.py stat --config "$DSGPT2_DIR/db_raw.json"

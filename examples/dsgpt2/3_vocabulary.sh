@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Draws documents from the database, trains a byte-level vocabulary with dsGPT2's special tokens on them, and tests it.
+source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
+
+mkdir -p "$DSGPT2_DIR/vocab/vocab_$VOCABULARY_SIZE"
+$PYTHON tools/corpus_store.py fetch --config "$DSGPT2_DIR/db.json" --nsample "${NSAMPLE:-$DOCUMENTS}" --num-process 2 \
+    --output-prefix "$DSGPT2_DIR/vocab/text"
+$PYTHON tools/train_tokenizer.py --input "$DSGPT2_DIR/vocab/text*.txt" --document-separator '\n' \
+    --output-prefix "$DSGPT2_DIR/vocab/vocab_$VOCABULARY_SIZE/demo" --vocab-size "$VOCABULARY_SIZE" --special-tokens dsgpt2
+$PYTHON tools/check_tokenizer.py --tokenizer-type GPT2BPETokenizer $TOKENIZER --text '안녕하세요 👍🏽' 'Iğdır İstanbul çok güzel' --require-exact

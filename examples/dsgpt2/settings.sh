@@ -1,0 +1,35 @@
+# Sourced by the scripts beside it: where everything lies, and the network. Any variable can be set before.
+#
+#   DSGPT2_DIR   folder of all files                      PYTHON     interpreter with the project installed
+#   RANKS        processes that train together            MODEL      112m, 112m_half or 345m, with flags that change it
+#   DATABASE     sqlite:///FILE or mongodb://host:27017   DOCUMENTS  generated documents of each collection
+#
+# The default network is a tiny one that two CPU cores train in a minute; MODEL=112m is dsGPT2's own.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+DSGPT2_DIR="${DSGPT2_DIR:-dsgpt2-demo}"
+PYTHON="${PYTHON:-python}"
+RANKS="${RANKS:-2}"
+DOCUMENTS="${DOCUMENTS:-2000}"
+DATABASE="${DATABASE:-sqlite:///$DSGPT2_DIR/corpus.db}"
+MODEL="${MODEL:-112m --truncated_len 80 --num-layers 2 --hidden-size 64 --num-attention-heads 4}"
+VOCABULARY_SIZE="${VOCABULARY_SIZE:-800}"
+
+VOCABULARY="--vocab_load_dir $DSGPT2_DIR/vocab --vocab_id_dir vocab_$VOCABULARY_SIZE"
+TOKENIZER="--vocab-file $DSGPT2_DIR/vocab/vocab_$VOCABULARY_SIZE/demo-vocab.json
+    --merge-file $DSGPT2_DIR/vocab/vocab_$VOCABULARY_SIZE/demo-merges.txt"
+LAUNCH="$PYTHON"
+[ "$RANKS" = 1 ] || LAUNCH="$PYTHON -m torch.distributed.run --standalone --nproc-per-node $RANKS"
+TRAIN="$LAUNCH ds_trainer.py --model_select $MODEL $VOCABULARY --ckpt_dir $DSGPT2_DIR/checkpoints
+    --deepspeed --deepspeed_config examples/dsgpt2/ds_config.json --micro-batch-size $((16 / RANKS))
+    --lr 4e-3 --adam-beta1 0.9 --adam-beta2 0.95 --lr-warmup-fraction 0.1"
+
+# write_config NAME COLLECTION...   makes $DSGPT2_DIR/NAME.json, which names collections of the database
+write_config() {
+    local name="$1" collections
+    shift
+    collections="$(printf '"%s", ' "$@")"
+    printf '{"MONGO_CONNECTION_STRING": "%s", "MONGO_CONNECTION_DB": "dsgpt2", "COLLECTIONS": [%s]}\n' \
+        "$DATABASE" "${collections%, }" >"$DSGPT2_DIR/$name.json"
+}
