@@ -11,7 +11,7 @@ depend on --documents and --seed alone.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,9 +51,10 @@ class DemoCorpusFlags(ConfigSection):
                 yield f"--{name.replace('_', '-')} {value} has no effect with --lang {self.lang}; remove it."
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool on the command line's flags."""
-    flags = parse_flags(DemoCorpusFlags, sys.argv[1:], prog="build_demo_corpus.py", description=__doc__ or "")
+    words = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(DemoCorpusFlags, words, prog="build_demo_corpus.py", description=__doc__ or "")
     if flags.lang == "tr":
         _write_turkish(flags)
         return 0

@@ -17,7 +17,7 @@ mkdir -p "$WORK_DIR"
 
 DOCUMENTS="${DOCUMENTS:-4000}"
 VOCAB_SIZE="${VOCAB_SIZE:-4000}"
-STEPS="${STEPS:-200}"
+STEPS="${STEPS:-400}"
 EPOCHS="${EPOCHS:-20}"
 NETWORK="${NETWORK:---num-layers 4 --hidden-size 192 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128}"
 NETWORK="$NETWORK --hidden-dropout 0 --attention-dropout 0"

@@ -34,13 +34,11 @@ def run_layouts(folder: Path) -> LayoutRuns:
     """
     corpus = write_tiny_corpus(folder)
     folders = {layout: folder / "x".join(map(str, layout)) for layout in LAYOUTS}
-    for ranks in (1, 4, 2, 8):  # the checkpoint is written by four
+    for ranks in (4, 1, 2, 8):  # the checkpoint is written by four
         found = [layout for layout in LAYOUTS if _ranks(layout) == ranks]
         runs = [_flags(corpus, layout, folders[layout]) for layout in sorted(found, key=lambda one: one != SAVING)]
-        if ranks == 4:
-            runs += [_continuation(corpus, layout, folders) for layout in LOADING if _ranks(layout) == ranks]
+        runs += [_continuation(corpus, layout, folders) for layout in LOADING if _ranks(layout) == ranks]
         _train(ranks, runs)
-    _train(1, [_continuation(corpus, LOADING[0], folders)])
     return LayoutRuns(
         {layout: read_steps(folders[layout] / "run") for layout in LAYOUTS},
         {layout: read_steps(folders[layout] / "continued") for layout in LOADING},

@@ -105,7 +105,7 @@ def run(folder: Path, commands: str) -> str:
         ["bash", "-euo", "pipefail", "-c", commands],
         cwd=folder,
         env={**os.environ, **_TINY, **job, "PATH": path, "HOME": str(folder), "PYTHON": "python"},
-        stdout=subprocess.PIPE if "DEVLOG" not in os.environ else open(os.environ["DEVLOG"], "w"),
+        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=550,

@@ -11,7 +11,7 @@ from tests.seeds.conftest import FineTuning
 pytestmark = pytest.mark.xdist_group("fine-tuning scenarios")  # one worker, so that the network is trained once
 
 
-def test_an_interrupted_fine_tuning_continues_by_the_same_command(fine_tuning: FineTuning) -> None:
+def test_001_7_an_interrupted_fine_tuning_continues_by_the_same_command(fine_tuning: FineTuning) -> None:
     (first, _), (second, _) = fine_tuning.outcomes
     assert (first, second) == (ExitCode.DONE, ExitCode.DONE)
     steps = read_steps(fine_tuning.run)
