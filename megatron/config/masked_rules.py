@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from megatron.config.flags.fields import flags_of
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.documents import DocumentConfig
 from megatron.config.sections.finetuning import FinetuningConfig
@@ -41,3 +43,19 @@ def foreign_problems(
     for option, (is_asked, reason) in asked.items():
         if is_asked and loss.objective == MASKED:
             yield f"{option} {reason}. Drop it."
+
+
+def masking_notices(loss: LossConfig, masking: MaskingConfig, values: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for every flag of masking that was set and changes nothing.
+
+    Args:
+        values: what was set, by "section.field".
+    """
+    for flag in flags_of(MaskingConfig):
+        value = values.get(f"masking.{flag.field}", flag.default)
+        if value == flag.default:
+            continue
+        if loss.objective != MASKED:
+            yield f"{flag.positive_name} {value} has no effect without --objective {MASKED}."
+        elif flag.field == "short_seq_prob" and masking.masked_samples != SENTENCES:
+            yield f"{flag.positive_name} {value} has no effect without --masked-samples {SENTENCES}."

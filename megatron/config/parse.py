@@ -21,7 +21,7 @@ from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED
 from megatron.config.flags.section import build_unchecked, missing_problems, relevant_problems
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.idle import idle_fields
-from megatron.config.masked_rules import foreign_problems, masked_problems
+from megatron.config.masked_rules import foreign_problems, masked_problems, masking_notices
 from megatron.config.request_rules import request_problems
 from megatron.config.run import DEFAULT, FILE, GIVEN, PRESET, RunRequest, cross_problems, sections_of
 from megatron.config.sections.model import ModelRequest
@@ -146,6 +146,7 @@ def parse(
     if problems:
         raise ConfigError(problems)
     notices += [*_ignored_notices(own, values), *_idle_notices(sections["model"], values)]
+    notices += masking_notices(sections["loss"], sections["masking"], values)
     return RunRequest(**sections, provenance=provenance, notices=tuple(notices))
 
 

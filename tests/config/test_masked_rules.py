@@ -41,3 +41,11 @@ def test_the_program_gives_the_objective_and_prefers_the_heads_of_bert() -> None
     assert read("--num-token-types 1 --tokenizer-type BertWordPieceCase") == ("masked", "BertWordPieceCase", True, 1)
     with pytest.raises(ConfigError, match="--objective causal was asked for, but this program is for --objective mask"):
         read("--objective causal")
+
+
+def test_flags_of_masking_that_change_nothing_are_named() -> None:
+    (notice,) = small("--mask-prob 0.2 --short-seq-prob 0.1").notices
+    assert notice == "--mask-prob 0.2 has no effect without --objective masked."
+    (notice,) = small(f"{MASKED} --masked-samples stream --short-seq-prob 0.5").notices
+    assert notice == "--short-seq-prob 0.5 has no effect without --masked-samples sentences."
+    assert small(f"{MASKED} --short-seq-prob 0.5").notices == ()

@@ -43,7 +43,7 @@ PROGRAMS = frozenset(
 )
 PROGRAM_FOLDERS = ("tools", "tasks", "examples")
 
-# The sub-packages of a package in import order; "." stands for the package's own modules.
+# The sub-packages of a package in import order; "." stands for the package's own modules, but for those named.
 SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.tokenizers": (".", "chat"),
     "megatron.data.datasets": ("examples", "sample", "masked", "."),
@@ -71,6 +71,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
     "megatron.evaluation": (".", "baselines", "tasks", "report"),
     "megatron.convert.hugging_face": ("table", "families", "."),
+    "megatron.convert.hugging_face.families": ("encoders", "."),
     "megatron.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
 }
 NEVER_BY_TRAINING = "corpus"  # imported by tools only

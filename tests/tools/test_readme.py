@@ -31,6 +31,7 @@ RUN_BY_THEIR_GUIDES = {
     "docs/masked_language_models.md": "test_masked_guide.py",
     "docs/prefix_lm.md": "test_prefix_guide.py",
     "docs/serving.md": "test_serving_guide.py",
+    "docs/tutorial_deepspeed.md": "../seeds/test_003_5.py",
 }
 LAUNCH_SCRIPTS = (
     "examples/pretrain_gpt.sh",

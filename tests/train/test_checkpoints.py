@@ -13,6 +13,7 @@ from megatron.checkpoint.background.writer import Outcome
 from megatron.checkpoint.record import Progress
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED
 from megatron.errors import CheckpointError, NumericsError, StorageError
+from megatron.observe.styles import megatron
 from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import checkpoints
 from megatron.train.checkpoints import hear_of_save, raise_failed_save, run_record, save_run
@@ -40,7 +41,9 @@ class Disk:
         lock: Any,
         after_commit: Any,
         beat: Any,
+        lines: Any,
     ) -> None:
+        assert lines is megatron.SAVE_LINES
         self.calls.append((directory, pieces, record, lock, after_commit))
         if self.refusals:
             self.refusals -= 1
@@ -87,6 +90,7 @@ def run_at(step: int, *, rank: int = 0, **control: Any) -> Any:
         validation=(step, 2.25),
         after_commit="after",
         watch=SimpleNamespace(beat=lambda: None),
+        report=SimpleNamespace(style=megatron),
     )
 
 

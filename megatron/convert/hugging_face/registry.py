@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.families.bert import BERT
 from megatron.convert.hugging_face.families.bloom import BLOOM
+from megatron.convert.hugging_face.families.encoders.bert import BERT
+from megatron.convert.hugging_face.families.encoders.roberta import ROBERTA
 from megatron.convert.hugging_face.families.gemma2 import GEMMA2
 from megatron.convert.hugging_face.families.gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from megatron.convert.hugging_face.families.gpt2 import GPT2
@@ -21,7 +22,6 @@ from megatron.convert.hugging_face.families.phi3 import PHI3
 from megatron.convert.hugging_face.families.qwen2 import QWEN2
 from megatron.convert.hugging_face.families.qwen3 import QWEN3
 from megatron.convert.hugging_face.families.qwen3_moe import QWEN3_MOE
-from megatron.convert.hugging_face.families.roberta import ROBERTA
 from megatron.convert.hugging_face.table.family import Family, Obstacle
 from megatron.errors import ConversionError
 

@@ -104,8 +104,6 @@ DONE_IN_CONFIG = {
     "make_vocab_size_divisible_by", "pad_vocab_size_to", "recompute_activations", "pp_partition_method",
     "override_lr_scheduler", "use_checkpoint_lr_scheduler", "data_impl", "config", "deepspeed", "recompute_granularity",
     "skip_train_iteration_range", "model_preset", "ckpt_step", "load_tag",
-    "mask_prob", "random_replace_prob", "unmask_replace_prob", "whole_word_masking", "masking_ngrams", "masked_samples",
-    "short_seq_prob",
     *(f"{split}_{kind}" for split in ("train", "valid", "test")
       for kind in ("weighted_split_paths", "weighted_split_paths_path", "data_path")),
 }  # fmt: skip

@@ -127,12 +127,13 @@ def test_a_tied_head_is_accepted_if_it_is_the_embedding(tiny_model: TinyModel, t
 def test_older_names_and_second_copies_of_encoders(tmp_path: Path) -> None:
     family = family_of({"model_type": "bert"})
     bias = torch.arange(5.0)
-    save_file({"bert.embeddings.LayerNorm.gamma": bias, "bert.embeddings.LayerNorm.beta": bias + 1,
-               "cls.predictions.bias": bias, "cls.predictions.decoder.bias": bias.clone()}, tmp_path / SINGLE_FILE)  # fmt: skip
+    norms = {f"bert.embeddings.LayerNorm.{name}": torch.ones(5) for name in ("gamma", "beta")}
+    biases = {"cls.predictions.bias": bias, "cls.predictions.decoder.bias": bias.clone()}
+    save_file({**norms, **biases}, tmp_path / SINGLE_FILE)
     stored = with_table_names(family, read_weight_files(tmp_path))
     norm = {"bert.embeddings.LayerNorm.weight", "bert.embeddings.LayerNorm.bias"}
     assert without_copies(family, stored, is_tied=True).keys() == {*norm, "cls.predictions.bias"}
-    save_file({"cls.predictions.bias": bias, "cls.predictions.decoder.bias": bias + 1}, tmp_path / SINGLE_FILE)
+    save_file({**biases, "cls.predictions.decoder.bias": bias + 1}, tmp_path / SINGLE_FILE)
     with pytest.raises(ConversionError, match=r"cls.predictions.decoder.bias is not cls.predictions.bias, of which"):
         without_copies(family, read_weight_files(tmp_path), is_tied=True)
 

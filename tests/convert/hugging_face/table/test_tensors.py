@@ -105,7 +105,7 @@ def test_each_kind_of_rule(
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_a_table_moves_every_element_to_one_place(family: Family) -> None:
-    """In a small network of each family no element of ours is lost, and no row of theirs stays empty but for unused ones."""
+    """In a small network of each family no element of ours is lost; only unused rows of theirs stay empty."""
     (config, *_) = (config for config in PUBLISHED.values() if family_of(config) is family)
     shapes = {
         name: tuple(_small(size, place, len(shape), name) for place, size in enumerate(shape))

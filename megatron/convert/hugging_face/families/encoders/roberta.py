@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.convert.hugging_face.families.bert import ENCODER_FIELDS, check_masked_head, encoder_tensors
+from megatron.convert.hugging_face.families.encoders.bert import ENCODER_FIELDS, check_masked_head, encoder_tensors
 from megatron.convert.hugging_face.table.family import Family
 from megatron.convert.hugging_face.table.fields import Constant, Entries, Functions, Mapped, Same
 from megatron.convert.hugging_face.table.tensors import Part, TensorRule

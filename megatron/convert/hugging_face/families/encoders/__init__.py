@@ -1,0 +1,1 @@
+"""Families of encoders: attention in both directions, and heads for masked tokens."""
