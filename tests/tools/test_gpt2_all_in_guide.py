@@ -1,4 +1,4 @@
-"""The commands of docs/seeds/gpt2_all_in.md, run in their order with a smaller cpu.json; and what the page says of fields."""
+"""The commands of docs/seeds/gpt2_all_in.md, run in their order with a smaller cpu.json; its fields; the dev corpus."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from examples.gpt2_all_in import dev_corpus
 from megatron.config.flags.fields import flags_of
 from megatron.config.programs.all_in_one import AllInOneTrainer
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.all_in_one import MODEL
 from tests.helpers.programs import forking_python
 
@@ -40,6 +43,15 @@ def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
     assert len(list((tmp_path / "logs").glob("SFT/*/hf/iter_*/model.safetensors"))) == 1
     assert "resumed archive/" in output and "epoch 2/2 is complete" in output
     assert len((tmp_path / "texts.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_shipped_corpus_is_what_the_page_says() -> None:
+    data = ROOT / "examples" / "gpt2_all_in" / "data"
+    tokenizer = build_tokenizer(TokenizerChoice("GPT2BPETokenizer", str(data / "vocab.json"), str(data / "merges.txt")))
+    corpus = IndexedDataset(str(data / "dev_text_document"))
+    assert f"{len(corpus):,} documents" in GUIDE and f"vocabulary of {tokenizer.vocab_size:,}" in GUIDE
+    assert tokenizer.decode(corpus[0].tolist()).startswith("# ")
+    assert len(list(dev_corpus.sections())) > 1000, "the program that makes it anew finds its texts"
 
 
 @pytest.mark.parametrize("name", sorted({flag.field for flag in flags_of(AllInOneTrainer)} - INTERVALS))
