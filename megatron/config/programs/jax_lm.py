@@ -78,6 +78,7 @@ class JaxLmFlags(ProgramFlags):
                     )
 
     def words(self) -> list[str]:
+        """The trainer's command line that these flags stand for."""
         pairs = {
             "model-preset": _PRESETS.get(self.model_config_name, self.model_config_name),
             "train-data-path": self.train_dataset_paths,
