@@ -2,9 +2,9 @@
 
     python tools/export_hf.py --load checkpoints/llama --output Llama-mine --dtype bfloat16
 
-The directory loads offline with AutoModelForCausalLM and AutoTokenizer. Its proof.json compares the logits of our
-network and of transformers in float32; if they are not equal, nothing is written. A model that does not fit into memory
-twice in float32 is compared by its first layers (--proof-layers).
+The directory loads offline with AutoModelForCausalLM (an encoder with AutoModelForMaskedLM) and AutoTokenizer. Its
+proof.json compares the logits of our network and of transformers in float32; if they are not equal, nothing is written.
+A model that does not fit into memory twice in float32 is compared by its first layers (--proof-layers).
 """
 
 from __future__ import annotations

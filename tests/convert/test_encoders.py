@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from megatron.config import ModelConfig
+import pretrain_bert
+from megatron.config import ModelConfig, parse
 from megatron.convert.hugging_face.importing import ImportRequest, import_model
 from megatron.inference.weights import load_weights
 from megatron.model.interface.network import LayerStack
@@ -149,3 +151,15 @@ def relative(mine: Outputs, reference: Outputs) -> float:
     """The largest difference as a share of the largest value."""
     assert len(mine) == len(reference)
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, reference, strict=True))
+
+
+def test_the_guides_command_continues_an_imported_encoder(models: Callable[[str], tuple[Path, Path]]) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "hugging_face.md").read_text()
+    command = text.partition("## Encoders")[2].partition("```bash\n")[2].partition("```")[0]
+    _, imported = models("roberta")
+    words = shlex.split(command.replace("\\\n", " ").replace("checkpoints/roberta", str(imported)))
+    assert words[:2] == ["python", "pretrain_bert.py"]
+    words[words.index("--seq-length") + 1] = "64"
+    request = parse(words[2:], decided={"loss.objective": "masked"}, defaults=pretrain_bert.BERT)
+    assert (request.model.hidden_size, request.model.sentence_order_head, request.model.token_types) == (48, False, 1)
+    assert request.data.tokenizer_type == "PretrainedFromHF"

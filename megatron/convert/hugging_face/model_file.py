@@ -21,6 +21,7 @@ from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
 MODEL_FILE = "model.yaml"
 
 _ALWAYS = ("max_position_embeddings",)  # its default comes from another section, the length of a sample
+_ALWAYS_OF_ENCODERS = ("masked_lm_head", "sentence_order_head")  # pretrain_bert.py has both unless it is told otherwise
 _USUAL_TOKENS = 1024  # of a sample, where the model has that many positions
 
 
@@ -80,7 +81,7 @@ def model_flags(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenize
             continue
         value = getattr(model, flag.field)
         is_usual = value is None or (not flag.required and value == _usual_value(flag, model))
-        if flag.field in _ALWAYS or not is_usual:
+        if flag.field in _ALWAYS or (model.bidirectional and flag.field in _ALWAYS_OF_ENCODERS) or not is_usual:
             yield flag.field.replace("_", "-"), value
     if model.bidirectional:
         yield "objective", MASKED

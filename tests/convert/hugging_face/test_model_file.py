@@ -42,6 +42,13 @@ def test_the_flags_give_the_network_back(name: str, choice: TokenizerChoice, tmp
     assert TokenizerChoice.of(request.data) == choice
 
 
+def test_an_encoder_names_its_program_and_its_heads(choice: TokenizerChoice) -> None:
+    model = family_of(PUBLISHED["RoBERTa base"]).read_config(PUBLISHED["RoBERTa base"])
+    lines = model_file_text(model, choice, build_tokenizer(choice), "Imported from here.").splitlines()
+    assert lines[1].startswith("# Flags of pretrain_bert.py")
+    assert {"masked-lm-head: true", "sentence-order-head: false", 'objective: "masked"'} <= set(lines)
+
+
 def test_a_record_without_training(choice: TokenizerChoice, tmp_path: Path) -> None:
     config = {**PUBLISHED["Llama 3.2 1B"], "vocab_size": TOKENS}
     model, tokenizer = family_of(config).read_config(config), build_tokenizer(choice)
