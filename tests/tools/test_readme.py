@@ -77,6 +77,8 @@ def check(command: list[str]) -> None:
             parse(rest if "--config" not in rest else with_a_model_file(rest))
             return
         if word.endswith("pretrain_bert.py"):
+            if "--config" in rest:
+                rest = [*with_a_model_file(rest), "--bert-no-binary-head"]
             parse(rest, decided={"loss.objective": "masked"}, defaults=pretrain_bert.BERT)
             return
         if re.fullmatch(r"(tools|tasks|tasks/eval_harness|benchmarks|examples)/\w+\.py", word):
