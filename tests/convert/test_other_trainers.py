@@ -18,6 +18,7 @@ LLAMA = (
     *("--swiglu", "--no-add-bias-linear", "--position-embedding-type", "rope", "--normalization", "RMSNorm"),
     *("--untie-embeddings-and-output-weights", "--hidden-dropout", "0", "--attention-dropout", "0"),
 )
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def program(heading: str) -> str:
@@ -37,6 +38,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(heading: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _LAUNCHED:  # left by a run in this process; accelerate would join a process group and never leave it
+        monkeypatch.delenv(name, raising=False)
     path = folder / "program.py"
     path.write_text(program(heading))
     monkeypatch.chdir(folder)

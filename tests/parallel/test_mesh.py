@@ -19,13 +19,6 @@ from tests.helpers.ranks import RankFailure, run_ranks
 MINUTE = timedelta(minutes=1)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_joined() -> None:
-    """Leaves the process group that a test of another file may have left in this process."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 # Every axis larger than 1, and one that the package does not know.
 FULL = (
     AxisSize("pp", 3, "stage"),
