@@ -18,6 +18,10 @@ settings.load_profile("untimed")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
+# Workers share the cores: with a thread of each for every core, they spend most of their time waiting for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Where an environment variable asks Python to write no bytecode, each of the many processes of the suite would compile
 # torch again, 5 s instead of 2.5. So bytecode is kept after all, but not beside the sources.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
