@@ -1,5 +1,5 @@
 # Shortcuts for the commands in README and CONTRIBUTING; installing and training need none of them.
-.PHONY: quickstart test check doctor register-jupyter tensorboard-remote
+.PHONY: quickstart test check doctor tensorboard-remote
 
 quickstart:
 	bash examples/quickstart.sh
@@ -12,10 +12,6 @@ check:
 
 doctor:
 	python tools/doctor.py
-
-# Makes this environment a kernel of Jupyter, for examples/gpt2_all_in/demo.ipynb.
-register-jupyter:
-	python -m ipykernel install --user --name=trident
 
 # Shows the TensorBoard of another machine at http://localhost:16006: make tensorboard-remote ip=192.0.2.7 user=ubuntu
 user ?= ubuntu

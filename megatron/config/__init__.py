@@ -7,6 +7,9 @@ from megatron.config.flags.blends import WeightedGroup, WeightedPath
 from megatron.config.flags.command_line import parse_flags
 from megatron.config.flags.fields import flag
 from megatron.config.flags.section import ConfigSection
+from megatron.config.objective.finetuning import FinetuningConfig
+from megatron.config.objective.loss import LossConfig
+from megatron.config.objective.masking import MaskingConfig
 from megatron.config.parse import parse
 from megatron.config.resolve import Machine, TokenizerFacts, resolve, resolve_epochs
 from megatron.config.resume import check_resume
@@ -14,13 +17,11 @@ from megatron.config.run import RunConfig, RunRequest
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
-from megatron.config.sections.finetuning import FinetuningConfig
-from megatron.config.sections.loss import LossConfig
-from megatron.config.sections.masking import MaskingConfig
+from megatron.config.sections.kernels import KernelConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
-from megatron.config.sections.precision import KernelConfig, PrecisionConfig
+from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
 from megatron.config.sections.safety import SafetyConfig, SafetyRequest

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.flags.fields import flags_of
+from megatron.config.objective.finetuning import FinetuningConfig
+from megatron.config.objective.loss import MASKED, LossConfig
+from megatron.config.objective.masking import SENTENCES, MaskingConfig
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.documents import DocumentConfig
-from megatron.config.sections.finetuning import FinetuningConfig
-from megatron.config.sections.loss import MASKED, LossConfig
-from megatron.config.sections.masking import SENTENCES, MaskingConfig
 from megatron.config.sections.model import ModelRequest
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron.config.flags.blends import shown_split
+from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import (
     SENTENCEPIECE_TOKENIZERS,
@@ -12,7 +13,6 @@ from megatron.config.sections.data import (
     WORDPIECE_TOKENIZERS,
     DataConfig,
 )
-from megatron.config.sections.finetuning import FinetuningConfig
 from megatron.config.sections.optim import OptimRequest
 
 

@@ -14,16 +14,17 @@ from megatron.config.architecture.positions import LEARNED
 from megatron.config.flags.fields import flags_of
 from megatron.config.flags.section import ConfigSection
 from megatron.config.layout import heads_problems, stages_problems, widths_problems
+from megatron.config.objective.finetuning import FinetuningConfig
+from megatron.config.objective.loss import MASKED, LossConfig
+from megatron.config.objective.masking import MaskingConfig
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
-from megatron.config.sections.finetuning import FinetuningConfig
-from megatron.config.sections.loss import MASKED, LossConfig
-from megatron.config.sections.masking import MaskingConfig
+from megatron.config.sections.kernels import KernelConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
-from megatron.config.sections.precision import KernelConfig, PrecisionConfig
+from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
 from megatron.config.sections.safety import SafetyConfig, SafetyRequest

@@ -27,8 +27,8 @@ from megatron.config import (
     resolve,
     resolve_epochs,
 )
+from megatron.config.objective.loss import MASKED
 from megatron.config.schedule import is_done, planned_samples
-from megatron.config.sections.loss import MASKED
 from megatron.data.datasets.build import (
     SplitDatasets,
     build_split_datasets,

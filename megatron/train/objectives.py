@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron.config import RunConfig
-from megatron.config.sections.loss import MASKED, MULTITASK, PREFIX, SAMPLES
-from megatron.config.sections.masking import SENTENCES
+from megatron.config.objective.loss import MASKED, MULTITASK, PREFIX, SAMPLES
+from megatron.config.objective.masking import SENTENCES
 from megatron.data.datasets.build import SplitDatasets
 from megatron.data.datasets.masked.options import MaskedOptions
 from megatron.data.datasets.prefix import PrefixDataset

@@ -59,7 +59,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "cleaning",
         ".",
     ),
-    "megatron.config": ("flags", "architecture", "sections", "files", ".", "programs"),
+    "megatron.config": ("flags", "architecture", "objective", "sections", "files", ".", "programs"),
     "megatron.observe": ("naming", ".", "styles", "sync"),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),

@@ -48,7 +48,7 @@ def _texts(checkpoints: Path, folder: Path, *flags: str) -> list[list[int]]:
     return [record["tokens"] for record in _sample(checkpoints, folder, *flags)]
 
 
-def test_temperature_zero_is_greedy_and_others_are_not(checkpoints: Path, tmp_path: Path) -> None:
+def test_002_6_temperature_zero_is_greedy_and_others_are_not(checkpoints: Path, tmp_path: Path) -> None:
     greedy = _texts(checkpoints, tmp_path, "--greedy")
     assert _texts(checkpoints, tmp_path, "--temperature", "0") == greedy
     assert _texts(checkpoints, tmp_path, "--temperature", "0", "--seed", "7") == greedy

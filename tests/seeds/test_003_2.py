@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.config.sections.masking import DOCUMENTS, MaskingConfig
+from megatron.config.objective.masking import DOCUMENTS, MaskingConfig
 from megatron.data.datasets.masked.tokens import hide_tokens, sample_numbers
 from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
 from tests.seeds.hello_deepspeed import Alone, newest, steps

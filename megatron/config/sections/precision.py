@@ -1,4 +1,4 @@
-"""The number format of weights and activations, the loss scaling of float16, and which kernels compute with it."""
+"""The number format of weights and activations, and the loss scaling that float16 needs."""
 
 from __future__ import annotations
 
@@ -29,21 +29,3 @@ class PrecisionConfig(ConfigSection):
     def problems(self) -> Iterator[str]:
         if self.fp16 and self.bf16:
             yield "--fp16 and --bf16 are both given. A run has one dtype; drop one of them."
-
-
-@dataclass(frozen=True)
-class KernelConfig(ConfigSection):
-    """Fusions that may be switched; those of upstream are accepted and have no effect."""
-
-    fused_attention: bool = flag(
-        True,
-        "attention without an s x s matrix of probabilities in memory; without documents or windows, turning it off "
-        "keeps that matrix, for comparison",
-    )
-
-    bias_dropout_fusion: bool = flag(
-        True, "fused bias, dropout and residual", ignored="PyTorch picks the kernel for this operation"
-    )
-    masked_softmax_fusion: bool = flag(
-        True, "fused masked softmax", ignored="attention is one call of PyTorch's scaled_dot_product_attention"
-    )

@@ -12,7 +12,7 @@ from megatron import __version__
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import Machine, ModelConfig, TokenizerFacts, parse, resolve
 from megatron.config.flags.fields import Flag, flags_of
-from megatron.config.sections.loss import MASKED
+from megatron.config.objective.loss import MASKED
 from megatron.config.sections.model import ModelRequest
 from megatron.data.order.plan import DataPlan
 from megatron.tokenizers.record import TokenizerRecord

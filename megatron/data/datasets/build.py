@@ -12,7 +12,7 @@ import numpy as np
 from megatron import log
 from megatron.config import DataConfig, WeightedGroup
 from megatron.config.flags.blends import read_blend, shown_split
-from megatron.config.sections.loss import CAUSAL
+from megatron.config.objective.loss import CAUSAL
 from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
 from megatron.data.datasets.examples.options import ExampleOptions
 from megatron.data.datasets.examples.tokens import TokenizedExamples

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.config.sections.loss import CAUSAL, MASKED, MULTITASK, PREFIX
+from megatron.config.objective.loss import CAUSAL, MASKED, MULTITASK, PREFIX
 from megatron.data.datasets.copied_prompts import CopiedPrompts
 from megatron.data.datasets.examples.files import example_files, files_fingerprint, names_example_files
 from megatron.data.datasets.examples.options import ExampleOptions

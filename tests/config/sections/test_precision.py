@@ -1,13 +1,11 @@
-"""The training dtype and its loss scale, and switches of fused kernels."""
+"""The training dtype and its loss scale."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron.config import KernelConfig, PrecisionConfig
-from megatron.config.flags.fields import flags_of
+from megatron.config import PrecisionConfig
 from megatron.errors import ConfigError
-from tests.config.command_lines import small
 
 
 @pytest.mark.parametrize(
@@ -28,12 +26,3 @@ def test_a_run_has_one_dtype() -> None:
 def test_bounds_of_the_loss_scale(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')} {value} is out of range"):
         PrecisionConfig(**{field: value})
-
-
-def test_every_switch_explains_why_it_has_no_effect() -> None:
-    assert all(flag.facts.ignored and flag.default is True for flag in flags_of(KernelConfig))
-
-
-def test_switching_a_fusion_off_gives_a_notice() -> None:
-    (notice,) = small("--no-bias-dropout-fusion").notices
-    assert notice == "--no-bias-dropout-fusion is accepted and ignored: PyTorch picks the kernel for this operation."

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.config.sections.finetuning import FinetuningConfig
-from megatron.config.sections.loss import CAUSAL, LossConfig
+from megatron.config.objective.finetuning import FinetuningConfig
+from megatron.config.objective.loss import CAUSAL, LossConfig
 from megatron.tokenizers.chat import ChatTemplate, load_chat_template, tokenizer_folder
 from megatron.tokenizers.tokenizer import TokenizerFlags
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron.config.sections.masking import SENTENCES, STREAM
+from megatron.config.objective.masking import SENTENCES, STREAM
 from megatron.data.datasets.masked.options import MaskedOptions
 from megatron.data.datasets.masked.sentences import SentenceFile
 from megatron.data.datasets.masked.texts import MaskedRows, TextRows

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.config.sections.loss import MASKED, LossConfig
-from megatron.config.sections.masking import SENTENCES, MaskingConfig
+from megatron.config.objective.loss import MASKED, LossConfig
+from megatron.config.objective.masking import SENTENCES, MaskingConfig
 from megatron.data.order.sentence_map import SentenceRules
 from megatron.errors import ConfigError
 

@@ -12,7 +12,7 @@ from bisect import bisect_right
 
 import numpy as np
 
-from megatron.config.sections.masking import MaskingConfig
+from megatron.config.objective.masking import MaskingConfig
 from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
 
 

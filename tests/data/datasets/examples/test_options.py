@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.sections.finetuning import FinetuningConfig
-from megatron.config.sections.loss import LossConfig
+from megatron.config.objective.finetuning import FinetuningConfig
+from megatron.config.objective.loss import LossConfig
 from megatron.data.datasets.examples.options import ExampleOptions
 from megatron.tokenizers.tokenizer import TokenizerChoice
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.sections.finetuning import FinetuningConfig
+from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.errors import ConfigError
 
 
