@@ -1,5 +1,5 @@
 # Shortcuts for the commands in README and CONTRIBUTING; installing and training need none of them.
-.PHONY: quickstart test check doctor tensorboard-remote
+.PHONY: quickstart test check doctor
 
 quickstart:
 	bash examples/quickstart.sh
@@ -12,9 +12,3 @@ check:
 
 doctor:
 	python tools/doctor.py
-
-# Shows the TensorBoard of another machine at http://localhost:16006: make tensorboard-remote ip=192.0.2.7 user=ubuntu
-user ?= ubuntu
-tensorboard-remote:
-	@test -n "$(ip)" || { echo "give the machine: make tensorboard-remote ip=192.0.2.7"; exit 64; }
-	ssh -N -f -L localhost:16006:localhost:6006 "$(user)@$(ip)"

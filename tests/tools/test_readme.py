@@ -45,6 +45,7 @@ SHELL_FILES = (
     "examples/pretrain_bert.sh",
     "examples/quickstart.sh",
     "examples/chat.sh",
+    "examples/turkish/run.sh",
     "examples/environment.sh",
     "tests/run.sh",
     "tests/check.sh",
