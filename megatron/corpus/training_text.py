@@ -22,7 +22,7 @@ from megatron.corpus.vocabulary.learning import byte_level_files, texts_of, trai
 from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import storage_error, write_atomically
 from megatron.data.order.index_cache import wait_for_lock
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import TokenizerChoice
 
 ROBERTA_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
@@ -35,7 +35,7 @@ _LINES = "\n"
 def prepare_text(dataset: str | None, tokenizer: str | None, folder: Path) -> None:
     """Writes `train_text_document.bin`, `.idx` and, unless a tokenizer is given, `tokenizer.json` into a folder.
 
-    What is there already is kept, unless the dataset has changed since.
+    What is there already is kept, for the experiments that were trained on it.
 
     Args:
         dataset: .txt with a document on each line, jsonl or Parquet with a column `text`, a folder of such files, an
@@ -43,8 +43,8 @@ def prepare_text(dataset: str | None, tokenizer: str | None, folder: Path) -> No
         tokenizer: what --tokenizer-name-or-path takes; None to learn byte-level BPE with RoBERTa's special tokens.
 
     Raises:
-        ConfigError: there is no such dataset or tokenizer.
-        DataError: the dataset cannot be read.
+        ConfigError: there is no such dataset or tokenizer, or the folder holds an earlier state of the dataset.
+        DataError: the dataset cannot be read, or is too short to learn a tokenizer from.
         StorageError: the folder cannot be written.
     """
     try:
@@ -57,9 +57,13 @@ def prepare_text(dataset: str | None, tokenizer: str | None, folder: Path) -> No
         inputs = _inputs(dataset, folder)
         state = {"dataset": dataset, "tokenizer": tokenizer, "files": _states(inputs)}
         record = folder / _RECORD
-        if record.is_file() and json.loads(record.read_text()) == state:
-            return
-        record.unlink(missing_ok=True)
+        if record.is_file():
+            if json.loads(record.read_text()) == state:
+                return
+            raise ConfigError(
+                f"--dataset {dataset} has changed since it was prepared in {folder}, which earlier experiments go on "
+                f"with. Begin in another --checkpoint_dir, or delete {folder} if none of them is to be continued."
+            )
         check_inputs(inputs, ("text",))
         log.info(f"preparing {dataset or 'the texts that come with Python'} in {folder}")
         if tokenizer is None:
@@ -104,7 +108,13 @@ def _learn_tokenizer(inputs: tuple[str, ...], path: Path) -> None:
     size = total_bytes(inputs)
     share = min(1.0, _LEARNT_FROM_BYTES / size) if size else 1.0
     texts = texts_of(inputs, ("text",), share, False, None, _LINES)
-    vocabulary, merges = train_byte_level(texts, _ENTRIES, special=ROBERTA_TOKENS)
+    try:
+        vocabulary, merges = train_byte_level(texts, _ENTRIES, special=ROBERTA_TOKENS)
+    except DataError as failure:
+        raise DataError(
+            f"{', '.join(inputs)}: the text is too short to learn a tokenizer from. Give more of it (--dataset), or a "
+            "--tokenizer."
+        ) from failure
     _write(path, byte_level_files(vocabulary, merges, ROBERTA_TOKENS)["-tokenizer.json"])
 
 

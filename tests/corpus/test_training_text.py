@@ -11,7 +11,7 @@ import pytest
 from megatron.corpus import training_text
 from megatron.corpus.training_text import ROBERTA_TOKENS, prepare_text
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
 TEXTS = [f"the {color} house has {number} windows" for color in ("red", "blue") for number in ("two", "four", "six")]
@@ -41,15 +41,23 @@ def test_each_line_of_a_text_file_is_a_document(lines: Path, tmp_path: Path) -> 
     assert [(token["id"], token["content"]) for token in added] == list(enumerate(ROBERTA_TOKENS))
 
 
-def test_what_is_there_is_kept_until_the_dataset_changes(lines: Path, tmp_path: Path) -> None:
+def test_what_is_there_is_kept_and_a_changed_dataset_is_refused(lines: Path, tmp_path: Path) -> None:
     folder = tmp_path / "prepared"
     prepare_text(str(lines), None, folder)
     made_at = (folder / "train_text_document.bin").stat().st_mtime_ns
     prepare_text(str(lines), None, folder)
     assert (folder / "train_text_document.bin").stat().st_mtime_ns == made_at
     lines.write_text("\n".join(TEXTS[:2]) + "\n")
-    prepare_text(str(lines), None, folder)
-    assert decoded(folder, str(folder / "tokenizer.json")) == TEXTS[:2]
+    with pytest.raises(ConfigError, match="houses.txt has changed since it was prepared in .*prepared"):
+        prepare_text(str(lines), None, folder)
+    assert decoded(folder, str(folder / "tokenizer.json")) == TEXTS
+
+
+def test_a_text_that_is_too_short_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "word.txt"
+    path.write_text("a\n")
+    with pytest.raises(DataError, match="word.txt: the text is too short to learn a tokenizer from"):
+        prepare_text(str(path), None, tmp_path / "prepared")
 
 
 def test_jsonl_is_read_with_a_given_tokenizer(lines: Path, tmp_path: Path) -> None:

@@ -200,9 +200,18 @@ class AllInOneFlags(ProgramFlags):
 
     @property
     def path(self) -> Path:
-        """The configuration file: as given, or of that name in the example's `configs`."""
-        given = Path(self.config)
-        return given if given.exists() or given.is_absolute() else _EXAMPLE / "configs" / given
+        """The configuration file: as given, or of that name in the example's `configs`.
+
+        Raises:
+            ConfigError: it is in neither place.
+        """
+        given, shipped = Path(self.config), _EXAMPLE / "configs"
+        if given.exists() or given.is_absolute():
+            return given
+        if not (shipped / given).exists():
+            names = ", ".join(sorted(path.name for path in shipped.glob("*.json")))
+            raise ConfigError(f"--config {given} is neither here nor in {shipped}, which has {names}.")
+        return shipped / given
 
     def wanted_device(self) -> str:
         """What the file says of the device: auto, cpu or cuda."""
@@ -298,6 +307,10 @@ def _resumed_words(run: Path) -> list[str]:
     """The words of a run that goes on in its folder, wherever that lies now."""
     if not (run / "config.json").is_file():
         raise ConfigError(f"--resume {run} is not the folder of a run: it holds no config.json.")
+    if not (run / "ckpt").is_dir():
+        raise ConfigError(
+            f"--resume {run} is not a run of train.py: it holds no ckpt. Continue it with its own program."
+        )
     saved = str(run / "ckpt")
     return [
         *("--config", str(run / "config.json"), "--run-dir", str(run), "--tensorboard-dir", str(run / "tb")),

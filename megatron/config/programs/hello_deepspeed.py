@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,10 @@ class HelloDeepSpeedFlags(ProgramFlags):
     local_rank: int = flag(
         -1, "number of the GPU to train on; -1 leaves the choice to the program", at_least=-1, spelled=("--local_rank",)
     )
+
+    def complete(self) -> None:
+        if self.dataset is not None and os.path.exists(self.dataset):
+            self.set_derived("dataset", os.path.abspath(self.dataset))  # an experiment goes on from any folder
 
     def problems(self) -> Iterator[str]:
         if (self.checkpoint_dir is None) == (self.load_checkpoint_dir is None):
@@ -203,9 +208,11 @@ def continued(flags: HelloDeepSpeedFlags) -> HelloDeepSpeedFlags:
             f"--load_checkpoint_dir {flags.load_checkpoint_dir} holds no {HPARAMS}. Give the folder of one experiment, "
             "not the --checkpoint_dir that it was made in."
         )
-    saved = read_json(str(path), f"--load_checkpoint_dir {flags.load_checkpoint_dir}")
+    saved = read_json(str(path), str(path))
+    if not isinstance(saved, dict):
+        raise ConfigError(f"{path} holds a {type(saved).__name__}, not the flags of an experiment by name.")
     known = {entry.field: entry for entry in flags_of(type(flags)) if entry.field not in _PLACES}
-    unknown = sorted(set(saved) - set(known)) if isinstance(saved, dict) else [json.dumps(saved)[:80]]
+    unknown = sorted(set(saved) - set(known))
     if unknown:
         raise ConfigError(
             f"{path} holds {', '.join(unknown)}, which is no flag of this program. Use the program that made the "
@@ -220,7 +227,7 @@ def continued(flags: HelloDeepSpeedFlags) -> HelloDeepSpeedFlags:
             problems.append(f'{path}: "{name}" {failure.problems[0]}')
             continue
         asked = getattr(flags, name)
-        if asked == known[name].default:
+        if name not in flags.given:
             taken[name] = value
         elif name not in _MAY_CHANGE and asked != value:
             problems.append(

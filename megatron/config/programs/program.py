@@ -22,11 +22,20 @@ from megatron.errors import ConfigError
 from megatron.secret_text import reveal
 
 _OWN = "own."
+_GIVEN = "_given"
 
 
 @dataclass(frozen=True)
 class ProgramFlags(ConfigSection, ABC):
     """A program's own flags."""
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The fields that the command line set; without one, those that differ from their defaults."""
+        read = vars(self).get(_GIVEN)
+        if read is not None:
+            return read  # type: ignore[no-any-return]
+        return frozenset(entry.field for entry in flags_of(type(self)) if getattr(self, entry.field) != entry.default)
 
     @abstractmethod
     def words(self) -> list[str]:
@@ -71,6 +80,7 @@ def read_program(cls: type[Flags], argv: Sequence[str], prog: str, description: 
     ]
     if problems:
         raise ConfigError(problems)
+    instance.set_derived(_GIVEN, frozenset(values))
     words = [_as_written(option, given) for name, option, given in reading.occurrences if name in trainer]
     return instance, [word for group in words for word in group]
 

@@ -29,6 +29,9 @@ _MOST_SHOWN = 300
 class Place(Protocol):
     """A directory that receives files; paths are relative to it and contain no `..`."""
 
+    def is_inside(self, folder: Path) -> bool:
+        """Whether it is a folder of this machine, or lies in it."""
+
     def digests(self, folder: PurePosixPath, names: Sequence[str]) -> dict[str, str]:
         """The SHA-256 of those of the named files that are there.
 
@@ -65,6 +68,10 @@ class DirectoryPlace:
 
     def __str__(self) -> str:
         return str(self.root)
+
+    def is_inside(self, folder: Path) -> bool:
+        """Whether it is a folder, or lies in it."""
+        return self.root.resolve().is_relative_to(folder.resolve())
 
     def digests(self, folder: PurePosixPath, names: Sequence[str]) -> dict[str, str]:
         """The SHA-256 of the files that are there."""
@@ -120,6 +127,10 @@ class RemotePlace:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.root}"
+
+    def is_inside(self, folder: Path) -> bool:
+        """No: it is on another machine."""
+        return False
 
     def digests(self, folder: PurePosixPath, names: Sequence[str]) -> dict[str, str]:
         """The SHA-256 of the files that are there, computed there."""
@@ -185,6 +196,8 @@ def place_of(text: str) -> DirectoryPlace | RemotePlace:
     if "://" in text:
         raise ConfigError(f"--to {text} is an address of another kind. Give a directory, or user@host:path.")
     found = _REMOTE.fullmatch(text)
+    if found is None and text.startswith("-"):
+        raise ConfigError(f"--to {text} begins like an option. Give user@host:path, or a directory as ./{text}.")
     if found is None:
         return DirectoryPlace(Path(text))
     host = found.group("host")

@@ -45,7 +45,7 @@ def copy_run(run: Path, place: Place, say: Callable[[str], None] = lambda text: 
         say: is told every checkpoint that was sent.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no such folder, or the place lies in it.
         CheckpointError: the place holds another checkpoint of the same step.
         DamagedError: a checkpoint is not what its manifest says.
         StorageError: the place cannot be read or written, or what arrived is not what was sent.
@@ -53,6 +53,8 @@ def copy_run(run: Path, place: Place, say: Callable[[str], None] = lambda text: 
     run = run.resolve()
     if not run.is_dir():
         raise ConfigError(f"{run} is not a folder. Give the folder of a run, such as logs/NAME.")
+    if place.is_inside(run):
+        raise ConfigError(f"{place} lies in {run}, which is to be copied. Give a directory outside of it.")
     target = PurePosixPath(run.name)
     checkpoints: list[str] = []
     files: list[str] = []

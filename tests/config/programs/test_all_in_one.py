@@ -137,7 +137,7 @@ def test_what_is_refused_names_file_key_and_what_is_allowed(tmp_path: Path, tree
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"--config .*configs/tpu.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"--config tpu.json is neither here nor in .*configs, which has cpu.json"):
         AllInOneFlags(config="tpu.json").words()
 
 
@@ -147,6 +147,9 @@ def test_a_run_goes_on_in_its_folder_wherever_that_is(tmp_path: Path) -> None:
         AllInOneFlags(resume=str(run)).words()
     run.mkdir()
     (run / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not a run of train.py: it holds no ckpt"):
+        AllInOneFlags(resume=str(run)).words()
+    (run / "ckpt").mkdir()
     words = AllInOneFlags(resume=str(run)).words()
     pairs = dict(zip(words[::2], words[1::2], strict=True))
     assert pairs["--load"] == pairs["--save"] == str(run / "ckpt") and pairs["--config"] == str(run / "config.json")

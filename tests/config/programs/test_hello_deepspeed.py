@@ -122,6 +122,26 @@ def test_an_experiment_is_continued_with_its_own_flags(experiment: Path, asked: 
 def test_an_experiment_keeps_its_shape(experiment: Path) -> None:
     with pytest.raises(ConfigError, match="--h_dim 64 was given, and the experiment in .* has 32"):
         continued(read("--load_checkpoint_dir", str(experiment), "--h_dim", "64")[0])
+    with pytest.raises(ConfigError, match="--h_dim 256 was given, and the experiment in .* has 32"):
+        continued(
+            read("--load_checkpoint_dir", str(experiment), "--h_dim", "256")[0]
+        )  # the default, but it was asked for
+
+
+def test_a_flag_that_is_given_counts_though_it_is_the_default(experiment: Path) -> None:
+    hparams = json.loads((experiment / "hparams.json").read_text())
+    (experiment / "hparams.json").write_text(json.dumps({**hparams, "log_every": 2}))
+    words = ("--load_checkpoint_dir", str(experiment))
+    assert continued(read(*words)[0]).log_every == 2
+    assert continued(read(*words, "--log_every", "10")[0]).log_every == 10
+
+
+def test_a_dataset_is_found_from_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text("a text")
+    monkeypatch.chdir(tmp_path)
+    own, _ = read("--checkpoint_dir", "experiments", "--dataset", "text.txt")
+    assert own.hparams()["dataset"] == str(tmp_path / "text.txt")
+    assert own.prepared == read("--checkpoint_dir", "experiments", "--dataset", "./text.txt")[0].prepared
 
 
 @pytest.mark.parametrize(
@@ -129,7 +149,8 @@ def test_an_experiment_keeps_its_shape(experiment: Path) -> None:
     [
         ('{"h_dim": "wide"}', '"h_dim" must be'),
         ('{"width": 3}', "holds width, which is no flag"),
-        ("[1]", r"holds \[1\]"),
+        ("[1]", "holds a list, not the flags"),
+        ('{"h_dim": 3, "h_dim": 4}', "hparams.json has the key"),
     ],
 )
 def test_hparams_that_were_edited_are_refused(experiment: Path, content: str, sentence: str) -> None:

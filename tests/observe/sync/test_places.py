@@ -54,6 +54,8 @@ def test_a_place_is_a_directory_or_a_path_of_a_machine(tmp_path: Path) -> None:
         assert isinstance(place, RemotePlace) and (place.host, str(place.root)) == (host, path)
     with pytest.raises(ConfigError, match="--to s3://bucket/x is an address of another kind"):
         place_of("s3://bucket/x")
+    with pytest.raises(ConfigError, match="--to -oProxyCommand=touch x:y begins like an option"):
+        place_of("-oProxyCommand=touch x:y")
     with pytest.raises(ConfigError, match="-oProxyCommand would be an option of ssh"):
         place_of("-oProxyCommand:x")
 

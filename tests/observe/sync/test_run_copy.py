@@ -37,6 +37,14 @@ def published(folder: Path) -> dict[str, bytes]:
     return {name: content for name, content in contents(folder).items() if "/." not in name}
 
 
+@pytest.mark.parametrize("inside", ["", "ckpt", "ckpt/../tb/new"])
+def test_a_run_is_not_copied_into_itself(run: Path, inside: str) -> None:
+    before = contents(run)
+    with pytest.raises(ConfigError, match="lies in .*jolly_noether-26112211, which is to be copied"):
+        copy_run(run, DirectoryPlace(run / inside))
+    assert contents(run) == before
+
+
 @pytest.mark.parametrize("kind", ["directory", "remote"])
 def test_what_is_complete_is_copied_once(run: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ssh = FakeSsh(tmp_path / "ssh", monkeypatch)
