@@ -14,8 +14,13 @@ from megatron.config.sections.documents import DocumentConfig
 from megatron.config.sections.model import ModelRequest
 
 
-def masked_problems(model: ModelRequest, loss: LossConfig, masking: MaskingConfig) -> Iterator[str]:
-    """What the heads need of the samples."""
+def masked_problems(
+    model: ModelRequest, loss: LossConfig, masking: MaskingConfig, sequence_length: int
+) -> Iterator[str]:
+    """What the heads need of the samples, and the masking of their length."""
+    too_short = masking.too_short(sequence_length) if loss.objective == MASKED else ""
+    if too_short:
+        yield too_short
     if loss.objective == MASKED and model.sentence_order_head and masking.masked_samples != SENTENCES:
         yield (
             f"--sentence-order-head does not go with --masked-samples {masking.masked_samples}: only samples of "

@@ -211,7 +211,7 @@ def _build_sections(
     rules = [
         *cross_problems(*(sections[name] for name in ("model", "parallel", "data", "optim", "loss"))),
         *request_problems(sections["optim"], sections["data"], sections["control"], sections["finetuning"], provenance),
-        *masked_problems(sections["model"], sections["loss"], sections["masking"]),
+        *masked_problems(sections["model"], sections["loss"], sections["masking"], sections["data"].seq_length),
         *foreign_problems(sections["loss"], sections["documents"], sections["finetuning"], sections["control"]),
     ]
     given = {name.partition(".")[2] for name in values}

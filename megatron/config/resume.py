@@ -61,6 +61,12 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     notices: list[str] = []
     taken: dict[str, dict[str, Any]] = {}
     values = _saved_values(saved)
+    if values["bidirectional"] != current.model.bidirectional:
+        held, program = ("an encoder", "pretrain_bert.py") if values["bidirectional"] else ("a GPT", "pretrain_gpt.py")
+        raise ConfigError(
+            f"the checkpoint holds {held}, and this run trains another kind of network. Continue it with {program}, or "
+            "load another checkpoint (--load)."
+        )
     for section, field, then, now in _differences(values, current):
         rule = _rule(section, field, current)
         name = f"--{field.name.replace('_', '-')}"

@@ -58,6 +58,19 @@ def test_fields_that_must_match(then: str, now: str, sentence: str) -> None:
         check_resume(saved(then), run(now))
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "sentence"),
+    [
+        ("", "--bidirectional --objective masked", "the checkpoint holds a GPT.* Continue it with pretrain_gpt.py"),
+        ("--bidirectional --objective masked", "", "the checkpoint holds an encoder.* Continue it with pretrain_bert"),
+    ],
+)
+def test_another_kind_of_network_is_one_sentence(then: str, now: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as failure:
+        check_resume(saved(then), run(now))
+    assert len(failure.value.problems) == 1
+
+
 def test_another_vocabulary_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"model\.vocab_size \(entries of .*\) is 999 and .* with 1000.*--vocab-size"):
         check_resume(saved(), run(vocabulary=999))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ SENTENCES = "sentences"
 DOCUMENTS = "documents"
 STREAM = "stream"
 
+ADDED_TOKENS = 3  # of samples of sentences: [CLS] A [SEP] B [SEP]
+_ENDS = 2  # of other samples, with a token at either end
+_DEVIATIONS = 6  # of the number of hidden tokens; a sample in a billion has more
 _WHOLE_PHRASES = 3
 
 
@@ -64,6 +68,23 @@ class MaskingConfig(ConfigSection):
         at_most=1,
         resume=RUN_MUST_MATCH,
     )
+
+    def predictions(self, sequence_length: int) -> int:
+        """How many tokens of a sample are hidden at most; not positive if it is too short for a single one."""
+        if self.masked_samples == SENTENCES:
+            return math.floor(self.mask_prob * (sequence_length - ADDED_TOKENS))
+        deviation = math.sqrt(self.mask_prob * (1 - self.mask_prob) * sequence_length)
+        most = math.ceil(self.mask_prob * sequence_length + _DEVIATIONS * deviation)
+        return min(most, sequence_length - _ENDS)
+
+    def too_short(self, sequence_length: int) -> str:
+        """Why samples of so many tokens cannot be masked; empty if they can."""
+        if self.predictions(sequence_length) > 0:
+            return ""
+        return (
+            f"--seq-length {sequence_length} with --mask-prob {self.mask_prob} leaves no token of a sample to be "
+            "predicted. Use longer samples or a greater share."
+        )
 
     def problems(self) -> Iterator[str]:
         shares = self.random_replace_prob + self.unmask_replace_prob

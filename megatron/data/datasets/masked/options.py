@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron.config.objective.loss import MASKED, LossConfig
-from megatron.config.objective.masking import SENTENCES, MaskingConfig
+from megatron.config.objective.masking import ADDED_TOKENS, MaskingConfig
 from megatron.data.order.sentence_map import SentenceRules
 from megatron.errors import ConfigError
-
-ADDED_TOKENS = 3  # [CLS] A [SEP] B [SEP]
-_DEVIATIONS = 6  # of the number of hidden tokens; a sample in a billion has more
 
 
 @dataclass(frozen=True)
@@ -36,18 +32,10 @@ class MaskedOptions:
         Raises:
             ConfigError: samples are too short for a single one.
         """
-        share = self.masking.mask_prob
-        if self.masking.masked_samples == SENTENCES:
-            most = math.floor(share * (sequence_length - ADDED_TOKENS))
-        else:
-            deviation = math.sqrt(share * (1 - share) * sequence_length)
-            most = min(math.ceil(share * sequence_length + _DEVIATIONS * deviation), sequence_length - 2)
-        if most < 1:
-            raise ConfigError(
-                f"--seq-length {sequence_length} with --mask-prob {share} leaves no token of a sample to be predicted. "
-                "Use longer samples or a greater share."
-            )
-        return most
+        problem = self.masking.too_short(sequence_length)
+        if problem:
+            raise ConfigError(problem)
+        return self.masking.predictions(sequence_length)
 
     def sentence_rules(self, sequence_length: int) -> SentenceRules:
         """How documents are cut into samples of sentences."""
