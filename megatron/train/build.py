@@ -367,6 +367,7 @@ def _open_report(
         opened = open_run_directory(
             config.control.run_dir,
             config.to_json(),
+            name="bert" if config.model.bidirectional else "gpt",
             is_resume=is_resume,
             files=config.control.run_files,
             program_flags=config.control.program_flags,

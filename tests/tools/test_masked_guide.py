@@ -53,6 +53,7 @@ python() {{
     assert evaluated == [after_training[1]], "the same hidden tokens, in another layout"
     assert len(re.findall(r"\| lm loss: \S+ \| sop loss: \S+ \|", finished.stdout)) == 3
     assert len(re.findall(r"\| lm loss: \S+ \| grad norm", finished.stdout)) == 1, "without a sentence order"
+    assert {path.name.partition("-")[0] for path in (tmp_path / "runs").iterdir()} == {"bert"}
 
 
 def write_corpus(path: Path) -> None:

@@ -95,9 +95,9 @@ class MaskedFiles:
             return TextFile(indexed, self._sequence_length, self._vocabulary, runs_on=self._kind == STREAM)
         if self._options.pairs and int(np.diff(indexed.documents).max(initial=0)) < 2:
             raise DataError(
-                f"{indexed.prefix} has no document of two sentences, so no sentence pairs can be made of it: it was "
-                "not split into sentences. Preprocess it with --split-sentences and name the files that end in "
-                "_sentence; or use --masked-samples stream."
+                f"{indexed.prefix} has no document of two sentences, so no sentence pairs can be made of it. If it "
+                "was not split into sentences, preprocess it with --split-sentences and name the files that end in "
+                "_sentence; otherwise give --bert-no-binary-head, or --masked-samples stream."
             )
         return SentenceFile(
             indexed, self._sequence_length, self._options, self._vocabulary, self._cache(indexed.prefix)
