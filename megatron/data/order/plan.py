@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -245,8 +245,12 @@ class DataPlan:
         return group.pass_samples(self.sequence_length) if samples is None else samples
 
     def to_json(self) -> dict[str, Any]:
-        """A value of plain lists, dicts, numbers and strings."""
-        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        """A value of plain lists, dicts, numbers and strings; without mapped sources the one of earlier programs."""
+
+        def kept(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: value for name, value in pairs if name != "is_mapped" or value}
+
+        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self, dict_factory=kept)}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> DataPlan:
