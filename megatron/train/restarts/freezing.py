@@ -10,8 +10,8 @@ from megatron import log
 from megatron.checkpoint.record import Record
 from megatron.config import ControlConfig, FinetuningConfig, ModelConfig
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names
-from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerSpec, parameter_names
+from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
 
 _SHOWN = 3
@@ -24,7 +24,7 @@ def check_patterns(finetuning: FinetuningConfig, model: ModelConfig) -> None:
         ConfigError: a pattern matches nothing, or nothing is left to train.
     """
     if finetuning.freeze:
-        frozen_names(finetuning.freeze, parameter_names(gpt_layers(model, ParallelMesh.single())))
+        frozen_names(finetuning.freeze, parameter_names(network_layers(model, ParallelMesh.single("meta"))))
 
 
 def find_freezing(

@@ -134,3 +134,10 @@ def test_patterns_are_checked_against_the_names_of_the_network_alone() -> None:
     check_patterns(FinetuningConfig(freeze=("embedding.*",)), tiny_config())
     with pytest.raises(ConfigError, match="--freeze 'decoder.layer.0' matches none of the"):
         check_patterns(FinetuningConfig(freeze=("decoder.layer.0",)), tiny_config())
+
+
+def test_patterns_for_an_encoder_are_checked_against_its_own_names() -> None:
+    heads = FinetuningConfig(freeze=("output_layer.lm_head.*",))
+    check_patterns(heads, tiny_config(bidirectional=True, masked_lm_head=True))
+    with pytest.raises(ConfigError, match="--freeze 'output_layer.lm_head.\\*' matches none of the"):
+        check_patterns(heads, tiny_config())
