@@ -57,7 +57,7 @@ class SftFlags(ProgramFlags):
         return [
             *("--finetune", "--load", str(checkpoints_of(self.model)), "--save", str(folder / "ckpt")),
             *("--run-dir", str(folder), "--tensorboard-dir", str(folder / "tb"), "--log-style", "all_in_one"),
-            *("--data-path", str(self.data or _DEV_PAIRS), "--split", "9,1,0", "--loss-on-targets-only"),
+            *("--data-path", self.data or str(_DEV_PAIRS), "--split", "9,1,0", "--loss-on-targets-only"),
             *("--data-cache-path", str(folder / "index-cache"), "--epochs", str(self.epochs)),
             *("--micro-batch-size", str(batch), "--global-batch-size", str(4 if self.dev else 64)),
             *("--lr", str(self.lr), "--lr-decay-style", "constant", "--lr-warmup-fraction", "0.1"),

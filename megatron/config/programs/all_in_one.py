@@ -18,7 +18,7 @@ from megatron.config.files.bounded_file import read_json
 from megatron.config.flags.command_line import nearest, shown_value, value_from_file
 from megatron.config.flags.fields import Flag, flag, flags_of
 from megatron.config.flags.section import ConfigSection, bound_problems, build_unchecked
-from megatron.config.programs.program import ProgramFlags
+from megatron.config.programs.program import ProgramFlags, words_of
 from megatron.errors import ConfigError
 
 DEV, FULL = "dev", "full"
@@ -83,7 +83,7 @@ class AllInOneModel(ConfigSection):
             "--init-method-std": self.initializer_range,
             "--activation-function": _ACTIVATIONS[self.mlp_activation],
         }
-        return _words(pairs)
+        return words_of(pairs)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class AllInOneTrainer(ConfigSection):
             "--bf16": self.bfloat16,
             "--no-fused-attention": not self.attention_opt,
         }
-        return [*_words(pairs), *(name for name, is_on in switches.items() if is_on)]
+        return [*words_of(pairs), *(name for name, is_on in switches.items() if is_on)]
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class AllInOneFile:
     def data_words(self) -> list[str]:
         """The trainer's flags of data and tokenizer."""
         shipped = _from_here(_EXAMPLE / "data")
-        source = str(shipped / "dev_text_document") if self.dataset == DEV else str(self.trainer.dataset)
+        source = str(shipped / "dev_text_document") if self.dataset == DEV else self.trainer.dataset or ""
         if self.trainer.valid_dataset is None:
             words = ["--data-path", source, "--split", _HELD_OUT]
         else:
@@ -316,11 +316,6 @@ def _resumed_words(run: Path) -> list[str]:
         *("--config", str(run / "config.json"), "--run-dir", str(run), "--tensorboard-dir", str(run / "tb")),
         *("--save", saved, "--load", saved),
     ]
-
-
-def _words(pairs: Mapping[str, Any]) -> list[str]:
-    """Options with their values; an option without a value is left out."""
-    return [word for name, value in pairs.items() if value is not None for word in (name, str(value))]
 
 
 def _from_here(path: Path) -> Path:

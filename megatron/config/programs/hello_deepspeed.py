@@ -24,7 +24,7 @@ from typing import Any
 from megatron.config.files.bounded_file import read_json
 from megatron.config.flags.command_line import value_from_file
 from megatron.config.flags.fields import flag, flags_of
-from megatron.config.programs.program import ProgramFlags
+from megatron.config.programs.program import ProgramFlags, words_of
 from megatron.errors import ConfigError
 
 EXPERIMENT = "{experiment}"
@@ -152,7 +152,7 @@ class HelloDeepSpeedFlags(ProgramFlags):
             values["--load"] = checkpoints
         if self.local_rank >= 0:
             values["--local-rank"] = self.local_rank
-        return [str(word) for pair in values.items() for word in pair]
+        return words_of(values)
 
     def defaults(self) -> dict[str, Any]:
         """The network of RoBERTa, Adam at a constant rate, and all data for training; a flag or a file wins."""

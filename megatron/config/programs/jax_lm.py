@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megatron.config.flags.fields import flag
-from megatron.config.programs.program import ProgramFlags
+from megatron.config.programs.program import ProgramFlags, words_of
 
 _PRESETS: Mapping[str, str] = types.MappingProxyType(
     {
@@ -102,8 +102,7 @@ class JaxLmFlags(ProgramFlags):
             "save": self.model_save_dir,
             **self._restored(),
         }
-        given = [f"--{name}={value}" for name, value in pairs.items() if value is not None]
-        return [*given, *_PRECISION[self.dtype]]
+        return [*words_of({f"--{name}": value for name, value in pairs.items()}), *_PRECISION[self.dtype]]
 
     def defaults(self) -> dict[str, Any]:
         """What the program prefers to the trainer's defaults."""

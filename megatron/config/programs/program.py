@@ -8,9 +8,9 @@ followed by the trainer's words, which win. What a program merely prefers to the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron.config.flags.command_line import read_command_line
 from megatron.config.flags.fields import flags_of
@@ -83,6 +83,13 @@ def read_program(cls: type[Flags], argv: Sequence[str], prog: str, description: 
     instance.set_derived(_GIVEN, frozenset(values))
     words = [_as_written(option, given) for name, option, given in reading.occurrences if name in trainer]
     return instance, [word for group in words for word in group]
+
+
+def words_of(pairs: Mapping[str, Any]) -> list[str]:
+    """Options with their values as words of a command line; an option whose value is None is left out."""
+    given = {option: value for option, value in pairs.items() if value is not None}
+    texts = {option: value if isinstance(value, str) else str(value) for option, value in given.items()}
+    return [word for option, text in texts.items() for word in _as_written(option, [text])]
 
 
 def _as_written(option: str, given: Sequence[str]) -> Iterator[str]:

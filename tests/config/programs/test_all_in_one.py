@@ -13,6 +13,7 @@ from megatron.config import parse
 from megatron.config.programs.all_in_one import AllInOneFlags, checkpoints_of, command_line, read_all_in_one
 from megatron.config.run import RunRequest
 from megatron.errors import ConfigError
+from megatron.secret_text import reveal
 
 SMALL = {"n_head": 4, "n_layer": 2, "n_ctx": 32, "d_model": 32}
 
@@ -64,6 +65,12 @@ def test_every_field_reaches_the_trainer(tmp_path: Path) -> None:
     assert (control.run_dir, control.save) == ("l/{run}", "c/{run}/ckpt")
     assert found.recompute.checkpoint_activations and found.precision.bf16 and found.kernels.fused_attention
     assert (found.finetuning.epochs, found.data.num_workers) == (3, 1)
+
+
+def test_a_password_in_the_address_of_the_data_reaches_the_trainer(tmp_path: Path) -> None:
+    address = "mongodb://user:word-of-mouth@localhost/corpus?collection=web"
+    found = request(write(tmp_path, {"dataset": "full", "model": SMALL, "trainer": {"dataset": address}}))
+    assert reveal(found.data.data_path[0]) == address and "word-of-mouth" not in str(found)
 
 
 def test_defaults_are_those_of_the_original_but_for_the_vocabulary_and_the_width_of_the_mlp(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron.config import flag, parse
-from megatron.config.programs.program import ProgramFlags, read_program
+from megatron.config.programs.program import ProgramFlags, read_program, words_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import words as small_words
 
@@ -33,6 +33,11 @@ def test_the_trainers_flags_are_given_back_as_they_were_written() -> None:
     own, words = read(f"{trainers} --data d --seed 5")
     assert own == Flags(data="d", seed=5)
     assert words == trainers.split()
+
+
+def test_options_with_values_are_words() -> None:
+    pairs = {"--lr": 1e-4, "--save": None, "--data-path": "corpus", "--wandb-project": "--mine"}
+    assert words_of(pairs) == ["--lr", "0.0001", "--data-path", "corpus", "--wandb-project=--mine"]
 
 
 def test_a_value_that_looks_like_a_flag_stays_with_its_flag() -> None:
