@@ -5,13 +5,14 @@ Source: microsoft/DeepSpeedExamples, training/HelloDeepSpeed/train_bert.py.
 
 from __future__ import annotations
 
+from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.saving import SaveLines
 from megatron.observe.line_style import Moment
 from megatron.observe.metrics import Metrics
 
 SAVE_LINES = SaveLines(
     before=lambda step, directory: None,
-    after=lambda step, directory: f"Saved model to {directory}/iter_{step:07d}",
+    after=lambda step, directory: f"Saved model to {directory / folder_name(step)}",
 )
 
 

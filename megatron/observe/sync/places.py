@@ -5,6 +5,7 @@ A place stores whole files and renames; what a file has to be is decided by `run
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -103,7 +104,7 @@ class DirectoryPlace:
         final = self.root / target
         try:
             if not replaces and final.exists():
-                raise FileExistsError(17, os.strerror(17), str(final))
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
             os.replace(self.root / source, final)
         except OSError as failure:
             raise self._failure(failure) from failure
