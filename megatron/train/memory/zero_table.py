@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron import device
 from megatron.config import Machine, TokenizerFacts, parse, resolve
+from megatron.config.programs.program import words_of
 from megatron.data.loader import Batch
 from megatron.engine.engine import Engine
 from megatron.engine.memory.amounts import Amounts
@@ -187,11 +188,10 @@ def _words(run: TableRun, cell: Cell) -> list[str]:
         "--train-iters": run.steps,
         "--zero-stage": cell.stage,
     }
-    words = [str(word) for pair in sizes.items() for word in pair]
     precision = [] if run.dtype == "fp32" else [f"--{run.dtype}"]
     files = ["--data-path", "none", "--vocab-file", "none", "--merge-file", "none"]  # nothing is read
     fixed = ["--lr", "1e-3", "--lr-decay-style", "constant", "--hidden-dropout", "0", "--attention-dropout", "0"]
-    return [*words, *precision, *files, *fixed]
+    return [*words_of(sizes), *precision, *files, *fixed]
 
 
 def _batch(run: TableRun, rank: int) -> Batch:
