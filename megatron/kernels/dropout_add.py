@@ -118,9 +118,10 @@ def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
 def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
     rows = ctx.saved_tensors[0] if ctx.has_rows else None
     needs_x, needs_bias = ctx.needs_input_grad[:2]
-    of_x = of_bias = None
-    if needs_x or needs_bias:
-        of_x = torch.ops.megatron.dropout_add_backward(gradient, rows, *ctx.settings)
+    of_bias, of_residual = None, gradient if ctx.has_residual else None
+    if not (needs_x or needs_bias):
+        return None, None, of_residual, None, None, None, None
+    of_x = torch.ops.megatron.dropout_add_backward(gradient, rows, *ctx.settings)
     if needs_bias:
         of_bias = of_x.flatten(0, -2).sum(0).to(ctx.bias_dtype)
-    return of_x, of_bias, gradient if ctx.has_residual else None, None, None, None, None
+    return of_x, of_bias, of_residual, None, None, None, None

@@ -127,7 +127,7 @@ class ParallelMesh:
         """The place of a rank in a grid, without process groups."""
         columns = [_axis(size.name, sizes, rank, {size.name}) for size in sizes]
         world = _axis("world", sizes, rank, {size.name for size in sizes})
-        derived = {
+        derived: dict[str, Any] = {
             name: _axis(name, sizes, rank, {size.name for size in sizes if size.role in roles} - set(without))
             for name, roles, without in _derived_groups()
         }
