@@ -28,6 +28,7 @@ from tests.kernels.simt.harness import builds
 from tests.kernels.simt.harness.builds import Change
 from tests.kernels.simt.harness.diagnoses import as_sentences
 from tests.kernels.simt.harness.signatures import Parameter, read_signatures
+from tests.kernels.simt.harness.symbols import shared_arrays
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -155,14 +156,17 @@ def launch(
     seed: int = 1,
     change: Change | None = None,
     expects_diagnoses: bool = False,
+    limit_seconds: int = 120,
 ) -> Iterator[Run]:
     """Opens a run of the kernels of an operation (`csrc/ops/NAME/NAME.cu`), or of another source.
 
-    `order` is that of threads and blocks: forward, reverse, or random by `seed`.
+    `order` is that of threads and blocks: forward, reverse, or random by `seed`. A kernel that takes more than
+    `limit_seconds` of processor time is diagnosed as an endless loop.
     """
     source = operation if isinstance(operation, Path) else builds.OPERATIONS / operation / f"{operation}.cu"
     run = Run(source, build, change)
     run.runtime.simt_set_order(ORDERS[order], seed)
+    run.runtime.simt_allow_seconds(limit_seconds)
     try:
         yield run
     except BaseException:
@@ -200,7 +204,9 @@ def _runtime() -> ctypes.CDLL:
     library.simt_count_unwritten.restype = ctypes.c_size_t
     library.simt_count_unwritten.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.simt_free.argtypes = [ctypes.c_void_p]
+    library.simt_add_shared_array.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
     library.simt_take_diagnoses.restype = ctypes.c_char_p
+    library.simt_allow_seconds.argtypes = [ctypes.c_long]
     library.simt_set_order.argtypes = [ctypes.c_int, ctypes.c_uint64]
     return library
 
@@ -208,9 +214,19 @@ def _runtime() -> ctypes.CDLL:
 @cache
 def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
+    base = _load_address(path)
+    for array in shared_arrays(path.with_name(builds.SYMBOLS)):
+        _runtime().simt_add_shared_array(base + array.offset, array.bytes, array.name.encode())
     if hasattr(library, "simt_dump_coverage"):
         atexit.register(_discard_coverage, library)
     return library
+
+
+def _load_address(path: Path) -> int:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(path)):
+            return int(line.partition("-")[0], 16)  # the first mapping is the beginning of the file
+    raise RuntimeError(f"{path} was loaded, but /proc/self/maps does not have it")
 
 
 def _discard_coverage(library: ctypes.CDLL) -> None:

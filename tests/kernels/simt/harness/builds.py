@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ SIMT = Path(__file__).resolve().parents[1]
 OPERATIONS = ROOT / "csrc" / "ops"
 OBJECT = "kernels.o"
 LIBRARY = "kernels.so"
+SYMBOLS = "symbols.txt"
 RUNTIME = "libsimt.so"
 COMPILE_SECONDS = 300
 UNUSED_DAYS = 14
@@ -34,8 +36,7 @@ KERNEL = ("-DMEGATRON_SIMT", "-O1", "-fno-gnu-unique", "-fno-threadsafe-statics"
 CHECKED = (
     "-fsanitize=thread",
     "--param=tsan-instrument-func-entry-exit=0",
-    "-fsanitize=undefined",
-    "-fno-sanitize=vptr",
+    "-fsanitize=alignment,bounds,integer-divide-by-zero,shift,signed-integer-overflow",
 )
 PLAIN = ("--coverage", "-DMEGATRON_SIMT_COVERAGE")
 # How a build is compiled and how it is linked: the sanitizers' own libraries stay out, the runtime takes their place.
@@ -87,6 +88,7 @@ def runtime() -> Path:
     return _cached("runtime", key, build) / RUNTIME
 
 
+@cache
 def kernels(source: Path, build: str, change: Change | None = None) -> Path:
     """The library of one `.cu` file in build `checked` or `plain`, with a change of its sources if there is one."""
     folder, common = source.parent, OPERATIONS / "common"
@@ -99,14 +101,15 @@ def kernels(source: Path, build: str, change: Change | None = None) -> Path:
     key = _key([*command, *link, str(source), repr(change)], parts)
 
     def compile_in(target: Path) -> None:
-        path = source if change is None else _changed_copy(target, source, change)
-        _run([*command, f"-I{path.parents[1]}", "-c", "-x", "c++", str(path), "-o", OBJECT], target)
+        path, headers = (source, OPERATIONS) if change is None else _changed_copy(target, source, change)
+        _run([*command, f"-I{headers}", "-c", "-x", "c++", str(path), "-o", OBJECT], target)
         _run(link, target)
+        _run(["nm", "--print-size", "--defined-only", LIBRARY], target, SYMBOLS)
 
     return _cached(f"{source.stem}-{build}", key, compile_in) / LIBRARY
 
 
-def _changed_copy(target: Path, source: Path, change: Change) -> Path:
+def _changed_copy(target: Path, source: Path, change: Change) -> tuple[Path, Path]:
     copied = target / "ops"
     shutil.copytree(OPERATIONS, copied)
     path = copied / change.file
@@ -114,13 +117,15 @@ def _changed_copy(target: Path, source: Path, change: Change) -> Path:
     if text.count(change.text) != 1:
         raise ValueError(f"{change.file} has {text.count(change.text)} times, not once: {change.text}")
     path.write_text(text.replace(change.text, change.replacement))
-    return copied / source.relative_to(OPERATIONS)
+    return copied / source.relative_to(OPERATIONS), copied
 
 
-def _run(command: list[str], folder: Path) -> None:
+def _run(command: list[str], folder: Path, output: str = "") -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=COMPILE_SECONDS)
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+    if output:
+        (folder / output).write_text(done.stdout)
 
 
 def _key(command: list[str], sources: list[Path]) -> str:
@@ -153,7 +158,7 @@ def _delete_unused(folder: Path) -> None:
             continue  # another process deletes as well
 
 
-def _cached(name: str, key: str, build) -> Path:  # type: ignore[no-untyped-def]
+def _cached(name: str, key: str, build: Callable[[Path], None]) -> Path:
     final = _cache_folder() / f"{name}-{key}"
     if final.is_dir():
         os.utime(final)
