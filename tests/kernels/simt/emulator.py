@@ -9,14 +9,16 @@ There are two builds. *checked* checks every access to memory: bounds, uninitial
 alignment, undefined arithmetic. *plain* is faster, for large shapes, and finds what reaches an inaccessible page or
 damages what lies around a buffer. Both find divergent barriers and warp operations, and deadlocks. A block that ends
 with diagnoses raises `AssertionError`, unless it was opened with `expects_diagnoses=True`.
+
+The last test of an operation asks what has run:
+
+    def test_every_line_has_run(whole_file: None) -> None:
+        assert emulator.unexecuted_lines("norm") == []
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from tests.kernels.simt.harness import builds
+from tests.kernels.simt.harness import builds, coverage
 from tests.kernels.simt.harness.builds import Change
 from tests.kernels.simt.harness.diagnoses import as_sentences
 from tests.kernels.simt.harness.signatures import Parameter, read_signatures
@@ -163,7 +165,7 @@ def launch(
     `order` is that of threads and blocks: forward, reverse, or random by `seed`. A kernel that takes more than
     `limit_seconds` of processor time is diagnosed as an endless loop.
     """
-    source = operation if isinstance(operation, Path) else builds.OPERATIONS / operation / f"{operation}.cu"
+    source = _source(operation)
     run = Run(source, build, change)
     run.runtime.simt_set_order(ORDERS[order], seed)
     run.runtime.simt_allow_seconds(limit_seconds)
@@ -176,6 +178,20 @@ def launch(
         run.close()
         if run.diagnoses and not expects_diagnoses:
             raise AssertionError(f"{source.name}, {build}, {order}:\n" + "\n".join(run.diagnoses))
+
+
+def unexecuted_lines(operation: str) -> list[str]:
+    """The lines of kernels and launchers in `csrc/ops/NAME` that no plain run has reached.
+
+    Counts the runs of this process, so a test that calls it comes last in its file and uses the fixture `whole_file`.
+    """
+    source = _source(operation)
+    path = builds.kernels(source, "plain")
+    return coverage.unexecuted_lines(_load(path), path, source.parent)
+
+
+def _source(operation: str | Path) -> Path:
+    return operation if isinstance(operation, Path) else builds.OPERATIONS / operation / f"{operation}.cu"
 
 
 def _convert(parameter: Parameter, value: object) -> object:
@@ -218,7 +234,7 @@ def _load(path: Path) -> ctypes.CDLL:
     for array in shared_arrays(path.with_name(builds.SYMBOLS)):
         _runtime().simt_add_shared_array(base + array.offset, array.bytes, array.name.encode())
     if hasattr(library, "simt_dump_coverage"):
-        atexit.register(_discard_coverage, library)
+        coverage.count_later(library, path)
     return library
 
 
@@ -227,10 +243,3 @@ def _load_address(path: Path) -> int:
         if line.endswith(str(path)):
             return int(line.partition("-")[0], 16)  # the first mapping is the beginning of the file
     raise RuntimeError(f"{path} was loaded, but /proc/self/maps does not have it")
-
-
-def _discard_coverage(library: ctypes.CDLL) -> None:
-    """Keeps gcov from writing at exit, into the folder in which the library was built."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(GCOV_PREFIX=folder, GCOV_PREFIX_STRIP="99")
-        library.simt_dump_coverage()
