@@ -27,7 +27,6 @@ from pathlib import Path
 import torch
 
 from tests.kernels.simt.harness import builds, coverage
-from tests.kernels.simt.harness.builds import Change
 from tests.kernels.simt.harness.diagnoses import as_sentences
 from tests.kernels.simt.harness.signatures import Parameter, read_signatures
 from tests.kernels.simt.harness.symbols import shared_arrays
@@ -83,9 +82,9 @@ class Buffer:
 class Run:
     """Buffers and launches that belong together, and what was found while they ran."""
 
-    def __init__(self, source: Path, build: str, change: Change | None) -> None:
+    def __init__(self, source: Path, build: str) -> None:
         self.runtime, self.is_checked, self.is_complete = _runtime(), build == "checked", True
-        self.path = builds.kernels(source, build, change)
+        self.path = builds.kernels(source, build)
         self.library = _load(self.path)
         self.signatures = read_signatures(source)
         self.buffers: list[Buffer] = []
@@ -156,7 +155,6 @@ def launch(
     build: str = "checked",
     order: str = "forward",
     seed: int = 1,
-    change: Change | None = None,
     expects_diagnoses: bool = False,
     limit_seconds: int = 120,
 ) -> Iterator[Run]:
@@ -166,18 +164,25 @@ def launch(
     `limit_seconds` of processor time is diagnosed as an endless loop.
     """
     source = _source(operation)
-    run = Run(source, build, change)
+    run = Run(source, build)
     run.runtime.simt_set_order(ORDERS[order], seed)
     run.runtime.simt_allow_seconds(limit_seconds)
     try:
         yield run
-    except BaseException:
-        expects_diagnoses = True  # the first failure is the one to be shown
-        raise
-    finally:
+    except AssertionError as failure:  # wrong values: the diagnoses say why
         run.close()
-        if run.diagnoses and not expects_diagnoses:
-            raise AssertionError(f"{source.name}, {build}, {order}:\n" + "\n".join(run.diagnoses))
+        _raise_diagnoses(run, source, f"{build}, {order}", expects_diagnoses, failure)
+        raise
+    except BaseException:
+        run.close()
+        raise
+    run.close()
+    _raise_diagnoses(run, source, f"{build}, {order}", expects_diagnoses, None)
+
+
+def _raise_diagnoses(run: Run, source: Path, how: str, is_expected: bool, cause: AssertionError | None) -> None:
+    if run.diagnoses and not is_expected:
+        raise AssertionError(f"{source.name}, {how}:\n" + "\n".join(run.diagnoses)) from cause
 
 
 def unexecuted_lines(operation: str) -> list[str]:

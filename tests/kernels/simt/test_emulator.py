@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.simt import emulator
-from tests.kernels.simt.harness.builds import BuildError, Change, kernels
+from tests.kernels.simt.harness.builds import BuildError, changed_operations, kernels
 from tests.kernels.simt.harness.signatures import read_signatures
 
 SOURCE = Path(__file__).parent / "planted" / "planted.cu"
@@ -82,4 +82,4 @@ def test_a_source_that_does_not_compile_says_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the type of parameter 'x' is 'long double'; launchers take int"):
         read_signatures(broken)
     with pytest.raises(ValueError, match="common/device.h has 0 times, not once: no such text"):
-        kernels(broken, "plain", Change("common/device.h", "no such text", ""))
+        changed_operations("common/device.h", "no such text", "")

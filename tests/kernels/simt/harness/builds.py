@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -41,15 +40,6 @@ CHECKED = (
 PLAIN = ("--coverage", "-DMEGATRON_SIMT_COVERAGE")
 # How a build is compiled and how it is linked: the sanitizers' own libraries stay out, the runtime takes their place.
 BUILDS = {"checked": (CHECKED, ("-Wl,--wrap=memcpy,--wrap=memmove,--wrap=memset",)), "plain": (PLAIN, ("--coverage",))}
-
-
-@dataclass(frozen=True)
-class Change:
-    """A text that is replaced in a source before it is compiled, once; `file` is relative to `csrc/ops`."""
-
-    file: str
-    text: str
-    replacement: str
 
 
 class BuildError(Exception):
@@ -89,35 +79,47 @@ def runtime() -> Path:
 
 
 @cache
-def kernels(source: Path, build: str, change: Change | None = None) -> Path:
-    """The library of one `.cu` file in build `checked` or `plain`, with a change of its sources if there is one."""
-    folder, common = source.parent, OPERATIONS / "common"
+def kernels(source: Path, build: str) -> Path:
+    """The library of one `.cu` file, in build `checked` or `plain`.
+
+    Raises:
+        BuildError: it does not compile.
+    """
+    operations = source.parents[1] if (source.parents[1] / "common").is_dir() else OPERATIONS
+    folder, common = source.parent, operations / "common"
     sources = [path for part in (folder, common) for path in part.glob("*") if path.suffix in (".cu", ".h")]
     library = runtime()
     compiled, linked = BUILDS[build]
     command = [compiler(), *LANGUAGE, *KERNEL, *compiled, f"-I{SIMT / 'include'}"]
     link = [compiler(), "-shared", "-o", LIBRARY, OBJECT, *linked, str(library), f"-Wl,-rpath,{library.parent}"]
     parts = [*sources, *(SIMT / "include").glob("*.h")]
-    key = _key([*command, *link, str(source), repr(change)], parts)
+    key = _key([*command, *link, str(source)], parts)
 
     def compile_in(target: Path) -> None:
-        path, headers = (source, OPERATIONS) if change is None else _changed_copy(target, source, change)
-        _run([*command, f"-I{headers}", "-c", "-x", "c++", str(path), "-o", OBJECT], target)
+        _run([*command, f"-I{operations}", "-c", "-x", "c++", str(source), "-o", OBJECT], target)
         _run(link, target)
         _run(["nm", "--print-size", "--defined-only", LIBRARY], target, SYMBOLS)
 
     return _cached(f"{source.stem}-{build}", key, compile_in) / LIBRARY
 
 
-def _changed_copy(target: Path, source: Path, change: Change) -> tuple[Path, Path]:
-    copied = target / "ops"
-    shutil.copytree(OPERATIONS, copied)
-    path = copied / change.file
-    text = path.read_text()
-    if text.count(change.text) != 1:
-        raise ValueError(f"{change.file} has {text.count(change.text)} times, not once: {change.text}")
-    path.write_text(text.replace(change.text, change.replacement))
-    return copied / source.relative_to(OPERATIONS), copied
+def changed_operations(file: str, text: str, replacement: str) -> Path:
+    """A copy of `csrc/ops` in which `text`, which is in `file` once, is replaced.
+
+    Raises:
+        ValueError: the text is not there, or more than once.
+    """
+    path = OPERATIONS / file
+    content = path.read_text()
+    if content.count(text) != 1:
+        raise ValueError(f"{file} has {content.count(text)} times, not once: {text}")
+
+    def copy(folder: Path) -> None:
+        shutil.copytree(OPERATIONS, folder / "ops")
+        (folder / "ops" / file).write_text(content.replace(text, replacement))
+
+    every = [source for source in OPERATIONS.rglob("*") if source.suffix in (".cu", ".h")]
+    return _cached("changed", _key([file, text, replacement], every), copy) / "ops"
 
 
 def _run(command: list[str], folder: Path, output: str = "") -> None:
