@@ -13,7 +13,7 @@ import torch
 
 from megatron import log
 from megatron.device import environment
-from megatron.kernels import activations, dropout_add
+from megatron.kernels import activations, dropout_add, rotary, softmax
 
 INTERFACE = 1  # raised when the signature of an operation changes, so that an older library is not used
 LIBRARY, RECORD = "libmegatron_ops.so", "build.json"
@@ -24,6 +24,8 @@ REBUILD = "python tools/build_kernels.py"
 _REGISTRATIONS: Mapping[str, Callable[[], None]] = {
     "activation": activations.register,
     "dropout_add": dropout_add.register,
+    "rotary": rotary.register,
+    "softmax": softmax.register,
 }
 
 
