@@ -68,6 +68,8 @@ def step_settings(config: RunConfig) -> StepSettings:
         has_predicted=masked,
         dtype=getattr(torch, config.precision.dtype_name),
         explicit_attention=not config.kernels.fused_attention,
+        # ZeRO-3 takes the weight of the head apart again before the losses are computed.
+        factored_logits=not masked and config.parallel.effective_zero_stage < 3,
     )
 
 

@@ -15,6 +15,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import hidden_dropout
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to
+from megatron.parallel.tensor.head_loss import FactoredLogits
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, vocabulary_table
 
 
@@ -115,6 +116,8 @@ class EmbeddingDropout(nn.Module):
 class OutputHead(nn.Module):
     """Computes the logits of this rank's vocabulary rows, including padding rows, whose logits are 0.
 
+    They are not multiplied out if the context asks for their factors, from which `head_losses` computes the losses.
+
     Shapes: `[b, s, h]` to `[b, s, v/t]`; weight `[v/t, h]`, bias `[v/t]`.
 
     Args:
@@ -143,11 +146,16 @@ class OutputHead(nn.Module):
             spec = ShardSpec((rows,))
             self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
 
-    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor | FactoredLogits:
         """Computes the logits."""
         if self.multiplier != 1:
             hidden = hidden * self.multiplier
-        logits = F.linear(copy_to(hidden, self.axis), self.weight, self.bias)  # type: ignore[arg-type]
+        hidden, weight = copy_to(hidden, self.axis), self.weight
+        if context.factored_logits:
+            # A view of the weight, so that DeepSpeed, which prepares backward passes in hooks on outputs that were
+            # computed, has done so before the gradient reaches the parameter.
+            return FactoredLogits(hidden, weight.view_as(weight), self.softcap)
+        logits = F.linear(hidden, weight, self.bias)
         return logits if self.softcap is None else softcapped(logits, self.softcap)
 
 
