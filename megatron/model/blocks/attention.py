@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import ModelConfig
 from megatron.config.architecture.positions import ALIBI
 from megatron.errors import ConfigError
-from megatron.kernels.attention import attention, explicit_attention
-from megatron.kernels.bounded_attention import AttentionPlan
+from megatron.kernels.attention.bounded import AttentionPlan
+from megatron.kernels.attention.dense import attention, explicit_attention
+from megatron.kernels.dropout_add import dropout_add
 from megatron.kernels.rotary import rotate, rotate_few
 from megatron.model.blocks.cached_bias import cached_bias, visible_keys
 from megatron.model.blocks.norm import build_head_norm
@@ -45,6 +46,7 @@ class SelfAttention(nn.Module):
         heads, size = config.num_attention_heads, config.kv_channels
         self.config, self.layer, self.tp_rank = config, layer, mesh.tp.rank
         self.dropout, self.softcap = config.attention_dropout, config.attention_logit_softcap
+        self.dropout_kernel = mesh.kernels.dropout_add
         self.scale = config.softmax_scale or 1 / math.sqrt(size)
         self.bidirectional = config.bidirectional
         self.window, self.is_rotary = config.window_of(layer), config.is_rotary_layer(layer)
@@ -165,11 +167,14 @@ class SelfAttention(nn.Module):
             return fused(dropout=self.dropout)
 
     def _drop(self, context: StepContext, probabilities: torch.Tensor) -> torch.Tensor:
-        return attention_dropout(
-            probabilities,
+        _, heads, queries, _ = probabilities.shape
+        dropout = attention_dropout(
             self.dropout,
             seed=context.seed,
             layer=self.layer,
-            sample_ids=context.sample_ids,
-            first_head=self.tp_rank * probabilities.shape[1],
+            sample_ids=context.sample_ids.to(probabilities.device),
+            first_head=self.tp_rank * heads,
+            heads=heads,
+            queries=queries,
         )
+        return dropout_add(probabilities, dropout, implementation=self.dropout_kernel)

@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.errors import DataError
+from megatron.kernels.dropout_add import dropout_add
 from megatron.kernels.softcap import softcapped
 from megatron.model.blocks.transformer import EMBEDDING_DROPOUT
 from megatron.model.interface.step_context import StepContext
@@ -60,6 +61,7 @@ class PositionEmbedding(nn.Module):
         self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
         self.positions = shape[0]
         self.dropout = config.hidden_dropout if dropout is None else dropout
+        self.dropout_kernel = mesh.kernels.dropout_add
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Adds the position embeddings.
@@ -104,9 +106,9 @@ class EmbeddingDropout(nn.Module):
     Shapes: `[b, s, h]` to the same.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
         super().__init__()
-        self.dropout = config.hidden_dropout
+        self.dropout, self.dropout_kernel = config.hidden_dropout, mesh.kernels.dropout_add
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Applies dropout."""
@@ -160,12 +162,14 @@ class OutputHead(nn.Module):
 
 
 def _drop(hidden: torch.Tensor, layer: PositionEmbedding | EmbeddingDropout, context: StepContext) -> torch.Tensor:
-    return hidden_dropout(
-        hidden,
+    if not layer.training:
+        return hidden
+    dropout = hidden_dropout(
         layer.dropout,
         seed=context.seed,
         layer=EMBEDDING_DROPOUT,
-        sample_ids=context.sample_ids,
-        training=layer.training,
+        sample_ids=context.sample_ids.to(hidden.device),
+        length=hidden.shape[1],
         first_position=context.position_offset,
     )
+    return hidden if dropout is None else dropout_add(hidden, dropout, implementation=layer.dropout_kernel)

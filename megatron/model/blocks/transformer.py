@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import POST, POST_BRANCH, PRE
+from megatron.kernels.dropout_add import dropout_add
 from megatron.model.blocks.attention import SelfAttention
 from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.feed_forward import FeedForward
@@ -35,6 +36,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         size, placement = config.hidden_size, config.norm_placement
         self.dropout, self.multiplier = config.hidden_dropout, config.residual_multiplier
+        self.dropout_kernel = mesh.kernels.dropout_add
         self.is_parallel = config.parallel_residual
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         self.attention_slot, self.feed_forward_slot = 1 + 2 * index, 2 + 2 * index
@@ -55,29 +57,31 @@ class TransformerBlock(nn.Module):
 
     def _run(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         if self.norms_residual:
-            attended = self._branch(self.self_attention(hidden, context), self.attention_slot, context)
-            hidden = self.post_self_attn_layernorm(hidden + attended)
-            return self.post_mlp_layernorm(
-                hidden + self._branch(self.mlp(hidden, context), self.feed_forward_slot, context)
-            )
+            attended = self._added(hidden, self.self_attention(hidden, context), self.attention_slot, context)
+            hidden = self.post_self_attn_layernorm(attended)
+            fed = self._added(hidden, self.mlp(hidden, context), self.feed_forward_slot, context)
+            return self.post_mlp_layernorm(fed)
         normed = self.input_layernorm(hidden)
         attended = self.post_self_attn_layernorm(self.self_attention(normed, context))
         residual = normed if self.residual_after_norm else hidden
-        after_attention = residual + self._branch(attended, self.attention_slot, context)
+        after_attention = self._added(residual, attended, self.attention_slot, context)
         normed = self.pre_mlp_layernorm(hidden if self.is_parallel else after_attention)
         fed = self.post_mlp_layernorm(self.mlp(normed, context))
         residual = normed if self.residual_after_norm else after_attention
-        return residual + self._branch(fed, self.feed_forward_slot, context)
+        return self._added(residual, fed, self.feed_forward_slot, context)
 
-    def _branch(self, x: torch.Tensor, slot: int, context: StepContext) -> torch.Tensor:
-        """What a branch adds to the residual: its output after dropout, times the multiplier."""
-        dropped = hidden_dropout(
-            x,
-            self.dropout,
-            seed=context.seed,
-            layer=slot,
-            sample_ids=context.sample_ids,
-            training=self.training,
-            first_position=context.position_offset,
+    def _added(self, residual: torch.Tensor, branch: torch.Tensor, slot: int, context: StepContext) -> torch.Tensor:
+        """The residual plus a branch's output after dropout, times the multiplier."""
+        dropout = None
+        if self.training:
+            dropout = hidden_dropout(
+                self.dropout,
+                seed=context.seed,
+                layer=slot,
+                sample_ids=context.sample_ids.to(branch.device),
+                length=branch.shape[1],
+                first_position=context.position_offset,
+            )
+        return dropout_add(
+            branch, dropout, residual=residual, multiplier=self.multiplier, implementation=self.dropout_kernel
         )
-        return dropped if self.multiplier == 1 else dropped * self.multiplier

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron.kernels.attention import attention
-from megatron.kernels.bounds import Bounds, cumulative_lengths, local_bias
+from megatron.kernels.attention.bounds import Bounds, cumulative_lengths, local_bias
+from megatron.kernels.attention.dense import attention
 
 SMALLEST_BLOCK = 64  # tokens; with narrower blocks the calls cost more than what they compute
 

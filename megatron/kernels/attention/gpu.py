@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron.kernels.bounds import Bounds, cumulative_lengths, visible_blocks
-from megatron.kernels.report import is_installed
+from megatron.kernels.attention.bounds import Bounds, cumulative_lengths, visible_blocks
+from megatron.kernels.choice import is_installed
 
 BLOCK = 128  # tokens of a block of flex attention, its default
 

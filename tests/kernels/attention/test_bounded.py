@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from megatron.kernels.attention import attention
-from megatron.kernels.block_attention import DocumentBlocks, WindowBlocks
-from megatron.kernels.bounded_attention import Form, choose_form, plan_attention
-from megatron.kernels.bounds import Bounds, cumulative_lengths, local_bias, visible_blocks
-from megatron.kernels.gpu_attention import BLOCK, FlexAttention, VarlenAttention, block_mask, score_change
+from megatron.kernels.attention.blocks import DocumentBlocks, WindowBlocks
+from megatron.kernels.attention.bounded import Form, choose_form, plan_attention
+from megatron.kernels.attention.bounds import Bounds, cumulative_lengths, local_bias, visible_blocks
+from megatron.kernels.attention.dense import attention
+from megatron.kernels.attention.gpu import BLOCK, FlexAttention, VarlenAttention, block_mask, score_change
 
 HEADS, SCALE = 4, 0.3
 CPU = torch.device("cpu")

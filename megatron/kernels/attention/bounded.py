@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from megatron.kernels.block_attention import DocumentBlocks, WindowBlocks
-from megatron.kernels.bounds import Bounds
-from megatron.kernels.gpu_attention import FlexAttention, VarlenAttention, has_flex, has_varlen
+from megatron.kernels.attention.blocks import DocumentBlocks, WindowBlocks
+from megatron.kernels.attention.bounds import Bounds
+from megatron.kernels.attention.gpu import FlexAttention, VarlenAttention, has_flex, has_varlen
 
 SMALLEST_FLEX_HEAD, LARGEST_FLASH_HEAD = 16, 256
 

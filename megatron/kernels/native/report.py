@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
 from megatron.device import device_type
+from megatron.kernels.choice import is_installed
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,3 @@ def kernel_report() -> list[KernelChoice]:
         KernelChoice("hidden_dropout", "torch", "stateless hash; the same in every layout"),
         KernelChoice("optimizer", "torch fused AdamW", apex),
     ]
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package can be found, without importing it."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.kernels import attention as attention_file
-from megatron.kernels.attention import attention, explicit_attention
+from megatron.kernels.attention.dense import attention, explicit_attention
 
 INFINITY = float("inf")
 
