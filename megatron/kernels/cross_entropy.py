@@ -1,10 +1,12 @@
-"""Cross-entropy over (a slice of) the vocabulary, row by row: what a softmax needs to know of a row, and its gradient."""
+"""Cross-entropy over a slice of the vocabulary: what the losses need to know of a row of logits, and its gradient."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+from megatron.kernels.choice import Implementation
 
 # Default number of logits held in float32 at once: 1 MiB on the CPU, which stays in cache, and 256 MiB on a GPU.
 _BLOCK_VALUES_CPU = 1 << 18
@@ -53,6 +55,7 @@ def logit_statistics(
     softcap: float | None = None,
     with_whole: bool = False,
     block_values: int | None = None,
+    implementation: Implementation = Implementation.TORCH,
 ) -> RowStatistics:
     """The statistics of every row of logits.
 
@@ -62,9 +65,12 @@ def logit_statistics(
         valid: the number of columns that count, the first ones; the others are padding.
         softcap: the logits are `cap * tanh(logit / cap)` of those given, if not None.
         with_whole: whether to compute `RowStatistics.whole`.
-        block_values: maximum number of logits held in float32 at once, but at least one row; does not affect the
-            result.
+        block_values: maximum number of logits that torch's operations hold in float32 at once, but at least one row;
+            does not affect the result.
     """
+    if implementation is Implementation.CSRC:
+        found = torch.ops.megatron.logit_statistics(logits, labels, valid, softcap or 0.0)  # [4, n]
+        return RowStatistics(found[0], found[1], found[2], found[3] if with_whole else None)
     count = logits.shape[0]
     dtype = torch.promote_types(logits.dtype, torch.float32)
     largest = torch.full((count,), torch.finfo(dtype).min, dtype=dtype, device=logits.device)
@@ -93,22 +99,28 @@ def logit_gradient(
     vocab_size: int,
     *,
     softcap: float | None = None,
-    out: torch.Tensor | None = None,
+    in_place: bool = False,
     block_values: int | None = None,
+    implementation: Implementation = Implementation.TORCH,
 ) -> torch.Tensor:
     """The gradient of every logit, in the dtype of the logits; exactly 0 in padding columns.
 
-    Shapes: logits, out and result `[n, v/t]`; labels and normalizer `[n]`.
+    Shapes: logits and result `[n, v/t]`; labels and normalizer `[n]`.
 
     Args:
         normalizer: logarithm of the softmax denominator over the whole vocabulary.
         valid: the number of columns that count, the first ones.
         vocab_size: the number of valid columns on all ranks.
         softcap: as in `logit_statistics`; the gradient is that of the logits before it.
-        out: where to write the gradient; it may be `logits`.
+        in_place: whether the logits are written over.
         block_values: as in `logit_statistics`.
     """
-    result = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+    if implementation is Implementation.CSRC:
+        operations = torch.ops.megatron
+        operation = operations.logit_gradient_ if in_place else operations.logit_gradient
+        found = operation(logits, labels, normalizer, *gradients, valid, vocab_size, softcap or 0.0)
+        return logits if in_place else found
+    result = logits if in_place else torch.empty_like(logits, memory_format=torch.contiguous_format)
     result[:, valid:] = 0
     if valid == 0:
         return result
@@ -117,7 +129,9 @@ def logit_gradient(
     )
     # A lone cross-entropy multiplies (probability - 1), not the two terms apart, which would round differently.
     is_alone = of_normalizer is None and of_uniform is None
-    weights = sum(part for part in (of_label, of_normalizer, of_uniform) if part is not None)
+    weights = torch.zeros_like(normalizer).unsqueeze(1)
+    for part in (of_label, of_normalizer, of_uniform):
+        weights = weights if part is None else weights + part
     own = is_column(labels, valid).unsqueeze(1)
     local = labels.unsqueeze(1).masked_fill(~own, 0)
     at_label = own.to(normalizer.dtype) if is_alone or of_label is None else own * of_label
@@ -160,3 +174,16 @@ def _blocks(logits: torch.Tensor, valid: int, block_values: int | None) -> list[
     count = logits.shape[0]
     size = max(1, block_values // max(1, valid))
     return [slice(first, min(count, first + size)) for first in range(0, count, size)]
+
+
+def register() -> None:
+    """Tells torch the shapes of the compiled operations; once, after the library is loaded. `vocab_parallel_losses` and
+    `head_losses` know their derivatives.
+    """
+    torch.library.register_fake("megatron::logit_statistics", _fake_statistics)
+    torch.library.register_fake("megatron::logit_gradient", lambda logits, *others: logits.new_empty(logits.shape))
+    torch.library.register_fake("megatron::logit_gradient_", lambda logits, *others: None)
+
+
+def _fake_statistics(logits: torch.Tensor, labels: torch.Tensor, valid: int, softcap: float) -> torch.Tensor:
+    return logits.new_empty((4, logits.shape[0]), dtype=torch.promote_types(logits.dtype, torch.float32))

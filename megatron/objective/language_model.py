@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron.data.loader import Batch
+from megatron.kernels.choice import Implementation
 from megatron.objective.base import ObjectiveResult
 from megatron.objective.sample_means import SampleMeans, sample_means
 from megatron.parallel.mesh import Axis
@@ -41,6 +42,7 @@ class LanguageModelObjective:
         averages_samples: minimize the mean over samples of the mean over the tokens of a sample, instead of the mean
             over all tokens.
         packs_samples: the segments of a row are samples; otherwise the row is one.
+        implementation: of the cross-entropy.
 
     Source: Szegedy et al., "Rethinking the Inception architecture", 2016, section 7 (label smoothing); Chowdhery et
     al., "PaLM", 2022, section 5 (z-loss).
@@ -54,6 +56,7 @@ class LanguageModelObjective:
     layer_metrics: Mapping[str, int] = field(default_factory=dict)
     averages_samples: bool = False
     packs_samples: bool = False
+    implementation: Implementation = Implementation.TORCH
 
     @property
     def metric_sizes(self) -> Mapping[str, int]:
@@ -131,12 +134,18 @@ class LanguageModelObjective:
         factor: torch.Tensor | None,
     ) -> tuple[TokenLosses, HeadGradients | None]:
         """The losses of the tokens, and the gradients of what is minimized if they are not left to autograd."""
+        axis, vocab_size, implementation = self.axis, self.vocab_size, self.implementation
         if isinstance(outputs, FactoredLogits):
             terms = LossTerms(self.label_smoothing, self.z_loss_coeff)
             weights = mask if weights is None else mask * weights
-            return head_losses(outputs, labels, weights, self.axis, self.vocab_size, terms, factor=factor)
+            return head_losses(
+                outputs, labels, weights, axis, vocab_size, terms, factor=factor, implementation=implementation
+            )
         is_smoothed = self.label_smoothing > 0
-        return vocab_parallel_losses(outputs, labels, self.axis, self.vocab_size, with_uniform=is_smoothed), None
+        losses = vocab_parallel_losses(
+            outputs, labels, axis, vocab_size, with_uniform=is_smoothed, implementation=implementation
+        )
+        return losses, None
 
     def position_weights(self, mask: torch.Tensor) -> torch.Tensor | None:
         """How much the loss of each position counts in what is minimized; None if all count the same.

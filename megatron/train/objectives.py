@@ -37,6 +37,7 @@ def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int 
         layer_metrics=router_metric_sizes(config.model),
         averages_samples=loss.loss_mean == SAMPLES,
         packs_samples=packs_examples(config),
+        implementation=mesh.kernels.cross_entropy,
     )
     if loss.objective == MASKED:
         return MaskedLanguageModelObjective(**vars(objective), has_sentence_order=config.model.sentence_order_head)

@@ -149,16 +149,22 @@ class OutputHead(nn.Module):
             self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor | FactoredLogits:
-        """Computes the logits."""
-        if self.multiplier != 1:
-            hidden = hidden * self.multiplier
-        hidden, weight = copy_to(hidden, self.axis), self.weight
-        if context.factored_logits:
-            # A view of the weight, so that DeepSpeed, which prepares backward passes in hooks on outputs that were
-            # computed, has done so before the gradient reaches the parameter.
-            return FactoredLogits(hidden, weight.view_as(weight), self.softcap)
-        logits = F.linear(hidden, weight, self.bias)
+        """Computes the logits, or hands on their factors."""
+        if not context.factored_logits:
+            return self.logits(hidden)
+        # A view of the weight: DeepSpeed prepares for a backward pass in hooks on computed outputs, and must have done so
+        # before a gradient reaches the parameter.
+        weight: torch.Tensor = self.weight  # type: ignore[assignment]
+        return FactoredLogits(self._scaled(hidden), weight.view_as(weight), self.softcap)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Computes the logits. Shapes: `[b, s, h]` to `[b, s, v/t]`."""
+        logits = F.linear(self._scaled(hidden), self.weight, self.bias)  # type: ignore[arg-type]
         return logits if self.softcap is None else softcapped(logits, self.softcap)
+
+    def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The input of the column-parallel product."""
+        return copy_to(hidden if self.multiplier == 1 else hidden * self.multiplier, self.axis)
 
 
 def _drop(hidden: torch.Tensor, layer: PositionEmbedding | EmbeddingDropout, context: StepContext) -> torch.Tensor:

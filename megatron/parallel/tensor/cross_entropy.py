@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.choice import Implementation
 from megatron.kernels.cross_entropy import LossGradients, RowStatistics, logit_gradient, logit_statistics
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_reduce_max, all_reduce_sum
@@ -56,6 +57,7 @@ def vocab_parallel_losses(
     *,
     with_uniform: bool = False,
     block_values: int | None = None,
+    implementation: Implementation = Implementation.TORCH,
 ) -> TokenLosses:
     """The losses of every token over a split vocabulary; each of them is differentiable.
 
@@ -67,12 +69,12 @@ def vocab_parallel_losses(
 
     Args:
         with_uniform: whether to compute `TokenLosses.uniform`, which label smoothing needs.
-        block_values: maximum number of logits held in float32 at once, but at least one row; it bounds the extra memory
-            and does not affect the result.
+        block_values: maximum number of logits that torch's operations hold in float32 at once, but at least one row; it
+            bounds the extra memory and does not affect the result.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross-entropy).
     """
-    return TokenLosses(*_Losses.apply(logits, labels, axis, vocab_size, with_uniform, block_values))
+    return TokenLosses(*_Losses.apply(logits, labels, axis, vocab_size, with_uniform, block_values, implementation))
 
 
 def losses_of(statistics: RowStatistics, axis: Axis, vocabulary: VocabularySlice) -> TokenLosses:
@@ -95,14 +97,21 @@ def losses_of(statistics: RowStatistics, axis: Axis, vocabulary: VocabularySlice
 
 class _Losses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, axis, vocab_size, with_uniform, block_values):  # type: ignore[no-untyped-def]
+    def forward(ctx, logits, labels, axis, vocab_size, with_uniform, block_values, implementation):  # type: ignore[no-untyped-def]
         rows = logits.reshape(-1, logits.shape[-1])  # [b*s, v/t]
         vocabulary = VocabularySlice.of(axis, rows.shape[1], vocab_size)
         local = labels.reshape(-1) - vocabulary.first
-        statistics = logit_statistics(rows, local, vocabulary.valid, with_whole=with_uniform, block_values=block_values)
+        statistics = logit_statistics(
+            rows,
+            local,
+            vocabulary.valid,
+            with_whole=with_uniform,
+            block_values=block_values,
+            implementation=implementation,
+        )
         losses = losses_of(statistics, axis, vocabulary)
         ctx.save_for_backward(logits, local, losses.log_normalizer)
-        ctx.vocabulary, ctx.block_values = vocabulary, block_values
+        ctx.vocabulary, ctx.block_values, ctx.implementation = vocabulary, block_values, implementation
         ctx.set_materialize_grads(False)
         return (
             losses.cross_entropy.view(labels.shape),
@@ -122,5 +131,6 @@ class _Losses(torch.autograd.Function):
             ctx.vocabulary.valid,
             ctx.vocabulary.vocab_size,
             block_values=ctx.block_values,
+            implementation=ctx.implementation,
         )
-        return gradient.view(logits.shape), None, None, None, None, None
+        return gradient.view(logits.shape), None, None, None, None, None, None

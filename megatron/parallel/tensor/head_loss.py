@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.choice import Implementation
 from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
 from megatron.kernels.softcap import softcapped
 from megatron.parallel.mesh import Axis
@@ -96,6 +97,7 @@ def head_losses(
     *,
     factor: torch.Tensor | None = None,
     chunk_rows: int | None = None,
+    implementation: Implementation = Implementation.TORCH,
 ) -> HeadLosses:
     """The losses of every token, and the gradients of their weighted sum.
 
@@ -106,7 +108,7 @@ def head_losses(
 
     Args:
         weights: the weight of each token in the sum that is minimized; tokens of weight 0 are ignored, and their losses
-            are 0 or those of their labels.
+            are not computed.
         axis: the tensor-parallel axis that splits the vocabulary.
         vocab_size: vocabulary size without padding.
         factor: what the gradients are multiplied by. If it is what the derivative of the sum will be, they have the
@@ -116,7 +118,7 @@ def head_losses(
     is_trained = torch.is_grad_enabled() and (logits.hidden.requires_grad or logits.weight.requires_grad)
     with torch.no_grad():
         tokens = _Tokens.of(logits.hidden, labels, weights)
-        head = _Head(logits, axis, vocab_size, terms)
+        head = _Head(logits, axis, vocab_size, terms, implementation)
         sums = _GradientSums(logits, tokens) if is_trained else None
         losses = []
         for chunk in _chunks(len(tokens.labels), chunk_rows or head.chunk_rows):
@@ -164,11 +166,11 @@ class _Tokens(NamedTuple):
 
     @classmethod
     def of(cls, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> _Tokens:
-        """Leaves out tokens of weight 0, except on a GPU, where the host would have to wait for their number."""
+        """Leaves out tokens of weight 0, unless all are; on a GPU the host would have to wait for their number."""
         rows, flat, weight = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), weights.reshape(-1)
-        if hidden.is_cuda or bool(weight.all()):
+        places = None if hidden.is_cuda else weight.nonzero().squeeze(1)
+        if places is None or len(places) in (0, len(weight)):
             return cls(rows, flat, weight, None, labels.shape)
-        places = weight.nonzero().squeeze(1)
         return cls(rows[places], flat[places], weight[places], places, labels.shape)
 
     def chunk(self, chunk: slice, dtype: torch.dtype) -> _Tokens:
@@ -179,8 +181,11 @@ class _Tokens(NamedTuple):
 
     def spread(self, losses: list[TokenLosses]) -> TokenLosses:
         """Joins the losses of chunks, and puts 0 where a token does not count. Shapes: `[b, s]`."""
+        uniform = [part.uniform for part in losses if part.uniform is not None]
         return TokenLosses(
-            *(None if part[0] is None else self.placed(torch.cat(part)) for part in zip(*losses, strict=True))
+            self.placed(torch.cat([part.cross_entropy for part in losses])),
+            self.placed(torch.cat([part.log_normalizer for part in losses])),
+            self.placed(torch.cat(uniform)) if uniform else None,
         )
 
     def placed(self, values: torch.Tensor) -> torch.Tensor:
@@ -193,12 +198,19 @@ class _Tokens(NamedTuple):
 class _Head:
     """Logits, losses and gradients of a chunk of tokens; one chunk of logits is held, and written over."""
 
-    def __init__(self, logits: FactoredLogits, axis: Axis, vocab_size: int, terms: LossTerms) -> None:
+    def __init__(
+        self,
+        logits: FactoredLogits,
+        axis: Axis,
+        vocab_size: int,
+        terms: LossTerms,
+        implementation: Implementation,
+    ) -> None:
         weight = logits.weight.detach()
         is_converted = not weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
         self.dtype = torch.float32 if is_converted else weight.dtype
         self.weight = weight.to(self.dtype)
-        self.softcap, self.axis, self.terms = logits.softcap, axis, terms
+        self.softcap, self.axis, self.terms, self.implementation = logits.softcap, axis, terms, implementation
         self.vocabulary = VocabularySlice.of(axis, weight.shape[0], vocab_size)
         self._held: torch.Tensor | None = None
 
@@ -224,6 +236,7 @@ class _Head:
             self.vocabulary.valid,
             softcap=self.softcap,
             with_whole=self.terms.label_smoothing > 0,
+            implementation=self.implementation,
         )
         return losses_of(statistics, self.axis, self.vocabulary)
 
@@ -244,7 +257,8 @@ class _Head:
             self.vocabulary.valid,
             self.vocabulary.vocab_size,
             softcap=self.softcap,
-            out=product,
+            in_place=True,
+            implementation=self.implementation,
         )
 
 
@@ -285,16 +299,10 @@ class _GradientSums:
 
     def of_weight(self) -> torch.Tensor | None:
         """Shapes: `[v/t, h]`."""
-        if not self._logits.weight.requires_grad:
-            return None
-        if self._of_weight is None:  # no token counts
-            return torch.zeros_like(self._logits.weight, memory_format=torch.contiguous_format)
-        return self._of_weight.to(self._logits.weight.dtype)
+        return None if self._of_weight is None else self._of_weight.to(self._logits.weight.dtype)
 
 
 def _chunks(count: int, most: int) -> list[slice]:
     """Chunks of equal size, but for the last."""
-    if count == 0:
-        return []
     size = -(-count // -(-count // most))
     return [slice(first, min(count, first + size)) for first in range(0, count, size)]
