@@ -44,7 +44,7 @@ class BertHead(OutputHead):
         chosen = hidden if context.predicted is None else rows_at(hidden, context.predicted)  # [b, m, h]
         if self.lm_head is not None:
             chosen = self.lm_head(chosen)
-        logits = super().forward(chosen, context)
+        logits = self.logits(chosen)
         if self.pooler is None or self.binary_head is None:
             return logits
         return logits, self.binary_head(self.pooler(hidden))

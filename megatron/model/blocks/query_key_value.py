@@ -52,15 +52,22 @@ class QueryKeyValue(ColumnParallelLinear):
 
         Shapes: `[b, s, h]` to `[b, s, a/t, d]` and twice `[b, s, g/t or g, d]`.
         """
-        batch, length, _ = hidden.shape
         if self.is_split:
-            qkv = super().forward(hidden).view(batch, length, -1, self.group_size + 2, self.head_size)
+            qkv = self.joint(hidden)
             if self.group_size == 1:
                 query, key, value = qkv.unbind(3)
                 return query, key, value
             query, key, value = qkv.split([self.group_size, 1, 1], dim=3)
             return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
         return self._project_replicated(hidden)
+
+    def joint(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries, key and value of each of this rank's groups, which must be split, in one tensor.
+
+        Shapes: `[b, s, h]` to `[b, s, g/t, a/g + 2, d]`.
+        """
+        batch, length, _ = hidden.shape
+        return super().forward(hidden).view(batch, length, -1, self.group_size + 2, self.head_size)
 
     def expanded(self, states: torch.Tensor) -> torch.Tensor:
         """Keys or values as this rank's heads use them, if the groups are not split; otherwise unchanged.
