@@ -32,7 +32,8 @@ def _grouped(heads: torch.Tensor, count: int) -> list[int]:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_a_fused_projection_is_split_and_joined(dtype: torch.dtype, interleaved: bool) -> None:
+@pytest.mark.parametrize("build", ["checked", "plain"])
+def test_a_fused_projection_is_split_and_joined(build: str, dtype: torch.dtype, interleaved: bool) -> None:
     for number, ((batch, length, groups, queries, size), pairs, wide_table, shift) in enumerate(CASES):
         generator = torch.Generator().manual_seed(number)
         qkv = torch.randn(batch, length, groups, queries + 2, size, generator=generator).to(dtype)
@@ -42,7 +43,7 @@ def test_a_fused_projection_is_split_and_joined(dtype: torch.dtype, interleaved:
         cos, sin = angles.cos().to(table_dtype), angles.sin().to(table_dtype)
         query = torch.empty(batch, groups * queries, length, size, dtype=dtype)
         key = torch.empty(batch, groups, length, size, dtype=dtype)
-        with emulator.launch("rotary", "checked", ("forward", "reverse", "random")[number % 3]) as run:
+        with emulator.launch("rotary", build, ("forward", "reverse", "random")[number % 3]) as run:
             source, joined = run.input(qkv, shift=shift), run.output(qkv, shift=shift)
             found = [run.output(part, shift=shift) for part in (query, key, key)]
             cosines, sines = run.input(cos, shift=shift), run.input(sin, shift=shift)
@@ -77,3 +78,7 @@ def test_a_fused_projection_is_split_and_joined(dtype: torch.dtype, interleaved:
         # Rotating back and forth changes nothing but the rounding, where cosines and sines have the length 1.
         back = joined.tensor().double()
         torch.testing.assert_close(back, wide, atol=4 * tolerance, rtol=4 * tolerance)
+
+
+def test_every_line_has_run(whole_file: None) -> None:
+    assert emulator.unexecuted_lines("rotary") == []

@@ -109,11 +109,13 @@ def _check(case: Case, dtype: torch.dtype, build: str, order: str) -> None:
         assert not found[-1, -1, -1].any() and not found_gradient[-1, -1, -1].any()
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse", "random"])
-def test_every_path_in_the_checked_build(order: str) -> None:
+@pytest.mark.parametrize(
+    ("build", "order"), [("checked", "forward"), ("checked", "reverse"), ("checked", "random"), ("plain", "random")]
+)
+def test_every_path(build: str, order: str) -> None:
     for case in CASES:
         for dtype in TOLERANCES:
-            _check(case, dtype, "checked", order)
+            _check(case, dtype, build, order)
 
 
 def test_long_rows() -> None:
@@ -135,3 +137,7 @@ def test_hashes_are_those_of_torch() -> None:
         )
         kept = result.tensor() > 0
     assert torch.equal(kept, Dropout(rows, 20000, COLUMN_BASE).kept(37)) and 0.5 < kept.float().mean() < 0.85
+
+
+def test_every_line_has_run(whole_file: None) -> None:
+    assert emulator.unexecuted_lines("softmax") == []
