@@ -59,9 +59,9 @@ MEGATRON_HOST_DEVICE void hide_row(W* scores, const uint8_t* mask, int64_t count
   for (int64_t j = 0; j < count; ++j) scores[j] = mask[j] ? -static_cast<W>(INFINITY) : scores[j];
 }
 
-// Replaces scores by unnormalized probabilities; returns what normalizes them.
+// Replaces scores by their exponentials; returns what normalizes these.
 template <typename W>
-MEGATRON_HOST_DEVICE W exponentiate_row(W* scores, int64_t count) {
+MEGATRON_HOST_DEVICE Divisor<W> exponentiate_row(W* scores, int64_t count) {
   W largest = -static_cast<W>(INFINITY), sum = 0;
 #pragma omp simd reduction(max : largest)
   for (int64_t j = 0; j < count; ++j) largest = scores[j] > largest ? scores[j] : largest;
@@ -71,7 +71,7 @@ MEGATRON_HOST_DEVICE W exponentiate_row(W* scores, int64_t count) {
     scores[j] = exp_of(scores[j] - shift);
     sum += scores[j];
   }
-  return inverse_or_zero(sum);
+  return divisor_of(sum);
 }
 
 // The dropout factors, 0 or the scale, of the entries from `first`, an even column, on.
@@ -91,22 +91,25 @@ MEGATRON_HOST_DEVICE void dropout_factors(W* factors, const Dropout& dropout, ui
 }
 
 template <typename T>
-MEGATRON_HOST_DEVICE void write_row(T* result, const Wide<T>* weights, Wide<T> inverse, int64_t visible, int64_t keys) {
+MEGATRON_HOST_DEVICE void write_row(T* result, const Wide<T>* weights, Divisor<Wide<T>> divisor, int64_t visible,
+                                    int64_t keys) {
 #pragma omp simd
-  for (int64_t j = 0; j < visible; ++j) store(result + j, weights[j] * inverse);
+  for (int64_t j = 0; j < visible; ++j) store(result + j, quotient(weights[j], divisor));
   memset(static_cast<void*>(result + visible), 0, (keys - visible) * sizeof(T));
 }
 
 template <typename T>
-MEGATRON_HOST_DEVICE void write_dropped_row(T* result, const Wide<T>* weights, Wide<T> inverse, const Dropout& dropout,
-                                            int64_t row, int64_t visible, int64_t keys) {
+MEGATRON_HOST_DEVICE void write_dropped_row(T* result, const Wide<T>* weights, Divisor<Wide<T>> divisor,
+                                            const Dropout& dropout, int64_t row, int64_t visible, int64_t keys) {
   Wide<T> factors[2 * kPairsAtOnce];
   const uint32_t row_hash = static_cast<uint32_t>(dropout.rows[row]);
   for (int64_t first = 0; first < visible; first += 2 * kPairsAtOnce) {
     const int64_t count = std::min(2 * kPairsAtOnce, visible - first);
     dropout_factors(factors, dropout, row_hash, first, count);
 #pragma omp simd
-    for (int64_t j = 0; j < count; ++j) store(result + first + j, weights[first + j] * inverse * factors[j]);
+    for (int64_t j = 0; j < count; ++j) {
+      store(result + first + j, quotient(weights[first + j], divisor) * factors[j]);
+    }
   }
   memset(static_cast<void*>(result + visible), 0, (keys - visible) * sizeof(T));
 }
@@ -133,12 +136,12 @@ MEGATRON_CLONES void forward_rows(const Forward<T>& task, int64_t first, int64_t
     if (task.mask.data != nullptr) {
       hide_row(weights, static_cast<const uint8_t*>(task.mask.data) + offset_of(place, task.mask.strides), visible);
     }
-    const Wide<T> inverse = exponentiate_row(weights, visible);
+    const Divisor<Wide<T>> divisor = exponentiate_row(weights, visible);
     if (task.probabilities == nullptr) {
-      write_row(task.result + row * keys, weights, inverse, visible, keys);
+      write_row(task.result + row * keys, weights, divisor, visible, keys);
     } else {
-      write_row(task.probabilities + row * keys, weights, inverse, visible, keys);
-      write_dropped_row(task.result + row * keys, weights, inverse, task.dropout, row, visible, keys);
+      write_row(task.probabilities + row * keys, weights, divisor, visible, keys);
+      write_dropped_row(task.result + row * keys, weights, divisor, task.dropout, row, visible, keys);
     }
   }
 }
@@ -250,8 +253,8 @@ std::tuple<at::Tensor, at::Tensor> softmax(const at::Tensor& any_scores, double 
   const at::Tensor scores = any_scores.contiguous();
   const ScoreSizes sizes = sizes_of(scores);
   const at::Tensor mask = broadcast(any_mask, scores, "the mask"), bias = broadcast(any_bias, scores, "the bias");
-  TORCH_CHECK(!mask.defined() || mask.scalar_type() == at::kBool, "the mask must be bool, true where a key is hidden, not ",
-              mask.scalar_type());
+  TORCH_CHECK(!mask.defined() || mask.scalar_type() == at::kBool,
+              "the mask must be bool, true where a key is hidden, not ", mask.scalar_type());
   TORCH_CHECK(!bias.defined() || bias.scalar_type() == at::kFloat || bias.scalar_type() == scores.scalar_type(),
               "the bias must be float32 or ", scores.scalar_type(), " like the scores, not ", bias.scalar_type());
   const at::Tensor columns = column_hashes(scores, rows, threshold, column_base);
@@ -263,7 +266,8 @@ std::tuple<at::Tensor, at::Tensor> softmax(const at::Tensor& any_scores, double 
   if (scores.is_cuda()) {
     const BroadcastStrides mask_strides = strides_of(mask), bias_strides = strides_of(bias);
     check_launch(
-        megatron_softmax_forward(result.mutable_data_ptr(), rows.has_value() ? probabilities.mutable_data_ptr() : nullptr,
+        megatron_softmax_forward(result.mutable_data_ptr(),
+                                 rows.has_value() ? probabilities.mutable_data_ptr() : nullptr,
                                  scores.const_data_ptr(), pointer_or_null<uint8_t>(mask), &mask_strides.sample,
                                  pointer_or_null<void>(bias), &bias_strides.sample, data_of<int64_t>(rows),
                                  columns.defined() ? mutable_data_of<uint32_t>(columns) : nullptr, &sizes.batch,

@@ -199,9 +199,9 @@ __global__ void __launch_bounds__(kMostThreads) forward_kernel(const Forward<T> 
       values[i] = megatron::exp_of(values[i] - shift);
       sum += values[i];
     }
-    const float inverse = megatron::inverse_or_zero(row_reduce(sum, parts, Sum(), 0.0f));
+    const megatron::Divisor<float> divisor = megatron::divisor_of(row_reduce(sum, parts, Sum(), 0.0f));
     MEGATRON_UNROLL
-    for (int i = 0; i < kItems; ++i) values[i] *= inverse;
+    for (int i = 0; i < kItems; ++i) values[i] = megatron::quotient(values[i], divisor);
     MEGATRON_UNROLL
     for (int i = 0; i < kItems; i += kSize) {
       const int64_t first = (i / kSize * static_cast<int64_t>(blockDim.x) + threadIdx.x) * kSize;
@@ -230,11 +230,13 @@ __global__ void __launch_bounds__(kLongThreads) long_forward_kernel(const Forwar
       MEGATRON_UNROLL
       for (int i = 0; i < kSize; ++i) sum += megatron::exp_of(values[i] - shift);
     }
-    const float inverse = megatron::inverse_or_zero(block_reduce(sum, parts, Sum(), 0.0f));
+    const megatron::Divisor<float> divisor = megatron::divisor_of(block_reduce(sum, parts, Sum(), 0.0f));
     for (int64_t first = start; first < keys; first += step) {
       own.load(task, first, values);
       MEGATRON_UNROLL
-      for (int i = 0; i < kSize; ++i) values[i] = megatron::exp_of(values[i] - shift) * inverse;
+      for (int i = 0; i < kSize; ++i) {
+        values[i] = megatron::quotient(megatron::exp_of(values[i] - shift), divisor);
+      }
       own.write(task, first, values);
     }
   }

@@ -42,10 +42,23 @@ MEGATRON_HOST_DEVICE W exponent_shift(W largest) {
   return largest == -static_cast<W>(INFINITY) ? W(0) : largest;
 }
 
-// The factor of a row's exponentials; 0 for a query that sees nothing, whose probabilities are all 0.
+// What divides a row's exponentials by their sum, without a division each; all quotients are 0 for a query that sees
+// nothing, whose sum is 0.
 template <typename W>
-MEGATRON_HOST_DEVICE W inverse_or_zero(W sum) {
-  return sum == W(0) ? W(0) : W(1) / sum;
+struct Divisor {
+  W sum, inverse;
+};
+
+template <typename W>
+MEGATRON_HOST_DEVICE Divisor<W> divisor_of(W sum) {
+  return {sum, sum == W(0) ? W(0) : W(1) / sum};
+}
+
+// The quotient is corrected by its remainder, which makes it as exact as a division where products and sums are fused.
+template <typename W>
+MEGATRON_HOST_DEVICE W quotient(W exponential, const Divisor<W>& divisor) {
+  const W estimate = exponential * divisor.inverse;
+  return estimate + (exponential - estimate * divisor.sum) * divisor.inverse;
 }
 
 // An entry's share of the gradient of the scaled scores, from the gradient of its probability (after undoing dropout) and

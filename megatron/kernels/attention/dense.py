@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from megatron.kernels.choice import TORCH_KERNELS, Implementation, Kernels
 from megatron.kernels.dropout_add import Dropout, dropout_add
+from megatron.kernels.products import needs_widening
 from megatron.kernels.softmax import scaled_softmax
 
 LONGEST_EXPLICIT = 512  # tokens
@@ -41,6 +42,10 @@ def attention(
     Source: Vaswani et al., "Attention is all you need", 2017, equation 1; Gemma Team, "Gemma 2", 2024, section 2
     (soft-cap).
     """
+    if needs_widening(query):
+        wide, wide_bias = (query.float(), key.float(), value.float()), None if bias is None else bias.float()
+        options = {"causal": causal, "dropout": dropout, "softcap": softcap}
+        return attention(*wide, scale, bias=wide_bias, kernels=kernels, **options).to(query.dtype)  # type: ignore[arg-type]
     if softcap is not None:
         drop = _dropout(dropout) if dropout else None
         return explicit_attention(
@@ -82,6 +87,12 @@ def explicit_attention(
         dropout: stateless dropout; the compiled softmax applies it in its own pass.
         drop: any other dropout.
     """
+    if needs_widening(query):
+        wide, wide_bias = (query.float(), key.float(), value.float()), None if bias is None else bias.float()
+        attended = explicit_attention(
+            *wide, scale, drop, dropout=dropout, bias=wide_bias, causal=causal, softcap=softcap, kernels=kernels
+        )
+        return attended.to(query.dtype)
     if kernels.softmax is Implementation.CSRC:
         return _with_compiled_softmax(query, key, value, scale, drop, dropout, bias, causal, softcap)
     if dropout is not None:

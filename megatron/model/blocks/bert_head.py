@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.kernels.activations import activation
+from megatron.kernels.products import linear
 from megatron.model.blocks.embedding import OutputHead
 from megatron.model.blocks.norm import build_norm
 from megatron.model.interface.step_context import StepContext
@@ -87,7 +87,7 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the layer."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 def rows_at(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

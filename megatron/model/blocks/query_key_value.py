@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from megatron.config import ModelConfig
+from megatron.kernels.products import linear
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension, check_divisible
 from megatron.parallel.tensor.collectives import copy_to
@@ -98,6 +98,6 @@ class QueryKeyValue(ColumnParallelLinear):
                 own = own.flatten(0, 1)[rows]
                 own_bias = None if own_bias is None else own_bias.flatten(0, 1)[rows]
             flat_bias = None if own_bias is None else own_bias.flatten()
-            states = F.linear(hidden, own.flatten(0, 1), flat_bias)
+            states = linear(hidden, own.flatten(0, 1), flat_bias)
             parts.append(states.unflatten(-1, (-1, self.head_size)))
         return parts[0], parts[1], parts[2]
