@@ -89,6 +89,40 @@ CHANGES = (
     PlantedChange("rotary", "sine[i] * task.direction", "sine[i]", VALUES),
     PlantedChange("rotary", "pair < task.sizes.pairs) {", "pair <= task.sizes.pairs) {", ANY),
     PlantedChange("rotary", "head_index >= task.parts[own].heads", "head_index > task.parts[own].heads", ANY),
+    PlantedChange(
+        "norm",
+        "if (lane == 0) parts[threadIdx.x / kWarp] = value;\n  __syncthreads();",
+        "if (lane == 0) parts[threadIdx.x / kWarp] = value;",
+        RACE,
+    ),
+    PlantedChange("norm", "meeting.turn = 1 - meeting.turn;", "", "race: "),
+    PlantedChange("norm", "lane < warps ? parts[lane]", "lane <= warps ? parts[lane]", RACE),
+    PlantedChange("norm", "y][threadIdx.x] = value;\n  __syncthreads();", "y][threadIdx.x] = value;", RACE),
+    PlantedChange(
+        "norm", "sum += shared[y][threadIdx.x];\n  __syncthreads();", "sum += shared[y][threadIdx.x];", "race: "
+    ),
+    PlantedChange("norm", "block < row_blocks && j < columns;", "block < row_blocks;", "out of bounds: |race: "),
+    PlantedChange("norm", "row < end && j < of.columns;", "row <= end && j < of.columns;", "out of bounds: "),
+    PlantedChange(
+        "norm",
+        "layout.block.y * of.columns * sizeof(float) :",
+        "of.columns * sizeof(float) :",
+        "out of bounds: .*dynamic",
+    ),
+    PlantedChange("norm", "is_aligned(of.y) && is_aligned(of.total) &&", "is_aligned(of.total) &&", "misaligned: "),
+    PlantedChange(
+        "norm", "is_aligned(of.weight.data) && is_aligned(of.bias.data)", "is_aligned(of.weight.data)", "misaligned: "
+    ),
+    PlantedChange(
+        "norm", "is_aligned(of.weight.data) && is_aligned(of.partials)", "is_aligned(of.weight.data)", "misaligned: "
+    ),
+    PlantedChange("norm", "      to[j] = sum;\n    }\n    __syncthreads();", "      to[j] = sum;\n    }", "race: "),
+    PlantedChange(
+        "norm", "int y = 1; y < static_cast<int>(blockDim.y)", "int y = 1; y < static_cast<int>(blockDim.y) - 1", VALUES
+    ),
+    PlantedChange(
+        "norm", "(sum, 0.0f}, meeting).first / static_cast<float>(of.columns);\n    float squares", "", VALUES
+    ),
 )
 
 
@@ -135,7 +169,9 @@ def main() -> int:
     """Runs as many changes as are asked for."""
     parser = argparse.ArgumentParser(description="Defects in csrc/ops that the emulator tests must find.")
     parser.add_argument("--cases", type=int, default=len(CHANGES))
-    chosen = CHANGES[: parser.parse_args().cases]
+    parser.add_argument("--operation", help="only its sources")
+    asked = parser.parse_args()
+    chosen = [change for change in CHANGES if asked.operation in (None, change.operation)][: asked.cases]
     missed = undetected(chosen)
     print("\n".join(missed))
     print(f"{len(chosen) - len(missed)} of {len(chosen)} planted defects were found")
