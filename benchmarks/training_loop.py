@@ -84,9 +84,11 @@ class TransformersNetwork(nn.Module):
                     num_key_value_heads=config.num_query_groups,
                     max_position_embeddings=config.max_position_embeddings,
                     rms_norm_eps=config.layernorm_epsilon,
+                    attention_dropout=config.attention_dropout,
                     **common,
                 )
             )
+            _add_hidden_dropout(self.network, config.hidden_dropout)
         else:
             self.network = transformers.GPT2LMHeadModel(
                 transformers.GPT2Config(
@@ -94,9 +96,9 @@ class TransformersNetwork(nn.Module):
                     n_layer=config.num_layers,
                     n_head=config.num_attention_heads,
                     n_positions=config.max_position_embeddings,
-                    embd_pdrop=0.0,
-                    attn_pdrop=0.0,
-                    resid_pdrop=0.0,
+                    embd_pdrop=config.hidden_dropout,
+                    attn_pdrop=config.attention_dropout,
+                    resid_pdrop=config.hidden_dropout,
                     **common,
                 )
             )
@@ -105,3 +107,12 @@ class TransformersNetwork(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Shapes: tokens `[b, s]` to logits `[b, s, v]`."""
         return self.network(tokens).logits  # type: ignore[no-any-return]
+
+
+def _add_hidden_dropout(network: nn.Module, probability: float) -> None:
+    """Gives the library's Llama, which has none, dropout after the embedding and after both branches of a block."""
+    if probability == 0:
+        return
+    for name, module in network.named_modules():
+        if name.rpartition(".")[2] in ("embed_tokens", "o_proj", "down_proj"):
+            module.register_forward_hook(lambda _, inputs, output: F.dropout(output, probability))

