@@ -42,6 +42,7 @@ class TransformerBlock(nn.Module):
         self.attention_slot, self.feed_forward_slot = 1 + 2 * index, 2 + 2 * index
         self.norms_residual = placement == POST
         has_inner, has_outer = placement not in (POST_BRANCH, POST), placement != PRE
+        self.adds_in_norm = placement != POST_BRANCH and self.multiplier == 1
         self.input_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
         self.self_attention = SelfAttention(config, mesh, index)
         self.post_self_attn_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
@@ -57,18 +58,34 @@ class TransformerBlock(nn.Module):
 
     def _run(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         if self.norms_residual:
-            attended = self._added(hidden, self.self_attention(hidden, context), self.attention_slot, context)
-            hidden = self.post_self_attn_layernorm(attended)
-            fed = self._added(hidden, self.mlp(hidden, context), self.feed_forward_slot, context)
-            return self.post_mlp_layernorm(fed)
+            attended = self.self_attention(hidden, context)
+            hidden = self._added_and_normed(
+                hidden, attended, self.attention_slot, context, self.post_self_attn_layernorm
+            )[1]
+            fed = self.mlp(hidden, context)
+            return self._added_and_normed(hidden, fed, self.feed_forward_slot, context, self.post_mlp_layernorm)[1]
         normed = self.input_layernorm(hidden)
         attended = self.post_self_attn_layernorm(self.self_attention(normed, context))
         residual = normed if self.residual_after_norm else hidden
-        after_attention = self._added(residual, attended, self.attention_slot, context)
-        normed = self.pre_mlp_layernorm(hidden if self.is_parallel else after_attention)
+        if self.is_parallel:
+            after_attention = self._added(residual, attended, self.attention_slot, context)
+            normed = self.pre_mlp_layernorm(hidden)
+        else:
+            after_attention, normed = self._added_and_normed(
+                residual, attended, self.attention_slot, context, self.pre_mlp_layernorm
+            )
         fed = self.post_mlp_layernorm(self.mlp(normed, context))
         residual = normed if self.residual_after_norm else after_attention
         return self._added(residual, fed, self.feed_forward_slot, context)
+
+    def _added_and_normed(
+        self, residual: torch.Tensor, branch: torch.Tensor, slot: int, context: StepContext, norm: nn.Module
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of `_added`, and a norm of it: in one pass where nothing comes between residual and branch."""
+        if self.adds_in_norm and not (self.training and self.dropout):
+            return norm.add(branch, residual)  # type: ignore[no-any-return,operator]
+        total = self._added(residual, branch, slot, context)
+        return total, norm(total)
 
     def _added(self, residual: torch.Tensor, branch: torch.Tensor, slot: int, context: StepContext) -> torch.Tensor:
         """The residual plus a branch's output after dropout, times the multiplier."""

@@ -120,7 +120,7 @@ def test_checked(order: str) -> None:
 
 
 def test_large_rows() -> None:
-    for case in LARGE:
+    for case in SMALL + LARGE:
         _run(case, "plain", "reverse")
 
 
