@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import POST, POST_BRANCH, PRE
+from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import dropout_add
 from megatron.model.blocks.attention import SelfAttention
 from megatron.model.blocks.experts import Experts
@@ -48,6 +51,10 @@ class TransformerBlock(nn.Module):
         self.pre_mlp_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
         self.mlp = Experts(config, mesh, index) if config.has_experts(index) else FeedForward(config, mesh)
         self.post_mlp_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
+        # Where nothing lies between a branch and its residual, the compiled operation adds the bias of the branch too.
+        joins = mesh.kernels.dropout_add is Implementation.CSRC and (not has_outer or self.norms_residual)
+        self.attention_bias_joins = joins and config.attention_output_bias
+        self.feed_forward_bias_joins = joins and config.mlp_bias and isinstance(self.mlp, FeedForward)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Runs the block, with recomputation in backward if the context requires it."""
@@ -57,21 +64,36 @@ class TransformerBlock(nn.Module):
 
     def _run(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         if self.norms_residual:
-            attended = self._added(hidden, self.self_attention(hidden, context), self.attention_slot, context)
-            hidden = self.post_self_attn_layernorm(attended)
-            fed = self._added(hidden, self.mlp(hidden, context), self.feed_forward_slot, context)
-            return self.post_mlp_layernorm(fed)
+            hidden = self.post_self_attn_layernorm(self._attended(hidden, hidden, context))
+            return self.post_mlp_layernorm(self._fed(hidden, hidden, context))
         normed = self.input_layernorm(hidden)
-        attended = self.post_self_attn_layernorm(self.self_attention(normed, context))
-        residual = normed if self.residual_after_norm else hidden
-        after_attention = self._added(residual, attended, self.attention_slot, context)
+        after_attention = self._attended(normed if self.residual_after_norm else hidden, normed, context)
         normed = self.pre_mlp_layernorm(hidden if self.is_parallel else after_attention)
-        fed = self.post_mlp_layernorm(self.mlp(normed, context))
-        residual = normed if self.residual_after_norm else after_attention
-        return self._added(residual, fed, self.feed_forward_slot, context)
+        return self._fed(normed if self.residual_after_norm else after_attention, normed, context)
 
-    def _added(self, residual: torch.Tensor, branch: torch.Tensor, slot: int, context: StepContext) -> torch.Tensor:
-        """The residual plus a branch's output after dropout, times the multiplier."""
+    def _attended(self, residual: torch.Tensor, normed: torch.Tensor, context: StepContext) -> torch.Tensor:
+        add = partial(self._add, residual, self.attention_slot, context)
+        if self.attention_bias_joins:
+            return self.self_attention(normed, context, add)  # type: ignore[no-any-return]
+        attended = self.self_attention(normed, context)
+        return add(attended if self.norms_residual else self.post_self_attn_layernorm(attended))
+
+    def _fed(self, residual: torch.Tensor, normed: torch.Tensor, context: StepContext) -> torch.Tensor:
+        add = partial(self._add, residual, self.feed_forward_slot, context)
+        if self.feed_forward_bias_joins:
+            return self.mlp(normed, context, add)  # type: ignore[no-any-return]
+        fed = self.mlp(normed, context)
+        return add(fed if self.norms_residual else self.post_mlp_layernorm(fed))
+
+    def _add(
+        self,
+        residual: torch.Tensor,
+        slot: int,
+        context: StepContext,
+        branch: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The residual plus a branch's output and bias after dropout, times the multiplier."""
         dropout = None
         if self.training:
             dropout = hidden_dropout(
@@ -83,5 +105,10 @@ class TransformerBlock(nn.Module):
                 first_position=context.position_offset,
             )
         return dropout_add(
-            branch, dropout, residual=residual, multiplier=self.multiplier, implementation=self.dropout_kernel
+            branch,
+            dropout,
+            bias=bias,
+            residual=residual,
+            multiplier=self.multiplier,
+            implementation=self.dropout_kernel,
         )
