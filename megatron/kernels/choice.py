@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from megatron.config.sections.kernels import APEX, CSRC, TORCH
+
 
 class Implementation(str, Enum):
     """Where the code of an operation comes from."""
 
-    TORCH = "torch"
-    CSRC = "csrc"
-    APEX = "apex"
+    TORCH = TORCH
+    CSRC = CSRC
+    APEX = APEX
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,6 @@ class Kernels:
 
 
 TORCH_KERNELS = Kernels()
-OPERATIONS = tuple(field.name for field in dataclasses.fields(Kernels))
 
 
 def is_installed(package: str) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import importlib
 import multiprocessing
+import sys
 
 # Besides the program, what PyTorch and DeepSpeed import on first use, which takes longer than a tiny run trains.
 # Another version of them need not have all of it.
@@ -27,11 +28,20 @@ _MODULES = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "gigatoken",
     "pytest",
+    "tests.helpers.tiny_run",
+    "tests.parity.layouts",
+    "tests.parity.reference",
     "tokenizers",
 )
+# The server is started with -B where the environment asks for no bytecode; see conftest.py.
+if sys.pycache_prefix is not None:
+    sys.dont_write_bytecode = False
 for _name in _MODULES:
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
+
+# What is read once from the declarations of the flags is then read for every rank.
+importlib.import_module("megatron.config.parse").flag_table()
 
 MAIN_PROCESS = multiprocessing.current_process()
 

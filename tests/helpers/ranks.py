@@ -84,6 +84,7 @@ def _environment(world_size: int, backend: str) -> dict[str, str]:
     environment.update(
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
+        LOCAL_SIZE=str(world_size),  # without it DeepSpeed starts numactl in every step of ZeRO-3
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(free_port()),
         OMP_NUM_THREADS="1",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.kernels.choice import OPERATIONS, TORCH_KERNELS, Implementation, Kernels, is_installed
+from megatron.config.sections.kernels import OPERATIONS
+from megatron.kernels.choice import TORCH_KERNELS, Implementation, Kernels, is_installed
 
 
 def test_choices_can_be_replaced_one_by_one() -> None:
@@ -16,3 +17,7 @@ def test_is_installed_does_not_import() -> None:
     assert is_installed("json")
     assert not is_installed("no_such_package_here")
     assert not is_installed("no_such_package_here.part")
+
+
+def test_every_operation_of_the_flags_has_a_field() -> None:
+    assert tuple(Kernels.__dataclass_fields__) == OPERATIONS

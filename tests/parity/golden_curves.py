@@ -1,7 +1,8 @@
 """Loss curves of a tiny run in six layouts and three precisions, trained where arithmetic is the same on every CPU.
 
-`python -m tests.parity.golden_curves OUTPUT` trains them and writes a JSON object; `--write` writes the golden files
-beside this one. The program sets what must be set before PyTorch is loaded, and its ranks inherit it.
+`python -m tests.parity.golden_curves OUTPUT` trains the first steps and writes a JSON object; `--write` trains all and
+writes the golden files beside this one. The program sets what must be set before PyTorch is loaded; its ranks inherit
+it.
 
 float16 is not among the precisions: it does not train on CPUs. The third one is bfloat16 whose gradients are
 accumulated in bfloat16 too, as a DeepSpeed file may ask; it differs from the second in nothing else.
@@ -21,6 +22,8 @@ from typing import Any
 
 GOLDEN = Path(__file__).parent / "golden"
 STEPS = 8
+TRAINED_STEPS = 5  # those that a test trains again: warmup, decay, and the optimizer's moments are among them
+REPEATED_STEPS = 3
 REPEATED = "bf16"  # trained twice in every layout
 # The oldest code paths of ATen and MKL, which every x86-64 CPU has.
 ENVIRONMENT = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
@@ -71,8 +74,10 @@ def _port(rank: int, path: Path) -> str:
     return path.read_text()
 
 
-def train_all(folder: Path) -> dict[str, dict[str, Curve]]:
-    """The curves by layout and precision; the repeated one again under its name with `-again`."""
+def train_all(folder: Path, steps: int) -> dict[str, dict[str, Curve]]:
+    """The first steps of the curves by layout and precision; of the repeated one a few again, under its name with
+    `-again`.
+    """
     from megatron.observe.metrics_file import read_steps
     from tests.helpers.ranks import run_ranks
     from tests.helpers.tiny_run import write_tiny_corpus
@@ -85,7 +90,7 @@ def train_all(folder: Path) -> dict[str, dict[str, Curve]]:
         runs = [
             corpus.flags(
                 *more, run_dir=folder / layout / name, train_iters=STEPS, global_batch_size=8, micro_batch_size=1,
-                eval_iters=0, **changes,
+                eval_iters=0, exit_interval=REPEATED_STEPS if name.endswith("-again") else steps, **changes,
             )
             for name, more in flags.items()
         ]  # fmt: skip
@@ -127,7 +132,7 @@ def main(words: list[str]) -> None:
             sys.executable, [sys.executable, "-m", "tests.parity.golden_curves", *words], os.environ | ENVIRONMENT
         )
     with tempfile.TemporaryDirectory() as folder:
-        found = train_all(Path(folder))
+        found = train_all(Path(folder), STEPS if words == ["--write"] else TRAINED_STEPS)
     if words != ["--write"]:
         Path(words[0]).write_text(json.dumps(found))
         return

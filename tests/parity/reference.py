@@ -25,7 +25,7 @@ class Recipe:
     sequence_length: int = 16
     micro_batch_size: int = 2
     global_batch_size: int = 8
-    steps: int = 20
+    steps: int = 8
     learning_rate: float = 1.0e-2
     weight_decay: float = 0.1
     clip: float = 0.3  # active: the norm starts above it

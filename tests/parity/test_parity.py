@@ -32,14 +32,14 @@ def check_curve(curve, expected, label):
 
 def test_the_parity_recipe_exercises_all_features(reference):
     losses, norms = zip(*reference, strict=True)
-    assert losses[-1] < losses[0] - 0.3, "the recipe must learn something"
+    assert losses[-1] < losses[0] - 0.15, "the recipe must learn something"
     assert max(norms) > RECIPE.clip, "clipping must be active"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
 def test_fp32_layout_equals_reference(layout, reference):
     tp, pp, dp = layout
-    curves = run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, legal_zero_stages(pp), [], False, 7)
+    curves = run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, legal_zero_stages(pp), [], False, 4)
     for rank, per_stage in enumerate(curves):
         for stage, curve in per_stage.items():
             check_curve(curve, reference, f"rank {rank}, ZeRO-{stage}")
@@ -64,7 +64,7 @@ RECIPES = {
 
 def train_recipes(rank, layout, extra):
     return {
-        name: train_layouts(rank, dataclasses.replace(recipe, steps=8), layout, [0, 3], [*flags, *extra], True, 2)
+        name: train_layouts(rank, dataclasses.replace(recipe, steps=4), layout, [0, 3], [*flags, *extra], True, 2)
         for name, (recipe, flags) in RECIPES.items()
     }
 
@@ -72,9 +72,9 @@ def train_recipes(rank, layout, extra):
 def test_other_losses_and_learning_rates_equal_reference():
     fp32, bf16 = (run_ranks(train_recipes, 2, (2, 1, 1), extra)[0] for extra in ([], ["--bf16"]))
     for name, (recipe, flags) in RECIPES.items():
-        recipe = dataclasses.replace(recipe, steps=8)
+        recipe = dataclasses.replace(recipe, steps=4)
         expected = train_reference(initial_weights(recipe, flags), recipe, uneven=True)
-        plain = train_reference(initial_weights(recipe, flags), dataclasses.replace(RECIPE, steps=8), uneven=True)
+        plain = train_reference(initial_weights(recipe, flags), dataclasses.replace(RECIPE, steps=4), uneven=True)
         assert abs(plain[-1][0] - expected[-1][0]) > 10 * LOSS_RATIO * expected[-1][0], f"{name} changes nothing"
         for stage, curve in fp32[name].items():
             check_curve(curve, expected, f"{name}, ZeRO-{stage}")

@@ -15,7 +15,7 @@ from tests.helpers.tiny_run import TinyCorpus, train_here, write_tiny_corpus
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2))
 SAVING = (2, 2, 1)
 LOADING = ((1, 1, 1), (1, 2, 2), (2, 1, 2))
-SAVED_AT, STEPS = 10, 20
+SAVED_AT, STEPS = 5, 10
 Layout = tuple[int, int, int]
 
 

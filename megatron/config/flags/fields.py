@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -137,8 +138,13 @@ class Flag:
         return () if self.is_tuple else self.element()
 
 
-def flags_of(cls: type) -> list[Flag]:
+def flags_of(cls: type) -> tuple[Flag, ...]:
     """All flags of a dataclass, in the order of their declaration."""
+    return _read_flags(cls)
+
+
+@functools.cache
+def _read_flags(cls: type) -> tuple[Flag, ...]:
     hints = typing.get_type_hints(cls)
     found = []
     for field in dataclasses.fields(cls):
@@ -148,7 +154,7 @@ def flags_of(cls: type) -> list[Flag]:
             required = field.default is dataclasses.MISSING
             default = None if required or field.default is Unset.COMPUTED else field.default
             found.append(Flag(field.name, element, facts, default, required, is_tuple, count))
-    return found
+    return tuple(found)
 
 
 def resume_rule(field: dataclasses.Field[Any]) -> str:

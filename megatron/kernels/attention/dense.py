@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+
+from megatron.kernels.choice import TORCH_KERNELS, Implementation, Kernels
+from megatron.kernels.dropout_add import Dropout, dropout_add
+from megatron.kernels.products import needs_widening
+from megatron.kernels.softmax import scaled_softmax
 
 LONGEST_EXPLICIT = 512  # tokens
 
@@ -20,6 +26,7 @@ def attention(
     causal: bool = False,
     dropout: float = 0.0,
     softcap: float | None = None,
+    kernels: Kernels = TORCH_KERNELS,
 ) -> torch.Tensor:
     """Softmax attention, the softmax in float32; a query that may attend to nothing gets 0.
 
@@ -35,11 +42,17 @@ def attention(
     Source: Vaswani et al., "Attention is all you need", 2017, equation 1; Gemma Team, "Gemma 2", 2024, section 2
     (soft-cap).
     """
+    if needs_widening(query):
+        wide, wide_bias = (query.float(), key.float(), value.float()), None if bias is None else bias.float()
+        options = {"causal": causal, "dropout": dropout, "softcap": softcap}
+        return attention(*wide, scale, bias=wide_bias, kernels=kernels, **options).to(query.dtype)  # type: ignore[arg-type]
     if softcap is not None:
         drop = _dropout(dropout) if dropout else None
-        return explicit_attention(query, key, value, scale, drop, bias=bias, causal=causal, softcap=softcap)
+        return explicit_attention(
+            query, key, value, scale, drop, bias=bias, causal=causal, softcap=softcap, kernels=kernels
+        )
     if causal and bias is None and _explicit_is_faster(query, key, dropout):
-        return explicit_attention(query, key, value, scale, causal=True)
+        return explicit_attention(query, key, value, scale, causal=True, kernels=kernels)
     if causal and (bias is not None or query.shape[2] != key.shape[2]):
         bias, causal = _with_causal_mask(bias, query, key), False
     grouped = query.shape[1] != key.shape[1]
@@ -57,17 +70,33 @@ def explicit_attention(
     scale: float,
     drop: Callable[[torch.Tensor], torch.Tensor] | None = None,
     *,
+    dropout: Dropout | None = None,
     bias: torch.Tensor | None = None,
     causal: bool = False,
     softcap: float | None = None,
+    kernels: Kernels = TORCH_KERNELS,
 ) -> torch.Tensor:
-    """The same attention, with materialized probabilities to which `drop` is applied.
+    """The same attention, with materialized probabilities to which `dropout` or `drop` is applied.
 
     For soft-caps, and for dropout on CPUs, where torch's fused attention does not support it and its fallback draws
     random numbers serially; this takes about half the time.
 
-    Shapes: as in `attention`; `drop` maps `[b, a, s, k]` to the same.
+    Shapes: as in `attention`; `drop` maps `[b, a, s, k]` to the same, rows of `dropout` are `[b, a, s]`.
+
+    Args:
+        dropout: stateless dropout; the compiled softmax applies it in its own pass.
+        drop: any other dropout.
     """
+    if needs_widening(query):
+        wide, wide_bias = (query.float(), key.float(), value.float()), None if bias is None else bias.float()
+        attended = explicit_attention(
+            *wide, scale, drop, dropout=dropout, bias=wide_bias, causal=causal, softcap=softcap, kernels=kernels
+        )
+        return attended.to(query.dtype)
+    if kernels.softmax is Implementation.CSRC:
+        return _with_compiled_softmax(query, key, value, scale, drop, dropout, bias, causal, softcap)
+    if dropout is not None:
+        drop = partial(dropout_add, dropout=dropout, implementation=kernels.dropout_add)
     may_see_nothing = bias is not None
     if causal and query.shape[2] > 1:
         bias = _with_causal_mask(bias, query, key)
@@ -84,6 +113,44 @@ def explicit_attention(
         probabilities = drop(probabilities)
     attended = torch.bmm(probabilities.view(*flat_query.shape[:2], -1), flat_value).view(query.shape)  # [b, a, s, d]
     return attended if dead is None else attended.masked_fill(dead, 0.0)
+
+
+def _with_compiled_softmax(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    drop: Callable[[torch.Tensor], torch.Tensor] | None,
+    dropout: Dropout | None,
+    bias: torch.Tensor | None,
+    causal: bool,
+    softcap: float | None,
+) -> torch.Tensor:
+    """`explicit_attention` with scale, causal mask, bias, softmax and dropout in one operation.
+
+    No mask is materialized. Products in float16 are of scaled queries, since those of others may overflow.
+    """
+    batch, heads, length, size = query.shape
+    before = scale if query.dtype == torch.float16 else 1.0
+    after = scale / before
+    if softcap is not None:
+        before, after = scale / softcap, softcap
+    flat_query = query.reshape(batch * key.shape[1], -1, size)  # [b*g, a/g*s, d]
+    flat_key, flat_value = (part.reshape(-1, *part.shape[2:]) for part in (key, value))  # [b*g, k, d]
+    scores = torch.bmm(flat_query if before == 1 else flat_query * before, flat_key.transpose(1, 2))
+    if softcap is not None:
+        scores = scores.tanh_()
+    probabilities = scaled_softmax(
+        scores.view(batch, heads, length, -1),
+        after,
+        causal=causal and length > 1,
+        bias=bias,
+        dropout=dropout,
+        implementation=Implementation.CSRC,
+    )
+    if drop is not None:
+        probabilities = drop(probabilities)
+    return torch.bmm(probabilities.view(*flat_query.shape[:2], -1), flat_value).view(query.shape)  # [b, a, s, d]
 
 
 def _scores(

@@ -16,6 +16,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import hidden_dropout
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to
+from megatron.parallel.tensor.head_loss import FactoredLogits
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, vocabulary_table
 
 
@@ -117,6 +118,8 @@ class EmbeddingDropout(nn.Module):
 class OutputHead(nn.Module):
     """Computes the logits of this rank's vocabulary rows, including padding rows, whose logits are 0.
 
+    They are not multiplied out if the context asks for their factors, from which `head_losses` computes the losses.
+
     Shapes: `[b, s, h]` to `[b, s, v/t]`; weight `[v/t, h]`, bias `[v/t]`.
 
     Args:
@@ -145,12 +148,23 @@ class OutputHead(nn.Module):
             spec = ShardSpec((rows,))
             self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
 
-    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Computes the logits."""
-        if self.multiplier != 1:
-            hidden = hidden * self.multiplier
-        logits = F.linear(copy_to(hidden, self.axis), self.weight, self.bias)  # type: ignore[arg-type]
+    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor | FactoredLogits:
+        """Computes the logits, or hands on their factors."""
+        if not context.factored_logits:
+            return self.logits(hidden)
+        # A view of the weight: DeepSpeed prepares for a backward pass in hooks on outputs that were computed, and must
+        # have done so before a gradient reaches the parameter.
+        weight: torch.Tensor = self.weight  # type: ignore[assignment]
+        return FactoredLogits(self._scaled(hidden), weight.view_as(weight), self.softcap)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Computes the logits. Shapes: `[b, s, h]` to `[b, s, v/t]`."""
+        logits = F.linear(self._scaled(hidden), self.weight, self.bias)  # type: ignore[arg-type]
         return logits if self.softcap is None else softcapped(logits, self.softcap)
+
+    def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The input of the column-parallel product."""
+        return copy_to(hidden if self.multiplier == 1 else hidden * self.multiplier, self.axis)
 
 
 def _drop(hidden: torch.Tensor, layer: PositionEmbedding | EmbeddingDropout, context: StepContext) -> torch.Tensor:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config import ModelConfig
 from megatron.kernels.activations import activation, gated
 from megatron.kernels.grouped import grouped_linear
+from megatron.kernels.products import linear
 from megatron.model.blocks.router import Router, RouterLosses
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
@@ -119,7 +119,7 @@ class ExpertMatrices(nn.Module):
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
         """Multiplies every row by its matrix."""
-        return F.linear(x, self.weight) if ends is None else grouped_linear(x, self.weight, ends)
+        return linear(x, self.weight) if ends is None else grouped_linear(x, self.weight, ends)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.errors import DataError
+from megatron.kernels.products import linear
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
 
-# What a layer does with its product and its bias instead of adding them: the caller's fused operation, which runs inside
+# What a layer does with its product and its bias instead of adding them: a fused operation of the caller. It runs inside
 # the layer, since ZeRO-3 holds the bias only there.
 Finish = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -59,7 +60,7 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
         """Applies the layer; with `finish`, returns that of the product and the bias."""
         x = copy_to(x, self.axis)
-        return F.linear(x, self.weight, self.bias) if finish is None else finish(F.linear(x, self.weight), self.bias)
+        return linear(x, self.weight, self.bias) if finish is None else finish(linear(x, self.weight), self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -92,8 +93,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
         """Applies the layer; with `finish`, returns that of the product and the bias."""
         if self.axis.size == 1 and finish is None:
-            return F.linear(x, self.weight, self.bias)
-        y = reduce_from(F.linear(x, self.weight), self.axis)
+            return linear(x, self.weight, self.bias)
+        y = reduce_from(linear(x, self.weight), self.axis)
         if finish is not None:
             return finish(y, self.bias)
         return y if self.bias is None else y + self.bias

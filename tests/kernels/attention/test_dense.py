@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.kernels import attention as attention_file
+from megatron.kernels import products
+from megatron.kernels.attention import dense as attention_file
 from megatron.kernels.attention.dense import attention, explicit_attention
 
 INFINITY = float("inf")
@@ -170,6 +171,7 @@ def test_which_attention_is_explicit(
     expected: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(products, "has_bfloat16_products", lambda: True)
     calls = []
     monkeypatch.setattr(attention_file, "explicit_attention", lambda *_, **__: calls.append(1))
     heads = [head.detach().requires_grad_(is_training) for head in _heads(dtype, groups, keys, queries=keys)]

@@ -9,14 +9,16 @@ There are two builds. *checked* checks every access to memory: bounds, uninitial
 alignment, undefined arithmetic. *plain* is faster, for large shapes, and finds what reaches an inaccessible page or
 damages what lies around a buffer. Both find divergent barriers and warp operations, and deadlocks. A block that ends
 with diagnoses raises `AssertionError`, unless it was opened with `expects_diagnoses=True`.
+
+The last test of an operation asks what has run:
+
+    def test_every_line_has_run(whole_file: None) -> None:
+        assert emulator.unexecuted_lines("norm") == []
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -24,10 +26,10 @@ from pathlib import Path
 
 import torch
 
-from tests.kernels.simt.harness import builds
-from tests.kernels.simt.harness.builds import Change
+from tests.kernels.simt.harness import builds, coverage
 from tests.kernels.simt.harness.diagnoses import as_sentences
 from tests.kernels.simt.harness.signatures import Parameter, read_signatures
+from tests.kernels.simt.harness.symbols import shared_arrays
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -80,9 +82,9 @@ class Buffer:
 class Run:
     """Buffers and launches that belong together, and what was found while they ran."""
 
-    def __init__(self, source: Path, build: str, change: Change | None) -> None:
+    def __init__(self, source: Path, build: str) -> None:
         self.runtime, self.is_checked, self.is_complete = _runtime(), build == "checked", True
-        self.path = builds.kernels(source, build, change)
+        self.path = builds.kernels(source, build)
         self.library = _load(self.path)
         self.signatures = read_signatures(source)
         self.buffers: list[Buffer] = []
@@ -153,25 +155,48 @@ def launch(
     build: str = "checked",
     order: str = "forward",
     seed: int = 1,
-    change: Change | None = None,
     expects_diagnoses: bool = False,
+    limit_seconds: int = 120,
 ) -> Iterator[Run]:
     """Opens a run of the kernels of an operation (`csrc/ops/NAME/NAME.cu`), or of another source.
 
-    `order` is that of threads and blocks: forward, reverse, or random by `seed`.
+    `order` is that of threads and blocks: forward, reverse, or random by `seed`. A kernel that takes more than
+    `limit_seconds` of processor time is diagnosed as an endless loop.
     """
-    source = operation if isinstance(operation, Path) else builds.OPERATIONS / operation / f"{operation}.cu"
-    run = Run(source, build, change)
+    source = _source(operation)
+    run = Run(source, build)
     run.runtime.simt_set_order(ORDERS[order], seed)
+    run.runtime.simt_allow_seconds(limit_seconds)
     try:
         yield run
-    except BaseException:
-        expects_diagnoses = True  # the first failure is the one to be shown
-        raise
-    finally:
+    except AssertionError as failure:  # wrong values: the diagnoses say why
         run.close()
-        if run.diagnoses and not expects_diagnoses:
-            raise AssertionError(f"{source.name}, {build}, {order}:\n" + "\n".join(run.diagnoses))
+        _raise_diagnoses(run, source, f"{build}, {order}", expects_diagnoses, failure)
+        raise
+    except BaseException:
+        run.close()
+        raise
+    run.close()
+    _raise_diagnoses(run, source, f"{build}, {order}", expects_diagnoses, None)
+
+
+def _raise_diagnoses(run: Run, source: Path, how: str, is_expected: bool, cause: AssertionError | None) -> None:
+    if run.diagnoses and not is_expected:
+        raise AssertionError(f"{source.name}, {how}:\n" + "\n".join(run.diagnoses)) from cause
+
+
+def unexecuted_lines(operation: str) -> list[str]:
+    """The lines of kernels and launchers in `csrc/ops/NAME` that no plain run has reached.
+
+    Counts the runs of this process, so a test that calls it comes last in its file and uses the fixture `whole_file`.
+    """
+    source = _source(operation)
+    path = builds.kernels(source, "plain")
+    return coverage.unexecuted_lines(_load(path), path, source.parent)
+
+
+def _source(operation: str | Path) -> Path:
+    return operation if isinstance(operation, Path) else builds.OPERATIONS / operation / f"{operation}.cu"
 
 
 def _convert(parameter: Parameter, value: object) -> object:
@@ -200,7 +225,9 @@ def _runtime() -> ctypes.CDLL:
     library.simt_count_unwritten.restype = ctypes.c_size_t
     library.simt_count_unwritten.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.simt_free.argtypes = [ctypes.c_void_p]
+    library.simt_add_shared_array.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
     library.simt_take_diagnoses.restype = ctypes.c_char_p
+    library.simt_allow_seconds.argtypes = [ctypes.c_long]
     library.simt_set_order.argtypes = [ctypes.c_int, ctypes.c_uint64]
     return library
 
@@ -208,13 +235,16 @@ def _runtime() -> ctypes.CDLL:
 @cache
 def _load(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
+    base = _load_address(path)
+    for array in shared_arrays(path.with_name(builds.SYMBOLS)):
+        _runtime().simt_add_shared_array(base + array.offset, array.bytes, array.name.encode())
     if hasattr(library, "simt_dump_coverage"):
-        atexit.register(_discard_coverage, library)
+        coverage.count_later(library, path)
     return library
 
 
-def _discard_coverage(library: ctypes.CDLL) -> None:
-    """Keeps gcov from writing at exit, into the folder in which the library was built."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(GCOV_PREFIX=folder, GCOV_PREFIX_STRIP="99")
-        library.simt_dump_coverage()
+def _load_address(path: Path) -> int:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(path)):
+            return int(line.partition("-")[0], 16)  # the first mapping is the beginning of the file
+    raise RuntimeError(f"{path} was loaded, but /proc/self/maps does not have it")

@@ -46,14 +46,23 @@ def _check(build: str, order: str, name: str, is_gated: bool, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_kernels_agree_with_float64(is_gated: bool) -> None:
+@pytest.mark.parametrize("build", ["checked", "plain"])
+def test_kernels_agree_with_float64(build: str, is_gated: bool) -> None:
     orders = ("forward", "reverse", "random")
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for number, name in enumerate(FUNCTIONS):
         for offset, shape in enumerate(SHAPES):
-            _check("checked", orders[number % 3], name, is_gated, dtypes[(number + offset) % 3], shape)
+            _check(build, orders[number % 3], name, is_gated, dtypes[(number + offset) % 3], shape)
 
 
 def test_large_shapes() -> None:
     _check("plain", "forward", "silu", True, torch.bfloat16, (1100, 260, 0))
     _check("plain", "random", "gelu", False, torch.float32, (70, 4099, 3))
+    for name in FUNCTIONS:
+        for is_gated in (False, True):
+            for dtype in emulator.DTYPE_CODES:
+                _check("plain", "reverse", name, is_gated, dtype, (66, 40, 0))
+
+
+def test_every_line_has_run(whole_file: None) -> None:
+    assert emulator.unexecuted_lines("activation") == []

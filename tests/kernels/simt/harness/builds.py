@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +24,7 @@ SIMT = Path(__file__).resolve().parents[1]
 OPERATIONS = ROOT / "csrc" / "ops"
 OBJECT = "kernels.o"
 LIBRARY = "kernels.so"
+SYMBOLS = "symbols.txt"
 RUNTIME = "libsimt.so"
 COMPILE_SECONDS = 300
 UNUSED_DAYS = 14
@@ -34,21 +35,11 @@ KERNEL = ("-DMEGATRON_SIMT", "-O1", "-fno-gnu-unique", "-fno-threadsafe-statics"
 CHECKED = (
     "-fsanitize=thread",
     "--param=tsan-instrument-func-entry-exit=0",
-    "-fsanitize=undefined",
-    "-fno-sanitize=vptr",
+    "-fsanitize=alignment,bounds,integer-divide-by-zero,shift,signed-integer-overflow",
 )
 PLAIN = ("--coverage", "-DMEGATRON_SIMT_COVERAGE")
 # How a build is compiled and how it is linked: the sanitizers' own libraries stay out, the runtime takes their place.
 BUILDS = {"checked": (CHECKED, ("-Wl,--wrap=memcpy,--wrap=memmove,--wrap=memset",)), "plain": (PLAIN, ("--coverage",))}
-
-
-@dataclass(frozen=True)
-class Change:
-    """A text that is replaced in a source before it is compiled, once; `file` is relative to `csrc/ops`."""
-
-    file: str
-    text: str
-    replacement: str
 
 
 class BuildError(Exception):
@@ -87,40 +78,56 @@ def runtime() -> Path:
     return _cached("runtime", key, build) / RUNTIME
 
 
-def kernels(source: Path, build: str, change: Change | None = None) -> Path:
-    """The library of one `.cu` file in build `checked` or `plain`, with a change of its sources if there is one."""
-    folder, common = source.parent, OPERATIONS / "common"
+@cache
+def kernels(source: Path, build: str) -> Path:
+    """The library of one `.cu` file, in build `checked` or `plain`.
+
+    Raises:
+        BuildError: it does not compile.
+    """
+    operations = source.parents[1] if (source.parents[1] / "common").is_dir() else OPERATIONS
+    folder, common = source.parent, operations / "common"
     sources = [path for part in (folder, common) for path in part.glob("*") if path.suffix in (".cu", ".h")]
     library = runtime()
     compiled, linked = BUILDS[build]
     command = [compiler(), *LANGUAGE, *KERNEL, *compiled, f"-I{SIMT / 'include'}"]
     link = [compiler(), "-shared", "-o", LIBRARY, OBJECT, *linked, str(library), f"-Wl,-rpath,{library.parent}"]
     parts = [*sources, *(SIMT / "include").glob("*.h")]
-    key = _key([*command, *link, str(source), repr(change)], parts)
+    key = _key([*command, *link, str(source)], parts)
 
     def compile_in(target: Path) -> None:
-        path = source if change is None else _changed_copy(target, source, change)
-        _run([*command, f"-I{path.parents[1]}", "-c", "-x", "c++", str(path), "-o", OBJECT], target)
+        _run([*command, f"-I{operations}", "-c", "-x", "c++", str(source), "-o", OBJECT], target)
         _run(link, target)
+        _run(["nm", "--print-size", "--defined-only", LIBRARY], target, SYMBOLS)
 
     return _cached(f"{source.stem}-{build}", key, compile_in) / LIBRARY
 
 
-def _changed_copy(target: Path, source: Path, change: Change) -> Path:
-    copied = target / "ops"
-    shutil.copytree(OPERATIONS, copied)
-    path = copied / change.file
-    text = path.read_text()
-    if text.count(change.text) != 1:
-        raise ValueError(f"{change.file} has {text.count(change.text)} times, not once: {change.text}")
-    path.write_text(text.replace(change.text, change.replacement))
-    return copied / source.relative_to(OPERATIONS)
+def changed_operations(file: str, text: str, replacement: str) -> Path:
+    """A copy of `csrc/ops` in which `text`, which is in `file` once, is replaced.
+
+    Raises:
+        ValueError: the text is not there, or more than once.
+    """
+    path = OPERATIONS / file
+    content = path.read_text()
+    if content.count(text) != 1:
+        raise ValueError(f"{file} has {content.count(text)} times, not once: {text}")
+
+    def copy(folder: Path) -> None:
+        shutil.copytree(OPERATIONS, folder / "ops")
+        (folder / "ops" / file).write_text(content.replace(text, replacement))
+
+    every = [source for source in OPERATIONS.rglob("*") if source.suffix in (".cu", ".h")]
+    return _cached("changed", _key([file, text, replacement], every), copy) / "ops"
 
 
-def _run(command: list[str], folder: Path) -> None:
+def _run(command: list[str], folder: Path, output: str = "") -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=COMPILE_SECONDS)
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+    if output:
+        (folder / output).write_text(done.stdout)
 
 
 def _key(command: list[str], sources: list[Path]) -> str:
@@ -153,7 +160,7 @@ def _delete_unused(folder: Path) -> None:
             continue  # another process deletes as well
 
 
-def _cached(name: str, key: str, build) -> Path:  # type: ignore[no-untyped-def]
+def _cached(name: str, key: str, build: Callable[[Path], None]) -> Path:
     final = _cache_folder() / f"{name}-{key}"
     if final.is_dir():
         os.utime(final)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 DEFINITION = re.compile(r'(?:extern\s+"C"\s+)?\bint\s+(megatron_\w+)\s*\(([^)]*)\)\s*\{')
@@ -37,6 +38,7 @@ class Parameter:
         return self.type is ctypes.c_void_p
 
 
+@cache
 def read_signatures(source: Path) -> dict[str, tuple[Parameter, ...]]:
     """The parameters of every `int megatron_…(…)` that the file defines.
 

@@ -35,7 +35,7 @@ void simt_launch(const char* name, uint3 grid, uint3 block, size_t shared_bytes,
                  size_t argument_bytes);
 
 // Told before the access: an atomic one of `bytes` bytes, and a vector access at an address that is not aligned to them.
-void simt_atomic_access(const void* address, unsigned bytes);
+void simt_atomic_access(const void* address, unsigned bytes, const void* caller);
 void simt_misaligned(const void* address, unsigned bytes);
 
 // Copies that happen at the wait, as those of the hardware may.

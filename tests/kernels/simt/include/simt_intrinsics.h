@@ -83,7 +83,7 @@ inline Value __shfl_up_sync(unsigned mask, Value value, unsigned delta, int widt
   template <class Value>                                                                                      \
   __attribute__((noinline, no_sanitize("thread"))) Value name(Value* address,                                 \
                                                               typename std::common_type<Value>::type value) { \
-    simt_atomic_access(address, sizeof(Value));                                                               \
+    simt_atomic_access(address, sizeof(Value), __builtin_return_address(0));                                  \
     const Value before = *address;                                                                            \
     *address = (result);                                                                                      \
     return before;                                                                                            \

@@ -21,15 +21,18 @@ std::vector<Diagnosis> diagnoses;
 std::map<std::string, std::size_t> known;
 std::string joined;
 
+// The kernel, which launchers write in parentheses where it has several template arguments, and the thread.
 std::string where() {
-  char text[192];
+  std::string name = launch.name;
+  if (name.size() > 2 && name.front() == '(' && name.back() == ')') name = name.substr(1, name.size() - 2);
+  char text[96];
   const uint3 block = launch.block_index;
-  int length = std::snprintf(text, sizeof text, " [%s, block %u,%u,%u", launch.name, block.x, block.y, block.z);
+  int length = std::snprintf(text, sizeof text, ", block %u,%u,%u", block.x, block.y, block.z);
   if (running != nullptr) {
     const uint3 thread = running->index;
     length += std::snprintf(text + length, sizeof text - length, ", thread %u,%u,%u", thread.x, thread.y, thread.z);
   }
-  return std::string(text) + "]";
+  return " [" + name + text + "]";
 }
 
 }  // namespace

@@ -1,4 +1,6 @@
 // Faults of the processor inside a kernel become diagnoses; the launch ends, the process does not.
+#include <sys/time.h>
+
 #include <csignal>
 #include <cstring>
 #include <string>
@@ -12,8 +14,10 @@
 namespace simt {
 namespace {
 
-constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-struct sigaction before[4];
+constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGVTALRM};
+constexpr int kSignalCount = sizeof kSignals / sizeof kSignals[0];
+struct sigaction before[kSignalCount];
+long seconds_allowed = 120;
 stack_t stack_before;
 alignas(16) char signal_stack[64 * 1024];
 
@@ -42,7 +46,17 @@ std::string describe(int number, const char* address) {
   return "access at " + buffer->region.describe(address);
 }
 
+// The timer asks again every second until it meets a thread in its own code.
+void on_timer(void* context) {
+  if (!is_in_kernel) return;
+  is_in_kernel = false;
+  report("endless loop", "a thread still runs after " + std::to_string(seconds_allowed) + " s of the launch",
+         faulting_site(context));
+  abandon_launch();
+}
+
 void on_fault(int number, siginfo_t* information, void* context) {
+  if (number == SIGVTALRM) return on_timer(context);
   if (!is_in_kernel) {
     stop_catching_faults();  // the runtime's own: the fault happens again, for whoever was there before
     return;
@@ -64,12 +78,19 @@ void catch_faults() {
   struct sigaction action {};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;  // a fault leaves the handler by switching stacks
-  for (int number = 0; number < 4; ++number) sigaction(kSignals[number], &action, &before[number]);
+  for (int number = 0; number < kSignalCount; ++number) sigaction(kSignals[number], &action, &before[number]);
+  const itimerval timer{{1, 0}, {seconds_allowed, 0}};
+  setitimer(ITIMER_VIRTUAL, &timer, nullptr);
 }
 
 void stop_catching_faults() {
-  for (int number = 0; number < 4; ++number) sigaction(kSignals[number], &before[number], nullptr);
+  const itimerval none{};
+  setitimer(ITIMER_VIRTUAL, &none, nullptr);
+  for (int number = 0; number < kSignalCount; ++number) sigaction(kSignals[number], &before[number], nullptr);
   sigaltstack(&stack_before, nullptr);
 }
 
 }  // namespace simt
+
+// How much processor time a launch may take.
+extern "C" void simt_allow_seconds(long seconds) { simt::seconds_allowed = seconds; }

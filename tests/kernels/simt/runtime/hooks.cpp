@@ -59,9 +59,8 @@ void* __wrap_memset(void* destination, int value, size_t bytes) {
   return std::memset(destination, value, bytes);
 }
 
-void simt_atomic_access(const void* address, unsigned bytes) {
-  // The site is in the instance of the template; what called it is more than the compiler leaves to be found.
-  if (is_in_kernel) check_access(address, {bytes, true, true, true, AccessKind::kAtomic, SITE});
+void simt_atomic_access(const void* address, unsigned bytes, const void* caller) {
+  if (is_in_kernel) check_access(address, {bytes, true, true, true, AccessKind::kAtomic, site_of(caller)});
 }
 
 void simt_misaligned(const void* address, unsigned bytes) {

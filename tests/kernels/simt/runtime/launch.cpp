@@ -71,10 +71,10 @@ void start_block() {
   launch.alive = launch.threads;
   launch.barrier = Barrier{};
   launch.first_of_block = ++launch.interval;
-  std::memset(dynamic_shared, 0xff, launch.shared_bytes);
+  forget_shared_memory();
   for (Warp& warp : warps) {
     warp.gatherings.clear();
-    warp.alive = 0;
+    warp.started = 0;
     warp.time = 1;
     warp.all_synchronized = 0;
     if (warp.has_met_in_part) std::memset(warp.met, 0, sizeof warp.met);
@@ -90,9 +90,10 @@ void start_block() {
     thread.state = ThreadState::kRunnable;
     thread.copies.clear();
     thread.copy_group = 0;
-    warps[thread.warp].alive |= 1u << thread.lane;
+    warps[thread.warp].started |= 1u << thread.lane;
     prepare(thread.context, thread.stack, run_thread);
   }
+  for (Warp& warp : warps) warp.alive = warp.started;
 }
 
 void run_block(std::vector<unsigned>& turns) {

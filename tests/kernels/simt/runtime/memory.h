@@ -10,6 +10,8 @@
 
 namespace simt {
 
+constexpr int kFill = 0xff;  // a byte that nothing has written: NaN in every floating-point format
+
 enum class AccessKind : uint8_t { kNone, kPlain, kAtomic, kPending };  // pending: a copy that was issued, not waited for
 
 // When an element was last read or written, and by which lanes of which warp.
@@ -54,7 +56,11 @@ struct Buffer {
 // The buffer that an address is in or beside.
 Buffer* find_buffer(const void* address);
 
-// Called before a launch.
+// Called before a launch, and before each of its blocks.
 void start_watching_memory();
+void forget_shared_memory();
+
+// The shared array that an address is in, among those of the library of the running kernel, or null.
+Region* find_shared_array(const char* address);
 
 }  // namespace simt

@@ -1,4 +1,5 @@
 // Where threads wait for each other: warp operations and barriers.
+#include <cstdio>
 #include <cstring>
 #include <string>
 
@@ -35,11 +36,21 @@ uint64_t shuffled(const Gathering& gathering, int lane) {
   return 0x7fc000007fc0dead;  // NaN in each format, so that the value shows too
 }
 
+// The hardware goes on without them, but what such code means is left to chance.
+void report_returned_lanes(const Warp& warp, const Gathering& gathering) {
+  char lanes[16];
+  std::snprintf(lanes, sizeof lanes, "%08x", gathering.mask & warp.started & ~gathering.arrived);
+  report("divergent warp", std::string(kOperationNames[gathering.operation]) + " at " +
+                               place(gathering.file, gathering.line) + " ends without the lanes " + lanes +
+                               " of its mask, which have returned");
+}
+
 // Releases the lanes of a gathering if all of its mask that still run have arrived.
 bool is_completed(Warp& warp, int first_thread, std::size_t number) {
   Gathering& gathering = warp.gatherings[number];
   const unsigned needed = gathering.mask & warp.alive;
   if ((gathering.arrived & needed) != needed) return false;
+  if ((gathering.mask & warp.started & ~gathering.arrived) != 0) report_returned_lanes(warp, gathering);
   uint64_t ballot = 0;
   for (int lane = 0; lane < 32; ++lane) {
     if (is_in(gathering.arrived, lane) && gathering.values[lane] != 0) ballot |= uint64_t{1} << lane;

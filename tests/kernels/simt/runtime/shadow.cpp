@@ -12,7 +12,7 @@
 namespace simt {
 namespace {
 
-Region static_shared, dynamic_region;
+Region dynamic_region;
 
 bool is_ordered(const Access& earlier) {
   if (earlier.interval < launch.first_of_block) return false;
@@ -35,9 +35,9 @@ bool is_race(const Access& earlier, uint32_t since, AccessKind kind) {
 std::string by_whom(const Access& access) {
   char text[96];
   const bool is_this_block = access.interval >= launch.first_of_block;
-  std::snprintf(text, sizeof text, "of %s, warp %u, lanes %08x, at ", is_this_block ? "this block" : "another block",
+  std::snprintf(text, sizeof text, " (%s, warp %u, lanes %08x)", is_this_block ? "this block" : "another block",
                 access.warp, access.lanes);
-  return text + mention(access.site);
+  return mention(access.site) + text;
 }
 
 void note_read(Cell& cell, const Access& access) {
@@ -64,12 +64,12 @@ void check_cell(Region& region, Cell& cell, const char* address, const Request& 
   }
   const char* verb = request.kind == AccessKind::kAtomic ? "atomic access to " : request.writes ? "write to " : "read of ";
   if (is_race(cell.write, since, request.kind)) {
-    report("race", verb + region.describe(address) + " and the write " + by_whom(cell.write), access.site);
+    report("race", verb + region.describe(address) + " and the write in " + by_whom(cell.write), access.site);
   }
   if (request.writes) {
     for (const Access& read : cell.reads) {
       if (is_race(read, since, request.kind)) {
-        report("race", verb + region.describe(address) + " and the read " + by_whom(read), access.site);
+        report("race", verb + region.describe(address) + " and the read in " + by_whom(read), access.site);
       }
     }
     cell.write = access;
@@ -120,6 +120,15 @@ void check_buffer(const char* address, const Request& request) {
   check_cells(region, address, request);
 }
 
+void check_static(const char* address, const Request& request) {
+  Region* array = find_shared_array(address);
+  if (array == nullptr) refuse("out of bounds", describe(request) + "a variable of the host", request.site);
+  if (address + request.bytes > array->end) {
+    refuse("out of bounds", describe(request) + array->describe(address), request.site);
+  }
+  check_cells(*array, address, request);
+}
+
 bool is_private(const char* address, const Request& request) {
   if (address >= running->stack && address < running->stack + kStackBytes) return true;
   return !request.writes && address >= launch.arguments && address < launch.arguments + launch.argument_bytes;
@@ -132,7 +141,7 @@ void check_access(const void* pointer, const Request& request) {
   if (!is_in_kernel || request.bytes == 0 || is_private(address, request)) return;
   OutsideKernel outside;
   if (address >= image.writable_begin && address < image.writable_end) {
-    check_cells(static_shared, address, request);
+    check_static(address, request);
   } else if (address >= dynamic_region.begin - kPageBytes && address < dynamic_region.end + kPageBytes) {
     if (address < dynamic_region.begin || address + request.bytes > dynamic_region.end) {
       refuse("out of bounds", describe(request) + dynamic_region.describe(address), request.site);
@@ -146,21 +155,13 @@ void check_access(const void* pointer, const Request& request) {
 }
 
 void start_watching_memory() {
-  if (static_shared.begin != image.writable_begin) {
-    static_shared.cells.reset();
-    static_shared.begin = image.writable_begin;
-    static_shared.end = image.writable_end;
-    static_shared.name = "static shared memory";
-    static_shared.is_shared = true;
-  }
   char* end = dynamic_shared + launch.shared_bytes;
-  if (dynamic_region.begin != dynamic_shared || dynamic_region.end != end) {
-    dynamic_region.cells.reset();
-    dynamic_region.begin = dynamic_shared;
-    dynamic_region.end = end;
-    dynamic_region.name = "dynamic shared memory";
-    dynamic_region.is_shared = true;
-  }
+  if (dynamic_region.begin == dynamic_shared && dynamic_region.end == end) return;
+  dynamic_region.cells.reset();
+  dynamic_region.begin = dynamic_shared;
+  dynamic_region.end = end;
+  dynamic_region.name = "dynamic shared memory";
+  dynamic_region.is_shared = true;
 }
 
 }  // namespace simt

@@ -47,7 +47,7 @@ struct Gathering {
 
 struct Warp {
   std::vector<Gathering> gatherings;
-  unsigned alive = 0;
+  unsigned started = 0, alive = 0;  // lanes
   uint32_t time = 1;                // of the last __syncwarp; counts up
   uint32_t all_synchronized = 0;  // when all lanes last met
   bool has_met_in_part = false;

@@ -8,9 +8,11 @@
 
 using namespace simt;
 
+#define SITE site_of(__builtin_return_address(0))
+
 namespace {
 
-struct Location {
+struct Location {  // the address of the call says more: it also has the lines that the code is inlined from
   const char* file;
   uint32_t line, column;
 };
@@ -36,16 +38,15 @@ struct Indexed {
   const Type *array, *index;
 };
 
-void note(const char* kind, const std::string& text, const Location& location) {
+void note(const char* kind, const std::string& text, Site site) {
   if (!is_in_kernel) return;
   OutsideKernel outside;
-  report(kind, text + " at " + place(location.file, location.line));
+  report(kind, text, site);
   abandon_launch();
 }
 
 }  // namespace
 
-#pragma GCC diagnostic ignored "-Wmissing-declarations"
 extern "C" {
 
 void __ubsan_handle_type_mismatch_v1(const Mismatch* data, uintptr_t address) {
@@ -53,20 +54,20 @@ void __ubsan_handle_type_mismatch_v1(const Mismatch* data, uintptr_t address) {
   if (address != 0 && address % alignment != 0) {
     note("misaligned", std::string("a ") + data->type->name + " at an address that is " +
                            std::to_string(address % alignment) + " bytes behind a multiple of " +
-                           std::to_string(alignment), data->location);
+                           std::to_string(alignment), SITE);
   } else {
-    note("undefined", std::string("a null pointer to ") + data->type->name, data->location);
+    note("undefined", std::string("a null pointer to ") + data->type->name, SITE);
   }
 }
 
 void __ubsan_handle_out_of_bounds(const Indexed* data, intptr_t index) {
   note("out of bounds", "index " + std::to_string(index) + " of an array of type " + data->array->name,
-       data->location);
+       SITE);
 }
 
 #define SIMT_OVERFLOW(handler, text)                                                  \
   void __ubsan_handle_##handler(const Typed* data, uintptr_t, uintptr_t) {              \
-    note("undefined", std::string(text) + " of type " + data->type->name, data->location); \
+    note("undefined", std::string(text) + " of type " + data->type->name, SITE); \
   }
 SIMT_OVERFLOW(add_overflow, "overflow of an addition")
 SIMT_OVERFLOW(sub_overflow, "overflow of a subtraction")
@@ -74,20 +75,5 @@ SIMT_OVERFLOW(mul_overflow, "overflow of a product")
 SIMT_OVERFLOW(divrem_overflow, "division by zero or overflow of a quotient")
 SIMT_OVERFLOW(negate_overflow, "overflow of a negation")
 SIMT_OVERFLOW(shift_out_of_bounds, "shift by too much or of a negative number")
-SIMT_OVERFLOW(load_invalid_value, "load of a value that is none")
-SIMT_OVERFLOW(vla_bound_not_positive, "array without elements")
-
-void __ubsan_handle_pointer_overflow(const Location* location, uintptr_t, uintptr_t) {
-  note("undefined", "overflow of a pointer", *location);
-}
-void __ubsan_handle_nonnull_arg(const Location* location) { note("undefined", "null argument", *location); }
-void __ubsan_handle_builtin_unreachable(const Location* location) {
-  note("undefined", "a path that cannot be taken", *location);
-  __builtin_trap();
-}
-void __ubsan_handle_missing_return(const Location* location) {
-  note("undefined", "end of a function without a return", *location);
-  __builtin_trap();
-}
 
 }  // extern "C"
