@@ -18,8 +18,8 @@ from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
 
-# What a layer does with its product and its bias instead of adding them: a fused operation of the caller. It runs inside
-# the layer, since ZeRO-3 holds the bias only there.
+# What a layer does with its product and its bias instead of adding them: a fused operation of the caller. That runs
+# inside the layer, since ZeRO-3 holds the bias only there.
 Finish = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 TOO_LARGE = "There is an input id in the input that is greater than the highest possible input id"
