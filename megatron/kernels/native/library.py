@@ -13,7 +13,7 @@ import torch
 
 from megatron import log
 from megatron.device import environment
-from megatron.kernels import activations, cross_entropy, dropout_add, rotary, softmax
+from megatron.kernels import activations, cross_entropy, dropout_add, norms, rotary, softmax
 
 INTERFACE = 1  # raised when the signature of an operation changes, so that an older library is not used
 LIBRARY, RECORD = "libmegatron_ops.so", "build.json"
@@ -25,6 +25,7 @@ _REGISTRATIONS: Mapping[str, Callable[[], None]] = {
     "activation": activations.register,
     "cross_entropy": cross_entropy.register,
     "dropout_add": dropout_add.register,
+    "norm": norms.register,
     "rotary": rotary.register,
     "softmax": softmax.register,
 }

@@ -152,8 +152,8 @@ class OutputHead(nn.Module):
         """Computes the logits, or hands on their factors."""
         if not context.factored_logits:
             return self.logits(hidden)
-        # A view of the weight: DeepSpeed prepares for a backward pass in hooks on computed outputs, and must have done
-        # so before a gradient reaches the parameter.
+        # A view of the weight: DeepSpeed prepares for a backward pass in hooks on outputs that were computed, and must
+        # have done so before a gradient reaches the parameter.
         weight: torch.Tensor = self.weight  # type: ignore[assignment]
         return FactoredLogits(self._scaled(hidden), weight.view_as(weight), self.softcap)
 

@@ -38,12 +38,8 @@ class PlantedChange:
 
 
 CHANGES = (
-    PlantedChange(
-        "dropout_add", "(column >= columns) continue", "(column > columns) continue", "out of bounds: "
-    ),
-    PlantedChange(
-        "dropout_add", "(columns + 1) / 2, all", "columns / 2, all", "unwritten: |division by"
-    ),
+    PlantedChange("dropout_add", "(column >= columns) continue", "(column > columns) continue", "out of bounds: "),
+    PlantedChange("dropout_add", "(columns + 1) / 2, all", "columns / 2, all", "unwritten: |division by"),
     PlantedChange("dropout_add", "at = row * columns + column", "at = row * pairs + column", "race: |unwritten: "),
     PlantedChange("dropout_add", "i < all; i += step) {", "i <= all; i += step) {", "out of bounds: "),
     PlantedChange("dropout_add", "bits >> (16 * part)", "bits >> (16 * (1 - part))", VALUES),
