@@ -34,6 +34,8 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 SMALL = [
     Case(9, 64),  # a warp to a row, eight rows at a time
     Case(3, 264, BRAIN, is_layer_norm=False, has_residual=True),  # two warps to a row
+    Case(3, 264, BRAIN),  # which meet twice
+    Case(2, 2304, BRAIN, shift=1, shifted="partials"),
     Case(5, 32, HALF, HALF, has_residual=True, zero_centered=True),
     Case(4, 7, BRAIN, BRAIN, shift=1),  # streamed: no row is aligned
     Case(3, 133, is_layer_norm=False, has_residual=True, zero_centered=True),
@@ -41,16 +43,16 @@ SMALL = [
     Case(1, 1, BRAIN, is_layer_norm=False),
     *(
         Case(2, 32, BRAIN, has_residual=True, shift=1, shifted=name)
-        for name in ("x", "residual", "weight", "bias", "y", "total", "dx", "dy", "past", "partials")
+        for name in ("x", "residual", "weight", "bias", "y", "total", "dx", "dy", "past")
     ),
 ]
 LARGE = [
-    Case(520, 8, BRAIN, BRAIN),  # more blocks of rows than run at once, several rows to a block of the gradient
+    Case(4100, 8, BRAIN, BRAIN),  # more blocks of rows than run at once, several rows to a block of the gradient
     Case(3, 2304, has_residual=True),  # two packets to a thread
     Case(2, 4608, is_layer_norm=False),  # four
     Case(2, 8192, BRAIN, BRAIN, has_residual=True, zero_centered=True),
     Case(2, 8448, HALF, is_layer_norm=False, zero_centered=True),
-    Case(420, 6, has_residual=True),
+    Case(2060, 6, has_residual=True),
     Case(2, 20001, BRAIN),
 ]
 

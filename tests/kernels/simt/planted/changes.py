@@ -120,9 +120,6 @@ CHANGES = (
     PlantedChange(
         "norm", "int y = 1; y < static_cast<int>(blockDim.y)", "int y = 1; y < static_cast<int>(blockDim.y) - 1", VALUES
     ),
-    PlantedChange(
-        "norm", "(sum, 0.0f}, meeting).first / static_cast<float>(of.columns);\n    float squares", "", VALUES
-    ),
 )
 
 
