@@ -120,6 +120,14 @@ CHANGES = (
     PlantedChange(
         "norm", "int y = 1; y < static_cast<int>(blockDim.y)", "int y = 1; y < static_cast<int>(blockDim.y) - 1", VALUES
     ),
+    PlantedChange(
+        "cross_entropy", "load_packet(row + head + i * kSize)", "load_packet(row + i * kSize)", "misaligned: "
+    ),
+    PlantedChange(
+        "cross_entropy", "share_alignment(to, from) ? elements_to_al", "true ? elements_to_al", "misaligned: "
+    ),
+    PlantedChange("cross_entropy", "label >= 0 && label < valid ?", "label >= 0 ?", "out of bounds: |Tensor-likes"),
+    PlantedChange("cross_entropy", "own.total * megatron::exp_of(own.largest - largest)", "own.total", VALUES),
 )
 
 
