@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pretrain_gpt
 import torch
 
+import pretrain_gpt
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.machine import ROOT
 from benchmarks.gpu.records import Target

@@ -10,9 +10,10 @@ import torch
 
 from megatron.kernels.dropout_add import dropout_add
 from megatron.kernels.hashing import mix
+from megatron.kernels.initial_values import Distribution
 from megatron.parallel.mesh import Axis
 from megatron.parallel.rng import attention_dropout, attention_seed, draw_weights_, hidden_dropout, seeded
-from megatron.parallel.shard_spec import Dimension, Distribution, ShardSpec
+from megatron.parallel.shard_spec import Dimension, ShardSpec
 
 
 def _spec(

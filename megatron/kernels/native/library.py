@@ -13,7 +13,18 @@ import torch
 
 from megatron import log
 from megatron.device import environment
-from megatron.kernels import activations, cross_entropy, dropout_add, norms, rotary, softmax
+from megatron.kernels import (
+    activations,
+    cross_entropy,
+    dropout_add,
+    embedding,
+    initial_values,
+    multi_tensor,
+    norms,
+    optimizer,
+    rotary,
+    softmax,
+)
 
 INTERFACE = 1  # raised when the signature of an operation changes, so that an older library is not used
 LIBRARY, RECORD = "libmegatron_ops.so", "build.json"
@@ -23,8 +34,12 @@ REBUILD = "python tools/build_kernels.py"
 # What has to be told to torch once an operation is loaded, by the operation's folder in csrc/ops.
 _REGISTRATIONS: Mapping[str, Callable[[], None]] = {
     "activation": activations.register,
+    "adamw": optimizer.register,
     "cross_entropy": cross_entropy.register,
     "dropout_add": dropout_add.register,
+    "embedding": embedding.register,
+    "initial_values": initial_values.register,
+    "multi_tensor": multi_tensor.register,
     "norm": norms.register,
     "rotary": rotary.register,
     "softmax": softmax.register,
