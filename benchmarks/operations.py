@@ -1,4 +1,4 @@
-"""The operations of megatron/kernels as the benchmarks call them: inputs of a size, and the bytes that must be moved."""
+"""The operations of megatron/kernels as the benchmarks call them: inputs of a size, and the bytes to be moved."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron.kernels.activations import activation, gated
 from megatron.kernels.choice import Implementation
 from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
 from megatron.kernels.dropout_add import Dropout, dropout_add
+from megatron.kernels.norms import add_layer_norm, layer_norm, rms_norm
 from megatron.kernels.rotary import rotate_both
 from megatron.kernels.softmax import scaled_softmax
 
@@ -106,6 +107,27 @@ def _activation_cases(size: Size, like: torch.Tensor) -> list[Case]:
     ]
 
 
+def _norm_cases(size: Size, like: torch.Tensor) -> list[Case]:
+    x, residual = (_random(size.rows, size.columns, like=like) for _ in range(2))
+    weight, bias = (_random(size.columns, like=like) for _ in range(2))
+
+    def layer(implementation: Implementation) -> Outputs:
+        return [layer_norm(x, weight, bias, 1e-5, implementation=implementation)]
+
+    def root_mean_square(implementation: Implementation) -> Outputs:
+        return [rms_norm(x, weight, 1e-5, implementation=implementation)]
+
+    def added(implementation: Implementation) -> Outputs:
+        return add_layer_norm(x, residual, weight, bias, 1e-5, implementation=implementation)
+
+    one = size_of(x)
+    return [
+        Case("norm", f"layer norm, {size}", layer, (x, weight, bias), 2 * one, 3 * one),
+        Case("norm", f"RMS norm, {size}", root_mean_square, (x, weight), 2 * one, 3 * one),
+        Case("norm", f"residual and layer norm, {size}", added, (x, residual, weight, bias), 4 * one, 4 * one),
+    ]
+
+
 def _rotary_cases(size: Size, like: torch.Tensor) -> list[Case]:
     heads, length = max(1, size.columns // _HEAD), min(size.rows, 1024)
     batch = max(1, size.rows // length)
@@ -118,7 +140,9 @@ def _rotary_cases(size: Size, like: torch.Tensor) -> list[Case]:
         return rotate_both(query, key, cos, sin, implementation=implementation)
 
     moved = 2 * size_of(query, key)
-    return [Case("rotary", f"query and key, {batch} x {heads} x {length} x {_HEAD}", rotary, (query, key), moved, moved)]
+    return [
+        Case("rotary", f"query and key, {batch} x {heads} x {length} x {_HEAD}", rotary, (query, key), moved, moved)
+    ]
 
 
 def _softmax_cases(size: Size, like: torch.Tensor) -> list[Case]:
@@ -175,6 +199,7 @@ CASES: Mapping[str, Callable[[Size, torch.Tensor], list[Case]]] = MappingProxyTy
         "activation": _activation_cases,
         "cross_entropy": _cross_entropy_cases,
         "dropout_add": _dropout_add_cases,
+        "norm": _norm_cases,
         "rotary": _rotary_cases,
         "softmax": _softmax_cases,
     }
