@@ -26,9 +26,9 @@ import torch
 from benchmarks.figures import print_figure
 from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
-from megatron.kernels.attention import attention
-from megatron.kernels.bounded_attention import plan_attention
-from megatron.kernels.bounds import Bounds, local_bias
+from megatron.kernels.attention.bounded import plan_attention
+from megatron.kernels.attention.bounds import Bounds, local_bias
+from megatron.kernels.attention.dense import attention
 
 CASES = ("documents-dense", "documents-blocks", "window-dense", "window-blocks")
 

@@ -24,6 +24,7 @@ class Block(nn.Module):
         self.qkv, self.projection = nn.Linear(width, rows, bias=False), nn.Linear(width, width, bias=False)
         self.fc1 = nn.Linear(width, 2 * config.ffn_hidden_size, bias=False)
         self.fc2 = nn.Linear(config.ffn_hidden_size, width, bias=False)
+        self.dropout, self.attention_dropout = config.hidden_dropout, config.attention_dropout
 
     def forward(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         """Shapes: x `[b, s, h]` to the same; cosine and sine `[s, d]`."""
@@ -31,10 +32,14 @@ class Block(nn.Module):
         heads = self.qkv(self.norm1(x)).view(batch, length, -1, self.size).transpose(1, 2)
         query, key, value = heads.split([self.heads, self.groups, self.groups], dim=1)
         query, key = (part * cosine + turned(part) * sine for part in (query, key))
-        context = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        x = x + self.projection(context.transpose(1, 2).reshape(batch, length, width))
+        probability = self.attention_dropout if self.training else 0.0
+        context = F.scaled_dot_product_attention(
+            query, key, value, dropout_p=probability, is_causal=True, enable_gqa=True
+        )
+        attended = self.projection(context.transpose(1, 2).reshape(batch, length, width))
+        x = x + F.dropout(attended, self.dropout, self.training)
         gate, up = self.fc1(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.fc2(F.silu(gate) * up)
+        return x + F.dropout(self.fc2(F.silu(gate) * up), self.dropout, self.training)
 
 
 class PlainLlama(nn.Module):
@@ -45,6 +50,7 @@ class PlainLlama(nn.Module):
         self.words = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.layernorm_epsilon)
+        self.dropout = config.hidden_dropout
         self.head = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -57,7 +63,7 @@ class PlainLlama(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Shapes: tokens `[b, s]` to logits `[b, s, v]`."""
-        x, length = self.words(tokens), tokens.shape[1]
+        x, length = F.dropout(self.words(tokens), self.dropout, self.training), tokens.shape[1]
         for block in self.blocks:
             x = block(x, self.cosine[:length], self.sine[:length])
         return self.head(self.norm(x))  # type: ignore[no-any-return]

@@ -2,17 +2,19 @@
 
     python benchmarks/train_cpu.py
 
-Prints one JSON line per measurement, for GPT-2 and for Llama, in fp32 and in bf16. All train a network of the size of
-examples/quickstart.sh (dropout 0, AdamW, clipping; bf16 with float32 copies of the weights) with the same number of
-threads, one after another in the same process. Ours is the whole step: reading the batch, DeepSpeed, the loss of the
-step. The plain loop is optimized: fused attention, fused AdamW, one matrix product for query, key and value.
-transformers runs in the same loop, with its default attention and with its explicit one (`eager`). Seconds are those of
-the processor, since on a shared machine wall time measures the others' load. `the_fastest` is the fastest of the others
-in the same round.
+Prints one JSON line per measurement, for GPT-2 and for Llama, in fp32 and in bf16, without dropout and with 0.1 of both
+kinds, hidden and attention. All train a network of the size of examples/quickstart.sh (AdamW, clipping; bf16 with
+float32 copies of the weights) with the same number of threads, one after another in the same process. Ours is the whole
+step: reading the batch, DeepSpeed, the loss of the step; `--kernels` is handed to it. The plain loop is optimized:
+fused attention, fused AdamW, one matrix product for query, key and value. transformers runs in the same loop, with its
+default attention and with its explicit one (`eager`). The others have torch's dropout in the places where ours is.
+Seconds are those of the processor, since on a shared machine wall time measures the others' load. `the_fastest` is the
+fastest of the others in the same round. `--profile 3` shows what takes the time of three steps instead.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -51,6 +53,9 @@ class TrainFlags(ConfigSection):
     threads: int = flag(1, "threads of each process", at_least=1)
     architecture: str = flag("all", "the network", choices=("all", "gpt2", "llama"))
     dtype: str = flag("all", "precision", choices=("all", "fp32", "bf16"))
+    dropout: str = flag("all", "hidden and attention dropout", choices=("all", "0", "0.1"))
+    kernels: str | None = flag(None, "implementations of operations in our step, as pretrain_gpt.py takes them")
+    profile: int = flag(0, "steps of ours and of the plain loop whose operations are shown, instead of measuring")
     work_dir: str | None = flag(None, "folder with the data of an earlier run of this program, or for it")
 
 
@@ -63,12 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not (folder / "data").is_dir():
             quickstart_data(folder)
         demo = Demo(DemoFlags(), folder / "data", Path(name) / "runs")
-        if "all" not in (flags.architecture, flags.dtype):
+        chosen = (flags.architecture, flags.dtype, flags.dropout)
+        if "all" not in chosen:
             return measure(demo, flags)
-        for architecture in ("gpt2", "llama") if flags.architecture == "all" else (flags.architecture,):
-            for dtype in ("fp32", "bf16") if flags.dtype == "all" else (flags.dtype,):
-                choice = ["--architecture", architecture, "--dtype", dtype, "--work-dir", str(folder)]
-                subprocess.run([sys.executable, __file__, *words, *choice], check=True)
+        every = (("gpt2", "llama"), ("fp32", "bf16"), ("0", "0.1"))
+        rows = [options if choice == "all" else (choice,) for choice, options in zip(chosen, every, strict=True)]
+        for architecture, dtype, dropout in itertools.product(*rows):
+            choice = ["--architecture", architecture, "--dtype", dtype, "--dropout", dropout, "--work-dir", str(folder)]
+            subprocess.run([sys.executable, __file__, *words, *choice], check=True)
     return 0
 
 
@@ -84,6 +91,9 @@ def measure(demo: Demo, flags: TrainFlags) -> int:
     with open_run(training_config(demo, flags)) as run:
         if run is None:
             return 1
+        if flags.profile:
+            show_profile(flags, run)
+            return 0
         rates = in_turns(flags, run)
     tokens = run.config.optim.global_batch_size * run.config.data.seq_length
     settings: dict[str, Any] = {
@@ -92,6 +102,8 @@ def measure(demo: Demo, flags: TrainFlags) -> int:
         "tokens_per_step": tokens,
         "micro_batch_size": flags.micro_batch_size,
         "threads": flags.threads,
+        "dropout": float(flags.dropout),
+        **({"kernels": flags.kernels} if flags.kernels else {}),
     }
     for name, found in rates.items():
         spread = (min(found), max(found))
@@ -108,12 +120,14 @@ def measure(demo: Demo, flags: TrainFlags) -> int:
 
 
 def training_config(demo: Demo, flags: TrainFlags) -> RunRequest:
-    """The model and data of quickstart, without dropout and without saving."""
+    """The model and data of quickstart, with the dropout asked for and without saving."""
     words = [str(word) for word in demo.training_flags("run")]
     for option in ("--save", "--load", "--save-interval"):
         position = words.index(option)
         del words[position : position + 2]
-    words += ["--hidden-dropout", "0", "--micro-batch-size", str(flags.micro_batch_size), "--train-iters", "100000"]
+    words += ["--hidden-dropout", flags.dropout, "--attention-dropout", flags.dropout]
+    words += ["--micro-batch-size", str(flags.micro_batch_size), "--train-iters", "100000"]
+    words += ["--kernels", flags.kernels] if flags.kernels else []
     words += LLAMA if flags.architecture == "llama" else []
     return parse([*words, "--bf16"] if flags.dtype == "bf16" else words)
 
@@ -155,6 +169,20 @@ def training_steps(flags: TrainFlags, run: Run) -> dict[str, Callable[[], Any]]:
     loops = {name: TrainingLoop(network, run.config.optim, dtype) for name, network in networks.items()}
     batches = list(run.train_batches())
     return {"ours": ours, **{name: (lambda loop=loop: loop.step(batches, 1e-3)) for name, loop in loops.items()}}
+
+
+def show_profile(flags: TrainFlags, run: Run) -> None:
+    """Prints the operations that take the most time, for ours and for the plain loop."""
+    import torch
+
+    steps = training_steps(flags, run)
+    for name in ("ours", "plain"):
+        steps[name]()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(flags.profile):
+                steps[name]()
+        table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
+        print(f"{name}, {flags.profile} steps\n{table}", flush=True)
 
 
 def timed(step: Callable[[], Any], steps: int, run: Run) -> float:

@@ -1,4 +1,4 @@
-"""A plain training loop, and networks of transformers for it: the baselines of `train_cpu.py`."""
+"""A plain training loop, and networks of transformers for it: the baselines of `train_cpu.py` and of the GPU page."""
 
 from __future__ import annotations
 
@@ -21,10 +21,21 @@ class TrainingLoop:
 
     Args:
         network: maps tokens `[b, s]` to logits `[b, s, v]`.
+        is_compiled: whether network and loss go through `torch.compile` as one function.
     """
 
-    def __init__(self, network: nn.Module, optim: OptimConfig, dtype: torch.dtype) -> None:
-        self.network = network.to(dtype)
+    def __init__(
+        self,
+        network: nn.Module,
+        optim: OptimConfig,
+        dtype: torch.dtype,
+        *,
+        device: torch.device | str = "cpu",
+        is_compiled: bool = False,
+    ) -> None:
+        self.network = network.to(device, dtype)
+        self.device = torch.device(device)
+        self._loss = torch.compile(self._plain_loss) if is_compiled else self._plain_loss
         self.clip = optim.clip_grad
         self.weights = list(network.parameters())
         self.masters = self.weights
@@ -40,16 +51,21 @@ class TrainingLoop:
             fused=True,
         )
 
-    def step(self, batches: Sequence[Batch], learning_rate: float) -> float:
-        """One optimizer step on the micro-batches; returns the loss."""
+    def _plain_loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.network(tokens).flatten(0, 1).float(), labels.flatten())
+
+    def step(self, batches: Sequence[Batch], learning_rate: float) -> torch.Tensor:
+        """One optimizer step on the micro-batches; returns the loss. Does not wait for a GPU."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        total = 0.0
+        total = torch.zeros((), device=self.device)
         for batch in batches:
-            tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
-            loss = F.cross_entropy(self.network(tokens).flatten(0, 1).float(), labels.flatten()) / len(batches)
+            tokens, labels = (
+                torch.from_numpy(part).to(self.device, non_blocking=True) for part in (batch.tokens, batch.labels)
+            )
+            loss = self._loss(tokens, labels) / len(batches)
             loss.backward()
-            total += loss.item()
+            total += loss.detach()
         if self.masters is not self.weights:
             for master, weight in zip(self.masters, self.weights, strict=True):
                 master.grad = None if weight.grad is None else weight.grad.float()
@@ -84,9 +100,11 @@ class TransformersNetwork(nn.Module):
                     num_key_value_heads=config.num_query_groups,
                     max_position_embeddings=config.max_position_embeddings,
                     rms_norm_eps=config.layernorm_epsilon,
+                    attention_dropout=config.attention_dropout,
                     **common,
                 )
             )
+            _add_hidden_dropout(self.network, config.hidden_dropout)
         else:
             self.network = transformers.GPT2LMHeadModel(
                 transformers.GPT2Config(
@@ -94,9 +112,9 @@ class TransformersNetwork(nn.Module):
                     n_layer=config.num_layers,
                     n_head=config.num_attention_heads,
                     n_positions=config.max_position_embeddings,
-                    embd_pdrop=0.0,
-                    attn_pdrop=0.0,
-                    resid_pdrop=0.0,
+                    embd_pdrop=config.hidden_dropout,
+                    attn_pdrop=config.attention_dropout,
+                    resid_pdrop=config.hidden_dropout,
                     **common,
                 )
             )
@@ -105,3 +123,12 @@ class TransformersNetwork(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Shapes: tokens `[b, s]` to logits `[b, s, v]`."""
         return self.network(tokens).logits  # type: ignore[no-any-return]
+
+
+def _add_hidden_dropout(network: nn.Module, probability: float) -> None:
+    """Gives the library's Llama, which has none, dropout after the embedding and after both branches of a block."""
+    if probability == 0:
+        return
+    for name, module in network.named_modules():
+        if name.rpartition(".")[2] in ("embed_tokens", "o_proj", "down_proj"):
+            module.register_forward_hook(lambda _, inputs, output: F.dropout(output, probability))

@@ -260,7 +260,7 @@ def slurm_findings() -> Iterator[Finding]:
 
 def kernel_findings() -> Iterator[Finding]:
     """Lists the implementation that each operation uses."""
-    from megatron.kernels.report import kernel_report
+    from megatron.kernels.native.report import kernel_report
 
     for choice in kernel_report():
         yield Finding("kernels", choice.operation, OK, f"{choice.implementation}: {choice.note}")

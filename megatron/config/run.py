@@ -20,7 +20,7 @@ from megatron.config.objective.masking import MaskingConfig
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.data import DataConfig
 from megatron.config.sections.documents import DocumentConfig
-from megatron.config.sections.kernels import KernelConfig
+from megatron.config.sections.kernels import AUTO, TORCH, KernelConfig
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
@@ -77,6 +77,18 @@ class RunRequest:
     def was_given(self, section_field: str) -> bool:
         """Whether "section.field" was set by the user, on the command line or in a file."""
         return self.provenance.get(section_field, DEFAULT) != DEFAULT
+
+    @property
+    def requested_kernels(self) -> Mapping[str, str]:
+        """The implementation asked for, or `auto`, by operation.
+
+        `--no-bias-gelu-fusion` asks for torch's activation, unless it only follows from layers without biases.
+        """
+        found, model = dict(self.kernels.requested), self.model
+        without_fusion = self.was_given("model.bias_gelu_fusion") and not model.bias_gelu_fusion
+        if without_fusion and model.add_bias_linear and found["activation"] == AUTO:
+            found["activation"] = TORCH
+        return found
 
     def flat(self) -> dict[str, Any]:
         """Every value by the name of its field, for logs."""

@@ -290,7 +290,8 @@ class Engine:
         self, outputs: Outputs, targets: tuple[torch.Tensor, ...], auxiliary: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         scales, *tensors = targets
-        result = self.objective(outputs, dict(zip(self._target_names, tensors, strict=True)))
+        named = dict(zip(self._target_names, tensors, strict=True))
+        result = self.objective(outputs, named, scales[0] * self._backward_scale())
         self._totals.add(result, auxiliary)
         loss = (result.loss_sum if result.minimized_sum is None else result.minimized_sum) * scales[0]
         return loss if result.sample_sum is None else loss + result.sample_sum * scales[1]

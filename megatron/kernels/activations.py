@@ -1,14 +1,70 @@
-"""Activation functions by the names of `--activation-function`, and their gated forms."""
+"""Activation functions by the names of `--activation-function`, and their gated forms, of `x + bias`."""
 
 from __future__ import annotations
+
+import types
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.choice import Implementation
 
-def activation(x: torch.Tensor, name: str) -> torch.Tensor:
-    """The activation `name`, elementwise.
+# Functions that `csrc/ops/activation` knows, by their codes.
+FUNCTIONS = types.MappingProxyType({"gelu": 0, "gelu_tanh": 1, "relu": 2, "squared_relu": 3, "silu": 4, "linear": 5})
+
+
+def activation(
+    x: torch.Tensor,
+    name: str,
+    *,
+    bias: torch.Tensor | None = None,
+    implementation: Implementation = Implementation.TORCH,
+) -> torch.Tensor:
+    """The activation `name` of `x + bias`, elementwise.
+
+    The compiled one rounds once, at the end, keeps x alone for backward, and adds up the gradient of the bias while it
+    computes that of x. It does not know `elu`, which torch computes.
+
+    Shapes: x `[..., f]`, bias `[f]`; result as x.
+    """
+    if implementation is Implementation.CSRC and name in FUNCTIONS and name != "linear":
+        return torch.ops.megatron.activation(x, bias, FUNCTIONS[name], False)  # type: ignore[no-any-return]
+    return _activation(x if bias is None else x + bias.to(x.dtype), name)
+
+
+def gated(
+    x: torch.Tensor,
+    name: str,
+    *,
+    bias: torch.Tensor | None = None,
+    implementation: Implementation = Implementation.TORCH,
+) -> torch.Tensor:
+    """The gated unit `activation(gate) * up` of `x + bias`; compiled, as `activation`.
+
+    Shapes: x `[..., 2, f]`, first the gate, then up; bias `[2 * f]`; result `[..., f]`.
+
+    Source: Shazeer, "GLU variants improve transformer", 2020, section 2.
+    """
+    if implementation is Implementation.CSRC and name in FUNCTIONS:
+        return torch.ops.megatron.activation(x, bias, FUNCTIONS[name], True)  # type: ignore[no-any-return]
+    if bias is not None:
+        x = x + bias.to(x.dtype).view(2, -1)
+    if name in ("silu", "gelu", "gelu_tanh") and torch.is_grad_enabled():
+        return _Gated.apply(x, name)  # type: ignore[no-any-return]
+    gate, up = x.unbind(-2)
+    return _activation(gate, name) * up
+
+
+def register() -> None:
+    """Tells torch the shapes and the gradient of the compiled operation; once, after the library is loaded."""
+    torch.library.register_fake("megatron::activation", _shape)
+    torch.library.register_fake("megatron::activation_backward", _shapes_of_gradients)
+    torch.library.register_autograd("megatron::activation", _backward, setup_context=_keep)
+
+
+def _activation(x: torch.Tensor, name: str) -> torch.Tensor:
+    """The activation `name`.
 
     Source: Hendrycks and Gimpel, "Gaussian error linear units", 2016, section 2 (gelu, gelu_tanh, silu); So et al.,
     "Primer", 2021, section 3 (squared_relu); Clevert et al., "Fast and accurate deep network learning by exponential
@@ -32,26 +88,13 @@ def activation(x: torch.Tensor, name: str) -> torch.Tensor:
     raise ValueError(f"unknown activation {name!r}")
 
 
-def gated(x: torch.Tensor, name: str) -> torch.Tensor:
-    """The gated unit `activation(gate) * up`.
-
-    Shapes: x `[..., 2, f]`, first the gate, then up; result `[..., f]`.
-
-    Source: Shazeer, "GLU variants improve transformer", 2020, section 2.
-    """
-    if name in ("silu", "gelu", "gelu_tanh") and torch.is_grad_enabled():
-        return _Gated.apply(x, name)  # type: ignore[no-any-return]
-    gate, up = x.unbind(-2)
-    return activation(gate, name) * up
-
-
 class _Gated(torch.autograd.Function):
     """Backward writes the gradients of gate and up to their places, without a copy that joins them."""
 
     @staticmethod
     def forward(ctx, x, name):  # type: ignore[no-untyped-def]
         gate, up = x.unbind(-2)
-        active = activation(gate, name)
+        active = _activation(gate, name)
         ctx.save_for_backward(x, active)
         ctx.name = name
         return active * up
@@ -70,3 +113,23 @@ class _Gated(torch.autograd.Function):
             form = "tanh" if ctx.name == "gelu_tanh" else "none"
             torch.ops.aten.gelu_backward.grad_input(gradient * up, gate, approximate=form, grad_input=of_gate)
         return result, None
+
+
+def _shape(x, bias, function, is_gated):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[:-2] + x.shape[-1:] if is_gated else x.shape)
+
+
+def _shapes_of_gradients(gradient, x, bias, function, is_gated):  # type: ignore[no-untyped-def]
+    of_bias = x.new_empty(0) if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), of_bias
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, bias, ctx.function, ctx.is_gated = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    x, bias = ctx.saved_tensors
+    of_x, of_bias = torch.ops.megatron.activation_backward(gradient, x, bias, ctx.function, ctx.is_gated)
+    return of_x, None if bias is None else of_bias, None, None

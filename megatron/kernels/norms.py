@@ -1,4 +1,4 @@
-"""Norms over the last dimension; statistics in float32 also for half-precision input."""
+"""Norms over the last dimension, also of a sum; statistics in float32 also for half-precision input."""
 
 from __future__ import annotations
 
@@ -6,29 +6,101 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.choice import Implementation
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Layer norm.
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    implementation: Implementation = Implementation.TORCH,
+) -> torch.Tensor:
+    """Layer norm, the result in the dtype of x.
+
+    Shapes: x `[..., h]`, weight and bias `[h]`; result as x.
+
+    Args:
+        zero_centered: the weight is stored as its difference from 1.
 
     Source: Ba, Kiros, Hinton, "Layer normalization", 2016, equation 4.
     """
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
+    if implementation is Implementation.CSRC:
+        return torch.ops.megatron.norm(x, weight, bias, eps, True, zero_centered)[0]  # type: ignore[no-any-return]
+    scale = weight + 1 if zero_centered else weight
+    if implementation is Implementation.APEX:
+        return _apex_layer_norm(x, scale, bias, eps)
+    return F.layer_norm(x, scale.shape, scale, bias, eps)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, zero_centered: bool = False) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    implementation: Implementation = Implementation.TORCH,
+) -> torch.Tensor:
     """RMS norm, the result in the dtype of x.
 
     In half precision the normalized values are rounded before the product with the weight, as in Llama; with a
     zero-centred weight after it, as in Gemma.
+
+    Shapes: x `[..., h]`, weight `[h]`; result as x.
 
     Args:
         zero_centered: the weight is stored as its difference from 1.
 
     Source: Zhang and Sennrich, "Root mean square layer normalization", 2019, equation 4.
     """
+    if implementation is Implementation.CSRC:
+        return torch.ops.megatron.norm(x, weight, None, eps, False, zero_centered)[0]  # type: ignore[no-any-return]
+    if implementation is Implementation.APEX and (zero_centered or weight.dtype == x.dtype):
+        return _apex_rms_norm(x, weight, eps, zero_centered)
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-any-return]
     return _normalized(x, weight, eps, zero_centered)[0]
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    implementation: Implementation = Implementation.TORCH,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`residual + x`, and its layer norm; the compiled implementation does both in one pass.
+
+    Shapes: x, residual and both results `[..., h]`.
+    """
+    if implementation is Implementation.CSRC and x.dtype == residual.dtype:
+        return torch.ops.megatron.add_norm(x, residual, weight, bias, eps, True, zero_centered)[:2]  # type: ignore[no-any-return]
+    total = residual + x
+    return total, layer_norm(total, weight, bias, eps, zero_centered=zero_centered, implementation=implementation)
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    implementation: Implementation = Implementation.TORCH,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`residual + x`, and its RMS norm; the compiled implementation does both in one pass.
+
+    Shapes: x, residual and both results `[..., h]`.
+    """
+    if implementation is Implementation.CSRC and x.dtype == residual.dtype:
+        return torch.ops.megatron.add_norm(x, residual, weight, None, eps, False, zero_centered)[:2]  # type: ignore[no-any-return]
+    total = residual + x
+    return total, rms_norm(total, weight, eps, zero_centered=zero_centered, implementation=implementation)
 
 
 def _normalized(
@@ -70,3 +142,92 @@ class _RMSNorm(torch.autograd.Function):
         shares = (products @ scale.unsqueeze(1)).mul_(inverse).mul_(inverse).div_(-size)  # [n, 1]
         of_x = torch.mul(row_gradients, scale, out=products).addcmul_(rows, shares).mul_(inverse)
         return of_x.to(x.dtype).view(x.shape), of_weight.to(weight.dtype), None, None
+
+
+def _apex_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    from apex.normalization import fused_layer_norm as apex
+
+    shift = torch.zeros_like(weight) if bias is None else bias
+    if weight.dtype == x.dtype:
+        return apex.fused_layer_norm_affine(x, weight, shift, weight.shape, eps)  # type: ignore[no-any-return]
+    # Its result has the dtype of the weight.
+    return apex.mixed_dtype_fused_layer_norm_affine(x, weight, shift, weight.shape, eps).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def _apex_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
+    from apex.normalization import fused_layer_norm as apex
+
+    if not zero_centered:
+        return apex.fused_rms_norm_affine(x, weight, weight.shape, eps)  # type: ignore[no-any-return]
+    # Normalized values are rounded to the dtype of the weight: a wide one leaves that to the end.
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32)) + 1
+    return apex.mixed_dtype_fused_rms_norm_affine(x, wide, wide.shape, eps).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def register() -> None:
+    """Tells torch the shapes and the gradients of the compiled operations; once, after the library is loaded."""
+    torch.library.register_fake("megatron::norm", _norm_shapes)
+    torch.library.register_fake("megatron::add_norm", _add_norm_shapes)
+    torch.library.register_fake("megatron::norm_backward", _backward_shapes)
+    torch.library.register_autograd("megatron::norm", _norm_gradients, setup_context=_keep_norm)
+    torch.library.register_autograd("megatron::add_norm", _add_norm_gradients, setup_context=_keep_add_norm)
+    torch.library.register_autograd("megatron::norm_backward", _second_gradients)
+
+
+def _norm_shapes(x, weight, bias, eps, subtract_mean, zero_centered):  # type: ignore[no-untyped-def]
+    rows, wide = x.shape[:-1], torch.promote_types(x.dtype, torch.float32)
+    mean = x.new_empty(rows if subtract_mean else (0,), dtype=wide)
+    return x.new_empty(x.shape), mean, x.new_empty(rows, dtype=wide)
+
+
+def _add_norm_shapes(x, residual, *others):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), *_norm_shapes(x, *others)
+
+
+def _backward_shapes(dy, total_gradient, x, weight, mean, inverse, zero_centered, has_bias):  # type: ignore[no-untyped-def]
+    of_bias = weight.new_empty(weight.shape if has_bias else (0,))
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), of_bias
+
+
+def _keep_norm(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, weight, bias, _, _, zero_centered = inputs
+    _keep(ctx, x, weight, output[1:], zero_centered, bias)
+
+
+def _keep_add_norm(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, _, weight, bias, _, _, zero_centered = inputs
+    _keep(ctx, output[0], weight, output[2:], zero_centered, bias)
+
+
+def _keep(ctx, x, weight, statistics, zero_centered, bias):  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(x, weight, *statistics)
+    ctx.mark_non_differentiable(*statistics)
+    ctx.set_materialize_grads(False)
+    ctx.zero_centered, ctx.bias_dtype = zero_centered, None if bias is None else bias.dtype
+
+
+def _norm_gradients(ctx, dy, *of_statistics):  # type: ignore[no-untyped-def]
+    of_x, of_weight, of_bias = _gradients(ctx, dy, None)
+    return of_x, of_weight, of_bias, None, None, None
+
+
+def _add_norm_gradients(ctx, of_total, dy, *of_statistics):  # type: ignore[no-untyped-def]
+    of_x, of_weight, of_bias = _gradients(ctx, dy, of_total)
+    return of_x, of_x, of_weight, of_bias, None, None, None
+
+
+def _gradients(ctx, dy, of_total):  # type: ignore[no-untyped-def]
+    if dy is None:  # only the sum was used
+        return of_total, None, None
+    x, weight, mean, inverse = ctx.saved_tensors
+    has_bias = ctx.bias_dtype is not None
+    of_x, of_weight, of_bias = torch.ops.megatron.norm_backward(
+        dy, of_total, x, weight, mean, inverse, ctx.zero_centered, has_bias
+    )
+    return of_x, of_weight, of_bias.to(ctx.bias_dtype) if has_bias else None
+
+
+def _second_gradients(ctx, *gradients):  # type: ignore[no-untyped-def]
+    raise NotImplementedError(
+        "The compiled norms have first derivatives only. For derivatives of gradients use --kernels norm=torch."
+    )

@@ -1,9 +1,16 @@
-"""Rotation of queries and keys by their positions."""
+"""Rotation of queries and keys by their positions.
+
+Compiled, queries and keys of any strides are rotated in one pass, and of a fused projection the values are split off
+in the same pass. The results are contiguous with heads first: what the matrix products of attention want, and what its
+fused kernels take as well. Backward, the three gradients are joined in one pass.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch.autograd.function import once_differentiable
+
+from megatron.kernels.choice import Implementation
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
@@ -22,6 +29,44 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
     if torch.is_grad_enabled():
         return _Rotation.apply(x, cos, sin, interleaved)  # type: ignore[no-any-return]
     return _rotated(x, cos, sin, interleaved, 1)
+
+
+def rotate_both(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    implementation: Implementation = Implementation.TORCH,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rotate` of queries and of keys.
+
+    Shapes: query `[b, a, s, d]`, key `[b, g, s, d]`, of any strides; cos and sin as in `rotate`; results as query and
+    key.
+    """
+    if implementation is Implementation.CSRC:
+        return torch.ops.megatron.rotary(query, key, cos, sin, interleaved, False)  # type: ignore[no-any-return]
+    return rotate(query, cos, sin, interleaved=interleaved), rotate(key, cos, sin, interleaved=interleaved)
+
+
+def split_rotated(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    implementation: Implementation = Implementation.TORCH,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rotated queries, rotated keys, and values, of a fused projection: for each group its queries, a key and a value.
+
+    Shapes: qkv `[b, s, g, a/g + 2, d]`, cos and sin as in `rotate`; results `[b, a, s, d]` and twice `[b, g, s, d]`.
+    """
+    if implementation is Implementation.CSRC:
+        return torch.ops.megatron.rotary_split(qkv, cos, sin, interleaved)  # type: ignore[no-any-return]
+    query, key, value = qkv.split([qkv.shape[3] - 2, 1, 1], dim=3)
+    query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
+    return *rotate_both(query, key, cos, sin, interleaved=interleaved), value
 
 
 def doubled(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,3 +118,46 @@ def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tens
     """Views of the first and second channel of every pair."""
     half = x.shape[-1] // 2
     return (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+
+
+def register() -> None:
+    """Tells torch the shapes and the gradients of the compiled operations; once, after the library is loaded."""
+    torch.library.register_fake("megatron::rotary", lambda query, key, *_: (_like(query), _like(key)))
+    torch.library.register_fake("megatron::rotary_split", _split_shapes)
+    torch.library.register_fake("megatron::rotary_join", _joined_shape)
+    torch.library.register_autograd("megatron::rotary", _rotary_backward, setup_context=_keep_angles)
+    torch.library.register_autograd("megatron::rotary_split", _split_backward, setup_context=_keep_split_angles)
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _split_shapes(qkv: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch, length, groups, members, size = qkv.shape
+    key = qkv.new_empty(batch, groups, length, size)
+    return qkv.new_empty(batch, groups * (members - 2), length, size), key, torch.empty_like(key)
+
+
+def _joined_shape(query: torch.Tensor, key: torch.Tensor, *_: object) -> torch.Tensor:
+    batch, groups, length, size = key.shape
+    return query.new_empty(batch, length, groups, query.shape[1] // groups + 2, size)
+
+
+def _keep_angles(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, _, cos, sin, ctx.interleaved, ctx.opposite = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _rotary_backward(ctx, of_query, of_key):  # type: ignore[no-untyped-def]
+    gradients = torch.ops.megatron.rotary(of_query, of_key, *ctx.saved_tensors, ctx.interleaved, not ctx.opposite)
+    return *gradients, None, None, None, None
+
+
+def _keep_split_angles(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, cos, sin, ctx.interleaved = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _split_backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+    return torch.ops.megatron.rotary_join(*gradients, *ctx.saved_tensors, ctx.interleaved), None, None, None

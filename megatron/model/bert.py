@@ -58,5 +58,5 @@ def _embedding_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec
     if config.embed_layernorm:
         cost = LayerCost(norm_size(config))
         layers.append(LayerSpec(EMBEDDING_NORM, kind, cost, partial(build_norm_layer, config, mesh)))
-    layers.append(LayerSpec(EMBEDDING_DROPOUT, kind, LayerCost(0), partial(EmbeddingDropout, config)))
+    layers.append(LayerSpec(EMBEDDING_DROPOUT, kind, LayerCost(0), partial(EmbeddingDropout, config, mesh)))
     return layers

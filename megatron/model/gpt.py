@@ -77,7 +77,7 @@ def _embedding_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec
         positions = LayerCost(config.max_position_embeddings * hidden)
         layers.append(LayerSpec(POSITION_EMBEDDINGS, kind, positions, partial(PositionEmbedding, config, mesh)))
     else:
-        layers.append(LayerSpec(EMBEDDING_DROPOUT, kind, LayerCost(0), partial(EmbeddingDropout, config)))
+        layers.append(LayerSpec(EMBEDDING_DROPOUT, kind, LayerCost(0), partial(EmbeddingDropout, config, mesh)))
     return layers
 
 

@@ -20,7 +20,8 @@ from megatron.config.architecture.scales import (
     XAVIER_NORMAL,
     XAVIER_UNIFORM,
 )
-from megatron.parallel.shard_spec import Distribution, ShardSpec
+from megatron.kernels.initial_values import Distribution
+from megatron.parallel.shard_spec import ShardSpec
 
 
 class ParameterRole(Enum):

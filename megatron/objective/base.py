@@ -56,5 +56,14 @@ class Objective(Protocol):
         objective weighs them otherwise; computed on the host before the forward pass.
         """
 
-    def __call__(self, outputs: Any, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
-        """The objective of one micro-batch."""
+    def __call__(
+        self, outputs: Any, targets: Mapping[str, torch.Tensor], factor: torch.Tensor | None = None
+    ) -> ObjectiveResult:
+        """The objective of one micro-batch.
+
+        Shapes: factor `[]`.
+
+        Args:
+            factor: what the engine multiplies the minimized sum by before backward, for objectives that compute
+                gradients themselves; it does not affect the result.
+        """

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from megatron.data.loader import Batch
+from megatron.kernels.choice import Implementation
 from megatron.objective.base import ObjectiveResult
 from megatron.objective.sample_means import SampleMeans, sample_means
 from megatron.parallel.mesh import Axis
-from megatron.parallel.tensor.cross_entropy import vocab_parallel_losses
+from megatron.parallel.tensor.cross_entropy import TokenLosses, vocab_parallel_losses
+from megatron.parallel.tensor.head_loss import FactoredLogits, HeadGradients, LossTerms, head_losses
 
 SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS = "source_loss", "source_tokens", "z_loss"
 SAMPLE_LOSS = "sample_loss"
@@ -40,6 +42,7 @@ class LanguageModelObjective:
         averages_samples: minimize the mean over samples of the mean over the tokens of a sample, instead of the mean
             over all tokens.
         packs_samples: the segments of a row are samples; otherwise the row is one.
+        implementation: of the cross-entropy.
 
     Source: Szegedy et al., "Rethinking the Inception architecture", 2016, section 7 (label smoothing); Chowdhery et
     al., "PaLM", 2022, section 5 (z-loss).
@@ -53,6 +56,7 @@ class LanguageModelObjective:
     layer_metrics: Mapping[str, int] = field(default_factory=dict)
     averages_samples: bool = False
     packs_samples: bool = False
+    implementation: Implementation = Implementation.TORCH
 
     @property
     def metric_sizes(self) -> Mapping[str, int]:
@@ -85,15 +89,19 @@ class LanguageModelObjective:
             return float(self._sample_means(batch).samples)
         return float(batch.loss_mask.sum(dtype=np.float64))
 
-    def __call__(self, outputs: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
+    def __call__(
+        self,
+        outputs: torch.Tensor | FactoredLogits,
+        targets: Mapping[str, torch.Tensor],
+        factor: torch.Tensor | None = None,
+    ) -> ObjectiveResult:
         """Sums the token losses.
 
         Shapes: outputs (logits) `[b, s, v/t]`; labels, loss_mask and sample_weights `[b, s]`; source_ids `[b]`.
         """
         mask = targets["loss_mask"]
-        of_tokens = vocab_parallel_losses(
-            outputs, targets["labels"], self.axis, self.vocab_size, with_uniform=self.label_smoothing > 0
-        )
+        weights = targets["sample_weights"] if self.averages_samples else self.position_weights(mask)
+        of_tokens, gradients = self._token_losses(outputs, targets["labels"], mask, weights, factor)
         losses = of_tokens.cross_entropy * mask  # [b, s]
         metrics: dict[str, torch.Tensor] = {}
         if self.source_count and "source_ids" in targets:
@@ -110,12 +118,34 @@ class LanguageModelObjective:
         if self.averages_samples:  # the weights of a sample, masked, sum to 1
             pair = torch.stack([losses.detach(), mask]) * targets["sample_weights"]  # [2, b, s]
             metrics[SAMPLE_LOSS] = pair.sum(dim=(1, 2), dtype=torch.float64)
-        weights = targets["sample_weights"] if self.averages_samples else self.position_weights(mask)
         if weights is not None:
             minimized = minimized * weights
-        return ObjectiveResult(
-            losses.sum(), mask.sum(), metrics, minimized_sum=None if minimized is losses else minimized.sum()
+        minimized_sum = minimized.sum() if gradients is None else gradients.attached_to(minimized.sum())
+        if minimized is losses:
+            return ObjectiveResult(minimized_sum, mask.sum(), metrics)
+        return ObjectiveResult(losses.sum(), mask.sum(), metrics, minimized_sum)
+
+    def _token_losses(
+        self,
+        outputs: torch.Tensor | FactoredLogits,
+        labels: torch.Tensor,
+        mask: torch.Tensor,
+        weights: torch.Tensor | None,
+        factor: torch.Tensor | None,
+    ) -> tuple[TokenLosses, HeadGradients | None]:
+        """The losses of the tokens, and the gradients of what is minimized if they are not left to autograd."""
+        axis, vocab_size, implementation = self.axis, self.vocab_size, self.implementation
+        if isinstance(outputs, FactoredLogits):
+            terms = LossTerms(self.label_smoothing, self.z_loss_coeff)
+            weights = mask if weights is None else mask * weights
+            return head_losses(
+                outputs, labels, weights, axis, vocab_size, terms, factor=factor, implementation=implementation
+            )
+        is_smoothed = self.label_smoothing > 0
+        losses = vocab_parallel_losses(
+            outputs, labels, axis, vocab_size, with_uniform=is_smoothed, implementation=implementation
         )
+        return losses, None
 
     def position_weights(self, mask: torch.Tensor) -> torch.Tensor | None:
         """How much the loss of each position counts in what is minimized; None if all count the same.

@@ -50,16 +50,18 @@ class MaskedLanguageModelObjective(LanguageModelObjective):
             targets["swapped"] = batch.swapped
         return targets
 
-    def __call__(self, outputs: Outputs, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:  # type: ignore[override]
+    def __call__(  # type: ignore[override]
+        self, outputs: Outputs, targets: Mapping[str, torch.Tensor], factor: torch.Tensor | None = None
+    ) -> ObjectiveResult:
         """Sums the losses.
 
         Shapes: outputs `[b, m, v/t]`, with a sentence order that and `[b, 2]`; labels and loss_mask `[b, m]`, swapped
         `[b]`. Without predicted positions m = s.
         """
         if not self.has_sentence_order:
-            return super().__call__(outputs, targets)  # type: ignore[arg-type]
+            return super().__call__(outputs, targets, factor)  # type: ignore[arg-type]
         logits, order_logits = outputs
-        result, swapped = super().__call__(logits, targets), targets["swapped"]
+        result, swapped = super().__call__(logits, targets, factor), targets["swapped"]
         order_sum = F.cross_entropy(order_logits.float(), swapped, ignore_index=_IS_PADDING, reduction="sum")
         figures = torch.stack([order_sum.detach(), (swapped != _IS_PADDING).sum()])
         return dataclasses.replace(result, metrics={**result.metrics, ORDER_LOSS: figures}, sample_sum=order_sum)

@@ -13,6 +13,7 @@ from megatron.objective.base import ObjectiveResult
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_losses
 from megatron.parallel.tensor.greedy import vocab_parallel_argmax
+from megatron.parallel.tensor.head_loss import FactoredLogits
 
 LOGPROBS, PREDICTED = "logprobs", "predicted"
 
@@ -94,16 +95,22 @@ class ScoringObjective:
         """Number of targets."""
         return float(len(batch.labels))
 
-    def __call__(self, outputs: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
+    def __call__(
+        self,
+        outputs: torch.Tensor | FactoredLogits,
+        targets: Mapping[str, torch.Tensor],
+        factor: torch.Tensor | None = None,
+    ) -> ObjectiveResult:
         """Scores the targets of a micro-batch.
 
         Shapes: outputs (logits) `[b, s, v/t]`; rows, labels and places `[n]`.
         """
-        chosen = outputs.flatten(0, 1)[targets["rows"]]  # [n, v/t]
+        rows = targets["rows"]
+        chosen = outputs.at(rows) if isinstance(outputs, FactoredLogits) else outputs.flatten(0, 1)[rows]  # [n, v/t]
         found = score_targets(chosen, targets["labels"], self.axis, self.vocab_size)
         metrics = {}
         for name, values in ((LOGPROBS, found.logprobs), (PREDICTED, found.predicted)):
             places = torch.zeros(self.target_count, dtype=torch.float64, device=values.device)
             metrics[name] = places.index_copy_(0, targets["places"], values.double())
-        count = torch.tensor(float(len(found.logprobs)), device=outputs.device)
+        count = torch.tensor(float(len(found.logprobs)), device=rows.device)
         return ObjectiveResult(-found.logprobs.sum(), count, metrics)

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 
 from megatron.config.layout import layout_problems
 from megatron.errors import LaunchError
+from megatron.kernels.choice import TORCH_KERNELS, Kernels
 
 Role = Literal["stage", "batch", "sequence", "tensor"]
 
@@ -100,6 +101,7 @@ class ParallelMesh:
         gradient: ranks over which the gradient of a replicated parameter is averaged.
         expert_gradient: the same for a parameter of an expert, whose other experts lie on the axis `ep`.
         model: the ranks that hold one copy of the model.
+        kernels: which implementation of each operation these ranks use; the same on all of them.
     """
 
     sizes: tuple[AxisSize, ...]
@@ -116,6 +118,7 @@ class ParallelMesh:
     gradient: Axis = field(metadata=_spans("batch", "sequence"))
     expert_gradient: Axis = field(metadata=_spans("batch", "sequence", without=("ep",)))
     model: Axis = field(metadata=_spans("stage", "tensor"))
+    kernels: Kernels = TORCH_KERNELS
 
     @classmethod
     def at(
@@ -124,7 +127,7 @@ class ParallelMesh:
         """The place of a rank in a grid, without process groups."""
         columns = [_axis(size.name, sizes, rank, {size.name}) for size in sizes]
         world = _axis("world", sizes, rank, {size.name for size in sizes})
-        derived = {
+        derived: dict[str, Any] = {
             name: _axis(name, sizes, rank, {size.name for size in sizes if size.role in roles} - set(without))
             for name, roles, without in _derived_groups()
         }

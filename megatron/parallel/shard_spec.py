@@ -9,21 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 
 import torch
 
 from megatron.errors import ConfigError
+from megatron.kernels.initial_values import Distribution
 from megatron.parallel.mesh import Axis, ParallelMesh
-
-
-class Distribution(Enum):
-    """How initial values are distributed; `ShardSpec.init_std` is the standard deviation of the whole curve."""
-
-    NORMAL = "normal"
-    TRUNCATED_NORMAL = "normal, cut at three standard deviations"
-    UNIFORM = "uniform"
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,7 @@ class ShardSpec:
         is_matrix: whether the parameter is a weight matrix. Matrices are initialized randomly and have weight decay;
             biases and norm weights keep their layer's initial values and have no weight decay.
         init_std: standard deviation of a matrix's initial values; 0 leaves it zero.
-        init_distribution: their distribution.
+        init_distribution: their distribution; `init_std` is the standard deviation of the whole curve.
         lr_multiplier: factor of the learning rate for this parameter.
         summed_over: axes over which the gradient must be summed because each rank saw different tokens.
         is_tied_copy: whether this is the copy of a weight that another pipeline stage owns and counts.

@@ -54,6 +54,7 @@ from megatron.observe.run_directory import open_run_directory, write_arguments
 from megatron.observe.styles.choice import style_named
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh, rendezvous
+from megatron.parallel.kernels import agreed_kernels, kernels_line
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum, is_lost_peer
 from megatron.parallel.watch.limits import Limits
@@ -107,6 +108,8 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         watch = closing.enter_context(Watch())
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
+        mesh = dataclasses.replace(mesh, kernels=agreed_kernels(config.requested_kernels, mesh))
+        log.info(kernels_line(mesh.kernels))
         run_on_first(mesh, lambda: check_packages(config.control))
         config = dataclasses.replace(_with_epochs(config, mesh, tokenizer), control=with_run_name(config.control, mesh))
         _show_notices(config.notices, mesh)

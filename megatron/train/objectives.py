@@ -37,6 +37,7 @@ def build_objective(config: RunConfig, mesh: ParallelMesh, *, source_count: int 
         layer_metrics=router_metric_sizes(config.model),
         averages_samples=loss.loss_mean == SAMPLES,
         packs_samples=packs_examples(config),
+        implementation=mesh.kernels.cross_entropy,
     )
     if loss.objective == MASKED:
         return MaskedLanguageModelObjective(**vars(objective), has_sentence_order=config.model.sentence_order_head)
@@ -68,6 +69,8 @@ def step_settings(config: RunConfig) -> StepSettings:
         has_predicted=masked,
         dtype=getattr(torch, config.precision.dtype_name),
         explicit_attention=not config.kernels.fused_attention,
+        # ZeRO-3 takes the weight of the head apart again before the losses are computed.
+        factored_logits=not masked and config.parallel.effective_zero_stage < 3,
     )
 
 

@@ -26,7 +26,9 @@ def saved() -> RunConfig:
 
 
 def test_own_flags_are_separated_from_the_trainers() -> None:
-    request = parse_over(ToolFlags, ["--load", "x", "--count", "3", "--seed", "7", "--no-rope-fusion"], "tool.py")
+    request = parse_over(
+        ToolFlags, ["--load", "x", "--count", "3", "--seed", "7", "--sync-tp-duplicated-parameters"], "tool.py"
+    )
     assert request.own == ToolFlags(load="x", count=3)
     assert request.given == {"random.seed": 7}
 

@@ -406,3 +406,10 @@ def test_a_deepspeed_file_wins_over_a_programs_default(tmp_path: Path) -> None:
     path.write_text(json.dumps({"gradient_clipping": 0.25}))
     request = parse(words(f"--deepspeed_config {path}"), defaults={"optim.clip_grad": 0.0})
     assert request.optim.clip_grad == 0.25
+
+
+def test_switches_of_single_fusions_ask_for_torch() -> None:
+    assert small("").requested_kernels["activation"] == "auto"
+    assert small("--no-bias-gelu-fusion").requested_kernels["activation"] == "torch"
+    assert small("--no-bias-gelu-fusion --kernels activation=csrc").requested_kernels["activation"] == "csrc"
+    assert small("--disable-bias-linear").requested_kernels["activation"] == "auto"  # turns that fusion off by itself

@@ -60,6 +60,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "megatron.config": ("flags", "architecture", "objective", "sections", "files", ".", "programs"),
+    "megatron.kernels": (".", "attention", "native"),
     "megatron.observe": ("naming", ".", "styles", "sync"),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
@@ -107,7 +108,8 @@ HOMES = {
 
 # Packages that may be imported inside a function: they are optional or slow, and one file owns each.
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
-    "torch.nn.attention.varlen": ("megatron/kernels/gpu_attention.py",),  # since torch 2.10; takes seconds
+    "apex": ("megatron/kernels/norms.py",),
+    "torch.nn.attention.varlen": ("megatron/kernels/attention/gpu.py",),  # since torch 2.10; takes seconds
     "yaml": ("megatron/config/files/bounded_file.py",),
     "fcntl": ("megatron/corpus/workers/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
     "tokenizers": (

@@ -1,14 +1,19 @@
-"""Activations and gated units against their formulas."""
+"""Activations and gated units against their formulas: the reference, and the compiled operation beside it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from megatron.config.architecture.feed_forward import ACTIVATIONS
-from megatron.kernels.activations import activation, gated
+from megatron.kernels.activations import FUNCTIONS, activation, gated
+from megatron.kernels.choice import Implementation
+from megatron.kernels.native.library import Library
+
+CSRC, TORCH = Implementation.CSRC, Implementation.TORCH
 
 
 def _formula(name: str, x: float) -> float:
@@ -29,8 +34,10 @@ def test_every_activation_and_its_gated_form(name: str) -> None:
     x = torch.linspace(-3, 3, 13, dtype=torch.float64)
     expected = torch.tensor([_formula(name, float(entry)) for entry in x], dtype=torch.float64)
     torch.testing.assert_close(activation(x, name), expected)
+    torch.testing.assert_close(activation(x - 1, name, bias=torch.ones(13)), expected)
     pair = torch.stack((x, torch.arange(13.0, dtype=torch.float64) - 6)).requires_grad_()  # gate, up
     torch.testing.assert_close(gated(pair, name), expected * pair[1])
+    torch.testing.assert_close(gated(pair - 1, name, bias=torch.ones(26)), expected * pair[1])
     if "relu" not in name:  # not differentiable at 0
         assert torch.autograd.gradcheck(lambda both: gated(both, name), pair)
 
@@ -53,3 +60,116 @@ def test_gated_gradients_in_training_precision(name: str, dtype: torch.dtype) ->
 def test_an_unknown_activation_is_named() -> None:
     with pytest.raises(ValueError, match="'swish2'"):
         activation(torch.zeros(1), "swish2")
+
+
+def _case(dtype: torch.dtype, is_gated: bool, rows: int, columns: int) -> tuple[torch.Tensor, ...]:
+    """x, bias, and the gradient of the result."""
+    generator = torch.Generator().manual_seed(rows + columns)
+    width = 2 * columns if is_gated else columns
+    shape = (rows, 2, columns) if is_gated else (rows, columns)
+    x, bias, gradient = (torch.randn(*size, generator=generator) for size in (shape, (width,), (rows, columns)))
+    return (3 * x).to(dtype), bias.to(dtype), gradient.to(dtype)
+
+
+def _run(
+    function: Callable[..., torch.Tensor],
+    name: str,
+    implementation: Implementation,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    gradient: torch.Tensor,
+) -> list[torch.Tensor]:
+    """The result and the gradients of x and, if given, of the bias."""
+    inputs = [part.detach().requires_grad_() for part in (x, bias) if part is not None]
+    y = function(inputs[0], name, bias=inputs[1] if bias is not None else None, implementation=implementation)
+    return [y.detach(), *torch.autograd.grad(y, inputs, gradient)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("function", [activation, gated])
+def test_the_compiled_activation_is_as_exact_as_torch(
+    compiled: Library, function: Callable[..., torch.Tensor], name: str
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rows, columns, has_bias in ((1, 1, True), (70, 33, True), (7, 3, False), (3, 1501, True), (8, 64, False)):
+            x, bias, gradient = _case(dtype, function is gated, rows, columns)
+            chosen = bias if has_bias else None
+            wide = bias.double() if has_bias else None
+            exact = _run(function, name, TORCH, x.double(), wide, gradient.double())
+            expected = _run(function, name, TORCH, x, chosen, gradient)
+            found = _run(function, name, CSRC, x, chosen, gradient)
+            for reference, one, other in zip(exact, expected, found, strict=True):
+                assert other.dtype == dtype and other.shape == reference.shape
+                # A gradient near a function's minimum is a difference of terms of the size of the incoming one.
+                size = torch.maximum(reference.abs().max(), gradient.double().abs().max())
+                allowed = 1.1 * (one.double() - reference).abs().max() + torch.finfo(dtype).eps * size
+                assert (other.double() - reference).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_far_from_zero_and_gradients_of_float64(compiled: Library, name: str) -> None:
+    far = torch.tensor([1e4, 1e30, 300.0, 40.0, 0.0, -5.0, -12.0, -40.0, -300.0, -1e4, -1e30, math.nan, math.inf])
+    pair = torch.stack((far, torch.ones_like(far)))
+    y, gradient = _run(gated, name, CSRC, pair, None, torch.ones_like(far))
+    exact = _run(gated, name, TORCH, pair.double(), None, torch.ones_like(far, dtype=torch.float64))
+    torch.testing.assert_close(y, exact[0].float(), atol=1e-30, rtol=3e-6, equal_nan=True)
+    finite = far.abs() < 1e5  # the reference overflows beyond
+    assert gradient[:, far.abs() < 1e31].isfinite().all() or name == "squared_relu"
+    assert gradient[:, far.isnan()].isnan().any()
+    torch.testing.assert_close(gradient[:, finite], exact[1][:, finite].float(), atol=2e-7, rtol=3e-6)
+    x, bias, _ = _case(torch.float64, True, 3, 5)
+    wide = [part.requires_grad_() for part in (x, bias)]
+    assert torch.autograd.gradcheck(lambda one, other: gated(one, name, bias=other, implementation=CSRC), wide)
+    flat = [x[:, 0].detach().requires_grad_(), bias[:5].detach().requires_grad_()]
+    assert torch.autograd.gradcheck(lambda one, other: activation(one, name, bias=other, implementation=CSRC), flat)
+
+
+def test_views_threads_and_mixed_dtypes(compiled: Library) -> None:
+    large, bias, gradient = _case(torch.float32, True, 300, 130)
+    expected = _run(gated, "silu", CSRC, large, bias, gradient)
+    transposed = large.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    offset = torch.empty(large.numel() + 1)[1:].view_as(large).copy_(large)
+    before = torch.get_num_threads()
+    try:
+        for x, threads in ((transposed, 1), (offset, 2)):
+            torch.set_num_threads(threads)
+            found = _run(gated, "silu", CSRC, x, bias, gradient.T.contiguous().T)
+            assert all(map(torch.equal, found, expected))
+    finally:
+        torch.set_num_threads(before)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = _run(activation, "gelu", CSRC, large[:, 0].bfloat16(), bias[:130], gradient.bfloat16())
+    assert [part.dtype for part in mixed] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert gated(torch.zeros(0, 2, 4), "gelu", implementation=CSRC).shape == (0, 4)
+    empty = _run(activation, "gelu", CSRC, torch.zeros(0, 4), torch.zeros(4), torch.zeros(0, 4))
+    assert torch.equal(empty[2], torch.zeros(4))
+    assert torch.equal(activation(-large, "elu", implementation=CSRC), activation(-large, "elu"))
+
+
+def test_torch_knows_the_operation(compiled: Library) -> None:
+    for is_gated in (False, True):
+        x, bias, gradient = _case(torch.float64, is_gated, 3, 5)
+        inputs = (x.requires_grad_(), bias.requires_grad_() if is_gated else None, FUNCTIONS["gelu"], is_gated)
+        torch.library.opcheck(torch.ops.megatron.activation.default, inputs)
+        plain = (part.detach() if isinstance(part, torch.Tensor) else part for part in inputs)
+        torch.library.opcheck(torch.ops.megatron.activation_backward.default, (gradient, *plain))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((torch.zeros(3, 4), None, 0, True), r"x has the shape \[3, 4\]; a gated unit needs \[..., 2, f\]"),
+        ((torch.zeros(()), None, 0, False), "it needs at least one dimension"),
+        ((torch.zeros(3, 4), torch.zeros(5), 0, False), r"bias is \[5\] on cpu; for x \[3, 4\] .* must be \[4\]"),
+        ((torch.zeros(3, 4), None, 9, False), "function is 9; the codes run from 0"),
+        ((torch.zeros(3, 4, dtype=torch.int32), None, 0, False), "expected float32, float64, float16 or bfloat16"),
+    ],
+)
+def test_wrong_arguments_are_refused(compiled: Library, arguments: tuple[object, ...], sentence: str) -> None:
+    with pytest.raises(RuntimeError, match=sentence):
+        torch.ops.megatron.activation(*arguments)
+
+
+def test_a_gradient_of_another_shape_is_refused(compiled: Library) -> None:
+    with pytest.raises(RuntimeError, match=r"the gradient is Float\[2, 4\] for x Float\[3, 4\]"):
+        torch.ops.megatron.activation_backward(torch.zeros(2, 4), torch.zeros(3, 4), None, 0, False)

@@ -1,11 +1,21 @@
-"""Norms against their formulas in float64, forward and backward."""
+"""Norms against their formulas in float64, forward and backward, and the compiled ones beside torch's."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
 import pytest
 import torch
+import torch.nn.functional as F
 
-from megatron.kernels.norms import layer_norm, rms_norm
+from megatron.kernels.choice import Implementation
+from megatron.kernels.native.library import Library
+from megatron.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+CSRC, APEX = Implementation.CSRC, Implementation.APEX
+KINDS = ("layer", "layer without bias", "rms")
 
 EPS = 1e-3
 
@@ -33,7 +43,7 @@ def _rms_formula(x: torch.Tensor, weight: torch.Tensor, zero_centered: bool) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("kind", ["layer", "layer without bias", "rms"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_norms_equal_their_formulas(kind: str, zero_centered: bool, dtype: torch.dtype) -> None:
     results = []
     for precision in (torch.float64, dtype):
@@ -73,3 +83,204 @@ def test_where_half_precision_is_rounded() -> None:
 def test_large_half_precision_values_do_not_overflow() -> None:
     x = torch.full((1, 4), 60000.0, dtype=torch.float16)
     assert torch.equal(rms_norm(x, torch.ones(4, dtype=torch.float16), EPS), torch.ones_like(x))
+
+
+def _run(
+    kind: str, zero_centered: bool, parts: list[torch.Tensor], implementation: Implementation, is_added: bool = False
+) -> list[torch.Tensor]:
+    """The norm, with `is_added` of twice x, and the gradients of its arguments."""
+    x, weight, bias = (part.detach().requires_grad_() for part in parts[:3])
+    options = {"zero_centered": zero_centered, "implementation": implementation}
+    leaves = [x, weight] + ([bias] if kind == "layer" else [])
+    with_bias = bias if kind == "layer" else None
+    if is_added:
+        residual = x.detach().clone().requires_grad_()
+        leaves.append(residual)
+        if kind == "rms":
+            total, y = add_rms_norm(x, residual, weight, EPS, **options)
+        else:
+            total, y = add_layer_norm(x, residual, weight, with_bias, EPS, **options)
+        results, gradients = [y, total], [parts[3], 0.5 * parts[3]]
+    else:
+        y = rms_norm(x, weight, EPS, **options) if kind == "rms" else layer_norm(x, weight, with_bias, EPS, **options)
+        results, gradients = [y], [parts[3]]
+    return [part.detach() for part in (*results, *torch.autograd.grad(results, leaves, gradients))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_is_as_exact_as_the_reference(compiled: Library, kind: str, dtype: torch.dtype) -> None:
+    for shape in ((1, 1), (3, 5, 7), (2, 129), (300, 1030)):
+        parts = _case(dtype, *shape)
+        wide = [part.detach().double() for part in parts]
+        inverse = 1 / (wide[0].var(-1, unbiased=False) + EPS).sqrt().min()
+        of_x = ((wide[3] * wide[1]).abs().max() * inverse).item()  # what the gradient of x is a difference of
+        for zero_centered, is_added in ((False, False), (True, True)):
+            arguments = (kind, zero_centered)
+            exact = _run(*arguments, wide, Implementation.TORCH, is_added)
+            reference = _run(*arguments, parts, Implementation.TORCH, is_added)
+            found = _run(*arguments, parts, CSRC, is_added)
+            for place, (expected, ours, one) in enumerate(zip(exact, found, reference, strict=True)):
+                assert ours.dtype == dtype and ours.shape == expected.shape
+                largest = max(expected.abs().max().item(), of_x if ours.shape == shape and place > is_added else 0.0)
+                ulps = 1
+                if dtype == torch.float64:  # then what counts as exact is rounded as well
+                    ulps, largest = 8, max(largest, 1.0)
+                allowed = 1.1 * (one - expected).abs().max() + ulps * torch.finfo(dtype).eps * largest
+                assert (ours - expected).abs().max() <= allowed, (shape, arguments, is_added, place)
+
+
+def test_compiled_rms_norm_rounds_where_the_reference_does(compiled: Library) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        x, weight, _, _ = _case(dtype, 64, 512)
+        for weights, zero_centered in ((weight, False), (weight, True), (weight.float() + 0.1, False)):
+            expected = rms_norm(x, weights, EPS, zero_centered=zero_centered)
+            found = rms_norm(x, weights, EPS, zero_centered=zero_centered, implementation=CSRC)
+            assert found.dtype == dtype and (found == expected).float().mean() > 0.999
+    large = torch.full((1, 4), 60000.0, dtype=torch.float16)
+    assert torch.equal(rms_norm(large, torch.ones(4), EPS, implementation=CSRC), torch.ones_like(large))
+
+
+def test_compiled_takes_views_and_mixed_dtypes(compiled: Library) -> None:
+    parts = _case(torch.float32, 6, 40)
+    x, weight, bias, gradient = (part.detach() for part in parts)
+    expected = _run("layer", False, [x, weight, bias, gradient], CSRC)
+    strided = [
+        x.t().contiguous().t(),
+        weight.repeat_interleave(2)[::2],
+        bias.flip(0).flip(0),
+        gradient[None, :].mT.mT[0],
+    ]
+    shifted = [
+        torch.cat([part.new_zeros(1), part.flatten()])[1:].view(part.shape) for part in (x, weight, bias, gradient)
+    ]
+    for views in (strided, shifted):
+        for one, other in zip(expected, _run("layer", False, views, CSRC), strict=True):
+            assert torch.equal(one, other)
+    half = [x.bfloat16(), weight, bias.half(), gradient.bfloat16()]
+    y, of_x, of_weight, of_bias = _run("layer", True, half, CSRC)
+    assert [part.dtype for part in (y, of_x, of_weight, of_bias)] == [
+        *2 * [torch.bfloat16],
+        torch.float32,
+        torch.float16,
+    ]
+    reference = _run("layer", True, [part.double() for part in half], Implementation.TORCH)
+    for one, other in zip(reference, (y, of_x, of_weight, of_bias), strict=True):
+        torch.testing.assert_close(other.double(), one, atol=1e-2, rtol=1e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer_norm(half[0], weight, None, EPS, implementation=CSRC).dtype == torch.bfloat16
+    total, y = add_rms_norm(x.bfloat16(), x, weight, EPS, implementation=CSRC)  # a residual of another dtype
+    assert torch.equal(total, x + x.bfloat16()) and y.dtype == torch.float32
+    for shape in ((0, 8), (3, 0)):
+        results = _run(
+            "layer", False, [torch.ones(shape), torch.ones(shape[1]), torch.ones(shape[1]), torch.ones(shape)], CSRC
+        )
+        assert results[0].shape == shape and not results[2].any()
+
+
+def test_results_do_not_depend_on_threads(compiled: Library) -> None:
+    parts, before, results = _case(torch.float32, 333, 257), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            results.append(_run("layer", False, parts, CSRC, is_added=True))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for rest in results[1:] for one, other in zip(results[0], rest, strict=True))
+
+
+def test_torch_knows_the_compiled_norms(compiled: Library) -> None:
+    x, weight, bias, gradient = _case(torch.float64, 3, 5)
+    plain = [part.detach() for part in (x, weight, bias)]
+    for subtracts_mean, shift in ((True, bias), (False, None)):
+        settings = (EPS, subtracts_mean, True)
+        if subtracts_mean:
+            torch.library.opcheck(torch.ops.megatron.norm.default, (x, weight, shift, *settings))
+        else:
+            torch.library.opcheck(torch.ops.megatron.add_norm.default, (x, x.detach(), weight, shift, *settings))
+        _, *statistics = torch.ops.megatron.norm(*plain, *settings)
+        gradients = (gradient, gradient, *plain[:2], *statistics, True, shift is not None)
+        torch.library.opcheck(torch.ops.megatron.norm_backward.default, gradients)
+        leaves = [part for part in (x, gradient.requires_grad_(), weight, shift) if part is not None]
+
+        def both(x: torch.Tensor, residual: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            scale, offset = (*others, None)[:2]
+            return torch.ops.megatron.add_norm(x, residual, scale, offset, *settings)[:2]  # noqa: B023
+
+        assert torch.autograd.gradcheck(both, leaves)
+        gradient = gradient.detach()
+    of_total = torch.autograd.grad(add_rms_norm(x, x, weight, EPS, implementation=CSRC)[0].sum(), x)[0]
+    assert torch.equal(of_total, torch.full_like(x, 2))  # the norm itself is not used
+    (of_x,) = torch.autograd.grad(rms_norm(x, weight, EPS, implementation=CSRC).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives only.*--kernels norm=torch"):
+        of_x.sum().backward()
+
+
+def test_compiled_norms_in_compiled_functions(compiled: Library) -> None:
+    x, weight, bias, gradient = _case(torch.float32, 4, 24)
+
+    def norm(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        total, y = add_layer_norm(x, residual, weight, bias, EPS, implementation=CSRC)
+        return total.sin() + y
+
+    expected = torch.autograd.grad(norm(x, gradient), (x, weight, bias), gradient)
+    found = torch.autograd.grad(
+        torch.compile(norm, backend="aot_eager", fullgraph=True)(x, gradient), (x, weight, bias), gradient
+    )
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)
+    assert rms_norm(x.to("meta"), weight.to("meta"), EPS, implementation=CSRC).shape == x.shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"weight": torch.ones(3)}, r"weight must have one entry for each of the 4 columns of x; its shape is \[3\]"),
+        ({"bias": torch.ones(4, dtype=torch.int64)}, "bias is Long; it must have a floating-point dtype"),
+        ({"x": torch.tensor(1.0)}, "x has no dimensions; it needs at least one"),
+        ({"x": torch.ones(2, 4, dtype=torch.int64)}, "expected float32, float64, float16 or bfloat16, not Long"),
+        ({"residual": torch.ones(3, 4)}, r"residual is Float\[3, 4\] and x is Float\[2, 4\]; both must have"),
+    ],
+)
+def test_wrong_inputs_are_refused(compiled: Library, changes: dict[str, torch.Tensor], sentence: str) -> None:
+    given = {"x": torch.ones(2, 4), "weight": torch.ones(4), "bias": None, **changes}
+    operation: Callable[..., object] = add_layer_norm if "residual" in changes else layer_norm
+    with pytest.raises(RuntimeError, match=sentence):
+        operation(**given, eps=EPS, implementation=CSRC)
+
+
+def _fake_apex() -> dict[str, ModuleType]:
+    """A package with apex's functions: the mixed ones return, and round to, the dtype of the weight."""
+
+    def fused_layer_norm_affine(x, weight, bias, shape, eps=1e-6, memory_efficient=False):  # type: ignore[no-untyped-def]
+        return F.layer_norm(x, shape, weight, bias, eps)
+
+    def fused_rms_norm_affine(x, weight, shape, eps=1e-6, memory_efficient=False):  # type: ignore[no-untyped-def]
+        wide = x.float() / (x.float().square().mean(-1, keepdim=True) + eps).sqrt()
+        return wide.to(weight.dtype) * weight
+
+    functions = ModuleType("apex.normalization.fused_layer_norm")
+    functions.fused_layer_norm_affine = fused_layer_norm_affine  # type: ignore[attr-defined]
+    functions.mixed_dtype_fused_layer_norm_affine = lambda x, weight, *others: fused_layer_norm_affine(  # type: ignore[attr-defined]
+        x.to(weight.dtype), weight, *others
+    )
+    functions.fused_rms_norm_affine = fused_rms_norm_affine  # type: ignore[attr-defined]
+    functions.mixed_dtype_fused_rms_norm_affine = fused_rms_norm_affine  # type: ignore[attr-defined]
+    package, normalization = ModuleType("apex"), ModuleType("apex.normalization")
+    package.normalization, normalization.fused_layer_norm = normalization, functions  # type: ignore[attr-defined]
+    return {"apex": package, "apex.normalization": normalization, functions.__name__: functions}
+
+
+def test_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in _fake_apex().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    x, weight, bias, _ = (part.detach() for part in _case(torch.bfloat16, 16, 32))
+    for scale, shift in ((weight, bias), (weight, None), (weight.float(), bias.float())):
+        for zero_centered in (False, True):
+            options = {"zero_centered": zero_centered}
+            found = layer_norm(x, scale, shift, EPS, implementation=APEX, **options)
+            torch.testing.assert_close(found, layer_norm(x, scale, shift, EPS, **options), atol=2e-2, rtol=2e-2)
+            found = rms_norm(x, scale, EPS, implementation=APEX, **options)
+            assert torch.equal(found, rms_norm(x, scale, EPS, **options))
+    total, y = add_layer_norm(x, 2 * x, weight, bias, EPS, implementation=APEX)
+    assert torch.equal(total, 3 * x) and torch.equal(y, layer_norm(total, weight, bias, EPS))

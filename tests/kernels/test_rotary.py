@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.kernels.rotary import doubled, rotate, rotate_few
+from megatron.kernels.choice import Implementation
+from megatron.kernels.native.library import Library
+from megatron.kernels.rotary import doubled, rotate, rotate_both, rotate_few, split_rotated
 
 
 def _case(width: int, batch: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -58,3 +60,110 @@ def test_rotating_a_few_tokens_gives_the_same(dtype: torch.dtype) -> None:
     expected = rotate(x, angles.cos(), angles.sin())
     found = rotate_few(x, *doubled(angles.cos(), angles.sin()))
     assert found.dtype == dtype and torch.equal(found, expected)
+
+
+# (b, s, groups, queries of a group, d), pairs, whether samples have positions of their own
+FUSED = [
+    ((1, 1, 1, 1, 2), 1, False),
+    ((2, 5, 2, 3, 8), 4, True),
+    ((2, 33, 1, 2, 65), 15, True),
+    ((1, 7, 3, 1, 64), 32, False),
+]
+
+
+def _fused(case: tuple, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """A projection, cosines and sines, and gradients of queries, keys and values in layouts that attention returns."""
+    (batch, length, groups, queries, size), pairs, is_packed = case
+    generator = torch.Generator().manual_seed(6)
+    qkv = torch.randn(batch, length, groups, queries + 2, size, generator=generator, dtype=torch.float64).to(dtype)
+    angles = 9 * torch.rand(batch if is_packed else 1, 1, length, pairs, generator=generator)
+    heads = (groups * queries, groups, groups)
+    gradients = [torch.randn(batch, length, n, size, generator=generator).to(dtype).transpose(1, 2) for n in heads]
+    return qkv.requires_grad_(), [angles.cos(), angles.sin()], gradients
+
+
+def _run(
+    qkv: torch.Tensor,
+    table: list[torch.Tensor],
+    implementation: Implementation,
+    gradients: list[torch.Tensor],
+    interleaved: bool,
+) -> list[torch.Tensor]:
+    """Results and gradients of both forms; the keys of the second one are a view of the projection."""
+    queries = qkv.shape[3] - 2
+    options = {"interleaved": interleaved, "implementation": implementation}
+    split = split_rotated(qkv, *table, **options)
+    query, key = qkv[..., :queries, :].flatten(2, 3).transpose(1, 2), qkv[..., queries, :].transpose(1, 2)
+    both = rotate_both(query, key, *table, **options)
+    of_split, of_both = torch.autograd.grad(split, qkv, gradients), torch.autograd.grad(both, qkv, gradients[:2])
+    return [*(part.detach() for part in (*split, *both)), *of_split, *of_both]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_compiled_rotation_is_as_exact_as_the_reference(
+    compiled: Library, dtype: torch.dtype, interleaved: bool
+) -> None:
+    for case in FUSED:
+        qkv, angles, gradients = _fused(case, dtype)
+        exact = _run(
+            qkv.detach().double().requires_grad_(),
+            [part.double() for part in angles],
+            Implementation.TORCH,
+            [part.double() for part in gradients],
+            interleaved,
+        )
+        expected = _run(qkv, angles, Implementation.TORCH, gradients, interleaved)
+        found = _run(qkv, angles, Implementation.CSRC, gradients, interleaved)
+        for reference, one, other in zip(exact, expected, found, strict=True):
+            assert other.dtype == dtype and other.shape == reference.shape
+            ulps = 4 if dtype == torch.float64 else 1
+            allowed = 1.1 * (one - reference).abs().max() + ulps * torch.finfo(dtype).eps * reference.abs().max()
+            assert (other - reference).abs().max() <= allowed
+        assert all(part.is_contiguous() for part in found[:6])
+        if dtype != torch.float64:  # tables in the dtype of the tensors
+            narrow = [part.to(dtype) for part in angles]
+            one, other = (
+                _run(qkv, narrow, chosen, gradients, interleaved)
+                for chosen in (Implementation.CSRC, Implementation.TORCH)
+            )
+            tolerance = 4 * torch.finfo(dtype).eps
+            for found_part, part in zip(one, other, strict=True):
+                torch.testing.assert_close(found_part, part, atol=4 * tolerance, rtol=4 * tolerance)
+
+
+def test_torch_knows_the_compiled_rotations(compiled: Library) -> None:
+    qkv, angles, gradients = _fused(FUSED[1], torch.float64)
+    table = [part.double() for part in angles]
+    query, key, _ = (part.detach().requires_grad_() for part in gradients)
+    operations = torch.ops.megatron
+    torch.library.opcheck(operations.rotary.default, (query, key, *table, True, False))
+    torch.library.opcheck(operations.rotary_split.default, (qkv, *table, False))
+    torch.library.opcheck(operations.rotary_join.default, (*gradients, *table, False))
+    assert torch.autograd.gradcheck(lambda x: operations.rotary_split(x, *table, True), qkv)
+    assert torch.autograd.gradcheck(lambda one, other: operations.rotary(one, other, *table, False, True), (query, key))
+    before, results = torch.get_num_threads(), []
+    large = torch.randn(2, 300, 2, 4, 64)
+    cos = torch.rand(1, 1, 300, 16)
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(operations.rotary_split(large, cos, cos, False))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_compiled_rotation_refuses_what_does_not_fit(compiled: Library) -> None:
+    x, table = torch.zeros(2, 3, 5, 8), torch.zeros(1, 1, 5, 4)
+    rotary, split = torch.ops.megatron.rotary, torch.ops.megatron.rotary_split
+    with pytest.raises(RuntimeError, match=r"at most 4 pairs, for 2 samples of 5 tokens, not \[1, 1, 4, 4\]"):
+        rotary(x, x, table[:, :, 1:], table[:, :, 1:], False, False)
+    with pytest.raises(RuntimeError, match="must both be float32 or Float, not Double and Double"):
+        rotary(x, x, table.double(), table.double(), False, False)
+    with pytest.raises(RuntimeError, match=r"queries and keys must be .*, not \[2, 3, 5, 8\] Float .* \[2, 3, 4, 8\]"):
+        rotary(x, x[:, :, 1:], table, table, False, False)
+    with pytest.raises(RuntimeError, match=r"queries of a group \+ 2, d\], not \[2, 3, 5, 8\]"):
+        split(x, table, table, False)
+    with pytest.raises(RuntimeError, match="must be a multiple of those of keys and values, not 3, 2 and 2"):
+        torch.ops.megatron.rotary_join(x, x[:, :2], x[:, :2], table, table, False)

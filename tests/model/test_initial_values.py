@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron.config import ModelConfig
+from megatron.kernels.initial_values import Distribution
 from megatron.model.initial_values import ParameterRole, initial_std, lr_multiplier, role_of
-from megatron.parallel.shard_spec import Dimension, Distribution, ShardSpec, shard_spec_of
+from megatron.parallel.shard_spec import Dimension, ShardSpec, shard_spec_of
 from tests.helpers.networks import build_gpt, tiny_config
 
 FIRST, SECOND = "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.weight"

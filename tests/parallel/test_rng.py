@@ -8,9 +8,12 @@ import math
 import pytest
 import torch
 
+from megatron.kernels.dropout_add import dropout_add
+from megatron.kernels.hashing import mix
+from megatron.kernels.initial_values import Distribution
 from megatron.parallel.mesh import Axis
-from megatron.parallel.rng import attention_dropout, attention_seed, draw_weights_, hidden_dropout, mix, seeded
-from megatron.parallel.shard_spec import Dimension, Distribution, ShardSpec
+from megatron.parallel.rng import attention_dropout, attention_seed, draw_weights_, hidden_dropout, seeded
+from megatron.parallel.shard_spec import Dimension, ShardSpec
 
 
 def _spec(
@@ -37,7 +40,8 @@ def _draw(spec: ShardSpec, *, name: str = "w", first: int = 0, last: int | None 
 def _dropped(
     x: torch.Tensor, *, ids: list[int], layer: int = 3, seed: int = 1, probability: float = 0.1
 ) -> torch.Tensor:
-    return hidden_dropout(x, probability, seed=seed, layer=layer, sample_ids=torch.tensor(ids), training=True)
+    sample_ids = torch.tensor(ids)
+    return dropout_add(x, hidden_dropout(probability, seed=seed, layer=layer, sample_ids=sample_ids, length=x.shape[1]))
 
 
 def test_mix_is_splitmix64() -> None:
@@ -161,10 +165,9 @@ def test_dropout_does_not_depend_on_the_batch() -> None:
     for row, sample in enumerate([7, 100, 3, 2**40]):
         assert torch.equal(_dropped(x[row : row + 1], ids=[sample])[0], whole[row])
     assert torch.equal(_dropped(x[:, :5], ids=[7, 100, 3, 2**40]), whole[:, :5])
-    later = hidden_dropout(
-        x[:, 5:], 0.1, seed=1, layer=3, sample_ids=torch.tensor([7, 100, 3, 2**40]), training=True, first_position=5
-    )
-    assert torch.equal(later, whole[:, 5:])
+    ids = torch.tensor([7, 100, 3, 2**40])
+    later = hidden_dropout(0.1, seed=1, layer=3, sample_ids=ids, length=x.shape[1] - 5, first_position=5)
+    assert torch.equal(dropout_add(x[:, 5:], later), whole[:, 5:])
 
 
 def test_dropout_backward_uses_the_same_mask() -> None:
@@ -179,7 +182,6 @@ def test_dropout_backward_uses_the_same_mask() -> None:
 def test_dropout_off() -> None:
     x = torch.randn(1, 2, 3)
     assert _dropped(x, ids=[0], probability=0.0) is x
-    assert hidden_dropout(x, 0.5, seed=1, layer=0, sample_ids=torch.tensor([0]), training=False) is x
     assert not _dropped(x, ids=[0], probability=1.0).any()
 
 
@@ -212,17 +214,17 @@ def test_attention_seeds_are_distinct() -> None:
 def test_attention_dropout_is_independent_of_local_heads_and_batch() -> None:
     shape = (3, 8, 40, 33)
     ids = torch.tensor([4, 9, 2])
-    whole = attention_dropout(torch.ones(shape), 0.2, seed=1, layer=2, sample_ids=ids, first_head=0)
+    settings = {"seed": 1, "layer": 2, "queries": shape[2]}
+    whole = dropout_add(
+        torch.ones(shape), attention_dropout(0.2, sample_ids=ids, first_head=0, heads=shape[1], **settings)
+    )
     for rank in (0, 1):
         heads = slice(rank * 4, rank * 4 + 4)
-        part = attention_dropout(
-            torch.ones(shape)[1:2, heads], 0.2, seed=1, layer=2, sample_ids=ids[1:2], first_head=rank * 4
-        )
-        assert torch.equal(part, whole[1:2, heads])
+        dropout = attention_dropout(0.2, sample_ids=ids[1:2], first_head=rank * 4, heads=4, **settings)
+        assert torch.equal(dropout_add(torch.ones(shape)[1:2, heads], dropout), whole[1:2, heads])
     kept = (whole != 0).double()
     assert abs(kept.mean() - 0.8) < 4 * 0.4 / kept.numel() ** 0.5 + 1e-5
     centred = (kept - kept.mean()) / 0.4
     for dimension in range(4):
         assert abs((centred * centred.roll(1, dimension)).mean()) < 4.5 / kept.numel() ** 0.5
-    ones = torch.ones(1, 1, 2, 2)
-    assert attention_dropout(ones, 0.0, seed=1, layer=2, sample_ids=ids, first_head=0) is ones
+    assert attention_dropout(0.0, sample_ids=ids, first_head=0, heads=1, **settings) is None

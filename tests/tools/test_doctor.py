@@ -135,7 +135,7 @@ def test_nothing_is_said_about_slurm_elsewhere(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_failing_check_is_a_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron.kernels import report
+    from megatron.kernels.native import report
 
     def broken() -> list:
         raise ModuleNotFoundError("No module named 'turbo'", name="turbo")

@@ -185,11 +185,8 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "it selects fused kernels that are not used here.",
         (
-            "no_persist_layer_norm",
             "disable_mem_efficient_ln",
             "no_gradient_accumulation_fusion",
-            "no_bias_swiglu_fusion",
-            "no_rope_fusion",
             "cross_entropy_loss_fusion",
             "cross_entropy_fusion_impl:str=native",
         ),

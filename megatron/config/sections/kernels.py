@@ -1,25 +1,96 @@
-"""Switches of fused kernels: of attention, and those that published launch scripts pass."""
+"""Which implementation of each operation a run uses, and upstream's switches of single fusions."""
 
 from __future__ import annotations
 
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import flag
 from megatron.config.flags.section import ConfigSection
 
+# The operations that have several implementations; `megatron.kernels.choice.Kernels` has a field for each.
+OPERATIONS = (
+    *("softmax", "norm", "activation", "dropout_add", "rotary", "cross_entropy"),
+    *("optimizer", "embedding", "initial_values"),
+)
+AUTO, CSRC, APEX, TORCH = "auto", "csrc", "apex", "torch"
+IMPLEMENTATIONS = (AUTO, CSRC, APEX, TORCH)
+OF_APEX = ("norm", "optimizer")  # the operations that apex has
+
+# Which operations a switch of upstream's turns back to torch, by its field.
+_SWITCHES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+    {
+        "bias_dropout_fusion": ("dropout_add",),
+        "masked_softmax_fusion": ("softmax",),
+        "bias_swiglu_fusion": ("activation",),
+        "rope_fusion": ("rotary",),
+        "persist_layer_norm": ("norm",),
+    }
+)
+
 
 @dataclass(frozen=True)
 class KernelConfig(ConfigSection):
-    """Fusions that may be switched; those of upstream are accepted and have no effect."""
+    """The implementations of operations; see docs/kernels.md."""
 
     fused_attention: bool = flag(
         True,
         "attention without an s x s matrix of probabilities in memory; without documents or windows, turning it off "
         "keeps that matrix, for comparison",
     )
+    kernels: str = flag(
+        AUTO,
+        f"implementation of the operations: {', '.join(IMPLEMENTATIONS)} (auto: the one that was measured to be "
+        "fastest, of those that are there), or of single ones, such as norm=csrc,softmax=torch; the operations are "
+        f"{', '.join(OPERATIONS)}",
+    )
     bias_dropout_fusion: bool = flag(
-        True, "fused bias, dropout and residual", ignored="PyTorch picks the kernel for this operation"
+        True, "bias, dropout and residual in one operation; off: --kernels dropout_add=torch"
     )
-    masked_softmax_fusion: bool = flag(
-        True, "fused masked softmax", ignored="attention is one call of PyTorch's scaled_dot_product_attention"
-    )
+    masked_softmax_fusion: bool = flag(True, "scale, mask and softmax in one operation; off: --kernels softmax=torch")
+    bias_swiglu_fusion: bool = flag(True, "bias and gated activation in one operation; off: --kernels activation=torch")
+    rope_fusion: bool = flag(True, "rotation of queries and keys in one operation; off: --kernels rotary=torch")
+    persist_layer_norm: bool = flag(True, "compiled norms; off: --kernels norm=torch")
+
+    @property
+    def requested(self) -> Mapping[str, str]:
+        """The implementation asked for, or `auto`, by operation."""
+        found = dict.fromkeys(OPERATIONS, AUTO)
+        for part in self._parts():
+            operation, _, implementation = part.rpartition("=")
+            for name in (operation,) if operation else OPERATIONS:
+                found[name] = implementation if operation or implementation != APEX or name in OF_APEX else AUTO
+        for name, operations in _SWITCHES.items():
+            if not getattr(self, name):
+                found.update(dict.fromkeys(operations, TORCH))
+        return found
+
+    def problems(self) -> Iterator[str]:
+        named: set[str] = set()
+        for part in self._parts():
+            operation, _, implementation = part.rpartition("=")
+            if implementation not in IMPLEMENTATIONS:
+                yield (
+                    f"--kernels {self.kernels}: {implementation!r} is no implementation. Use one of "
+                    f"{', '.join(IMPLEMENTATIONS)}, or OPERATION=IMPLEMENTATION."
+                )
+            if operation and operation not in OPERATIONS:
+                yield f"--kernels {self.kernels}: there is no operation {operation!r}. Use {', '.join(OPERATIONS)}."
+            if operation in named:
+                yield f"--kernels {self.kernels} names {operation or 'all operations'} twice. Name each once."
+            if operation and implementation == APEX and operation not in OF_APEX:
+                yield f"--kernels {self.kernels}: apex is used for {' and '.join(OF_APEX)} only. Use {operation}=csrc."
+            named.add(operation)
+        for name, operations in _SWITCHES.items():
+            for operation in operations:
+                if not getattr(self, name) and f"{operation}=" in self.kernels and self._asks(operation) != TORCH:
+                    option = f"--no-{name.replace('_', '-')}"
+                    yield f"{option} contradicts --kernels {self.kernels}. Remove one of the two."
+
+    def _asks(self, operation: str) -> str:
+        return next(part.rpartition("=")[2] for part in self._parts() if part.startswith(f"{operation}="))
+
+    def _parts(self) -> list[str]:
+        """The general choice first, so that those of single operations win."""
+        return sorted((part.strip() for part in self.kernels.split(",")), key=lambda part: "=" in part)

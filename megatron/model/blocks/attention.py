@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import ModelConfig
 from megatron.config.architecture.positions import ALIBI
 from megatron.errors import ConfigError
-from megatron.kernels.attention import attention, explicit_attention
-from megatron.kernels.bounded_attention import AttentionPlan
-from megatron.kernels.rotary import rotate, rotate_few
+from megatron.kernels.attention.bounded import AttentionPlan
+from megatron.kernels.attention.dense import attention, explicit_attention
+from megatron.kernels.choice import Implementation
+from megatron.kernels.dropout_add import Dropout
+from megatron.kernels.rotary import rotate_both, rotate_few, split_rotated
 from megatron.model.blocks.cached_bias import cached_bias, visible_keys
 from megatron.model.blocks.norm import build_head_norm
 from megatron.model.blocks.position import alibi_slopes, rotation, whole_rotation
@@ -25,7 +28,7 @@ from megatron.model.interface.key_value_cache import CachedText
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import attention_dropout, attention_seed, seeded
-from megatron.parallel.tensor.layers import RowParallelLinear
+from megatron.parallel.tensor.layers import Finish, RowParallelLinear
 
 
 class SelfAttention(nn.Module):
@@ -45,6 +48,7 @@ class SelfAttention(nn.Module):
         heads, size = config.num_attention_heads, config.kv_channels
         self.config, self.layer, self.tp_rank = config, layer, mesh.tp.rank
         self.dropout, self.softcap = config.attention_dropout, config.attention_logit_softcap
+        self.kernels = mesh.kernels
         self.scale = config.softmax_scale or 1 / math.sqrt(size)
         self.bidirectional = config.bidirectional
         self.window, self.is_rotary = config.window_of(layer), config.is_rotary_layer(layer)
@@ -64,21 +68,15 @@ class SelfAttention(nn.Module):
             device=mesh.device,
         )
 
-    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Applies attention.
+    def forward(self, hidden: torch.Tensor, context: StepContext, finish: Finish | None = None) -> torch.Tensor:
+        """Applies attention; with `finish`, returns that of the last product and its bias.
 
         Raises:
             ConfigError: documents are to be separated while a key-value cache is in use, or the network is
                 bidirectional, so that later tokens would change cached keys and values.
         """
         batch, length, _ = hidden.shape
-        query, key, value = self.linear_qkv.project(hidden)  # [b, s, a/t, d], [b, s, g, d]
-        if self.config.qk_layernorm:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        key, value = self.linear_qkv.expanded(key), self.linear_qkv.expanded(value)  # [b, s, g/t, d]
-        query, key, value = (part.transpose(1, 2) for part in (query, key, value))  # [b, a/t, s, d], [b, g/t, s, d]
-        if self.is_rotary:
-            query, key = self._rotated(query, key, context)
+        query, key, value = self._heads(hidden, context)  # [b, a/t, s, d], [b, g/t, s, d]
         if context.caches is not None:
             if self.bidirectional:
                 raise ConfigError(
@@ -86,7 +84,7 @@ class SelfAttention(nn.Module):
                     "(--bidirectional): every new token would change what the earlier ones are. Use a GPT checkpoint."
                 )
             attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
-            return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
+            return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1), finish)
         plan = None
         if not (self.training and self.dropout):
             plan = bounded_plan(
@@ -101,7 +99,37 @@ class SelfAttention(nn.Module):
             )
         else:
             attended = self._attend(query, key, value, plan, bias, context)
-        return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
+        return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1), finish)
+
+    def _heads(self, hidden: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, with their positions if those are rotary.
+
+        Shapes: `[b, s, h]` to `[b, a/t, s, d]` and twice `[b, g/t, s, d]`.
+        """
+        qkv = self.linear_qkv
+        if self._splits_and_rotates(context):
+            return split_rotated(
+                qkv.joint(hidden),
+                *rotation(self.config, self.layer, context, hidden.shape[1]),
+                interleaved=self.config.rotary_interleaved,
+                implementation=self.kernels.rotary,
+            )
+        query, key, value = qkv.project(hidden)  # [b, s, a/t, d], [b, s, g, d]
+        if self.config.qk_layernorm:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        key, value = qkv.expanded(key), qkv.expanded(value)  # [b, s, g/t, d]
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))  # [b, a/t, s, d], [b, g/t, s, d]
+        if self.is_rotary:
+            query, key = self._rotated(query, key, context)
+        return query, key, value
+
+    def _splits_and_rotates(self, context: StepContext) -> bool:
+        """Whether the fused projection is split and rotated in one pass.
+
+        Not with a key-value cache: its few tokens are rotated in fewer operations.
+        """
+        is_compiled = self.is_rotary and self.kernels.rotary is Implementation.CSRC
+        return is_compiled and self.linear_qkv.is_split and not self.config.qk_layernorm and context.caches is None
 
     def _rotated(
         self, query: torch.Tensor, key: torch.Tensor, context: StepContext
@@ -113,8 +141,8 @@ class SelfAttention(nn.Module):
             if whole is not None:
                 rotated = rotate_few(torch.cat((query, key), dim=1), *whole)
                 return rotated.split((query.shape[1], key.shape[1]), dim=1)  # type: ignore[return-value]
-        cosine, sine = rotation(self.config, self.layer, context, length)
-        return rotate(query, cosine, sine, interleaved=interleaved), rotate(key, cosine, sine, interleaved=interleaved)
+        angles = rotation(self.config, self.layer, context, length)
+        return rotate_both(query, key, *angles, interleaved=interleaved, implementation=self.kernels.rotary)
 
     def _attend_cached(self, query: torch.Tensor, texts: Sequence[CachedText], context: StepContext) -> torch.Tensor:
         """Attention of new tokens to their texts, one call per text.
@@ -127,7 +155,8 @@ class SelfAttention(nn.Module):
             key, value = (visible_keys(part, text.queries, self.window) for part in (text.keys, text.values))
             bias = cached_bias(context, own, key.shape[2], self.window, self.slopes, text.prefix)
             causal = bias is None and text.queries > 1
-            attended.append(attention(own, key, value, self.scale, bias=bias, causal=causal, softcap=self.softcap))
+            bounds: dict[str, Any] = {"causal": causal, "softcap": self.softcap, "kernels": self.kernels}
+            attended.append(attention(own, key, value, self.scale, bias=bias, **bounds))
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
 
     def _attend(
@@ -146,30 +175,26 @@ class SelfAttention(nn.Module):
         if plan is not None:
             return plan.attend(query, key, value, self.scale)
         causal = bias is None and query.shape[2] > 1 and not self.bidirectional
-        fused = partial(attention, query, key, value, self.scale, bias=bias, causal=causal, softcap=self.softcap)
+        bounds: dict[str, Any] = {"bias": bias, "causal": causal, "softcap": self.softcap, "kernels": self.kernels}
+        fused = partial(attention, query, key, value, self.scale, **bounds)
         drops = self.training and self.dropout > 0
         if context.explicit_attention or (drops and not query.is_cuda):
-            return explicit_attention(
-                query,
-                key,
-                value,
-                self.scale,
-                partial(self._drop, context) if drops else None,
-                bias=bias,
-                causal=causal,
-                softcap=self.softcap,
-            )
+            dropout = self._dropout(query, context) if drops else None
+            return explicit_attention(query, key, value, self.scale, dropout=dropout, **bounds)
         if not drops:
             return fused()
         with seeded(attention_seed(context.seed, context.first_sample, self.layer, self.tp_rank), query.device):
             return fused(dropout=self.dropout)
 
-    def _drop(self, context: StepContext, probabilities: torch.Tensor) -> torch.Tensor:
+    def _dropout(self, query: torch.Tensor, context: StepContext) -> Dropout | None:
+        """The stateless dropout of the probabilities. Shapes: query `[b, a/t, s, d]`; rows `[b, a/t, s]`."""
+        _, heads, queries, _ = query.shape
         return attention_dropout(
-            probabilities,
             self.dropout,
             seed=context.seed,
             layer=self.layer,
-            sample_ids=context.sample_ids,
-            first_head=self.tp_rank * probabilities.shape[1],
+            sample_ids=context.sample_ids.to(query.device),
+            first_head=self.tp_rank * heads,
+            heads=heads,
+            queries=queries,
         )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.kernels.activations import activation
+from megatron.kernels.products import linear
 from megatron.model.blocks.embedding import OutputHead
 from megatron.model.blocks.norm import build_norm
 from megatron.model.interface.step_context import StepContext
@@ -44,7 +44,7 @@ class BertHead(OutputHead):
         chosen = hidden if context.predicted is None else rows_at(hidden, context.predicted)  # [b, m, h]
         if self.lm_head is not None:
             chosen = self.lm_head(chosen)
-        logits = super().forward(chosen, context)
+        logits = self.logits(chosen)
         if self.pooler is None or self.binary_head is None:
             return logits
         return logits, self.binary_head(self.pooler(hidden))
@@ -57,11 +57,12 @@ class MaskedTokenTransform(nn.Module):
         super().__init__()
         self.dense = ReplicatedLinear(config.hidden_size, config.hidden_size, device=mesh.device)
         self.layer_norm = build_norm(config, mesh, config.hidden_size)
-        self.activation = config.activation_function
+        self.activation, self.implementation = config.activation_function, mesh.kernels.activation
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Applies the three."""
-        return self.layer_norm(activation(self.dense(hidden), self.activation))  # type: ignore[no-any-return]
+        active = activation(self.dense(hidden), self.activation, implementation=self.implementation)
+        return self.layer_norm(active)  # type: ignore[no-any-return]
 
 
 class Pooler(nn.Module):
@@ -87,7 +88,7 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the layer."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 def rows_at(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.errors import ConfigError
-from megatron.kernels.bounds import local_bias
+from megatron.kernels.attention.bounds import local_bias
 from megatron.model.interface.step_context import MaskKind, StepContext
 
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.errors import DataError
+from megatron.kernels.dropout_add import dropout_add
 from megatron.kernels.softcap import softcapped
 from megatron.model.blocks.transformer import EMBEDDING_DROPOUT
 from megatron.model.interface.step_context import StepContext
@@ -15,6 +16,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import hidden_dropout
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to
+from megatron.parallel.tensor.head_loss import FactoredLogits
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, vocabulary_table
 
 
@@ -59,6 +61,7 @@ class PositionEmbedding(nn.Module):
         self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
         self.positions = shape[0]
         self.dropout = config.hidden_dropout if dropout is None else dropout
+        self.dropout_kernel = mesh.kernels.dropout_add
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Adds the position embeddings.
@@ -103,9 +106,9 @@ class EmbeddingDropout(nn.Module):
     Shapes: `[b, s, h]` to the same.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
         super().__init__()
-        self.dropout = config.hidden_dropout
+        self.dropout, self.dropout_kernel = config.hidden_dropout, mesh.kernels.dropout_add
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Applies dropout."""
@@ -114,6 +117,8 @@ class EmbeddingDropout(nn.Module):
 
 class OutputHead(nn.Module):
     """Computes the logits of this rank's vocabulary rows, including padding rows, whose logits are 0.
+
+    They are not multiplied out if the context asks for their factors, from which `head_losses` computes the losses.
 
     Shapes: `[b, s, h]` to `[b, s, v/t]`; weight `[v/t, h]`, bias `[v/t]`.
 
@@ -143,21 +148,34 @@ class OutputHead(nn.Module):
             spec = ShardSpec((rows,))
             self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
 
-    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Computes the logits."""
-        if self.multiplier != 1:
-            hidden = hidden * self.multiplier
-        logits = F.linear(copy_to(hidden, self.axis), self.weight, self.bias)  # type: ignore[arg-type]
+    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor | FactoredLogits:
+        """Computes the logits, or hands on their factors."""
+        if not context.factored_logits:
+            return self.logits(hidden)
+        # A view of the weight: DeepSpeed prepares for a backward pass in hooks on outputs that were computed, and must
+        # have done so before a gradient reaches the parameter.
+        weight: torch.Tensor = self.weight  # type: ignore[assignment]
+        return FactoredLogits(self._scaled(hidden), weight.view_as(weight), self.softcap)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Computes the logits. Shapes: `[b, s, h]` to `[b, s, v/t]`."""
+        logits = F.linear(self._scaled(hidden), self.weight, self.bias)  # type: ignore[arg-type]
         return logits if self.softcap is None else softcapped(logits, self.softcap)
+
+    def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The input of the column-parallel product."""
+        return copy_to(hidden if self.multiplier == 1 else hidden * self.multiplier, self.axis)
 
 
 def _drop(hidden: torch.Tensor, layer: PositionEmbedding | EmbeddingDropout, context: StepContext) -> torch.Tensor:
-    return hidden_dropout(
-        hidden,
+    if not layer.training:
+        return hidden
+    dropout = hidden_dropout(
         layer.dropout,
         seed=context.seed,
         layer=EMBEDDING_DROPOUT,
-        sample_ids=context.sample_ids,
-        training=layer.training,
+        sample_ids=context.sample_ids.to(hidden.device),
+        length=hidden.shape[1],
         first_position=context.position_offset,
     )
+    return hidden if dropout is None else dropout_add(hidden, dropout, implementation=layer.dropout_kernel)

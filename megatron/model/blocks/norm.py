@@ -22,7 +22,8 @@ def build_norm(config: ModelConfig, mesh: ParallelMesh, size: int, *, partial: A
         partial: an axis whose ranks normalize different rows, see `LayerNorm`.
     """
     kind = LayerNorm if config.normalization == LAYER_NORM else RMSNorm
-    return kind(size, config.layernorm_epsilon, partial=partial, **_settings(config, mesh))
+    kernel = mesh.kernels.norm
+    return kind(size, config.layernorm_epsilon, partial=partial, implementation=kernel, **_settings(config, mesh))
 
 
 def build_head_norm(config: ModelConfig, mesh: ParallelMesh, heads: Dimension) -> nn.Module:
@@ -48,7 +49,8 @@ def build_norm_layer(config: ModelConfig, mesh: ParallelMesh) -> nn.Module:
     Shapes: `[b, s, h]` to the same.
     """
     kind = _LayerNormLayer if config.normalization == LAYER_NORM else _RMSNormLayer
-    return kind(config.hidden_size, config.layernorm_epsilon, **_settings(config, mesh))
+    kernel = mesh.kernels.norm
+    return kind(config.hidden_size, config.layernorm_epsilon, implementation=kernel, **_settings(config, mesh))
 
 
 class _LayerNormLayer(LayerNorm):

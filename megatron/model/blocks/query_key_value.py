@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from megatron.config import ModelConfig
+from megatron.kernels.products import linear
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension, check_divisible
 from megatron.parallel.tensor.collectives import copy_to
@@ -52,15 +52,22 @@ class QueryKeyValue(ColumnParallelLinear):
 
         Shapes: `[b, s, h]` to `[b, s, a/t, d]` and twice `[b, s, g/t or g, d]`.
         """
-        batch, length, _ = hidden.shape
         if self.is_split:
-            qkv = super().forward(hidden).view(batch, length, -1, self.group_size + 2, self.head_size)
+            qkv = self.joint(hidden)
             if self.group_size == 1:
                 query, key, value = qkv.unbind(3)
                 return query, key, value
             query, key, value = qkv.split([self.group_size, 1, 1], dim=3)
             return query.flatten(2, 3), key.squeeze(3), value.squeeze(3)
         return self._project_replicated(hidden)
+
+    def joint(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries, key and value of each of this rank's groups, which must be split, in one tensor.
+
+        Shapes: `[b, s, h]` to `[b, s, g/t, a/g + 2, d]`.
+        """
+        batch, length, _ = hidden.shape
+        return super().forward(hidden).view(batch, length, -1, self.group_size + 2, self.head_size)
 
     def expanded(self, states: torch.Tensor) -> torch.Tensor:
         """Keys or values as this rank's heads use them, if the groups are not split; otherwise unchanged.
@@ -91,6 +98,6 @@ class QueryKeyValue(ColumnParallelLinear):
                 own = own.flatten(0, 1)[rows]
                 own_bias = None if own_bias is None else own_bias.flatten(0, 1)[rows]
             flat_bias = None if own_bias is None else own_bias.flatten()
-            states = F.linear(hidden, own.flatten(0, 1), flat_bias)
+            states = linear(hidden, own.flatten(0, 1), flat_bias)
             parts.append(states.unflatten(-1, (-1, self.head_size)))
         return parts[0], parts[1], parts[2]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.kernels.bounded_attention import AttentionPlan, plan_attention
-from megatron.kernels.bounds import Bounds, local_bias
+from megatron.kernels.attention.bounded import AttentionPlan, plan_attention
+from megatron.kernels.attention.bounds import Bounds, local_bias
 from megatron.model.interface.step_context import MaskKind, StepContext
 
 

@@ -78,6 +78,7 @@ class StepContext:
         predicted: the positions for which a masked language model computes outputs; None for all.
         recompute: what is recomputed during backward.
         explicit_attention: whether attention keeps its probabilities where one fused call would do.
+        factored_logits: whether the head returns the factors of the logits instead of their product.
         caches: keys and values of earlier tokens; None outside generation.
         texts: the texts whose new tokens follow each other along s, in a batch of 1 with `position_ids`; empty if every
             row is one text.
@@ -97,6 +98,7 @@ class StepContext:
     predicted: torch.Tensor | None = None
     recompute: Recompute = Recompute.NONE
     explicit_attention: bool = False
+    factored_logits: bool = False
     caches: KeyValueCaches | None = None
     texts: tuple[TextPart, ...] = ()
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
@@ -140,6 +142,7 @@ class StepSettings:
         has_predicted: whether every micro-batch names the positions to predict.
         dtype: dtype of activations.
         explicit_attention: whether attention keeps its probabilities (`--no-fused-attention`).
+        factored_logits: whether the head returns `FactoredLogits`, for objectives that never hold the logits.
     """
 
     seed: int = 0
@@ -151,6 +154,7 @@ class StepSettings:
     has_predicted: bool = False
     dtype: torch.dtype = torch.float32
     explicit_attention: bool = False
+    factored_logits: bool = False
 
     @property
     def needs_segments(self) -> bool:
@@ -205,6 +209,7 @@ class StepSettings:
             predicted=predicted,
             recompute=self.recompute,
             explicit_attention=self.explicit_attention,
+            factored_logits=self.factored_logits,
             caches=caches,
             auxiliary=AuxiliaryLosses(backward_scale),
         )

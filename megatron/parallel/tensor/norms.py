@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.kernels.norms import layer_norm, rms_norm
+from megatron.kernels.choice import Implementation
+from megatron.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
@@ -22,6 +23,7 @@ class _ReplicatedNorm(nn.Module):
         zero_centered: the weight is stored as its difference from 1.
         partial: an axis whose ranks normalize different rows (the heads of a split attention), so that the gradients
             of the parameters are sums over it.
+        implementation: of the norm's arithmetic.
     """
 
     def __init__(
@@ -32,9 +34,11 @@ class _ReplicatedNorm(nn.Module):
         zero_centered: bool = False,
         partial: Axis | None = None,
         device: torch.device | str | None = None,
+        implementation: Implementation = Implementation.TORCH,
     ) -> None:
         super().__init__()
         self.eps, self.zero_centered, self.partial = eps, zero_centered, partial
+        self.implementation = implementation
         self.weight = _norm_weight(ShardSpec.vector(hidden_size), zero_centered, device)
 
 
@@ -52,8 +56,20 @@ class LayerNorm(_ReplicatedNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the last dimension."""
-        weight, bias = _summed_gradient(self.weight, self.partial), _summed_gradient(self.bias, self.partial)
-        return layer_norm(x, weight + 1 if self.zero_centered else weight, bias, self.eps)
+        weight, bias = self._weight_and_bias()
+        return layer_norm(
+            x, weight, bias, self.eps, zero_centered=self.zero_centered, implementation=self.implementation
+        )
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`residual + x`, and the norm of it."""
+        weight, bias = self._weight_and_bias()
+        return add_layer_norm(
+            x, residual, weight, bias, self.eps, zero_centered=self.zero_centered, implementation=self.implementation
+        )
+
+    def _weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return _summed_gradient(self.weight, self.partial), _summed_gradient(self.bias, self.partial)
 
 
 class RMSNorm(_ReplicatedNorm):
@@ -67,7 +83,14 @@ class RMSNorm(_ReplicatedNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes the last dimension."""
         weight = _summed_gradient(self.weight, self.partial)
-        return rms_norm(x, weight, self.eps, zero_centered=self.zero_centered)
+        return rms_norm(x, weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`residual + x`, and the norm of it."""
+        weight = _summed_gradient(self.weight, self.partial)
+        return add_rms_norm(
+            x, residual, weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation
+        )
 
 
 class HeadsRMSNorm(nn.Module):

@@ -1,17 +1,41 @@
-"""Switches of fused kernels."""
+"""Which implementation is asked for: by --kernels, by upstream's switches, or not at all."""
 
 from __future__ import annotations
 
+import pytest
+
 from megatron.config import KernelConfig
-from megatron.config.flags.fields import flags_of
-from tests.config.command_lines import small
+from megatron.config.sections.kernels import AUTO, OPERATIONS
+from megatron.errors import ConfigError
 
 
-def test_every_switch_explains_why_it_has_no_effect() -> None:
-    assert all(flag.facts.ignored and flag.default is True for flag in flags_of(KernelConfig)[1:])
-    assert flags_of(KernelConfig)[0].field == "fused_attention"  # the one that has an effect
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {}),
+        ({"kernels": "csrc"}, dict.fromkeys(OPERATIONS, "csrc")),
+        ({"kernels": "softmax=torch, csrc"}, {**dict.fromkeys(OPERATIONS, "csrc"), "softmax": "torch"}),
+        ({"kernels": "apex"}, {"norm": "apex", "optimizer": "apex"}),
+        ({"kernels": "norm=apex,rotary=csrc"}, {"norm": "apex", "rotary": "csrc"}),
+        ({"masked_softmax_fusion": False, "rope_fusion": False}, {"softmax": "torch", "rotary": "torch"}),
+        ({"persist_layer_norm": False, "kernels": "csrc"}, {**dict.fromkeys(OPERATIONS, "csrc"), "norm": "torch"}),
+    ],
+)
+def test_what_is_requested(fields: dict[str, object], expected: dict[str, str]) -> None:
+    assert KernelConfig(**fields).requested == {**dict.fromkeys(OPERATIONS, AUTO), **expected}  # type: ignore[arg-type]
 
 
-def test_switching_a_fusion_off_gives_a_notice() -> None:
-    (notice,) = small("--no-bias-dropout-fusion").notices
-    assert notice == "--no-bias-dropout-fusion is accepted and ignored: PyTorch picks the kernel for this operation."
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"kernels": "cuda"}, "--kernels cuda: 'cuda' is no implementation. Use one of auto, csrc, apex, torch"),
+        ({"kernels": "softmx=csrc"}, "there is no operation 'softmx'. Use softmax, norm"),
+        ({"kernels": "norm=csrc,norm=torch"}, "names norm twice"),
+        ({"kernels": "csrc,torch"}, "names all operations twice"),
+        ({"kernels": "softmax=apex"}, r"apex is used for norm and optimizer only. Use softmax=csrc"),
+        ({"kernels": "softmax=csrc", "masked_softmax_fusion": False}, "--no-masked-softmax-fusion contradicts"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(fields: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        KernelConfig(**fields)  # type: ignore[arg-type]

@@ -1,0 +1,119 @@
+"""Measures the parts of a page, each in a process of its own, and writes JSON lines and Markdown.
+
+    python -m benchmarks.gpu --output FOLDER --parts build,tests,ops --minutes 9.5
+
+What is not begun when the time is up is named, with the command that goes on. `--page FILE...` only renders the page of
+such results.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.context import FULL, TINY, Context
+from benchmarks.gpu.machine import ROOT, describe
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.records import RESULTS, Recorder, page, read_records, write_page
+from megatron import log
+from megatron.config import ConfigSection, flag, parse_flags
+from megatron.errors import ConfigError
+
+_GRACE_SECONDS = 20.0  # for a part that ends by itself when its time is up
+
+
+@dataclass(frozen=True)
+class PageFlags(ConfigSection):
+    """Flags of this program."""
+
+    output: str = flag("gpu-page", "folder of the results; those of earlier parts are kept")
+    parts: str = flag("all", f"which parts, separated by commas: {', '.join(PARTS)}")
+    minutes: float = flag(30.0, "time for all of them; none begins with less than a quarter of its own time left")
+    scale: str = flag(FULL, "sizes: full, or tiny to try the harness", choices=(FULL, TINY))
+    device: str = flag("cuda", "the device", choices=("cuda", "cpu"))
+    kernels: str | None = flag(None, "implementations of operations in our runs, as pretrain_gpt.py takes them")
+    commit: str | None = flag(None, "the commit to print, where the files come without their repository")
+    only_this: str | None = flag(None, "run one part in this process", choices=tuple(PARTS))
+    seconds: float = flag(600.0, "time of that part")
+    page: tuple[str, ...] = flag((), "only render the page of these files", nargs="+")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the parts."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    flags = parse_flags(PageFlags, words, prog="python -m benchmarks.gpu", description=__doc__ or "")
+    if flags.page:
+        print("\n".join(page(read_records([Path(name) for name in flags.page]))))
+        return 0
+    output = Path(flags.output)
+    output.mkdir(parents=True, exist_ok=True)
+    device = torch.device(flags.device)
+    if flags.only_this is not None:
+        context = Context(flags.only_this, output, device, flags.scale, flags.seconds, flags.kernels)
+        PARTS[flags.only_this].run(context)
+        return 0
+    if not (output / RESULTS).exists():
+        recorder = Recorder(output, "machine")
+        for name, value in describe(device, flags.commit).items():
+            recorder.note(name, str(value))
+    run_parts(flags, chosen_parts(flags.parts), lambda name, seconds: _as_process(flags, name, seconds))
+    return 0
+
+
+def chosen_parts(names: str) -> list[str]:
+    """The parts of a list separated by commas, in the order in which they run.
+
+    Raises:
+        ConfigError: one is not known.
+    """
+    wanted = list(PARTS) if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in PARTS]
+    if unknown:
+        raise ConfigError(f"--parts {names}: there is no part {', '.join(unknown)}. Use {', '.join(PARTS)}, or all.")
+    return [name for name in PARTS if name in wanted]
+
+
+def run_parts(flags: PageFlags, names: Sequence[str], run: Callable[[str, float], int]) -> None:
+    """Runs parts until the time is up, and renders the page after each."""
+    output, ends_at = Path(flags.output), time.monotonic() + 60 * flags.minutes
+    for place, name in enumerate(names):
+        left = ends_at - time.monotonic()
+        if left < PARTS[name].seconds / 4:
+            rest = ",".join(names[place:])
+            Recorder(output, name).note("not run", f"time was up; go on with --parts {rest}")
+            write_page(output)
+            log.line(f"time is up; go on with --parts {rest}")
+            return
+        began_at = time.monotonic()
+        status = run(name, min(PARTS[name].seconds, left))
+        recorder = Recorder(output, name)
+        if status:
+            recorder.note("ended early", f"exit status {status}; see {name}.log")
+        recorder.figure("time of the part", time.monotonic() - began_at, "s")
+        write_page(output)
+        log.line(f"{name}: {time.monotonic() - began_at:.0f} s")
+
+
+def _as_process(flags: PageFlags, name: str, seconds: float) -> int:
+    """Runs a part as a process, so that its failure, its memory and its hangs are its own."""
+    command = [sys.executable, "-u", "-m", "benchmarks.gpu", "--only-this", name, "--seconds", str(seconds)]
+    for option in ("output", "scale", "device", "kernels"):
+        value = getattr(flags, option)
+        command += [] if value is None else [f"--{option}", str(Path(value).resolve() if option == "output" else value)]
+    with (Path(flags.output) / f"{name}.log").open("a", encoding="utf-8") as output:
+        try:
+            limit = seconds + _GRACE_SECONDS
+            done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=output, timeout=limit, check=False)
+        except subprocess.TimeoutExpired:
+            return 124
+    return done.returncode
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

@@ -1,0 +1,43 @@
+"""What every part is given: where it runs, how large, and where its figures go."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.records import Recorder
+
+FULL, TINY = "full", "tiny"
+
+
+@dataclass(frozen=True)
+class Context:
+    """The settings of a part.
+
+    Attributes:
+        output: folder of results and logs.
+        scale: `full`, or `tiny` to try the harness where there is no GPU.
+        seconds: how long the part may take; it stops early where it can.
+        kernels: the implementations that our runs use, as `--kernels` takes them; None for the default.
+    """
+
+    part: str
+    output: Path
+    device: torch.device
+    scale: str = FULL
+    seconds: float = 600.0
+    kernels: str | None = None
+    scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="megatron-gpu-")))
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether only the harness is tried."""
+        return self.scale == TINY
+
+    @property
+    def recorder(self) -> Recorder:
+        """Where the figures go."""
+        return Recorder(self.output, self.part)

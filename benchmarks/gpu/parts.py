@@ -1,0 +1,38 @@
+"""The parts of a page: what each runs, and how long it may take."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+from benchmarks.gpu.context import Context
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part: the function that measures it, as module and name, and its time limit in seconds."""
+
+    module: str
+    function: str
+    seconds: float
+
+    def run(self, context: Context) -> None:
+        """Runs it in this process; its modules are imported only now, since they take seconds."""
+        getattr(importlib.import_module(f"benchmarks.gpu.{self.module}"), self.function)(context)
+
+
+# In the order in which they run: what everything else needs, what takes least, what is promised, the rest.
+PARTS = {
+    "build": Part("programs", "build_kernels", 240),
+    "tests": Part("programs", "run_tests", 300),
+    "ops": Part("bandwidth", "measure_operations", 180),
+    "head": Part("head", "measure_head", 60),
+    "124m": Part("training", "measure_model", 200),
+    "1.3b": Part("training", "measure_model", 300),
+    "llama1b": Part("training", "measure_model", 300),
+    "355m": Part("training", "measure_model", 240),
+    "345m-fp16": Part("programs", "train_the_block", 120),
+    "trace": Part("trace", "measure_trace", 90),
+    "zero": Part("training", "measure_zero", 180),
+    "sanitizer": Part("programs", "sanitize", 400),
+}

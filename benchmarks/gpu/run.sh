@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Installs the wheels of a folder beside the machine's own packages, without a network, and measures.
+#
+#     bash benchmarks/gpu/run.sh --wheels FOLDER --output FOLDER [--parts tests,ops,124m,...] [further flags]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+wheels="" words=()
+while (($#)); do
+    case "$1" in
+        --wheels) wheels="$2"; shift 2 ;;
+        *) words+=("$1"); shift ;;
+    esac
+done
+if [[ -n "$wheels" ]]; then
+    site="${TMPDIR:-/tmp}/megatron-wheels"
+    python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" "$wheels"/*.whl
+    export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PATH="$site/bin:$PATH"
+fi
+export DS_BUILD_OPS=0
+exec python3 -u -m benchmarks.gpu "${words[@]}"

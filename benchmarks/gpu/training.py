@@ -1,0 +1,151 @@
+"""Training steps of ours beside plain PyTorch with torch.compile and beside transformers, one after another."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.context import Context
+from benchmarks.gpu.machine import device_name, peak_of
+from benchmarks.gpu.records import Target
+from benchmarks.gpu.runs import request_of, training
+from benchmarks.gpu.shapes import SHAPES, Shape
+from benchmarks.gpu.timing import forget_memory, peak_bytes, seconds_of_steps
+from benchmarks.plain_gpt import PlainGPT
+from benchmarks.plain_llama import PlainLlama
+from benchmarks.training_loop import TrainingLoop, TransformersNetwork
+from megatron.config import Machine, RunConfig, RunRequest, TokenizerFacts, resolve
+from megatron.data.loader import Batch
+
+Step = Callable[[], object]
+LENGTHS, TOKENS = (1024, 4096), 16384  # tokens of a step
+BEST_OF_OTHERS, UTILIZATION = Target(at_least=1.1), Target(at_least=0.5)
+JUDGED_FOR_UTILIZATION = "1.3b"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One of those compared: its name, and what builds its step."""
+
+    name: str
+    is_ours: bool
+    build: Callable[[], contextlib.AbstractContextManager[Step]]
+
+
+def measure_model(context: Context) -> None:
+    """Tokens per second, share of the peak and memory of one network, at each sequence length."""
+    shape = SHAPES[context.part].tiny() if context.is_tiny else SHAPES[context.part]
+    ends_at = time.monotonic() + context.seconds
+    for length in (16,) if context.is_tiny else LENGTHS:
+        micro_batch = 2 if context.is_tiny else TOKENS // length
+        rates = {}
+        for contender in contenders(context, shape, length, micro_batch):
+            if time.monotonic() > ends_at:
+                context.recorder.note("not measured", "out of time", of=contender.name, length=length)
+                continue
+            rate = _measured(context, contender, shape, length, micro_batch)
+            if rate is not None:
+                rates[contender] = rate
+        _compare(context, length, rates)
+
+
+def contenders(context: Context, shape: Shape, length: int, micro_batch: int) -> Iterator[Contender]:
+    """Ours with the default kernels and with torch's, plain PyTorch with torch.compile, transformers."""
+    request = request_of(context, shape, length, micro_batch)
+    yield Contender("ours", True, lambda: our_step(request))
+    if not context.is_tiny:
+        of_torch = request_of(context, shape, length, micro_batch, "--kernels", "torch")
+        yield Contender("ours, --kernels torch", True, lambda: our_step(of_torch))
+    batch = _batch(micro_batch, length, shape.vocab)
+    config = _resolved(request, context.device)
+
+    def plain() -> contextlib.AbstractContextManager[Step]:
+        network = PlainGPT(config.model) if shape.groups is None else PlainLlama(config.model)
+        return _peer_step(network, config, context.device, batch, is_compiled=not context.is_tiny)
+
+    yield Contender("plain PyTorch, torch.compile", False, plain)
+    for is_compiled in (False,) if context.is_tiny else (False, True):
+        yield Contender(
+            "transformers, torch.compile" if is_compiled else "transformers",
+            False,
+            lambda is_compiled=is_compiled: _peer_step(
+                TransformersNetwork(config.model, "sdpa"), config, context.device, batch, is_compiled=is_compiled
+            ),
+        )
+
+
+@contextlib.contextmanager
+def our_step(request: RunRequest) -> Iterator[Step]:
+    """A step of pretrain_gpt.py."""
+    with training(request) as (_, step):
+        yield step
+
+
+@contextlib.contextmanager
+def _peer_step(
+    network: torch.nn.Module, config: RunConfig, device: torch.device, batch: Batch, *, is_compiled: bool
+) -> Iterator[Step]:
+    loop = TrainingLoop(network, config.optim, torch.bfloat16, device=device, is_compiled=is_compiled)
+    yield lambda: loop.step([batch], 3e-4)
+
+
+def _measured(context: Context, contender: Contender, shape: Shape, length: int, micro_batch: int) -> float | None:
+    """Tokens per second; None if it failed, which is recorded."""
+    warm_ups, steps = (1, 1) if context.is_tiny else (5, 15)
+    device, of = context.device, {"of": contender.name, "length": length, "batch": micro_batch}
+    forget_memory(device)
+    try:
+        with contender.build() as step:
+            for _ in range(warm_ups):
+                step()
+            seconds = seconds_of_steps(step, device, steps)
+            memory = peak_bytes(device)
+    except (RuntimeError, ImportError, torch.OutOfMemoryError) as failure:
+        context.recorder.note("failed", f"{type(failure).__name__}: {str(failure)[:300]}", **of)
+        return None
+    finally:
+        torch.compiler.reset()
+    rate = micro_batch * length / seconds
+    context.recorder.figure("tokens per second", rate, "tokens/s", **of)
+    context.recorder.figure("peak memory", memory / 2**30, "GiB", **of)
+    peak = peak_of(device_name(device))
+    if peak is not None:
+        share = rate * shape.flops_per_token(length) / (peak.bf16_teraflops * 1e12)
+        is_judged = contender.name == "ours" and context.part == JUDGED_FOR_UTILIZATION
+        context.recorder.figure("MFU", share, "", target=UTILIZATION if is_judged else None, **of)
+    return rate
+
+
+def _compare(context: Context, length: int, rates: dict[Contender, float]) -> None:
+    ours = [rate for contender, rate in rates.items() if contender.name == "ours"]
+    others = [rate for contender, rate in rates.items() if not contender.is_ours]
+    if ours and others:
+        ratio = ours[0] / max(others)
+        context.recorder.figure("ratio to the best of the others", ratio, "", target=BEST_OF_OTHERS, length=length)
+
+
+def measure_zero(context: Context) -> None:
+    """Tokens per second and memory of every ZeRO stage, on one GPU: what the partitioned optimizers cost."""
+    shape = SHAPES["355m"].tiny() if context.is_tiny else SHAPES["355m"]
+    length, micro_batch = (16, 2) if context.is_tiny else (1024, TOKENS // 1024)
+    for stage in (0, 3) if context.is_tiny else (0, 1, 2, 3):
+        request = request_of(context, shape, length, micro_batch, "--zero-stage", str(stage))
+        contender = Contender(f"ZeRO {stage}, {shape.name}", True, lambda request=request: our_step(request))
+        _measured(context, contender, shape, length, micro_batch)
+
+
+def _batch(samples: int, length: int, vocab: int) -> Batch:
+    drawn = np.random.default_rng(3).integers(0, vocab, (samples, length + 1))
+    tokens, labels = (np.ascontiguousarray(part) for part in (drawn[:, :-1], drawn[:, 1:]))
+    return Batch(tokens, labels, np.ones(tokens.shape, np.float32), np.arange(samples), None)
+
+
+def _resolved(request: RunRequest, device: torch.device) -> RunConfig:
+    """The configuration that the others take sizes and optimizer from."""
+    machine = Machine(device.type, 1, supports_fp16=True, supports_bf16=True)
+    return resolve(request, machine, TokenizerFacts(257, 256, ""))

@@ -1,0 +1,145 @@
+// Activation functions of x + bias and their gated forms on a GPU, in tiles.
+#include "activation/activation.h"
+
+#include "common/tiles.h"
+
+namespace {
+
+using megatron::ActivationFunction;
+
+constexpr int kRowsPerThread = 4;  // without a sum over rows; more blocks are better for small tensors
+
+// What all blocks share.
+struct Call {
+  int64_t rows, columns;
+  ActivationFunction function;
+  ColumnVector bias;
+  bool aligned;  // all rows of all tensors begin at 16-byte boundaries
+};
+
+// Calls `body(Function())` with the function of a code, which is the same for all threads.
+template <typename Body>
+__device__ __forceinline__ void with_function(ActivationFunction function, const Body& body) {
+  switch (function) {
+    case megatron::kGelu: return body(megatron::Gelu());
+    case megatron::kGeluTanh: return body(megatron::GeluTanh());
+    case megatron::kRelu: return body(megatron::Relu());
+    case megatron::kSquaredRelu: return body(megatron::SquaredRelu());
+    case megatron::kSilu: return body(megatron::Silu());
+    default: return body(megatron::Linear());
+  }
+}
+
+template <typename T, bool kGated>
+__global__ void __launch_bounds__(kTileThreads)
+    forward(T* __restrict__ y, const T* __restrict__ x, Call call) {
+  const OwnColumns<T> own(call.columns);
+  if (own.count == 0) return;
+  const int64_t width = kGated ? 2 * call.columns : call.columns;
+  const Values<T> gate_bias = load_columns<T>(call.bias, own.first, own.count);
+  Values<T> up_bias = {};
+  if (kGated) up_bias = load_columns<T>(call.bias, call.columns + own.first, own.count);
+  const int64_t step = static_cast<int64_t>(gridDim.y) * kTileRows;
+  for (int64_t row = static_cast<int64_t>(blockIdx.y) * kTileRows + threadIdx.y; row < call.rows; row += step) {
+    const T* from = x + row * width + own.first;
+    Values<T> gate = load_values(from, own.count, call.aligned), up = {};
+    if (kGated) up = load_values(from + call.columns, own.count, call.aligned);
+    add(gate, gate_bias);
+    add(up, up_bias);
+    with_function(call.function, [&](auto function) {
+      MEGATRON_UNROLL
+      for (int i = 0; i < Packet<T>::kSize; ++i) {
+        gate.of[i] = decltype(function)::at(gate.of[i]).value * (kGated ? up.of[i] : 1.0f);
+      }
+    });
+    store_values(y + row * call.columns + own.first, gate, own.count, call.aligned);
+  }
+}
+
+// Block row `y` of the grid takes `rows_each` rows, then others at the grid's distance; with a bias, each such part of the
+// rows has its row of `parts`.
+template <typename T, bool kGated>
+__global__ void __launch_bounds__(kTileThreads)
+    backward(T* __restrict__ dx, float* __restrict__ parts, const T* __restrict__ dy, const T* __restrict__ x,
+             Call call, int64_t rows_each) {
+  const OwnColumns<T> own(call.columns);
+  const int64_t width = kGated ? 2 * call.columns : call.columns;
+  const Values<T> gate_bias = load_columns<T>(call.bias, own.first, own.count);
+  Values<T> up_bias = {};
+  if (kGated) up_bias = load_columns<T>(call.bias, call.columns + own.first, own.count);
+  for (int64_t part = blockIdx.y; part * rows_each < call.rows; part += gridDim.y) {
+    const int64_t end = (part + 1) * rows_each < call.rows ? (part + 1) * rows_each : call.rows;
+    Values<T> gate_sums = {}, up_sums = {};
+    for (int64_t row = part * rows_each + threadIdx.y; row < end && own.count > 0; row += kTileRows) {
+      const T* from = x + row * width + own.first;
+      T* to = dx + row * width + own.first;
+      const Values<T> gradient = load_values(dy + row * call.columns + own.first, own.count, call.aligned);
+      Values<T> gate = load_values(from, own.count, call.aligned), up = {};
+      if (kGated) up = load_values(from + call.columns, own.count, call.aligned);
+      add(gate, gate_bias);
+      add(up, up_bias);
+      with_function(call.function, [&](auto function) {
+        MEGATRON_UNROLL
+        for (int i = 0; i < Packet<T>::kSize; ++i) {
+          const auto both = megatron::gated_gradient<decltype(function)>(gate.of[i], kGated ? up.of[i] : 1.0f,
+                                                                         gradient.of[i]);
+          gate.of[i] = both.gate;
+          up.of[i] = both.up;
+        }
+      });
+      store_values(to, gate, own.count, call.aligned);
+      if (kGated) store_values(to + call.columns, up, own.count, call.aligned);
+      add(gate_sums, gate);
+      add(up_sums, up);
+    }
+    if (call.bias.entries != nullptr) {
+      store_part<T>(parts + part * width, gate_sums, call.columns);
+      if (kGated) store_part<T>(parts + part * width + call.columns, up_sums, call.columns);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" int megatron_activation_forward(void* y, const void* x, const void* bias, int64_t rows, int64_t columns,
+                                           int function, int gated, int dtype, int bias_dtype, void* stream) {
+  return with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    const bool aligned = is_aligned(y) && is_aligned(x) && columns % Packet<T>::kSize == 0;
+    const Call call{rows, columns, static_cast<ActivationFunction>(function),
+                    {bias, static_cast<DType>(bias_dtype)}, aligned};
+    const dim3 grid = tile_grid<T>(rows, kTileRows * kRowsPerThread, columns), block = tile_block();
+    T* to = static_cast<T*>(y);
+    const T* from = static_cast<const T*>(x);
+    if (gated) {
+      MEGATRON_LAUNCH((forward<T, true>), grid, block, 0, stream, to, from, call);
+    } else {
+      MEGATRON_LAUNCH((forward<T, false>), grid, block, 0, stream, to, from, call);
+    }
+    return static_cast<int>(cudaGetLastError());
+  });
+}
+
+extern "C" int megatron_activation_backward(void* dx, void* bias_gradient, float* bias_parts, const void* dy,
+                                            const void* x, const void* bias, int64_t rows, int64_t columns,
+                                            int function, int gated, int dtype, int bias_dtype, void* stream) {
+  const int64_t rows_each = bias != nullptr ? megatron::rows_per_part(rows) : kTileRows * kRowsPerThread;
+  const int error = with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    const bool aligned = is_aligned(dx) && is_aligned(dy) && is_aligned(x) && columns % Packet<T>::kSize == 0;
+    const Call call{rows, columns, static_cast<ActivationFunction>(function),
+                    {bias, static_cast<DType>(bias_dtype)}, aligned};
+    const dim3 grid = tile_grid<T>(rows, rows_each, columns), block = tile_block();
+    T* to = static_cast<T*>(dx);
+    const T *gradient = static_cast<const T*>(dy), *from = static_cast<const T*>(x);
+    if (gated) {
+      MEGATRON_LAUNCH((backward<T, true>), grid, block, 0, stream, to, bias_parts, gradient, from, call, rows_each);
+    } else {
+      MEGATRON_LAUNCH((backward<T, false>), grid, block, 0, stream, to, bias_parts, gradient, from, call, rows_each);
+    }
+    return static_cast<int>(cudaGetLastError());
+  });
+  if (bias == nullptr || error != 0) return error;
+  return launch_sum_parts(bias_gradient, bias_dtype, bias_parts, blocks_for(rows, rows_each),
+                          gated ? 2 * columns : columns, stream);
+}

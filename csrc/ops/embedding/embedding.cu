@@ -1,0 +1,146 @@
+// Lookup of rows of a vocabulary shard on a GPU, and its deterministic gradient. The gradient sums sorted positions chunk
+// by chunk; what a chunk shares with its neighbours goes to partial sums, which a second launch joins in order.
+#include "embedding/embedding.h"
+
+#include "common/device.h"
+
+namespace {
+
+using megatron::kChunkPositions;
+
+constexpr int kThreads = 128;
+constexpr unsigned kMostRowsOfBlocks = 65535;  // of a grid's second dimension
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    look_up(T* __restrict__ rows, const T* __restrict__ weight, const int64_t* __restrict__ ids, int64_t count,
+            int64_t shard_rows, int64_t columns, int64_t first_row) {
+  for (int64_t i = blockIdx.x; i < count; i += gridDim.x) {
+    const int64_t row = ids[i] - first_row;
+    const bool is_own = row >= 0 && row < shard_rows;
+    T* to = rows + i * columns;
+    const T* from = weight + (is_own ? row : 0) * columns;
+    const bool has_packets = share_alignment(to, from);
+    const int64_t head = has_packets ? elements_to_alignment(to, columns) : columns;
+    const int64_t packets = (columns - head) / Packet<T>::kSize, tail = head + packets * Packet<T>::kSize;
+    for (int64_t column = threadIdx.x; column < head; column += kThreads) {
+      to[column] = is_own ? from[column] : from_float<T>(0.0f);
+    }
+    for (int64_t packet = threadIdx.x; packet < packets; packet += kThreads) {
+      const int64_t column = head + packet * Packet<T>::kSize;
+      Packet<T> values;
+      if (is_own) {
+        values = load_packet(from + column);
+      } else {
+        MEGATRON_UNROLL
+        for (int k = 0; k < Packet<T>::kSize; ++k) values.values[k] = from_float<T>(0.0f);
+      }
+      store_packet(to + column, values);
+    }
+    for (int64_t column = tail + threadIdx.x; column < columns; column += kThreads) {
+      to[column] = is_own ? from[column] : from_float<T>(0.0f);
+    }
+  }
+}
+
+// What the threads of both passes over the gradient go by.
+struct Sorted {
+  const int64_t *ids, *positions;
+  int64_t count;
+
+  __device__ __forceinline__ int64_t chunk_end(int64_t chunk) const {
+    const int64_t end = (chunk + 1) * kChunkPositions;
+    return end < count ? end : count;
+  }
+  // Whether neighbouring positions belong to one run of equal ids.
+  __device__ __forceinline__ bool joins(int64_t before) const {
+    return before >= 0 && before + 1 < count && ids[before] == ids[before + 1];
+  }
+};
+
+// A thread per column. A run of equal ids within the chunk is written at once; one that began in an earlier chunk goes to
+// the chunk's first partial sum, one that begins here and goes on to the second.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    sum_chunks(T* __restrict__ result, const T* __restrict__ gradient, Sorted sorted, float* __restrict__ partial_sums,
+               int64_t shard_rows, int64_t columns, int64_t first_row) {
+  const int64_t chunk = blockIdx.x, begin = chunk * kChunkPositions, end = sorted.chunk_end(chunk);
+  for (int64_t column = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x; column < columns;
+       column += static_cast<int64_t>(gridDim.y) * kThreads) {
+    bool is_continued = sorted.joins(begin - 1);
+    float sum = 0.0f;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = sorted.ids[i] - first_row;
+      const bool is_own = row >= 0 && row < shard_rows;
+      if (is_own) sum += to_float(gradient[sorted.positions[i] * columns + column]);
+      const bool goes_on = sorted.joins(i);
+      if (goes_on && i + 1 < end) continue;
+      if (is_own && is_continued) {
+        partial_sums[2 * chunk * columns + column] = sum;
+      } else if (is_own && goes_on) {
+        partial_sums[(2 * chunk + 1) * columns + column] = sum;
+      } else if (is_own) {
+        result[row * columns + column] = from_float<T>(sum);
+      }
+      sum = 0.0f;
+      is_continued = false;
+    }
+  }
+}
+
+// A block for the chunk in which a run begins that goes on into later ones.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    join_chunks(T* __restrict__ result, Sorted sorted, const float* __restrict__ partial_sums, int64_t shard_rows,
+                int64_t columns, int64_t first_row) {
+  const int64_t chunk = blockIdx.x, begin = chunk * kChunkPositions, last = sorted.chunk_end(chunk) - 1;
+  const int64_t id = sorted.ids[last], row = id - first_row;
+  const bool began_earlier = sorted.ids[begin] == id && sorted.joins(begin - 1);
+  if (!sorted.joins(last) || began_earlier || row < 0 || row >= shard_rows) return;
+  for (int64_t column = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x; column < columns;
+       column += static_cast<int64_t>(gridDim.y) * kThreads) {
+    float sum = partial_sums[(2 * chunk + 1) * columns + column];
+    for (int64_t next = chunk + 1; next * kChunkPositions < sorted.count; ++next) {
+      if (sorted.ids[next * kChunkPositions] != id) break;
+      sum += partial_sums[2 * next * columns + column];
+    }
+    result[row * columns + column] = from_float<T>(sum);
+  }
+}
+
+template <typename T>
+int launch_backward(T* result, const T* gradient, const Sorted& sorted, float* partial_sums, int64_t shard_rows,
+                    int64_t columns, int64_t first_row, void* stream) {
+  const int64_t tiles = blocks_for(columns, kThreads);
+  const dim3 grid(static_cast<unsigned>(blocks_for(sorted.count, kChunkPositions)),
+                  tiles < kMostRowsOfBlocks ? static_cast<unsigned>(tiles) : kMostRowsOfBlocks);
+  MEGATRON_LAUNCH(sum_chunks<T>, grid, kThreads, 0, stream, result, gradient, sorted, partial_sums, shard_rows, columns,
+                  first_row);
+  MEGATRON_LAUNCH(join_chunks<T>, grid, kThreads, 0, stream, result, sorted, partial_sums, shard_rows, columns,
+                  first_row);
+  return static_cast<int>(cudaGetLastError());
+}
+
+}  // namespace
+
+extern "C" int megatron_embedding_forward(void* rows, const void* weight, const int64_t* ids, int64_t count,
+                                          int64_t shard_rows, int64_t columns, int64_t first_row, int dtype,
+                                          void* stream) {
+  return with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    MEGATRON_LAUNCH(look_up<T>, grid_size(count, 1), kThreads, 0, stream, static_cast<T*>(rows),
+                    static_cast<const T*>(weight), ids, count, shard_rows, columns, first_row);
+    return static_cast<int>(cudaGetLastError());
+  });
+}
+
+extern "C" int megatron_embedding_backward(void* result, const void* gradient, const int64_t* sorted_ids,
+                                           const int64_t* positions, float* partial_sums, int64_t count,
+                                           int64_t shard_rows, int64_t columns, int64_t first_row, int dtype,
+                                           void* stream) {
+  return with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    return launch_backward(static_cast<T*>(result), static_cast<const T*>(gradient),
+                           Sorted{sorted_ids, positions, count}, partial_sums, shard_rows, columns, first_row, stream);
+  });
+}

@@ -1,0 +1,480 @@
+// Layer norm and RMS norm on a GPU.
+//
+// A row is held in registers by a warp, or by the warps of a block of up to 512 threads, in packets of 16 bytes. Rows that
+// are too long for that, or not aligned, are streamed: read again for each of their sums.
+#include "norm/norm.h"
+
+#include "common/device.h"
+
+namespace {
+
+using megatron::GradientMeans;
+
+constexpr int kMostThreads = 512;  // of a block
+constexpr int kMostWarps = kMostThreads / kWarp;
+
+// Threads of a block: x counts those of a row, y the rows at work at the same time.
+struct Layout {
+  dim3 block;
+  int packets;  // per thread; 0 if rows are streamed
+};
+
+struct Pair {
+  float first, second;
+};
+
+// Where the warps of a row meet. Two sums in a row use different halves, so that one barrier each is enough.
+struct Meeting {
+  Pair* parts;  // [2, kMostWarps], shared
+  int turn;
+};
+
+// The sums of two values over the threads of each row, on all of them. All threads of the block take part.
+__device__ __forceinline__ Pair row_sums(Pair value, Meeting& meeting) {
+  value = {warp_reduce(value.first, Sum()), warp_reduce(value.second, Sum())};
+  if (blockDim.x == kWarp) return value;
+  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  Pair* parts = meeting.parts + meeting.turn * kMostWarps + threadIdx.y * warps;
+  meeting.turn = 1 - meeting.turn;
+  if (lane == 0) parts[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  const Pair part = lane < warps ? parts[lane] : Pair{0.0f, 0.0f};
+  return {warp_reduce(part.first, Sum()), warp_reduce(part.second, Sum())};
+}
+
+// The values of a packet of T, from `from` on; in float32 they fill one or two packets.
+template <typename T, typename U>
+__device__ __forceinline__ void load_values(float* values, const U* from) {
+  MEGATRON_UNROLL
+  for (int begin = 0; begin < Packet<T>::kSize; begin += Packet<U>::kSize) {
+    const Packet<U> packet = load_packet(from + begin);
+    MEGATRON_UNROLL
+    for (int i = 0; i < Packet<U>::kSize; ++i) values[begin + i] = to_float(packet.values[i]);
+  }
+}
+
+// A vector over the columns, whose elements are T or float32.
+template <typename T>
+struct Vector {
+  const void* data;
+  bool is_wide;
+
+  __device__ __forceinline__ float at(int64_t j) const {
+    return is_wide ? static_cast<const float*>(data)[j] : to_float(static_cast<const T*>(data)[j]);
+  }
+  __device__ __forceinline__ void load(float* values, int64_t j) const {
+    if (is_wide) {
+      load_values<T>(values, static_cast<const float*>(data) + j);
+    } else {
+      load_values<T>(values, static_cast<const T*>(data) + j);
+    }
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ void store_values(T* to, const float* values) {
+  Packet<T> packet;
+  MEGATRON_UNROLL
+  for (int i = 0; i < Packet<T>::kSize; ++i) packet.values[i] = from_float<T>(values[i]);
+  store_packet(to, packet);
+}
+
+template <typename T>
+struct Forward {
+  T *y, *total;
+  float *mean, *inverse;
+  const T *x, *residual;
+  Vector<T> weight, bias;
+  int64_t rows, columns;
+  float eps, weight_offset;  // 1 for a zero-centred weight
+};
+
+// An element of y from the normalized one. RMS norm whose weight is not zero-centred rounds first, as in Llama.
+template <typename T>
+__device__ __forceinline__ float scaled(const Forward<T>& of, float normal, float weight, float bias) {
+  if (of.mean == nullptr && of.weight_offset == 0.0f) normal = to_float(from_float<T>(normal));
+  return normal * (weight + of.weight_offset) + bias;
+}
+
+template <typename T>
+__device__ __forceinline__ void write_statistics(const Forward<T>& of, int64_t row, int64_t columns, float mean,
+                                                 float inverse) {
+  if (threadIdx.x != 0 || columns == 0) return;
+  of.inverse[row] = inverse;
+  if (of.mean != nullptr) of.mean[row] = mean;
+}
+
+template <typename T, int kPackets>
+__global__ void __launch_bounds__(kMostThreads) forward_held(const Forward<T> of) {
+  constexpr int kSize = Packet<T>::kSize;
+  __shared__ Pair parts[2 * kMostWarps];
+  Meeting meeting{parts, 0};
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < of.rows; first += step) {
+    const int64_t row = first + threadIdx.y, begin = row * of.columns;
+    const int64_t columns = row < of.rows ? of.columns : 0;  // threads without a row only keep the barriers company
+    float x[kPackets][kSize];
+    float sum = 0.0f;
+    MEGATRON_UNROLL
+    for (int k = 0; k < kPackets; ++k) {
+      const int64_t j = (threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize;
+      if (j >= columns) continue;
+      load_values<T>(x[k], of.x + begin + j);
+      if (of.residual != nullptr) {
+        float residual[kSize];
+        load_values<T>(residual, of.residual + begin + j);
+        MEGATRON_UNROLL
+        for (int i = 0; i < kSize; ++i) x[k][i] = to_float(from_float<T>(x[k][i] + residual[i]));
+        store_values(of.total + begin + j, x[k]);
+      }
+      MEGATRON_UNROLL
+      for (int i = 0; i < kSize; ++i) sum += x[k][i];
+    }
+    float mean = 0.0f;
+    if (of.mean != nullptr) mean = row_sums({sum, 0.0f}, meeting).first / static_cast<float>(of.columns);
+    float squares = 0.0f;
+    MEGATRON_UNROLL
+    for (int k = 0; k < kPackets; ++k) {
+      if ((threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize >= columns) continue;
+      MEGATRON_UNROLL
+      for (int i = 0; i < kSize; ++i) squares += (x[k][i] - mean) * (x[k][i] - mean);
+    }
+    const float inverse =
+        megatron::inverse_deviation(row_sums({squares, 0.0f}, meeting).first, of.columns, of.eps);
+    write_statistics(of, row, columns, mean, inverse);
+    MEGATRON_UNROLL
+    for (int k = 0; k < kPackets; ++k) {
+      const int64_t j = (threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize;
+      if (j >= columns) continue;
+      float weight[kSize], bias[kSize] = {};
+      of.weight.load(weight, j);
+      if (of.bias.data != nullptr) of.bias.load(bias, j);
+      MEGATRON_UNROLL
+      for (int i = 0; i < kSize; ++i) {
+        x[k][i] = scaled(of, megatron::normalized(x[k][i], mean, inverse), weight[i], bias[i]);
+      }
+      store_values(of.y + begin + j, x[k]);
+    }
+  }
+}
+
+template <typename T>
+struct Backward {
+  T* dx;
+  float* partials;  // [1 or 2, row blocks, h]
+  const T *dy, *total_gradient, *x;
+  Vector<T> weight;
+  const float *mean, *inverse;
+  int64_t rows, columns, rows_per_block;
+  float weight_offset;
+  bool has_bias;
+};
+
+template <typename T>
+__device__ __forceinline__ GradientMeans<float> gradient_means(const Backward<T>& of, Pair sums) {
+  const float size = static_cast<float>(of.columns);
+  return {of.mean != nullptr ? sums.first / size : 0.0f, sums.second / size};
+}
+
+// The sums of a thread block over its rows, to the partial sums: the rows at work at the same time are added in order.
+// `sums` are those of a thread's columns; `shared` holds a row for each row at work.
+template <typename T, int kPackets>
+__device__ __forceinline__ void write_partials(float* to, const float (*sums)[Packet<T>::kSize], float* shared,
+                                               int64_t columns) {
+  constexpr int kSize = Packet<T>::kSize;
+  if (blockDim.y > 1) {
+    MEGATRON_UNROLL
+    for (int k = 0; k < kPackets; ++k) {
+      const int64_t j = (threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize;
+      for (int i = 0; i < kSize && j < columns; ++i) shared[threadIdx.y * columns + j + i] = sums[k][i];
+    }
+    __syncthreads();
+    const int threads = blockDim.x * blockDim.y;
+    for (int64_t j = threadIdx.y * blockDim.x + threadIdx.x; j < columns; j += threads) {
+      float sum = shared[j];
+      for (int y = 1; y < static_cast<int>(blockDim.y); ++y) sum += shared[y * columns + j];
+      to[j] = sum;
+    }
+    __syncthreads();
+    return;
+  }
+  MEGATRON_UNROLL
+  for (int k = 0; k < kPackets; ++k) {
+    const int64_t j = (threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize;
+    if (j >= columns) continue;
+    MEGATRON_UNROLL
+    for (int i = 0; i < kSize; i += Packet<float>::kSize) store_values(to + j + i, sums[k] + i);
+  }
+}
+
+// The gradient of x for one block of rows, and that block's sums for weight and bias, in registers until the end.
+template <typename T, int kPackets>
+__global__ void __launch_bounds__(kMostThreads, kPackets == 1 ? 2 : 1) backward_held(const Backward<T> of) {
+  constexpr int kSize = Packet<T>::kSize;
+  __shared__ Pair parts[2 * kMostWarps];
+  MEGATRON_DYNAMIC_SHARED(float, shared);
+  Meeting meeting{parts, 0};
+  float of_weight[kPackets][kSize] = {}, of_bias[kPackets][kSize] = {};
+  const int64_t start = static_cast<int64_t>(blockIdx.x) * of.rows_per_block;
+  const int64_t end = start + of.rows_per_block < of.rows ? start + of.rows_per_block : of.rows;
+  for (int64_t first = start; first < end; first += blockDim.y) {
+    const int64_t row = first + threadIdx.y, begin = row * of.columns;
+    const int64_t columns = row < end ? of.columns : 0;  // threads without a row only keep the barriers company
+    const float mean = columns > 0 && of.mean != nullptr ? of.mean[row] : 0.0f;
+    const float inverse = columns > 0 ? of.inverse[row] : 0.0f;
+    Packet<T> x[kPackets], dy[kPackets];  // packed: the sums of weight and bias need the registers
+    Pair sums{0.0f, 0.0f};
+    MEGATRON_UNROLL
+    for (int k = 0; k < kPackets; ++k) {
+      const int64_t j = (threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize;
+      if (j >= columns) continue;
+      x[k] = load_packet(of.x + begin + j);
+      dy[k] = load_packet(of.dy + begin + j);
+      float weight[kSize];
+      of.weight.load(weight, j);
+      MEGATRON_UNROLL
+      for (int i = 0; i < kSize; ++i) {
+        const float normal = megatron::normalized(to_float(x[k].values[i]), mean, inverse);
+        const float gradient = to_float(dy[k].values[i]), scaled_gradient = gradient * (weight[i] + of.weight_offset);
+        of_weight[k][i] += gradient * normal;
+        of_bias[k][i] += gradient;
+        sums.first += scaled_gradient;
+        sums.second += scaled_gradient * normal;
+      }
+    }
+    const GradientMeans<float> means = gradient_means(of, row_sums(sums, meeting));
+    MEGATRON_UNROLL
+    for (int k = 0; k < kPackets; ++k) {
+      const int64_t j = (threadIdx.x + static_cast<int64_t>(k) * blockDim.x) * kSize;
+      if (j >= columns) continue;
+      float weight[kSize], dx[kSize] = {};
+      of.weight.load(weight, j);
+      if (of.total_gradient != nullptr) load_values<T>(dx, of.total_gradient + begin + j);
+      MEGATRON_UNROLL
+      for (int i = 0; i < kSize; ++i) {
+        const float normal = megatron::normalized(to_float(x[k].values[i]), mean, inverse);
+        const float scaled_gradient = to_float(dy[k].values[i]) * (weight[i] + of.weight_offset);
+        dx[i] += megatron::input_gradient(scaled_gradient, normal, inverse, means);
+      }
+      store_values(of.dx + begin + j, dx);
+    }
+  }
+  float* to = of.partials + static_cast<int64_t>(blockIdx.x) * of.columns;
+  write_partials<T, kPackets>(to, of_weight, shared, of.columns);
+  if (of.has_bias) write_partials<T, kPackets>(to + gridDim.x * of.columns, of_bias, shared, of.columns);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kMostThreads) forward_streamed(const Forward<T> of) {
+  __shared__ Pair parts[2 * kMostWarps];
+  Meeting meeting{parts, 0};
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < of.rows; first += step) {
+    const int64_t row = first + threadIdx.y, begin = row * of.columns;
+    const int64_t columns = row < of.rows ? of.columns : 0;  // threads without a row only keep the barriers company
+    if (of.residual != nullptr) {
+      for (int64_t j = threadIdx.x; j < columns; j += blockDim.x) {
+        of.total[begin + j] = from_float<T>(to_float(of.x[begin + j]) + to_float(of.residual[begin + j]));
+      }
+    }
+    const T* x = of.residual != nullptr ? of.total : of.x;  // each thread reads what it wrote itself
+    float mean = 0.0f;
+    if (of.mean != nullptr) {
+      float sum = 0.0f;
+      for (int64_t j = threadIdx.x; j < columns; j += blockDim.x) sum += to_float(x[begin + j]);
+      mean = row_sums({sum, 0.0f}, meeting).first / static_cast<float>(of.columns);
+    }
+    float squares = 0.0f;
+    for (int64_t j = threadIdx.x; j < columns; j += blockDim.x) {
+      const float centred = to_float(x[begin + j]) - mean;
+      squares += centred * centred;
+    }
+    const float inverse =
+        megatron::inverse_deviation(row_sums({squares, 0.0f}, meeting).first, of.columns, of.eps);
+    write_statistics(of, row, columns, mean, inverse);
+    for (int64_t j = threadIdx.x; j < columns; j += blockDim.x) {
+      const float bias = of.bias.data != nullptr ? of.bias.at(j) : 0.0f;
+      const float normal = megatron::normalized(to_float(x[begin + j]), mean, inverse);
+      of.y[begin + j] = from_float<T>(scaled(of, normal, of.weight.at(j), bias));
+    }
+  }
+}
+
+// The gradient of x only.
+template <typename T>
+__global__ void __launch_bounds__(kMostThreads) backward_streamed(const Backward<T> of) {
+  __shared__ Pair parts[2 * kMostWarps];
+  Meeting meeting{parts, 0};
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < of.rows; first += step) {
+    const int64_t row = first + threadIdx.y, begin = row * of.columns;
+    const int64_t columns = row < of.rows ? of.columns : 0;  // threads without a row only keep the barriers company
+    const float mean = columns > 0 && of.mean != nullptr ? of.mean[row] : 0.0f;
+    const float inverse = columns > 0 ? of.inverse[row] : 0.0f;
+    Pair sums{0.0f, 0.0f};
+    for (int64_t j = threadIdx.x; j < columns; j += blockDim.x) {
+      const float gradient = to_float(of.dy[begin + j]) * (of.weight.at(j) + of.weight_offset);
+      sums.first += gradient;
+      sums.second += gradient * megatron::normalized(to_float(of.x[begin + j]), mean, inverse);
+    }
+    const GradientMeans<float> means = gradient_means(of, row_sums(sums, meeting));
+    for (int64_t j = threadIdx.x; j < columns; j += blockDim.x) {
+      const float gradient = to_float(of.dy[begin + j]) * (of.weight.at(j) + of.weight_offset);
+      const float normal = megatron::normalized(to_float(of.x[begin + j]), mean, inverse);
+      const float direct = of.total_gradient != nullptr ? to_float(of.total_gradient[begin + j]) : 0.0f;
+      of.dx[begin + j] = from_float<T>(direct + megatron::input_gradient(gradient, normal, inverse, means));
+    }
+  }
+}
+
+constexpr int kColumnRows = 8;  // rows of threads of the blocks below, which are a warp of columns wide
+
+// The sum of a column over the rows of threads, on the first of them.
+__device__ __forceinline__ float column_sum(float value, float (*shared)[kWarp]) {
+  shared[threadIdx.y][threadIdx.x] = value;
+  __syncthreads();
+  float sum = 0.0f;
+  for (int y = 0; y < kColumnRows && threadIdx.y == 0; ++y) sum += shared[y][threadIdx.x];
+  __syncthreads();
+  return sum;
+}
+
+// The sums of weight and bias over one block of rows, for the streamed gradient: a thread per column and row of threads.
+template <typename T>
+__global__ void __launch_bounds__(kWarp* kColumnRows) sum_columns(const Backward<T> of) {
+  __shared__ float shared[kColumnRows][kWarp];
+  const int64_t start = static_cast<int64_t>(blockIdx.y) * of.rows_per_block;
+  const int64_t end = start + of.rows_per_block < of.rows ? start + of.rows_per_block : of.rows;
+  const int64_t j = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  float of_weight = 0.0f, of_bias = 0.0f;
+  for (int64_t row = start + threadIdx.y; row < end && j < of.columns; row += kColumnRows) {
+    const float gradient = to_float(of.dy[row * of.columns + j]);
+    const float mean = of.mean != nullptr ? of.mean[row] : 0.0f;
+    of_weight += gradient * megatron::normalized(to_float(of.x[row * of.columns + j]), mean, of.inverse[row]);
+    of_bias += gradient;
+  }
+  of_weight = column_sum(of_weight, shared);
+  of_bias = column_sum(of_bias, shared);
+  if (threadIdx.y != 0 || j >= of.columns) return;
+  const int64_t to = static_cast<int64_t>(blockIdx.y) * of.columns + j;
+  of.partials[to] = of_weight;
+  if (of.has_bias) of.partials[gridDim.y * of.columns + to] = of_bias;
+}
+
+// The sums over the row blocks: of the weight for blockIdx.y = 0, of the bias for 1.
+template <typename T>
+__global__ void __launch_bounds__(kWarp* kColumnRows)
+    sum_partials(void* dweight, void* dbias, bool is_wide, const float* partials, int64_t row_blocks,
+                 int64_t columns) {
+  __shared__ float shared[kColumnRows][kWarp];
+  const int64_t j = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  const float* from = partials + static_cast<int64_t>(blockIdx.y) * row_blocks * columns;
+  float sum = 0.0f;
+  for (int64_t block = threadIdx.y; block < row_blocks && j < columns; block += kColumnRows) {
+    sum += from[block * columns + j];
+  }
+  sum = column_sum(sum, shared);
+  if (threadIdx.y != 0 || j >= columns) return;
+  void* to = blockIdx.y == 0 ? dweight : dbias;
+  if (is_wide) {
+    static_cast<float*>(to)[j] = sum;
+  } else {
+    static_cast<T*>(to)[j] = from_float<T>(sum);
+  }
+}
+
+unsigned threads_for(int64_t count) {
+  const int64_t threads = blocks_for(count, kWarp) * kWarp;
+  return static_cast<unsigned>(threads < kMostThreads ? threads : kMostThreads);
+}
+
+// The layout for rows of so many columns, in blocks of about `threads` threads.
+Layout layout_for(int64_t columns, int64_t packet_size, bool is_aligned, unsigned threads) {
+  const int64_t packets = columns / packet_size;
+  const bool is_held = is_aligned && packets * packet_size == columns && packets <= 4 * kMostThreads;
+  Layout layout;
+  layout.packets = !is_held ? 0 : packets <= kMostThreads ? 1 : packets <= 2 * kMostThreads ? 2 : 4;
+  // A streamed row has about four columns to a thread.
+  const unsigned of_row = threads_for(is_held ? blocks_for(packets, layout.packets) : blocks_for(columns, 4));
+  layout.block = dim3(of_row, of_row < threads ? threads / of_row : 1);
+  return layout;
+}
+
+// Blocks for so many rows: at most 16 for each multiprocessor, which is more than run at once; they stride over the rows.
+unsigned row_grid(int64_t rows, const dim3& block) {
+  int device = 0, processors = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  const int64_t blocks = blocks_for(rows, block.y), most = 16 * static_cast<int64_t>(processors);
+  return static_cast<unsigned>(blocks < most ? blocks : most);
+}
+
+bool is_aligned(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }
+
+template <typename T>
+int forward(const Forward<T>& of, void* stream) {
+  const bool aligned = is_aligned(of.y) && is_aligned(of.total) && is_aligned(of.x) && is_aligned(of.residual) &&
+                       is_aligned(of.weight.data) && is_aligned(of.bias.data);
+  const Layout layout = layout_for(of.columns, Packet<T>::kSize, aligned, 256);
+  const unsigned grid = row_grid(of.rows, layout.block);
+  switch (layout.packets) {
+    case 1: MEGATRON_LAUNCH((forward_held<T, 1>), grid, layout.block, 0, stream, of); break;
+    case 2: MEGATRON_LAUNCH((forward_held<T, 2>), grid, layout.block, 0, stream, of); break;
+    case 4: MEGATRON_LAUNCH((forward_held<T, 4>), grid, layout.block, 0, stream, of); break;
+    default: MEGATRON_LAUNCH((forward_streamed<T>), grid, layout.block, 0, stream, of);
+  }
+  return static_cast<int>(cudaGetLastError());
+}
+
+template <typename T>
+int backward(const Backward<T>& of, void* dweight, void* dbias, void* stream) {
+  const bool aligned = is_aligned(of.dx) && is_aligned(of.dy) && is_aligned(of.total_gradient) && is_aligned(of.x) &&
+                       is_aligned(of.weight.data) && is_aligned(of.partials);
+  const Layout layout = layout_for(of.columns, Packet<T>::kSize, aligned, kMostThreads);
+  const unsigned row_blocks = static_cast<unsigned>(blocks_for(of.rows, of.rows_per_block));
+  const unsigned column_blocks = static_cast<unsigned>(blocks_for(of.columns, kWarp));
+  const size_t shared = layout.block.y > 1 ? layout.block.y * of.columns * sizeof(float) : 0;
+  const dim3 column_block(kWarp, kColumnRows);
+  switch (layout.packets) {
+    case 1: MEGATRON_LAUNCH((backward_held<T, 1>), row_blocks, layout.block, shared, stream, of); break;
+    case 2: MEGATRON_LAUNCH((backward_held<T, 2>), row_blocks, layout.block, 0, stream, of); break;
+    case 4: MEGATRON_LAUNCH((backward_held<T, 4>), row_blocks, layout.block, 0, stream, of); break;
+    default:
+      MEGATRON_LAUNCH((backward_streamed<T>), row_grid(of.rows, layout.block), layout.block, 0, stream, of);
+      MEGATRON_LAUNCH((sum_columns<T>), dim3(column_blocks, row_blocks), column_block, 0, stream, of);
+  }
+  MEGATRON_LAUNCH((sum_partials<T>), dim3(column_blocks, of.has_bias ? 2 : 1), column_block, 0, stream, dweight, dbias,
+                  of.weight.is_wide, of.partials, static_cast<int64_t>(row_blocks), of.columns);
+  return static_cast<int>(cudaGetLastError());
+}
+
+}  // namespace
+
+extern "C" int megatron_norm_forward(void* y, void* total, float* mean, float* inverse, const void* x,
+                                     const void* residual, const void* weight, const void* bias, int64_t rows,
+                                     int64_t columns, float eps, int zero_centered, int dtype, int weight_dtype,
+                                     void* stream) {
+  return with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    const bool is_wide = weight_dtype == DType::kFloat32;
+    return forward(Forward<T>{static_cast<T*>(y), static_cast<T*>(total), mean, inverse, static_cast<const T*>(x),
+                              static_cast<const T*>(residual), {weight, is_wide}, {bias, is_wide}, rows, columns, eps,
+                              zero_centered ? 1.0f : 0.0f},
+                   stream);
+  });
+}
+
+extern "C" int megatron_norm_backward(void* dx, void* dweight, void* dbias, float* partials, const void* dy,
+                                      const void* total_gradient, const void* x, const void* weight,
+                                      const float* mean, const float* inverse, int64_t rows, int64_t columns,
+                                      int zero_centered, int dtype, int weight_dtype, void* stream) {
+  return with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    return backward(Backward<T>{static_cast<T*>(dx), partials, static_cast<const T*>(dy),
+                                static_cast<const T*>(total_gradient), static_cast<const T*>(x),
+                                {weight, weight_dtype == DType::kFloat32}, mean, inverse, rows, columns,
+                                megatron::device_rows_per_block(rows), zero_centered ? 1.0f : 0.0f,
+                                dbias != nullptr},
+                    dweight, dbias, stream);
+  });
+}

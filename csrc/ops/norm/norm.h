@@ -1,0 +1,70 @@
+// Layer norm and RMS norm over the last dimension: the arithmetic of an element, how rows are grouped, and the launchers.
+//
+// The backward pass needs x, the inverse deviation of each row and, for layer norm, its mean: x is kept rather than
+// recovered from y, since that divides by the weight, which may be 0, and y is rounded to the element type.
+#pragma once
+
+#include "common/portable.h"
+
+namespace megatron {
+
+// 1 / sqrt(mean of squares + eps), from the sum of the squares of a row's (centred) elements.
+// Source: Ba, Kiros, Hinton, "Layer normalization", 2016, equation 4; Zhang and Sennrich, "Root mean square layer
+// normalization", 2019, equation 4.
+template <typename T>
+MEGATRON_HOST_DEVICE T inverse_deviation(T squares, int64_t columns, T eps) {
+  return T(1) / sqrt_of(squares / static_cast<T>(columns) + eps);
+}
+
+// An element minus the mean, which is 0 for RMS norm, over the deviation.
+template <typename T>
+MEGATRON_HOST_DEVICE T normalized(T x, T mean, T inverse) {
+  return (x - mean) * inverse;
+}
+
+// What the gradient of a row's elements shares: the means over the row of the scaled gradient (0 for RMS norm) and of
+// its product with the normalized elements.
+template <typename T>
+struct GradientMeans {
+  T of_gradient, of_product;
+};
+
+// The gradient of an element of x, from that of the normalized one, which is the incoming gradient times the weight.
+// Source: the derivative of the formulas above, with mean and deviation as functions of x.
+template <typename T>
+MEGATRON_HOST_DEVICE T input_gradient(T scaled_gradient, T normal, T inverse, GradientMeans<T> means) {
+  return inverse * (scaled_gradient - means.of_gradient - normal * means.of_product);
+}
+
+// Gradients of weight and bias are summed over blocks of rows, then over the blocks. How many there are depends on the
+// number of rows alone, so that the sums are the same for every number of threads and multiprocessors: on a GPU 256 or
+// 512, one or two waves of two blocks on the 132 multiprocessors of an H100; on a CPU up to 128, of 64 rows or more.
+MEGATRON_HOST_DEVICE int64_t device_rows_per_block(int64_t rows) {
+  const int64_t blocks = rows < 16384 ? 256 : 512;
+  return rows < blocks ? 1 : (rows + blocks - 1) / blocks;
+}
+MEGATRON_HOST_DEVICE int64_t host_rows_per_block(int64_t rows) {
+  const int64_t share = (rows + 127) / 128;
+  return share < 64 ? 64 : share;
+}
+
+}  // namespace megatron
+
+extern "C" {
+
+// Normalizes x, or with a residual total = x + residual, which is written too. mean is null for RMS norm, bias may be.
+// With zero_centered the weight is its difference from 1.
+// Shapes: y, total, x and residual `[n, h]`; mean and inverse `[n]`; weight and bias `[h]`.
+int megatron_norm_forward(void* y, void* total, float* mean, float* inverse, const void* x, const void* residual,
+                          const void* weight, const void* bias, int64_t rows, int64_t columns, float eps,
+                          int zero_centered, int dtype, int weight_dtype, void* stream);
+
+// The gradients of x, weight and bias; total_gradient, which may be null, is added to that of x. mean is null for RMS
+// norm; without a bias dbias is null and the second half of the partial sums is not needed.
+// Shapes: dx, dy, total_gradient and x `[n, h]`; dweight, dbias and weight `[h]`; mean and inverse `[n]`; partials
+// `[2, ceil(n / device_rows_per_block(n)), h]`.
+int megatron_norm_backward(void* dx, void* dweight, void* dbias, float* partials, const void* dy,
+                           const void* total_gradient, const void* x, const void* weight, const float* mean,
+                           const float* inverse, int64_t rows, int64_t columns, int zero_centered, int dtype,
+                           int weight_dtype, void* stream);
+}

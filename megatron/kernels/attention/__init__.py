@@ -1,0 +1,1 @@
+"""Attention: the general form (`dense`), and forms for documents and windows that compute only what is visible."""

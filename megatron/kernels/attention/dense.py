@@ -1,0 +1,219 @@
+"""Softmax attention with grouped keys and values, biases, causal masks, soft-caps and dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from megatron.kernels.choice import TORCH_KERNELS, Implementation, Kernels
+from megatron.kernels.dropout_add import Dropout, dropout_add
+from megatron.kernels.products import needs_widening
+from megatron.kernels.softmax import scaled_softmax
+
+LONGEST_EXPLICIT = 512  # tokens
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    *,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    kernels: Kernels = TORCH_KERNELS,
+) -> torch.Tensor:
+    """Softmax attention, the softmax in float32; a query that may attend to nothing gets 0.
+
+    Each of the g heads of keys and values serves a/g consecutive heads of queries. The queries are the last s of the
+    k positions, which is what `causal` goes by; a causal mask and a bias both apply.
+
+    Shapes: query `[b, a, s, d]`, key and value `[b, g, k, d]`, bias `[b or 1, 1 or a, s or 1, k]` in the query's dtype
+    or float32, added to the scaled scores; result as query.
+
+    Args:
+        softcap: scores become `softcap * tanh(score / softcap)` before the bias; no fused kernel does this.
+
+    Source: Vaswani et al., "Attention is all you need", 2017, equation 1; Gemma Team, "Gemma 2", 2024, section 2
+    (soft-cap).
+    """
+    if needs_widening(query):
+        wide, wide_bias = (query.float(), key.float(), value.float()), None if bias is None else bias.float()
+        options = {"causal": causal, "dropout": dropout, "softcap": softcap}
+        return attention(*wide, scale, bias=wide_bias, kernels=kernels, **options).to(query.dtype)  # type: ignore[arg-type]
+    if softcap is not None:
+        drop = _dropout(dropout) if dropout else None
+        return explicit_attention(
+            query, key, value, scale, drop, bias=bias, causal=causal, softcap=softcap, kernels=kernels
+        )
+    if causal and bias is None and _explicit_is_faster(query, key, dropout):
+        return explicit_attention(query, key, value, scale, causal=True, kernels=kernels)
+    if causal and (bias is not None or query.shape[2] != key.shape[2]):
+        bias, causal = _with_causal_mask(bias, query, key), False
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and query.is_cuda and bias is not None:  # the only fused kernel with a bias wants as many keys
+        key, value, grouped = _repeated(key, query), _repeated(value, query), False
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def explicit_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    drop: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    *,
+    dropout: Dropout | None = None,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    kernels: Kernels = TORCH_KERNELS,
+) -> torch.Tensor:
+    """The same attention, with materialized probabilities to which `dropout` or `drop` is applied.
+
+    For soft-caps, and for dropout on CPUs, where torch's fused attention does not support it and its fallback draws
+    random numbers serially; this takes about half the time.
+
+    Shapes: as in `attention`; `drop` maps `[b, a, s, k]` to the same, rows of `dropout` are `[b, a, s]`.
+
+    Args:
+        dropout: stateless dropout; the compiled softmax applies it in its own pass.
+        drop: any other dropout.
+    """
+    if needs_widening(query):
+        wide, wide_bias = (query.float(), key.float(), value.float()), None if bias is None else bias.float()
+        attended = explicit_attention(
+            *wide, scale, drop, dropout=dropout, bias=wide_bias, causal=causal, softcap=softcap, kernels=kernels
+        )
+        return attended.to(query.dtype)
+    if kernels.softmax is Implementation.CSRC:
+        return _with_compiled_softmax(query, key, value, scale, drop, dropout, bias, causal, softcap)
+    if dropout is not None:
+        drop = partial(dropout_add, dropout=dropout, implementation=kernels.dropout_add)
+    may_see_nothing = bias is not None
+    if causal and query.shape[2] > 1:
+        bias = _with_causal_mask(bias, query, key)
+    batch, heads, length, size = query.shape
+    flat_query = query.reshape(batch * key.shape[1], -1, size)  # [b*g, a/g*s, d]
+    flat_key, flat_value = (part.reshape(-1, *part.shape[2:]) for part in (key, value))  # [b*g, k, d]
+    dead = None
+    if bias is not None and may_see_nothing:
+        dead = bias.amax(dim=-1, keepdim=True) == float("-inf")  # [b or 1, 1 or a, s or 1, 1]
+        bias = bias.masked_fill(dead, 0.0)
+    scores = _scores(flat_query, flat_key, scale, bias, (batch, heads, length, -1), softcap)
+    probabilities = scores.softmax(dim=-1).to(query.dtype)
+    if drop is not None:
+        probabilities = drop(probabilities)
+    attended = torch.bmm(probabilities.view(*flat_query.shape[:2], -1), flat_value).view(query.shape)  # [b, a, s, d]
+    return attended if dead is None else attended.masked_fill(dead, 0.0)
+
+
+def _with_compiled_softmax(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    drop: Callable[[torch.Tensor], torch.Tensor] | None,
+    dropout: Dropout | None,
+    bias: torch.Tensor | None,
+    causal: bool,
+    softcap: float | None,
+) -> torch.Tensor:
+    """`explicit_attention` with scale, causal mask, bias, softmax and dropout in one operation.
+
+    No mask is materialized. Products in float16 are of scaled queries, since those of others may overflow.
+    """
+    batch, heads, length, size = query.shape
+    before = scale if query.dtype == torch.float16 else 1.0
+    after = scale / before
+    if softcap is not None:
+        before, after = scale / softcap, softcap
+    flat_query = query.reshape(batch * key.shape[1], -1, size)  # [b*g, a/g*s, d]
+    flat_key, flat_value = (part.reshape(-1, *part.shape[2:]) for part in (key, value))  # [b*g, k, d]
+    scores = torch.bmm(flat_query if before == 1 else flat_query * before, flat_key.transpose(1, 2))
+    if softcap is not None:
+        scores = scores.tanh_()
+    probabilities = scaled_softmax(
+        scores.view(batch, heads, length, -1),
+        after,
+        causal=causal and length > 1,
+        bias=bias,
+        dropout=dropout,
+        implementation=Implementation.CSRC,
+    )
+    if drop is not None:
+        probabilities = drop(probabilities)
+    return torch.bmm(probabilities.view(*flat_query.shape[:2], -1), flat_value).view(query.shape)  # [b, a, s, d]
+
+
+def _scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None,
+    shape: tuple[int, int, int, int],
+    softcap: float | None,
+) -> torch.Tensor:
+    """Scaled scores, capped, plus the bias.
+
+    Shapes: query `[b*g, a/g*s, d]`, key `[b*g, k, d]`, bias as in `attention`; result `shape`, `[b, a, s, k]`.
+    """
+    batch, heads, length, _ = shape
+    repeats = query.shape[1] // length
+    if (
+        softcap is None
+        and bias is not None
+        and bias.dtype == query.dtype
+        and (repeats == 1 or bias.shape[:2] == (1, 1))
+    ):
+        flat_bias = bias[0].repeat(1, repeats, 1) if repeats > 1 else bias[0]  # one product does it all
+        if batch > 1 < bias.shape[0] * bias.shape[1]:
+            flat_bias = bias.expand(batch, heads, -1, -1).reshape(-1, *bias.shape[2:])  # [b*a, s, k]
+        return torch.baddbmm(flat_bias, query, key.transpose(1, 2), alpha=scale).view(shape)
+    if softcap is None:
+        scores = torch.bmm(query * scale, key.transpose(1, 2)).view(shape)
+        return scores if bias is None else scores + bias
+    shares = torch.bmm(query * (scale / softcap), key.transpose(1, 2)).tanh_().view(shape)
+    return shares * softcap if bias is None else torch.add(bias, shares, alpha=softcap)
+
+
+def _with_causal_mask(bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The bias with -inf where a key follows its query.
+
+    Shapes: `[b or 1, 1 or a, s or 1, k]` to `[b or 1, 1 or a, s, k]`.
+    """
+    length, keys = query.shape[2], key.shape[2]
+    dtype = query.dtype if bias is None else bias.dtype
+    mask = torch.full((length, keys), float("-inf"), dtype=dtype, device=query.device).triu_(keys - length + 1)
+    return mask[None, None] if bias is None else bias + mask
+
+
+def _explicit_is_faster(query: torch.Tensor, key: torch.Tensor, dropout: float) -> bool:
+    """Whether materialized probabilities are the faster form in training.
+
+    The backward pass of torch's fused attention on CPU computes in float32; up to 512 tokens, products in half
+    precision take 0.4 to 0.7 times as long, forward and backward. As many keys as queries keep the fused form, whose
+    numbers earlier releases had.
+    """
+    is_half_on_cpu = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
+    is_training = torch.is_grad_enabled() and query.requires_grad and dropout == 0
+    return is_half_on_cpu and is_training and query.shape[1] != key.shape[1] and key.shape[2] <= LONGEST_EXPLICIT
+
+
+def _repeated(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Every head of x once for each head of queries that it serves.
+
+    Shapes: `[b, g, k, d]` to `[b, a, k, d]`.
+    """
+    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+
+
+def _dropout(probability: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda probabilities: F.dropout(probabilities, probability)

@@ -1,0 +1,54 @@
+"""Which implementation of each operation is used: requested by flag, or by a table of measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from megatron.config.sections.kernels import APEX, CSRC, TORCH
+
+
+class Implementation(str, Enum):
+    """Where the code of an operation comes from."""
+
+    TORCH = TORCH
+    CSRC = CSRC
+    APEX = APEX
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The implementation of each operation, handed to the layers on the mesh."""
+
+    softmax: Implementation = Implementation.TORCH
+    norm: Implementation = Implementation.TORCH
+    activation: Implementation = Implementation.TORCH
+    dropout_add: Implementation = Implementation.TORCH
+    rotary: Implementation = Implementation.TORCH
+    cross_entropy: Implementation = Implementation.TORCH
+    optimizer: Implementation = Implementation.TORCH
+    embedding: Implementation = Implementation.TORCH
+    initial_values: Implementation = Implementation.TORCH
+
+    @classmethod
+    def all(cls, implementation: Implementation) -> Kernels:
+        """The same implementation for every operation."""
+        return cls(**{field.name: implementation for field in dataclasses.fields(cls)})
+
+    def replace(self, changes: Mapping[str, Implementation]) -> Kernels:
+        """With other implementations of some operations."""
+        return dataclasses.replace(self, **changes)
+
+
+TORCH_KERNELS = Kernels()
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,189 @@
+"""Cross-entropy over a slice of the vocabulary: what the losses need to know of a row of logits, and its gradient."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from megatron.kernels.choice import Implementation
+
+# Default number of logits held in float32 at once: 1 MiB on the CPU, which stays in cache, and 256 MiB on a GPU.
+_BLOCK_VALUES_CPU = 1 << 18
+_BLOCK_VALUES_GPU = 1 << 26
+
+
+class RowStatistics(NamedTuple):
+    """What the losses of a row depend on. Slices of a vocabulary are combined by a maximum and sums.
+
+    Shapes: each `[n]`, float32 (float64 for logits in float64).
+
+    Attributes:
+        largest: the largest logit; the smallest finite number without columns.
+        total: the sum of exp(logit - largest).
+        target: the logit of the label, 0 if it is not among the columns.
+        whole: the sum of the logits, if requested.
+    """
+
+    largest: torch.Tensor
+    total: torch.Tensor
+    target: torch.Tensor
+    whole: torch.Tensor | None
+
+
+class LossGradients(NamedTuple):
+    """The derivatives of what is minimized by the losses of each row; None stands for zeros.
+
+    Shapes: each `[n]`.
+
+    Attributes:
+        of_label: by the cross-entropy, log normalizer - logit of the label.
+        of_normalizer: by the log normalizer.
+        of_uniform: by the cross-entropy with the uniform distribution, log normalizer - mean logit.
+    """
+
+    of_label: torch.Tensor | None
+    of_normalizer: torch.Tensor | None = None
+    of_uniform: torch.Tensor | None = None
+
+
+def logit_statistics(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    valid: int,
+    *,
+    softcap: float | None = None,
+    with_whole: bool = False,
+    block_values: int | None = None,
+    implementation: Implementation = Implementation.TORCH,
+) -> RowStatistics:
+    """The statistics of every row of logits.
+
+    Shapes: logits `[n, v/t]`; labels `[n]` int64, as indices of columns, some of which may lie outside.
+
+    Args:
+        valid: the number of columns that count, the first ones; the others are padding.
+        softcap: the logits are `cap * tanh(logit / cap)` of those given, if not None.
+        with_whole: whether to compute `RowStatistics.whole`.
+        block_values: maximum number of logits that torch's operations hold in float32 at once, but at least one row;
+            does not affect the result.
+    """
+    if implementation is Implementation.CSRC:
+        found = torch.ops.megatron.logit_statistics(logits, labels, valid, softcap or 0.0)  # [4, n]
+        return RowStatistics(found[0], found[1], found[2], found[3] if with_whole else None)
+    count = logits.shape[0]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    largest = torch.full((count,), torch.finfo(dtype).min, dtype=dtype, device=logits.device)
+    total, target = torch.zeros_like(largest), torch.zeros_like(largest)
+    whole = torch.zeros_like(largest) if with_whole else None
+    if valid == 0:
+        return RowStatistics(largest, total, target, whole)
+    own = is_column(labels, valid)
+    local = labels.masked_fill(~own, 0).unsqueeze(1)
+    for block in _blocks(logits, valid, block_values):
+        rows = _capped(logits[block, :valid], softcap)
+        largest[block] = rows.amax(dim=1)
+        target[block] = rows.gather(1, local[block]).squeeze(1)
+        total[block] = (rows - largest[block].unsqueeze(1)).exp_().sum(dim=1)
+        if whole is not None:
+            whole[block] = rows.sum(dim=1, dtype=dtype)
+    return RowStatistics(largest, total, target.masked_fill_(~own, 0.0), whole)
+
+
+def logit_gradient(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    normalizer: torch.Tensor,
+    gradients: LossGradients,
+    valid: int,
+    vocab_size: int,
+    *,
+    softcap: float | None = None,
+    in_place: bool = False,
+    block_values: int | None = None,
+    implementation: Implementation = Implementation.TORCH,
+) -> torch.Tensor:
+    """The gradient of every logit, in the dtype of the logits; exactly 0 in padding columns.
+
+    Shapes: logits and result `[n, v/t]`; labels and normalizer `[n]`.
+
+    Args:
+        normalizer: logarithm of the softmax denominator over the whole vocabulary.
+        valid: the number of columns that count, the first ones.
+        vocab_size: the number of valid columns on all ranks.
+        softcap: as in `logit_statistics`; the gradient is that of the logits before it.
+        in_place: whether the logits are written over.
+        block_values: as in `logit_statistics`.
+    """
+    if implementation is Implementation.CSRC:
+        operations = torch.ops.megatron
+        operation = operations.logit_gradient_ if in_place else operations.logit_gradient
+        found = operation(logits, labels, normalizer, *gradients, valid, vocab_size, softcap or 0.0)
+        return logits if in_place else found
+    result = logits if in_place else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    result[:, valid:] = 0
+    if valid == 0:
+        return result
+    of_label, of_normalizer, of_uniform = (
+        None if part is None else part.unsqueeze(1).to(normalizer.dtype) for part in gradients
+    )
+    # A lone cross-entropy multiplies (probability - 1), not the two terms apart, which would round differently.
+    is_alone = of_normalizer is None and of_uniform is None
+    weights = torch.zeros_like(normalizer).unsqueeze(1)
+    for part in (of_label, of_normalizer, of_uniform):
+        weights = weights if part is None else weights + part
+    own = is_column(labels, valid).unsqueeze(1)
+    local = labels.unsqueeze(1).masked_fill(~own, 0)
+    at_label = own.to(normalizer.dtype) if is_alone or of_label is None else own * of_label
+    for block in _blocks(logits, valid, block_values):
+        # results of full precision are computed in place; the subtraction converts half-precision logits without a copy
+        place = result[block, :valid] if result.dtype == normalizer.dtype else None
+        rows = _capped(logits[block, :valid], softcap)
+        slope = None if softcap is None else (rows / softcap).square_().neg_().add_(1)
+        values = torch.sub(rows, normalizer[block].unsqueeze(1), out=place).exp_()
+        if not is_alone:
+            values.mul_(weights[block])
+        if of_label is not None:
+            # subtract only where the label is on this rank
+            values.scatter_add_(1, local[block], -at_label[block])
+        if of_uniform is not None:
+            values.sub_(of_uniform[block] / vocab_size)
+        if is_alone:
+            values.mul_(weights[block])
+        if slope is not None:
+            values.mul_(slope)
+        if place is None:
+            result[block, :valid] = values
+    return result
+
+
+def is_column(labels: torch.Tensor, valid: int) -> torch.Tensor:
+    """Which labels are among the first `valid` columns."""
+    return (labels >= 0) & (labels < valid)
+
+
+def _capped(rows: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    if softcap is None:
+        return rows
+    return torch.tanh(rows.to(torch.promote_types(rows.dtype, torch.float32)) / softcap).mul_(softcap)
+
+
+def _blocks(logits: torch.Tensor, valid: int, block_values: int | None) -> list[slice]:
+    if block_values is None:
+        block_values = _BLOCK_VALUES_GPU if logits.is_cuda else _BLOCK_VALUES_CPU
+    count = logits.shape[0]
+    size = max(1, block_values // max(1, valid))
+    return [slice(first, min(count, first + size)) for first in range(0, count, size)]
+
+
+def register() -> None:
+    """Tells torch the shapes of the compiled operations; once, after the library is loaded. `vocab_parallel_losses` and
+    `head_losses` know their derivatives.
+    """
+    torch.library.register_fake("megatron::logit_statistics", _fake_statistics)
+    torch.library.register_fake("megatron::logit_gradient", lambda logits, *others: logits.new_empty(logits.shape))
+    torch.library.register_fake("megatron::logit_gradient_", lambda logits, *others: None)
+
+
+def _fake_statistics(logits: torch.Tensor, labels: torch.Tensor, valid: int, softcap: float) -> torch.Tensor:
+    return logits.new_empty((4, logits.shape[0]), dtype=torch.promote_types(logits.dtype, torch.float32))

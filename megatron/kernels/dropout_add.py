@@ -1,0 +1,134 @@
+"""Bias, stateless dropout and residual: `residual + multiplier * dropout(x + bias)`, compiled in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.kernels.choice import Implementation
+from megatron.kernels.hashing import counters, low_half, mix_32, mix_64, signed
+
+STEPS = 65536  # probabilities are multiples of 1 / STEPS
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which entries are dropped: a hash of an entry's coordinates, so nothing is drawn and nothing needs to be kept.
+
+    Shapes: rows `[...]` int64, the hashed coordinates of each row of the values `[..., h]`.
+
+    Attributes:
+        threshold: the probability in units of 1 / 65536.
+        column_base: what the hashes of columns begin with.
+    """
+
+    rows: torch.Tensor
+    threshold: int
+    column_base: int
+
+    @property
+    def scale(self) -> float:
+        """What kept entries are multiplied by."""
+        return STEPS / (STEPS - self.threshold) if self.threshold < STEPS else 0.0
+
+    def kept(self, columns: int) -> torch.Tensor:
+        """Which entries to keep: one 32-bit hash of (row, pair of columns) decides two neighbours with 16 bits each.
+
+        Shapes: result `[..., columns]` bool.
+        """
+        pairs = (columns + 1) // 2
+        column = mix_64(counters(0, pairs, self.rows.device) ^ signed(self.column_base, 64))  # [columns/2]
+        bits = low_half(self.rows).unsqueeze(-1) ^ low_half(column)  # [..., columns/2] int32
+        bits = mix_32(bits).view(torch.int16)  # [..., columns or columns + 1]
+        whole = self.threshold >= STEPS
+        keep = torch.zeros_like(bits, dtype=torch.bool) if whole else bits >= self.threshold - STEPS // 2
+        return keep[..., :columns] if keep.shape[-1] != columns else keep
+
+
+def dropout_add(
+    x: torch.Tensor,
+    dropout: Dropout | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    multiplier: float = 1.0,
+    implementation: Implementation = Implementation.TORCH,
+) -> torch.Tensor:
+    """`residual + multiplier * dropout(x + bias)`.
+
+    In float32 both implementations give the same bits; in half precision the compiled one rounds once, at the end. It
+    keeps nothing but the rows' hashes for backward, the other a mask of one byte per entry.
+
+    Shapes: x and residual `[..., h]`, bias `[h]`; result as x.
+    """
+    combines = dropout is not None or bias is not None or multiplier != 1  # torch adds two tensors as fast
+    if implementation is Implementation.CSRC and combines and (residual is None or residual.dtype == x.dtype):
+        rows, threshold, base = (
+            (None, 0, 0) if dropout is None else (dropout.rows, dropout.threshold, dropout.column_base)
+        )
+        return torch.ops.megatron.dropout_add(x, bias, residual, rows, threshold, signed(base, 64), multiplier)  # type: ignore[no-any-return]
+    if bias is not None:
+        x = x + bias
+    if dropout is not None:
+        x = _HashedDropout.apply(x, dropout)
+    if multiplier != 1:
+        x = x * multiplier
+    return x if residual is None else residual + x
+
+
+class _HashedDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dropout):  # type: ignore[no-untyped-def]
+        keep = dropout.kept(x.shape[-1])
+        ctx.save_for_backward(keep)
+        ctx.scale = dropout.scale
+        return _masked_scale(x, keep, ctx.scale)
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        (keep,) = ctx.saved_tensors
+        return _masked_scale(gradient, keep, ctx.scale), None
+
+
+def _masked_scale(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
+    """`x * scale` where `keep`, else 0; one kernel on a GPU.
+
+    Shapes: x and keep (bool) have the same shape.
+    """
+    if x.is_cuda:
+        return torch.ops.aten.native_dropout_backward(x, keep, scale)  # type: ignore[no-any-return]
+    return (x * keep.to(x.dtype)).mul_(scale)  # a product with a bool tensor is 7 times slower on CPU
+
+
+def register() -> None:
+    """Tells torch the shapes and the gradient of the compiled operation; once, after the library is loaded."""
+    torch.library.register_fake("megatron::dropout_add", lambda x, *others: torch.empty_like(x.contiguous()))
+    torch.library.register_fake("megatron::dropout_add_backward", _shapes_of_gradients)
+    torch.library.register_autograd("megatron::dropout_add", _backward, setup_context=_keep)
+
+
+def _shapes_of_gradients(gradient, rows, threshold, column_base, multiplier, bias_dtype):  # type: ignore[no-untyped-def]
+    of_bias = gradient.new_empty(0 if bias_dtype is None else gradient.shape[-1], dtype=bias_dtype)
+    return torch.empty_like(gradient.contiguous()), of_bias
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, bias, residual, rows, *ctx.settings = inputs
+    ctx.save_for_backward(rows)
+    ctx.has_residual = residual is not None
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx, gradient):  # type: ignore[no-untyped-def]
+    (rows,) = ctx.saved_tensors
+    threshold, _, multiplier = ctx.settings
+    needs_x, needs_bias = ctx.needs_input_grad[:2]
+    of_x = of_bias = None
+    if (needs_x or needs_bias) and threshold == 0:  # torch does not copy
+        of_x = gradient if multiplier == 1 else gradient * multiplier
+        of_bias = of_x.flatten(0, -2).sum(0, dtype=ctx.bias_dtype) if needs_bias else None
+    elif needs_x or needs_bias:
+        bias_dtype = ctx.bias_dtype if needs_bias else None
+        of_x, of_bias = torch.ops.megatron.dropout_add_backward(gradient, rows, *ctx.settings, bias_dtype)
+    return of_x, of_bias if needs_bias else None, gradient if ctx.has_residual else None, None, None, None, None

@@ -1,0 +1,67 @@
+"""Turns what was asked for by `--kernels` into the implementation of each operation on this machine."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from megatron.config.sections.kernels import AUTO, OF_APEX, OPERATIONS
+from megatron.errors import ConfigError
+from megatron.kernels.choice import Implementation, Kernels, is_installed
+from megatron.kernels.native.library import REBUILD, default_folder, library
+from megatron.kernels.native.measured import fastest
+
+# The folders of csrc/ops that an operation needs; its own name unless it is listed.
+PARTS: Mapping[str, tuple[str, ...]] = types.MappingProxyType({"optimizer": ("adamw", "multi_tensor")})
+
+
+def choose(requested: Mapping[str, str], device: torch.device, folder: Path | None = None) -> Kernels:
+    """The implementation of each operation on a device.
+
+    Args:
+        requested: an implementation or `auto` for each operation.
+        folder: where the library lies, as in `library`.
+
+    Raises:
+        ConfigError: an implementation was asked for that is not there.
+    """
+    found: dict[str, Implementation] = {}
+    missing: dict[Implementation, list[str]] = {}
+    for operation in OPERATIONS:
+        wanted, available = requested.get(operation, AUTO), implementations(operation, device, folder)
+        if wanted == AUTO:
+            found[operation] = fastest(operation, device.type, available)
+            continue
+        found[operation] = Implementation(wanted)
+        if found[operation] not in available:
+            missing.setdefault(found[operation], []).append(operation)
+    if missing:
+        raise ConfigError([_not_there(kind, names, device, folder) for kind, names in missing.items()])
+    return Kernels(**found)
+
+
+def implementations(operation: str, device: torch.device, folder: Path | None = None) -> frozenset[Implementation]:
+    """What could compute an operation on a device."""
+    built = library(folder)
+    found = {Implementation.TORCH}
+    if built is not None and all(built.has(part, device) for part in PARTS.get(operation, (operation,))):
+        found.add(Implementation.CSRC)
+    if operation in OF_APEX and device.type == "cuda" and is_installed("apex"):
+        found.add(Implementation.APEX)
+    return frozenset(found)
+
+
+def _not_there(kind: Implementation, operations: list[str], device: torch.device, folder: Path | None) -> str:
+    names = ", ".join(operations)
+    if kind is Implementation.APEX:
+        return (
+            f"--kernels asks for apex ({names}), which is not installed or has no GPU to run on. Install it from "
+            "https://github.com/NVIDIA/apex, or use --kernels auto."
+        )
+    return (
+        f"--kernels asks for csrc ({names}), and {folder or default_folder()} has no library with these for "
+        f"{device.type}. Build it: {REBUILD}; or use --kernels auto."
+    )

@@ -1,0 +1,125 @@
+"""The compiler commands of a build of `csrc/ops`: what must be there, which flags, which files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.device import environment
+from megatron.errors import LaunchError
+
+SOURCES = "csrc/ops"
+
+_HOST_FLAGS = (
+    *("-std=c++20", "-O3", "-fPIC", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-DAT_PER_OPERATOR_HEADERS"),
+)
+_DEVICE_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=default", "--extended-lambda")
+# Operations whose results are promised bit by bit: every product and sum is rounded by itself.
+EXACT_OPERATIONS = frozenset({"dropout_add", "initial_values"})
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The compilers of a build.
+
+    Attributes:
+        nvcc: the CUDA compiler; None to build for the CPU only.
+        architectures: compute capabilities to build for, such as "90".
+        native: code for the CPU of this machine only, instead of a choice of instruction sets.
+    """
+
+    host: str
+    torch_folder: Path
+    native: bool = False
+    nvcc: str | None = None
+    architectures: tuple[str, ...] = ()
+
+    def compile_host(self, sources: Path, source: Path, result: Path) -> list[str]:
+        """Compiles a `.cpp` file of an operation."""
+        include = self.torch_folder / "include"
+        command = [self.host, *_HOST_FLAGS, f"-ffp-contract={'off' if _is_exact(source) else 'fast'}"]
+        command += ["-march=native", "-DMEGATRON_NATIVE"] if self.native else []
+        command += ["-I", str(sources), "-isystem", str(include)]
+        if self.nvcc is not None:
+            command += ["-DMEGATRON_WITH_CUDA", "-isystem", str(_cuda_home(self.nvcc) / "include")]
+        return [*command, "-c", str(source), "-o", str(result)]
+
+    def compile_device(self, sources: Path, source: Path, result: Path) -> list[str]:
+        """Compiles a `.cu` file of an operation, for every architecture."""
+        targets = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in self.architectures]
+        exact = ["--fmad=false"] if _is_exact(source) else []
+        return [
+            str(self.nvcc),
+            *_DEVICE_FLAGS,
+            *targets,
+            *exact,
+            "-I",
+            str(sources),
+            "-c",
+            str(source),
+            "-o",
+            str(result),
+        ]
+
+    def link(self, objects: Sequence[Path], result: Path) -> list[str]:
+        """Links the library."""
+        folder = self.torch_folder / "lib"
+        command = [self.host, "-shared", *map(str, objects), f"-L{folder}", "-ltorch", "-ltorch_cpu", "-lc10"]
+        if self.nvcc is not None:
+            command += ["-ltorch_cuda", "-lc10_cuda", f"-L{_cuda_home(self.nvcc) / 'lib64'}", "-lcudart"]
+        return [*command, f"-Wl,-rpath,{folder}", "-o", str(result)]
+
+
+def find_toolchain(cuda: str, architectures: tuple[str, ...], *, native: bool = False) -> Toolchain:
+    """Finds the compilers.
+
+    Args:
+        cuda: `yes`, `no`, or `auto`: if a CUDA compiler and a torch with CUDA are there.
+
+    Raises:
+        LaunchError: one that is needed is missing.
+    """
+    host = environment("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    if host is None:
+        raise LaunchError(
+            "No C++ compiler was found (CXX is not set, and there is neither g++ nor clang++ on PATH). Install one, "
+            "for example with `apt-get install g++`, and build again."
+        )
+    torch_folder = Path(torch.__file__).parent
+    if cuda == "no":
+        return Toolchain(host, torch_folder, native)
+    nvcc = _find_nvcc()
+    missing = []
+    if nvcc is None:
+        missing.append("nvcc is neither on PATH nor in CUDA_HOME")
+    if torch.version.cuda is None:
+        missing.append(f"torch {torch.__version__} was built without CUDA")
+    if missing and cuda == "yes":
+        raise LaunchError(
+            f"The kernels for GPUs cannot be built: {', and '.join(missing)} (--cuda yes). Install a CUDA toolkit and "
+            "a torch with CUDA, or build for the CPU only: --cuda no."
+        )
+    if missing:
+        return Toolchain(host, torch_folder, native)
+    return Toolchain(host, torch_folder, native, nvcc, architectures)
+
+
+def _find_nvcc() -> str | None:
+    home = environment("CUDA_HOME") or environment("CUDA_PATH")
+    named = Path(home) / "bin" / "nvcc" if home else None
+    return str(named) if named is not None and os.access(named, os.X_OK) else shutil.which("nvcc")
+
+
+def _cuda_home(nvcc: str) -> Path:
+    home = environment("CUDA_HOME") or environment("CUDA_PATH")
+    return Path(home) if home else Path(nvcc).resolve().parent.parent
+
+
+def _is_exact(source: Path) -> bool:
+    return source.parent.name in EXACT_OPERATIONS

@@ -1,0 +1,182 @@
+"""AdamW: torch's, the compiled one of csrc, or apex's; their states have the same names, so that a run saved with one
+resumes with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.errors import ConfigError
+from megatron.kernels.choice import Implementation
+
+Groups = Iterable[dict[str, Any]]
+
+
+def build_adamw(
+    groups: Groups, *, lr: float, betas: tuple[float, float], implementation: Implementation = Implementation.TORCH
+) -> torch.optim.Optimizer:
+    """AdamW over parameter groups, each with its `eps` and `weight_decay`.
+
+    Raises:
+        ConfigError: apex is asked for and not installed.
+    """
+    if implementation is Implementation.CSRC:
+        return AdamW(groups, lr=lr, betas=betas)
+    if implementation is Implementation.APEX:
+        return _apex_adam(groups, lr, betas)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW that updates a whole list of tensors in one launch.
+
+    Weights and moments are float32; gradients may be in half precision. State and options are those of
+    `torch.optim.AdamW(fused=True)`. A step whose gradients overflowed changes nothing, not even its count, and is
+    noticed on the device, without waiting for it.
+
+    Args:
+        lr: a number, or a float32 tensor of one element on the parameters' device.
+
+    Raises:
+        ConfigError: a parameter is not float32.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Groups,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        gradient_factor: float | torch.Tensor = 1.0,
+        skip: torch.Tensor | None = None,
+        copies: Sequence[Sequence[torch.Tensor]] | None = None,
+    ) -> float | None:
+        """Updates the parameters that have a gradient.
+
+        Args:
+            gradient_factor: gradients are multiplied by it; they stay as they are. A float32 tensor is read on the
+                device.
+            skip: one float32; unless it is 0, nothing changes.
+            copies: for each group and parameter, a tensor in half precision that receives the new weights.
+
+        Raises:
+            ConfigError: a parameter is not float32, or an option of `torch.optim.AdamW` is set that this one lacks.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # What torch.amp.GradScaler hands to optimizers that unscale by themselves.
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            gradient_factor = scale.reciprocal() * gradient_factor
+        skip = found if skip is None else skip
+        for number, group in enumerate(self.param_groups):
+            self._update(group, gradient_factor, skip, None if copies is None else copies[number])
+        return loss
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        gradient_factor: float | torch.Tensor,
+        skip: torch.Tensor | None,
+        copies: Sequence[torch.Tensor] | None,
+    ) -> None:
+        _check_options(group)
+        chosen = [number for number, parameter in enumerate(group["params"]) if parameter.grad is not None]
+        if not chosen:
+            return
+        parameters = [group["params"][number] for number in chosen]
+        states = [self._state_of(parameter) for parameter in parameters]
+        moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")]
+        on_device = [value if isinstance(value, torch.Tensor) else None for value in (group["lr"], gradient_factor)]
+        torch.ops.megatron.adamw_(
+            parameters,
+            [_alike(parameter.grad, parameter) for parameter in parameters],
+            *moments,
+            [] if copies is None else [copies[number] for number in chosen],
+            0.0 if on_device[0] is not None else group["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            1.0 if on_device[1] is not None else gradient_factor,
+            *on_device,
+            skip,
+        )
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state of a parameter; what is missing is zero."""
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"A weight of shape {list(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}, and the "
+                f"compiled AdamW updates float32 weights. Keep masters in float32, or use --kernels optimizer=torch."
+            )
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        step = state.get("step")
+        if not torch.is_tensor(step) or step.device != parameter.device:  # from a checkpoint of an optimizer not fused
+            number = 0.0 if step is None else float(step)
+            state["step"] = torch.full((), number, dtype=torch.float32, device=parameter.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+
+def count_updates(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, count: int) -> None:
+    """Sets how many updates of a parameter lie behind the optimizer's state: bias correction depends on it."""
+    if parameter in optimizer.state and torch.is_tensor(step := optimizer.state[parameter].get("step")):
+        step.fill_(float(count))
+    for group in optimizer.param_groups:
+        if "step" in group and any(parameter is other for other in group["params"]):
+            group["step"] = count
+
+
+def register() -> None:
+    """Tells torch that the compiled operation returns nothing; once, after the library is loaded."""
+    torch.library.register_fake("megatron::adamw_", lambda *arguments: None)
+
+
+def _alike(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient in the parameter's memory layout."""
+    return (
+        gradient
+        if gradient.stride() == parameter.stride()
+        else torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=gradient.dtype, device=gradient.device
+        ).copy_(gradient)
+    )
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    wrong = [name for name in ("amsgrad", "maximize", "differentiable") if group.get(name)]
+    if wrong:
+        raise ConfigError(
+            f"A group of parameters has {wrong[0]}=True, which the compiled AdamW does not know. Leave it out, or use "
+            f"--kernels optimizer=torch."
+        )
+
+
+def _apex_adam(groups: Groups, lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    """apex's FusedAdam, which counts steps per group; the count is there from the start, so that it can be restored."""
+    try:
+        from apex.optimizers import FusedAdam
+    except ImportError:
+        raise ConfigError(
+            "--kernels optimizer=apex: apex is not installed here. Install it, or use optimizer=csrc or optimizer=torch."
+        ) from None
+    optimizer: torch.optim.Optimizer = FusedAdam(groups, lr=lr, betas=betas, adam_w_mode=True)
+    for group in optimizer.param_groups:
+        group.setdefault("step", 0)
+    return optimizer

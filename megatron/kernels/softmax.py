@@ -1,0 +1,98 @@
+"""Scaled softmax over keys, plain, causal, masked or biased, with the stateless dropout of attention.
+
+The compiled operation takes one pass over the scores where torch's take one each for the scale, the bias, the mask, the
+softmax and dropout. It reads only the keys that a causal mask leaves visible, and keeps one tensor for backward: the
+probabilities before dropout. Those after it can be had from them and the hash, but not the other way, since a dropped
+probability has a gradient too; and scores, from which both follow, would have to be normalized again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.kernels.choice import Implementation
+from megatron.kernels.dropout_add import Dropout, dropout_add
+from megatron.kernels.hashing import signed
+
+_INFINITY = float("inf")
+
+
+def scaled_softmax(
+    scores: torch.Tensor,
+    scale: float = 1.0,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dropout: Dropout | None = None,
+    implementation: Implementation = Implementation.TORCH,
+) -> torch.Tensor:
+    """`dropout(softmax(scale * scores + bias))` in float32, rounded to the scores' dtype; 0 where every key is hidden.
+
+    Shapes: scores `[b, a, q, k]`; mask and bias `[b or 1, 1 or a, q or 1, k]`; rows of the dropout `[b, a, q]`; result
+    as scores.
+
+    Args:
+        causal: hides the keys that follow their query. The queries are the last q of the k positions.
+        mask: bool, true where a key is hidden.
+        bias: added to the scaled scores; float32 or of the scores' dtype.
+
+    Source: Vaswani et al., "Attention is all you need", 2017, equation 1.
+    """
+    if implementation is Implementation.CSRC:
+        rows, threshold, base = (
+            (None, 0, 0) if dropout is None else (dropout.rows, dropout.threshold, signed(dropout.column_base, 64))
+        )
+        result, _ = torch.ops.megatron.softmax(scores, scale, causal, mask, bias, rows, threshold, base)
+        return result  # type: ignore[no-any-return]
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
+    if bias is not None:
+        wide = wide + bias
+    if mask is not None:
+        wide = wide.masked_fill(mask, -_INFINITY)
+    if causal:
+        queries, keys = scores.shape[-2:]
+        later = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu_(keys - queries + 1)
+        wide = wide.masked_fill(later, -_INFINITY)
+    sees_nothing = (wide == -_INFINITY).all(dim=-1, keepdim=True)  # [b, a, q, 1]
+    probabilities = wide.masked_fill(sees_nothing, 0.0).softmax(dim=-1).masked_fill(sees_nothing, 0.0)
+    return dropout_add(probabilities.to(scores.dtype), dropout)
+
+
+def register() -> None:
+    """Tells torch the shapes and the gradient of the compiled operation; once, after the library is loaded."""
+    torch.library.register_fake("megatron::softmax", _shapes)
+    torch.library.register_fake("megatron::softmax_backward", lambda gradient, *_: gradient.new_empty(gradient.shape))
+    torch.library.register_autograd("megatron::softmax", _backward, setup_context=_keep)
+
+
+def _shapes(
+    scores: torch.Tensor, scale: float, causal: bool, mask: Any, bias: Any, rows: torch.Tensor | None, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return scores.new_empty(scores.shape), scores.new_empty(0 if rows is None else scores.shape)
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, ctx.scale, ctx.causal, _, bias, rows, ctx.threshold, ctx.column_base = inputs
+    result, probabilities = output
+    ctx.mark_non_differentiable(probabilities)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(result if rows is None else probabilities, rows)
+    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+
+
+def _backward(ctx, gradient, _):  # type: ignore[no-untyped-def]
+    nothing = (None,) * 8
+    if gradient is None:
+        return nothing
+    probabilities, rows = ctx.saved_tensors
+    needs_bias = ctx.needs_input_grad[4]
+    of_scores = torch.ops.megatron.softmax_backward(
+        gradient, probabilities, 1.0 if needs_bias else ctx.scale, ctx.causal, rows, ctx.threshold, ctx.column_base
+    )
+    if not needs_bias:
+        return of_scores, *nothing[1:]
+    shape, dtype = ctx.bias
+    return of_scores * ctx.scale, None, None, None, of_scores.sum_to_size(shape).to(dtype), None, None, None

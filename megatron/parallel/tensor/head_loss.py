@@ -1,0 +1,308 @@
+"""The losses of an output head, without ever holding the logits of a micro-batch.
+
+The head is the widest layer of a network: its logits `[b, s, v/t]`, and their gradient, take more memory than the
+activations of many blocks, and writing and reading them more time than the softmax itself. Here rows are multiplied out
+a chunk at a time, while the chunk stays in cache on a CPU. As the weight of each token in what is minimized is known
+beforehand, its gradients are computed at once, in place of the logits, and go into those of the hidden states and of
+the weight: the same three matrix products as ever, and one chunk of logits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from megatron.kernels.choice import Implementation
+from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
+from megatron.kernels.softcap import softcapped
+from megatron.parallel.mesh import Axis
+from megatron.parallel.tensor.cross_entropy import TokenLosses, VocabularySlice, losses_of
+
+# Logits of a chunk, and its fewest rows: below, adding to the weight's gradient costs more than the matrix products.
+# Measured on a CPU with 2 MiB of L2 cache a core; on a GPU from the bandwidth and peak rate of an H100.
+_CHUNK_VALUES_CPU, _CHUNK_ROWS_CPU = 1 << 22, 384
+_CHUNK_VALUES_GPU, _CHUNK_ROWS_GPU = 1 << 27, 2048
+
+
+class FactoredLogits(NamedTuple):
+    """Logits that have not been multiplied out: `hidden weight^T`, soft-capped.
+
+    Shapes: hidden `[b, s, h]`, weight `[v/t, h]`.
+
+    Attributes:
+        hidden: the input of the column-parallel product, after `copy_to`.
+        softcap: the cap of `megatron.kernels.softcap`, if any.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    softcap: float | None = None
+
+    def at(self, rows: torch.Tensor) -> torch.Tensor:
+        """The logits of some tokens. Shapes: rows `[n]` int64, as indices into `[b * s]`; result `[n, v/t]`."""
+        logits = F.linear(self.hidden.flatten(0, 1)[rows], self.weight)
+        return logits if self.softcap is None else softcapped(logits, self.softcap)
+
+
+class LossTerms(NamedTuple):
+    """What is minimized: (1 - e) cross-entropy + e cross-entropy with the uniform distribution + c (log normalizer)^2.
+
+    Attributes:
+        label_smoothing: e.
+        z_loss_coeff: c.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss_coeff: float = 0.0
+
+
+class HeadGradients(NamedTuple):
+    """The gradients of what is minimized, multiplied by a factor.
+
+    Shapes: of_hidden `[b, s, h]`, of_weight `[v/t, h]`, each None if it is not needed; factor `[]`, None stands for 1.
+    """
+
+    logits: FactoredLogits
+    of_hidden: torch.Tensor | None
+    of_weight: torch.Tensor | None
+    factor: torch.Tensor | None
+
+    def attached_to(self, value: torch.Tensor) -> torch.Tensor:
+        """The value of what is minimized, whose backward pass hands the gradients on. Shapes: `[]`."""
+        hidden, weight, _ = self.logits
+        return _Attach.apply(value, hidden, weight, self.of_hidden, self.of_weight, self.factor)  # type: ignore[no-any-return]
+
+
+class HeadLosses(NamedTuple):
+    """The losses of every token, whose derivatives are not recorded, and the gradients of what is minimized.
+
+    Attributes:
+        gradients: None where autograd records nothing.
+    """
+
+    tokens: TokenLosses
+    gradients: HeadGradients | None
+
+
+def head_losses(
+    logits: FactoredLogits,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    axis: Axis,
+    vocab_size: int,
+    terms: LossTerms,
+    *,
+    factor: torch.Tensor | None = None,
+    chunk_rows: int | None = None,
+    implementation: Implementation = Implementation.TORCH,
+) -> HeadLosses:
+    """The losses of every token, and the gradients of their weighted sum.
+
+    On a CPU the products are computed in float32, also of half-precision factors: processors without such instructions
+    convert them anyway, several times, and the losses do not depend on the machine.
+
+    Shapes: labels `[b, s]` int64, weights `[b, s]`.
+
+    Args:
+        weights: the weight of each token in the sum that is minimized; tokens of weight 0 are ignored, and their losses
+            are not computed.
+        axis: the tensor-parallel axis that splits the vocabulary.
+        vocab_size: vocabulary size without padding.
+        factor: what the gradients are multiplied by. If it is what the derivative of the sum will be, they have the
+            range in float16 that the loss scale was chosen for, and need no further multiplication. `[]`.
+        chunk_rows: the most tokens whose logits are held at once; does not affect the losses.
+    """
+    is_trained = torch.is_grad_enabled() and (logits.hidden.requires_grad or logits.weight.requires_grad)
+    with torch.no_grad():
+        tokens = _Tokens.of(logits.hidden, labels, weights)
+        head = _Head(logits, axis, vocab_size, terms, implementation)
+        sums = _GradientSums(logits, tokens) if is_trained else None
+        losses = []
+        for chunk in _chunks(len(tokens.labels), chunk_rows or head.chunk_rows):
+            part = tokens.chunk(chunk, head.dtype)
+            product = head.multiplied(part.hidden)
+            losses.append(head.losses(product, part.labels))
+            if sums is not None:
+                scaled = part.weights if factor is None else part.weights * factor
+                sums.add(chunk, head.gradient_(product, part.labels, losses[-1], scaled), part.hidden, head.weight)
+        gradients = None if sums is None else HeadGradients(logits, sums.of_hidden(), sums.of_weight(), factor)
+        return HeadLosses(tokens.spread(losses), gradients)
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, hidden, weight, *gradients):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*gradients)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, derivative):  # type: ignore[no-untyped-def]
+        of_hidden, of_weight, factor = ctx.saved_tensors
+        ratio = derivative if factor is None else derivative / factor
+        if ratio.is_cuda or ratio != 1:  # a GPU is not asked, since the host would wait for the answer
+            for gradient in (of_hidden, of_weight):
+                if gradient is not None:
+                    gradient.mul_(ratio)
+        return None, of_hidden, of_weight, None, None, None
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a micro-batch that count. Shapes: hidden `[n, h]`; labels, weights and places `[n]`.
+
+    Attributes:
+        places: their places among the tokens of the micro-batch; None if all count.
+        shape: that of the labels of the micro-batch.
+    """
+
+    hidden: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+    places: torch.Tensor | None
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> _Tokens:
+        """Leaves out tokens of weight 0, unless all are; on a GPU the host would have to wait for their number."""
+        rows, flat, weight = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), weights.reshape(-1)
+        places = None if hidden.is_cuda else weight.nonzero().squeeze(1)
+        if places is None or len(places) in (0, len(weight)):
+            return cls(rows, flat, weight, None, labels.shape)
+        return cls(rows[places], flat[places], weight[places], places, labels.shape)
+
+    def chunk(self, chunk: slice, dtype: torch.dtype) -> _Tokens:
+        """Some of them, with hidden states in another dtype."""
+        return self._replace(
+            hidden=self.hidden[chunk].to(dtype), labels=self.labels[chunk], weights=self.weights[chunk]
+        )
+
+    def spread(self, losses: list[TokenLosses]) -> TokenLosses:
+        """Joins the losses of chunks, and puts 0 where a token does not count. Shapes: `[b, s]`."""
+        uniform = [part.uniform for part in losses if part.uniform is not None]
+        return TokenLosses(
+            self.placed(torch.cat([part.cross_entropy for part in losses])),
+            self.placed(torch.cat([part.log_normalizer for part in losses])),
+            self.placed(torch.cat(uniform)) if uniform else None,
+        )
+
+    def placed(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the tokens that count, at their places in the micro-batch; 0 elsewhere."""
+        if self.places is not None:
+            values = values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy_(0, self.places, values)
+        return values.view(*self.shape, *values.shape[1:])
+
+
+class _Head:
+    """Logits, losses and gradients of a chunk of tokens; one chunk of logits is held, and written over."""
+
+    def __init__(
+        self,
+        logits: FactoredLogits,
+        axis: Axis,
+        vocab_size: int,
+        terms: LossTerms,
+        implementation: Implementation,
+    ) -> None:
+        weight = logits.weight.detach()
+        is_converted = not weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+        self.dtype = torch.float32 if is_converted else weight.dtype
+        self.weight = weight.to(self.dtype)
+        self.softcap, self.axis, self.terms, self.implementation = logits.softcap, axis, terms, implementation
+        self.vocabulary = VocabularySlice.of(axis, weight.shape[0], vocab_size)
+        self._held: torch.Tensor | None = None
+
+    @property
+    def chunk_rows(self) -> int:
+        """How many tokens a chunk has if nothing else is said."""
+        columns, is_cuda = max(1, self.weight.shape[0]), self.weight.is_cuda
+        if is_cuda:
+            return max(_CHUNK_ROWS_GPU, _CHUNK_VALUES_GPU // columns)
+        return max(_CHUNK_ROWS_CPU, _CHUNK_VALUES_CPU // columns)
+
+    def multiplied(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits without soft-cap, in memory that the next call reuses. Shapes: `[n, h]` to `[n, v/t]`."""
+        if self._held is None:  # the first chunk is the largest
+            self._held = hidden.new_empty(hidden.shape[0], self.weight.shape[0])
+        return torch.mm(hidden, self.weight.t(), out=self._held[: hidden.shape[0]])
+
+    def losses(self, product: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
+        """The losses of each token. Shapes: `[n]`."""
+        statistics = logit_statistics(
+            product,
+            labels - self.vocabulary.first,
+            self.vocabulary.valid,
+            softcap=self.softcap,
+            with_whole=self.terms.label_smoothing > 0,
+            implementation=self.implementation,
+        )
+        return losses_of(statistics, self.axis, self.vocabulary)
+
+    def gradient_(
+        self, product: torch.Tensor, labels: torch.Tensor, losses: TokenLosses, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Replaces logits by the gradient of the weighted sum of what is minimized."""
+        smoothing, coefficient = self.terms
+        return logit_gradient(
+            product,
+            labels - self.vocabulary.first,
+            losses.log_normalizer,
+            LossGradients(
+                of_label=weights * (1 - smoothing) if smoothing else weights,
+                of_normalizer=2 * coefficient * losses.log_normalizer * weights if coefficient else None,
+                of_uniform=weights * smoothing if smoothing else None,
+            ),
+            self.vocabulary.valid,
+            self.vocabulary.vocab_size,
+            softcap=self.softcap,
+            in_place=True,
+            implementation=self.implementation,
+        )
+
+
+class _GradientSums:
+    """The gradients of hidden states and weight, chunk by chunk.
+
+    Over several chunks the gradient of a half-precision weight is summed in float32: otherwise every chunk would round
+    the whole sum to 8 or 11 bits, and the result would depend on their number.
+    """
+
+    def __init__(self, logits: FactoredLogits, tokens: _Tokens) -> None:
+        self._logits, self._tokens = logits, tokens
+        self._of_hidden = torch.empty_like(tokens.hidden) if logits.hidden.requires_grad else None
+        self._of_weight: torch.Tensor | None = None
+
+    def add(self, chunk: slice, gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        """Adds the two products of a chunk. Shapes: gradient `[n, v/t]`, hidden `[n, h]`, weight `[v/t, h]`."""
+        if self._of_hidden is not None:
+            place = self._of_hidden[chunk]
+            if place.dtype == gradient.dtype:
+                torch.mm(gradient, weight, out=place)
+            else:
+                place.copy_(gradient @ weight)
+        if not self._logits.weight.requires_grad:
+            return
+        if self._of_weight is None:
+            is_only = hidden.shape[0] == self._tokens.hidden.shape[0]
+            total = gradient.t() @ hidden
+            self._of_weight = total if is_only else total.to(torch.promote_types(total.dtype, torch.float32))
+        elif self._of_weight.dtype == gradient.dtype:
+            self._of_weight.addmm_(gradient.t(), hidden)
+        else:
+            self._of_weight.add_(gradient.t() @ hidden)
+
+    def of_hidden(self) -> torch.Tensor | None:
+        """Shapes: `[b, s, h]`."""
+        return None if self._of_hidden is None else self._tokens.placed(self._of_hidden)
+
+    def of_weight(self) -> torch.Tensor | None:
+        """Shapes: `[v/t, h]`."""
+        return None if self._of_weight is None else self._of_weight.to(self._logits.weight.dtype)
+
+
+def _chunks(count: int, most: int) -> list[slice]:
+    """Chunks of equal size, but for the last."""
+    size = -(-count // -(-count // most))
+    return [slice(first, min(count, first + size)) for first in range(0, count, size)]

@@ -1,0 +1,179 @@
+"""Both forms of attention against the formula in float64, forward and backward."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron.kernels import products
+from megatron.kernels.attention import dense as attention_file
+from megatron.kernels.attention.dense import attention, explicit_attention
+
+INFINITY = float("inf")
+
+
+def _heads(
+    dtype: torch.dtype = torch.float64, groups: int = 4, keys: int = 7, batch: int = 2, queries: int = 7
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((batch, 4, queries, 4), (batch, groups, keys, 4), (batch, groups, keys, 4))
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def _bias(name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor | None:
+    """Biases of every shape that the network uses, for 2 samples, 4 heads and 7 tokens."""
+    visible = torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()
+    visible[1, 0, 4:, :4] = False
+    per_key = torch.arange(7.0, dtype=torch.float64) * torch.tensor([0.5, 0.25, 0.1, 0.0])[:, None]  # [a, k]
+    match name:
+        case "documents":
+            bias = torch.zeros(2, 1, 7, 7, dtype=torch.float64).masked_fill(~visible, -INFINITY)
+        case "sample":
+            bias = torch.zeros(1, 1, 7, 7, dtype=torch.float64).masked_fill(~visible[1:], -INFINITY)
+        case "alibi":
+            bias = per_key[None, :, None]  # [1, a, 1, k]
+        case "alibi and documents":
+            bias = per_key[None, :, None] + torch.zeros(2, 1, 7, 7).masked_fill(~visible, -INFINITY)
+        case "nothing visible":
+            visible[0, 0, 2] = False
+            bias = torch.zeros(2, 1, 7, 7, dtype=torch.float64).masked_fill(~visible, -INFINITY)
+        case _:
+            return None
+    return bias.to(dtype)
+
+
+def _formula(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    *,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
+    scores = torch.einsum("basd,bakd->bask", query, key) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    weights = scores.exp()
+    if bias is not None:
+        weights = weights * bias.to(scores.dtype).exp()
+    if causal:
+        weights = weights.tril(key.shape[2] - query.shape[2])
+    total = weights.sum(-1, keepdim=True)
+    return torch.einsum("bask,bakd->basd", weights / total.masked_fill(total == 0, 1), value)
+
+
+def _with_gradients(operation: partial, heads: list[torch.Tensor]) -> list[torch.Tensor]:
+    y = operation(*heads, 0.4)
+    weights = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, heads, weights)]
+
+
+CASES = [
+    (bias, causal, softcap)
+    for softcap in (None, 0.7)
+    for bias, causal in (
+        ("none", True),
+        ("none", False),
+        ("documents", False),
+        ("sample", False),
+        ("alibi", True),
+        ("alibi and documents", False),
+        ("nothing visible", False),
+    )
+]
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize(("bias", "causal", "softcap"), CASES)
+def test_both_forms_equal_the_formula(bias: str, causal: bool, softcap: float | None, groups: int) -> None:
+    options = {"bias": _bias(bias), "causal": causal, "softcap": softcap}
+    expected = _with_gradients(partial(_formula, **options), _heads(groups=groups))
+    for form in (attention, explicit_attention):
+        found = _with_gradients(partial(form, **options), _heads(groups=groups))
+        for part, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(part, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize(("bias", "causal", "softcap"), CASES)
+def test_training_precision(bias: str, causal: bool, softcap: float | None, groups: int, dtype: torch.dtype) -> None:
+    wide = [head.detach().double().requires_grad_() for head in _heads(dtype, groups)]
+    expected = _with_gradients(partial(_formula, bias=_bias(bias), causal=causal, softcap=softcap), wide)
+    tolerance = 2e-5 if dtype == torch.float32 else 4e-2
+    for form in (attention, explicit_attention):
+        options = {"bias": _bias(bias, torch.float32), "causal": causal, "softcap": softcap}
+        for part, reference in zip(
+            _with_gradients(partial(form, **options), _heads(dtype, groups)), expected, strict=True
+        ):
+            assert part.dtype == dtype
+            torch.testing.assert_close(part.double(), reference, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_queries_are_the_last_positions(queries: int, softcap: float | None) -> None:
+    for form in (attention, explicit_attention):
+        query, key, value = _heads(groups=2)
+        whole = form(query, key, value, 0.4, causal=True, softcap=softcap)
+        last = form(query[:, :, -queries:], key, value, 0.4, causal=True, softcap=softcap)
+        torch.testing.assert_close(last, whole[:, :, -queries:])
+
+
+def test_one_sample_and_heads_with_their_own_bias() -> None:
+    heads = _heads(batch=1)
+    bias = torch.randn(1, 4, 7, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = _with_gradients(partial(_formula, bias=bias), heads)
+    for part, reference in zip(_with_gradients(partial(explicit_attention, bias=bias), heads), expected, strict=True):
+        torch.testing.assert_close(part, reference)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_explicit_attention_drops_probabilities(softcap: float | None) -> None:
+    heads = _heads(groups=2)
+    halved = explicit_attention(*heads, 0.4, lambda x: x / 2, causal=True, softcap=softcap)
+    torch.testing.assert_close(2 * halved, explicit_attention(*heads, 0.4, causal=True, softcap=softcap))
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_dropout_drops_and_keeps_the_mean(softcap: float | None) -> None:
+    torch.manual_seed(1)
+    query, key, value = _heads(batch=200)
+    ones = torch.ones_like(value)
+    y = attention(query, key, ones, 0.4, dropout=0.25, softcap=softcap)
+    y = y.detach()
+    assert y.std() > 0.1 and abs(float(y.mean()) - 1) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("dtype", "groups", "keys", "is_training", "dropout", "expected"),
+    [
+        (torch.bfloat16, 2, 512, True, 0.0, True),
+        (torch.bfloat16, 2, 513, True, 0.0, False),
+        (torch.bfloat16, 4, 512, True, 0.0, False),
+        (torch.bfloat16, 2, 512, False, 0.0, False),
+        (torch.bfloat16, 2, 512, True, 0.1, False),
+        (torch.float32, 2, 512, True, 0.0, False),
+    ],
+)
+def test_which_attention_is_explicit(
+    dtype: torch.dtype,
+    groups: int,
+    keys: int,
+    is_training: bool,
+    dropout: float,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "has_bfloat16_products", lambda: True)
+    calls = []
+    monkeypatch.setattr(attention_file, "explicit_attention", lambda *_, **__: calls.append(1))
+    heads = [head.detach().requires_grad_(is_training) for head in _heads(dtype, groups, keys, queries=keys)]
+    attention(*heads, 0.4, causal=True, dropout=dropout)
+    assert bool(calls) is expected

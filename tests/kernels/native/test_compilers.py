@@ -1,0 +1,19 @@
+"""The commands of a build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.kernels.native.compilers import Toolchain
+
+
+def test_flags_follow_the_operation_and_the_machine(tmp_path: Path) -> None:
+    cpu = Toolchain("g++", tmp_path, native=True)
+    exact, fast = (cpu.compile_host(tmp_path, tmp_path / name / "x.cpp", tmp_path) for name in ("dropout_add", "norm"))
+    assert "-ffp-contract=off" in exact and "-ffp-contract=fast" in fast and "-march=native" in fast
+    both = Toolchain("g++", tmp_path, nvcc="/cuda/bin/nvcc", architectures=("80", "90"))
+    device = both.compile_device(tmp_path, tmp_path / "dropout_add" / "x.cu", tmp_path)
+    assert [word[-5:] for word in device if "gencode" in word] == ["sm_80", "sm_90"]
+    assert "--fmad=false" in device
+    assert "-DMEGATRON_WITH_CUDA" in both.compile_host(tmp_path, tmp_path / "norm" / "x.cpp", tmp_path)
+    assert {"-ltorch_cuda", "-lcudart"} <= set(both.link([], tmp_path)) and "-lcudart" not in cpu.link([], tmp_path)

@@ -1,0 +1,60 @@
+"""A library that does not fit is noticed, said in one line, and not used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.kernels.native.library import LIBRARY, RECORD, Library, default_folder, library
+
+
+def test_a_fitting_library_has_its_operations_on_the_cpu(compiled: Library) -> None:
+    assert library(compiled.folder) is compiled
+    assert compiled.has("dropout_add", "cpu")
+    assert not compiled.has("no_such_operation", "cpu") and not compiled.has("dropout_add", "meta")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"torch": "1.0.0"}, "they were built for torch 1.0.0, and this is torch"),
+        ({"machine": "vax"}, "they were built for vax, and this machine is"),
+        ({"interface": 0}, "they have interface 0, and this version of the project needs"),
+        ({"operations": None}, "it cannot be loaded (TypeError"),
+        ({}, "it cannot be loaded (OSError"),
+    ],
+)
+def test_another_library_is_not_used(
+    compiled: Library, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: dict[str, object], sentence: str
+) -> None:
+    assert library(tmp_path / "nothing") is None
+    record = json.loads((compiled.folder / RECORD).read_text("utf-8"))
+    (tmp_path / RECORD).write_text(json.dumps({**record, **change}), "utf-8")
+    if change:
+        shutil.copy(compiled.folder / LIBRARY, tmp_path / LIBRARY)
+    else:
+        (tmp_path / LIBRARY).write_bytes(b"not a library")
+    for _ in range(2):
+        assert library(tmp_path) is None
+    said = capfd.readouterr()
+    text = said.out + said.err
+    assert text.count("are not used: " + sentence) == 1 and "python tools/build_kernels.py" in text
+
+
+def test_the_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert default_folder().name == "binaries"
+    monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
+    assert default_folder() == tmp_path
+
+
+def test_code_for_a_gpu_runs_on_later_minor_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built = Library(tmp_path, 1, torch.__version__, "x86_64", ("norm",), (80, 90))
+    found = {}
+    for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, at=capability: at)
+        found[capability] = built.has("norm", "cuda")
+    assert [capability for capability, runs in found.items() if runs] == [(8, 0), (8, 9), (9, 0)]

@@ -1,0 +1,47 @@
+"""Products through float32 are as exact as torch's, and keep the dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.kernels import products
+from megatron.kernels.attention.dense import attention
+from megatron.kernels.products import has_bfloat16_products, linear, needs_widening
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_wide_products_are_as_exact_as_torchs(monkeypatch: pytest.MonkeyPatch, with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, 7, 33), (9, 33), (9,), (2, 7, 9))
+    x, weight, bias, gradient = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    inputs = [x, weight, *([bias] if with_bias else [])]
+    found = []
+    for wide in (True, False):
+        monkeypatch.setattr(products, "has_bfloat16_products", lambda wide=wide: not wide)
+        leaves = [part.clone().requires_grad_() for part in inputs]
+        y = linear(*leaves)
+        found.append([y.detach(), *torch.autograd.grad(y, leaves, gradient)])
+        assert y.dtype == torch.bfloat16 and needs_widening(x) == wide
+    exact = [part.double().requires_grad_() for part in inputs]
+    expected = F.linear(*exact)
+    references = [expected.detach(), *torch.autograd.grad(expected, exact, gradient.double())]
+    for reference, ours, torchs in zip(references, *found, strict=True):
+        assert (ours - reference).abs().max() <= 1.1 * (torchs - reference).abs().max() + 2**-8
+
+
+def test_attention_goes_through_float32_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = torch.randn(3, 1, 2, 5, 4).bfloat16().unbind()
+    monkeypatch.setattr(products, "has_bfloat16_products", lambda: False)
+    found = attention(query, key, value, 0.5, causal=True)
+    exact = attention(query.float(), key.float(), value.float(), 0.5, causal=True)
+    assert torch.equal(found, exact.bfloat16())
+
+
+def test_only_bfloat16_on_a_cpu_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "has_bfloat16_products", lambda: False)
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    assert [needs_widening(torch.zeros(1, dtype=dtype)) for dtype in dtypes] == [False, False, True]
+    assert not needs_widening(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
+    assert isinstance(has_bfloat16_products(), bool)

@@ -1,0 +1,179 @@
+"""The softmax of attention: the reference against its definition, and the compiled operation against the reference."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron.kernels.choice import Implementation
+from megatron.kernels.dropout_add import Dropout
+from megatron.kernels.native.library import Library
+from megatron.kernels.softmax import scaled_softmax
+
+INFINITY = float("inf")
+SCALE = 0.37
+compiled_softmax = partial(scaled_softmax, implementation=Implementation.CSRC)
+# Shape, and of mask and bias which dimensions are not broadcast, as bits of (sample, head, query); None for neither.
+CASES = [
+    ((1, 1, 1, 1), False, None, None),
+    ((2, 3, 5, 7), True, (1, 0, 1), None),
+    ((2, 2, 4, 129), False, (1, 0, 0), (0, 1, 1)),
+    ((1, 2, 9, 4), True, None, (1, 1, 0)),
+    ((2, 1, 130, 257), True, (0, 0, 1), (0, 1, 0)),
+]
+
+
+def _dropout(shape: tuple[int, ...], threshold: int = 20000) -> Dropout:
+    rows = torch.randint(-(2**62), 2**62, shape[:3], generator=torch.Generator().manual_seed(9))
+    return Dropout(rows, threshold, 0x9E3779B97F4A7C15)
+
+
+def _broadcast(shape: tuple[int, ...], kept: tuple[int, ...] | None) -> list[int] | None:
+    if kept is None:
+        return None
+    return [size if keeps else 1 for size, keeps in zip(shape, (*kept, 1), strict=True)]
+
+
+def _inputs(case: tuple, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    shape, causal, mask_kept, bias_kept = case
+    generator = torch.Generator().manual_seed(4)
+    scores, gradient = (3 * torch.randn(2, *shape, generator=generator, dtype=torch.float64)).to(dtype)
+    mask_shape, bias_shape = _broadcast(shape, mask_kept), _broadcast(shape, bias_kept)
+    options = {"causal": causal, "mask": None, "bias": None, "dropout": _dropout(shape)}
+    if mask_shape is not None:
+        options["mask"] = torch.rand(mask_shape, generator=generator) < 0.3
+        options["mask"][-1, -1, -1] = True
+    if bias_shape is not None:
+        options["bias"] = torch.randn(bias_shape, generator=generator).to(dtype)
+    return scores.requires_grad_(), gradient, options
+
+
+def _with_gradient(softmax: partial, scores: torch.Tensor, gradient: torch.Tensor, options: dict) -> list[torch.Tensor]:
+    y = softmax(scores, SCALE, **options)
+    return [y.detach(), *torch.autograd.grad(y, scores, gradient)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reference_is_the_definition(case: tuple) -> None:
+    scores, _, options = _inputs(case, torch.float64)
+    dropout, options["dropout"] = options["dropout"], None
+    weights = (scores * SCALE if options["bias"] is None else scores * SCALE + options["bias"]).exp()
+    if options["mask"] is not None:
+        weights = weights * ~options["mask"]
+    if options["causal"]:
+        weights = weights.tril(scores.shape[3] - scores.shape[2])
+    total = weights.sum(-1, keepdim=True)
+    expected = weights / total.masked_fill(total == 0, 1)
+    torch.testing.assert_close(scaled_softmax(scores, SCALE, **options), expected)
+    dropped = scaled_softmax(scores, SCALE, **{**options, "dropout": dropout})
+    torch.testing.assert_close(dropped, expected * dropout.kept(scores.shape[3]) * dropout.scale)
+    assert options["mask"] is None or not dropped[-1, -1, -1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_compiled_is_as_exact_as_the_reference(compiled: Library, dtype: torch.dtype) -> None:
+    for case in CASES:
+        scores, gradient, options = _inputs(case, dtype)
+        wide = {**options, "bias": None if options["bias"] is None else options["bias"].double()}
+        for drops in (True, False):
+            chosen = {} if drops else {"dropout": None}
+            exact = _with_gradient(
+                scaled_softmax, scores.detach().double().requires_grad_(), gradient.double(), {**wide, **chosen}
+            )
+            expected = _with_gradient(scaled_softmax, scores, gradient, {**options, **chosen})
+            found = _with_gradient(compiled_softmax, scores, gradient, {**options, **chosen})
+            for reference, one, other in zip(exact, expected, found, strict=True):
+                assert other.dtype == dtype
+                assert torch.equal(other == 0, one == 0) or dtype == torch.float16  # whose small ones round to 0
+                own_error = (one - reference).abs().max()  # none in float64, which is the reference
+                ulps = 4 if dtype == torch.float64 else 1
+                allowed = 1.1 * own_error + ulps * torch.finfo(dtype).eps * reference.abs().max()
+                assert (other - reference).abs().max() <= allowed
+            if options["mask"] is not None:
+                assert not found[0][-1, -1, -1].any() and not found[1][-1, -1, -1].any()
+
+
+def test_mixed_dtypes_views_and_infinite_biases(compiled: Library) -> None:
+    whole = torch.randn(2, 5, 11, 3, generator=torch.Generator().manual_seed(1))
+    views = (whole.permute(0, 3, 1, 2), whole.flatten()[1:265].view(2, 3, 4, 11))
+    for view in views:
+        for dtype in (torch.float32, torch.bfloat16):
+            queries, keys = view.shape[2:]
+            bias = torch.zeros(1, 1, queries, keys).masked_fill(torch.rand(queries, keys) < 0.5, -INFINITY)
+            bias[0, 0, 1] = -INFINITY
+            strided = bias.transpose(2, 3).contiguous().transpose(2, 3)
+            for own in (bias, strided, bias.to(dtype)):
+                found = compiled_softmax(view.to(dtype), 0.5, bias=own, causal=True)
+                expected = scaled_softmax(view.to(dtype), 0.5, bias=own, causal=True)
+                assert found.dtype == dtype and not found[:, :, 1].any()
+                torch.testing.assert_close(found, expected, atol=1e-2 if dtype == torch.bfloat16 else 1e-6, rtol=1e-2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled_softmax(views[0].bfloat16(), bias=torch.zeros(1, 1, 1, 11)).dtype == torch.bfloat16
+    for shape in ((0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)):
+        assert compiled_softmax(torch.zeros(shape)).shape == shape
+
+
+def test_numbers_that_are_not_finite(compiled: Library) -> None:
+    nan = float("nan")
+    scores = torch.zeros(1, 1, 5, 40)
+    scores[0, 0, 0, 3], scores[0, 0, 1] = nan, nan
+    scores[0, 0, 2, 5], scores[0, 0, 3, 7], scores[0, 0, 4, 20:] = INFINITY, -INFINITY, 3e38
+    found, expected = compiled_softmax(scores), scaled_softmax(scores)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert found[0, 0, :3].isnan().all() and not found[0, 0, 3:].isnan().any()
+
+
+def test_threads_repetition_and_gradients_of_others(compiled: Library) -> None:
+    scores, gradient, options = _inputs(((2, 4, 65, 130), True, (1, 0, 0), (0, 1, 0)), torch.float32)
+    before, results = torch.get_num_threads(), []
+    kept = gradient.clone()
+    try:
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            results.append(_with_gradient(compiled_softmax, scores, gradient, options))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(results[0], other, strict=True))
+    assert torch.equal(gradient, kept)
+    bias = options["bias"].requires_grad_()
+    of_bias = [
+        torch.autograd.grad(softmax(scores, SCALE, **options), (scores, bias), gradient)
+        for softmax in (compiled_softmax, scaled_softmax)
+    ]
+    for one, other in zip(*of_bias, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_torch_knows_the_operation(compiled: Library) -> None:
+    scores, gradient, options = _inputs(((2, 2, 3, 5), True, (1, 0, 0), (0, 1, 0)), torch.float64)
+    rows = options["dropout"].rows
+    with_dropout = (SCALE, True, options["mask"], options["bias"], rows, 20000, -7)
+    torch.library.opcheck(torch.ops.megatron.softmax.default, (scores, *with_dropout))
+    torch.library.opcheck(torch.ops.megatron.softmax.default, (scores, SCALE, False, None, None, None, 0, 0))
+    probabilities = scores.detach().softmax(-1)
+    backward = (gradient, probabilities, SCALE, True, rows, 20000, -7)
+    torch.library.opcheck(torch.ops.megatron.softmax_backward.default, backward)
+    assert torch.autograd.gradcheck(
+        lambda x, bias: compiled_softmax(x, SCALE, **{**options, "bias": bias}),
+        (scores, options["bias"].requires_grad_()),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"mask": torch.zeros(1, 1, 1, 4)}, "the mask must be bool, true where a key is hidden, not Float"),
+        ({"mask": torch.zeros(1, 1, 1, 3, dtype=torch.bool)}, r"the mask must be .* for scores \[1, 2, 3, 4\], not"),
+        ({"bias": torch.zeros(1, 1, 1, 4, dtype=torch.float64)}, "the bias must be float32 or Float like the scores"),
+        ({"dropout": Dropout(torch.zeros(3, dtype=torch.int64), 5, 1)}, r"contiguous int64 \[1, 2, 3\] on cpu, not"),
+        ({"dropout": _dropout((1, 2, 3), 70000)}, "threshold must be within 1 and 65536, not 70000"),
+    ],
+)
+def test_wrong_operands_are_refused(compiled: Library, options: dict, sentence: str) -> None:
+    with pytest.raises(RuntimeError, match=sentence):
+        compiled_softmax(torch.zeros(1, 2, 3, 4), **options)
+    with pytest.raises(RuntimeError, match=r"scores must be \[b, a, q, k\], not \[2, 3\]"):
+        compiled_softmax(torch.zeros(2, 3))
