@@ -9,12 +9,12 @@ from types import MappingProxyType
 import torch
 
 from megatron.kernels.activations import activation, gated
+from megatron.kernels.attention.softmax import scaled_softmax
 from megatron.kernels.choice import Implementation
 from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
 from megatron.kernels.dropout_add import Dropout, dropout_add
 from megatron.kernels.norms import add_layer_norm, layer_norm, rms_norm
 from megatron.kernels.rotary import rotate_both
-from megatron.kernels.softmax import scaled_softmax
 
 Outputs = Sequence[torch.Tensor]
 

@@ -174,7 +174,8 @@ def _apex_adam(groups: Groups, lr: float, betas: tuple[float, float]) -> torch.o
         from apex.optimizers import FusedAdam
     except ImportError:
         raise ConfigError(
-            "--kernels optimizer=apex: apex is not installed here. Install it, or use optimizer=csrc or optimizer=torch."
+            "--kernels optimizer=apex: apex is not installed here. Install it, or use optimizer=csrc or "
+            "optimizer=torch."
         ) from None
     optimizer: torch.optim.Optimizer = FusedAdam(groups, lr=lr, betas=betas, adam_w_mode=True)
     for group in optimizer.param_groups:

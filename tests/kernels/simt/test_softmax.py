@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from megatron.kernels.attention.softmax import scaled_softmax
 from megatron.kernels.dropout_add import Dropout
 from megatron.kernels.hashing import signed
-from megatron.kernels.softmax import scaled_softmax
 from tests.kernels.simt import emulator
 
 SCALE = 0.37

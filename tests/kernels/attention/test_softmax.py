@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
+from megatron.kernels.attention.softmax import scaled_softmax
 from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import Dropout
 from megatron.kernels.native.library import Library
-from megatron.kernels.softmax import scaled_softmax
 
 INFINITY = float("inf")
 SCALE = 0.37
