@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.kernels.choice import Implementation
 from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
 from megatron.kernels.native.library import Library
+from megatron.parallel.mesh import Axis
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_losses
+from megatron.parallel.tensor.head_loss import FactoredLogits, LossTerms, head_losses
 
 CSRC, TORCH = Implementation.CSRC, Implementation.TORCH
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -113,6 +117,29 @@ def test_torch_knows_the_operations(compiled: Library) -> None:
     settings = (labels, logits.logsumexp(1), gradients.of_label, None, gradients.of_uniform, 6, 9, 2.0)
     torch.library.opcheck(operations.logit_gradient.default, (logits, *settings))
     torch.library.opcheck(operations.logit_gradient_.default, (logits, *settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_and_gradients_of_the_head(compiled: Library, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    tokens, weight = torch.randn(2, 9, 8, generator=generator), torch.randn(32, 8, generator=generator)
+    labels, weights = torch.randint(0, 21, (2, 9), generator=generator), torch.rand(2, 9, generator=generator)
+    axis, found = Axis.single("tp"), []
+    for chosen in (TORCH, CSRC):
+        hidden, table = (part.to(dtype, copy=True).requires_grad_() for part in (tokens, weight))
+        factors = FactoredLogits(hidden, table, 4.0)
+        losses, gradients = head_losses(
+            factors, labels, weights, axis, 21, LossTerms(0.1, 0.01), chunk_rows=5, implementation=chosen
+        )
+        logits = F.linear(tokens, weight).requires_grad_()
+        whole = vocab_parallel_losses(logits, labels, axis, 21, with_uniform=True, implementation=chosen)
+        (torch.stack(whole) * torch.tensor([1.0, 0.1, 0.2])[:, None, None]).sum().backward()
+        assert gradients is not None
+        found.append(
+            [*losses, gradients.of_hidden, gradients.of_weight, *(part.detach() for part in whole), logits.grad]
+        )
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_wrong_shapes_are_refused(compiled: Library) -> None:
