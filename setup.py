@@ -1,19 +1,22 @@
-"""Builds the optional compiled index builder and lists the packages; everything else is in pyproject.toml.
+"""Builds the optional compiled parts and lists the packages; everything else is in pyproject.toml.
 
-The build needs a C++17 compiler and pybind11 (a build requirement), not torch and not CUDA. Without a compiler the
-package is still installed and uses NumPy, with the same results.
+The index builder needs a C++17 compiler and pybind11 (a build requirement), not torch and not CUDA. Without a compiler
+the package is still installed and uses NumPy, with the same results. The fused operations of csrc/ops are built only on
+request, `MEGATRON_BUILD_KERNELS=1 pip install --no-build-isolation .`, for the torch that is installed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pybind11
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 SKIP_VARIABLE = "MEGATRON_SKIP_EXTENSIONS"
+KERNELS_VARIABLE = "MEGATRON_BUILD_KERNELS"
 
 
 class OptionalBuild(build_ext):
@@ -24,6 +27,8 @@ class OptionalBuild(build_ext):
             _warn(f"{SKIP_VARIABLE} is set")
             return
         super().run()
+        if os.environ.get(KERNELS_VARIABLE):
+            _build_kernels(Path("." if self.inplace else self.build_lib) / "megatron" / "kernels" / "binaries")
 
     def build_extension(self, extension: Extension) -> None:
         try:
@@ -45,6 +50,22 @@ class OptionalBuild(build_ext):
 
     def _built_path(self, extension: Extension) -> str:
         return os.path.join(self.build_lib, self.get_ext_filename(self.get_ext_fullname(extension.name)))
+
+
+def _build_kernels(folder: Path) -> None:
+    """Builds the fused operations, and fails if that fails: they were asked for."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    try:
+        from megatron.kernels.native.builder import BuildRequest, build
+    except ImportError as failure:
+        raise SystemExit(
+            f"{KERNELS_VARIABLE} is set, and the fused operations are built against the installed torch: {failure}. "
+            "Install torch and numpy first, and build without isolation: pip install --no-build-isolation ."
+        ) from None
+    try:
+        build(BuildRequest(folder), lambda line: sys.stderr.write(f"{line}\n"))
+    except Exception as failure:
+        raise SystemExit(f"{KERNELS_VARIABLE} is set, and the build failed: {failure}") from None
 
 
 def _warn(reason: str) -> None:

@@ -87,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "kernels_cpu", "geometric_mean_of_operation", statistics.geometric_mean(own), "ratio", operation=operation
         )
     mean = statistics.geometric_mean([row.ratio for row in rows])
-    print_figure("kernels_cpu", "geometric_mean", mean, "ratio", cases=len(rows), slowest=min(row.ratio for row in rows))
+    print_figure(
+        "kernels_cpu", "geometric_mean", mean, "ratio", cases=len(rows), slowest=min(row.ratio for row in rows)
+    )
     return 0
 
 

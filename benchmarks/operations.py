@@ -1,14 +1,20 @@
-"""The operations of megatron/kernels as the benchmarks call them: inputs of a size, and the bytes that must be moved."""
+"""The operations of megatron/kernels as the benchmarks call them: inputs of a size, and the bytes to be moved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
+from megatron.kernels.activations import activation, gated
+from megatron.kernels.attention.softmax import scaled_softmax
 from megatron.kernels.choice import Implementation
+from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
 from megatron.kernels.dropout_add import Dropout, dropout_add
+from megatron.kernels.norms import add_layer_norm, layer_norm, rms_norm
+from megatron.kernels.rotary import rotate_both
 
 Outputs = Sequence[torch.Tensor]
 
@@ -84,9 +90,120 @@ def _dropout_add_cases(size: Size, like: torch.Tensor) -> list[Case]:
     ]
 
 
-CASES: dict[str, Callable[[Size, torch.Tensor], list[Case]]] = {
-    "dropout_add": _dropout_add_cases,
-}
+def _activation_cases(size: Size, like: torch.Tensor) -> list[Case]:
+    x, bias = _random(size.rows, size.columns, like=like), _random(size.columns, like=like)
+    pairs = _random(size.rows, 2, size.columns, like=like)
+
+    def gelu(implementation: Implementation) -> Outputs:
+        return [activation(x, "gelu_tanh", bias=bias, implementation=implementation)]
+
+    def swiglu(implementation: Implementation) -> Outputs:
+        return [gated(pairs, "silu", implementation=implementation)]
+
+    one = size_of(x)
+    return [
+        Case("activation", f"bias and GELU (tanh), {size}", gelu, (x, bias), 2 * one, 3 * one),
+        Case("activation", f"SwiGLU, {size}", swiglu, (pairs,), 3 * one, 5 * one),
+    ]
+
+
+def _norm_cases(size: Size, like: torch.Tensor) -> list[Case]:
+    x, residual = (_random(size.rows, size.columns, like=like) for _ in range(2))
+    weight, bias = (_random(size.columns, like=like) for _ in range(2))
+
+    def layer(implementation: Implementation) -> Outputs:
+        return [layer_norm(x, weight, bias, 1e-5, implementation=implementation)]
+
+    def root_mean_square(implementation: Implementation) -> Outputs:
+        return [rms_norm(x, weight, 1e-5, implementation=implementation)]
+
+    def added(implementation: Implementation) -> Outputs:
+        return add_layer_norm(x, residual, weight, bias, 1e-5, implementation=implementation)
+
+    one = size_of(x)
+    return [
+        Case("norm", f"layer norm, {size}", layer, (x, weight, bias), 2 * one, 3 * one),
+        Case("norm", f"RMS norm, {size}", root_mean_square, (x, weight), 2 * one, 3 * one),
+        Case("norm", f"residual and layer norm, {size}", added, (x, residual, weight, bias), 4 * one, 4 * one),
+    ]
+
+
+def _rotary_cases(size: Size, like: torch.Tensor) -> list[Case]:
+    heads, length = max(1, size.columns // _HEAD), min(size.rows, 1024)
+    batch = max(1, size.rows // length)
+    query = _random(batch, heads, length, _HEAD, like=like)
+    key = _random(batch, max(1, heads // 4), length, _HEAD, like=like)
+    angles = torch.rand(1, 1, length, _HEAD // 2, device=like.device) * 6.28
+    cos, sin = angles.cos(), angles.sin()
+
+    def rotary(implementation: Implementation) -> Outputs:
+        return rotate_both(query, key, cos, sin, implementation=implementation)
+
+    moved = 2 * size_of(query, key)
+    return [
+        Case("rotary", f"query and key, {batch} x {heads} x {length} x {_HEAD}", rotary, (query, key), moved, moved)
+    ]
+
+
+def _softmax_cases(size: Size, like: torch.Tensor) -> list[Case]:
+    length = min(size.columns, size.rows)
+    heads = max(1, size.rows // length)
+    scores = _random(1, heads, length, length, like=like)
+    mask = torch.rand(1, 1, length, length, device=like.device) < 0.3
+    rows = torch.randint(-(2**62), 2**62, (1, heads, length), device=like.device)
+    dropout = Dropout(rows, threshold=6554, column_base=0x9E3779B97F4A7C15)
+
+    def causal(implementation: Implementation) -> Outputs:
+        return [scaled_softmax(scores, 0.125, causal=True, implementation=implementation)]
+
+    def masked(implementation: Implementation) -> Outputs:
+        return [scaled_softmax(scores, 0.125, mask=mask, implementation=implementation)]
+
+    def dropped(implementation: Implementation) -> Outputs:
+        return [scaled_softmax(scores, 0.125, causal=True, dropout=dropout, implementation=implementation)]
+
+    one, shape = size_of(scores), f"{heads} x {length} x {length}"
+    # A causal mask leaves half of the scores to be read; everything is written.
+    return [
+        Case("softmax", f"causal, {shape}", causal, (scores,), one * 3 // 2, 2 * one),
+        Case("softmax", f"masked, {shape}", masked, (scores,), 2 * one + size_of(mask), 3 * one),
+        Case("softmax", f"causal, dropout 0.1, {shape}", dropped, (scores,), one * 5 // 2, 2 * one),
+    ]
+
+
+def _cross_entropy_cases(size: Size, like: torch.Tensor) -> list[Case]:
+    logits = torch.randn(size.rows, size.columns, dtype=like.dtype, device=like.device)
+    labels = torch.randint(0, size.columns, (size.rows,), device=like.device)
+    normalizer, weights = logits.float().logsumexp(dim=1), torch.rand(size.rows, device=like.device)
+
+    def statistics(implementation: Implementation) -> Outputs:
+        return [logit_statistics(logits, labels, size.columns, implementation=implementation).total]
+
+    def gradient(implementation: Implementation) -> Outputs:
+        of = LossGradients(weights)
+        return [
+            logit_gradient(logits, labels, normalizer, of, size.columns, size.columns, implementation=implementation)
+        ]
+
+    one = size_of(logits)
+    return [
+        Case("cross_entropy", f"statistics of rows, {size}", statistics, (), one, 0),
+        Case("cross_entropy", f"gradient of logits, {size}", gradient, (), 2 * one, 0),
+    ]
+
+
+_HEAD = 64  # channels of an attention head
+
+CASES: Mapping[str, Callable[[Size, torch.Tensor], list[Case]]] = MappingProxyType(
+    {
+        "activation": _activation_cases,
+        "cross_entropy": _cross_entropy_cases,
+        "dropout_add": _dropout_add_cases,
+        "norm": _norm_cases,
+        "rotary": _rotary_cases,
+        "softmax": _softmax_cases,
+    }
+)
 
 
 def cases(operation: str, size: Size, dtype: torch.dtype, device: torch.device) -> list[Case]:

@@ -6,7 +6,6 @@ Only this file and `kernels/` call `torch.cuda`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Iterable
 
@@ -31,24 +30,6 @@ def device_type() -> str:
 def choose_accelerator() -> None:
     """Tells DeepSpeed which device to use, so that it neither guesses nor warns; call it before importing DeepSpeed."""
     os.environ.setdefault("DS_ACCELERATOR", device_type())
-
-
-def keep_freed_memory() -> bool:
-    """Lets this process keep memory that it frees, for its next allocation; returns whether its C library can.
-
-    glibc gives every block of 32 MiB and more back to the system at once, and gets it again page by page, zeroed. A
-    training step on a CPU frees and allocates the same large blocks each time: without this, a tenth of the time of a
-    small network's step goes into page faults.
-
-    Source: glibc manual, "Malloc Tunable Parameters".
-    """
-    mmap_threshold, trim_threshold, largest = -3, -1, 1 << 30
-    try:
-        library = ctypes.CDLL(None)
-        library.gnu_get_libc_version  # noqa: B018  absent from other C libraries, whose mallopt has other numbers
-        return all(library.mallopt(number, largest) == 1 for number in (mmap_threshold, trim_threshold))
-    except (AttributeError, OSError, TypeError):
-        return False
 
 
 def device_count() -> int:

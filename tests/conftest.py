@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from tests.data.databases import KINDS, Database, new_database
+from tests.helpers.samples import DEFAULT_CASES
 
 # No test fails because a shared machine was slow.
 settings.register_profile("untimed", deadline=None)
@@ -33,7 +34,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--cases` and `--fuzz-seed`: how much `tests/reliability/test_data_fuzz.py` does, and from which seed."""
-    parser.addoption("--cases", type=int, default=2000, help="how many damaged files are tried")
+    parser.addoption("--cases", type=int, default=DEFAULT_CASES, help="how many damaged files are tried")
     parser.addoption("--fuzz-seed", type=int, default=1, help="the same seed and number give the same damaged file")
 
 

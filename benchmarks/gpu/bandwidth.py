@@ -72,9 +72,7 @@ def _measure(context: Context, case: Case, copied: float) -> None:
         backward = both - ours
         if backward > 0:
             share = case.backward_bytes / backward / copied
-            context.recorder.figure(
-                "backward, share of the copy's bandwidth", share, "", target=SHARE_OF_COPY, **of
-            )
+            context.recorder.figure("backward, share of the copy's bandwidth", share, "", target=SHARE_OF_COPY, **of)
         eager_both = seconds(lambda: case.both(Implementation.TORCH))
         context.recorder.figure("both passes, torch eager in times of ours", eager_both / both, "", **of)
     if context.is_tiny:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.records import Target
 from benchmarks.gpu.timing import forget_memory, peak_bytes, seconds_per_call
+from megatron.kernels.choice import Implementation
+from megatron.kernels.native.library import library
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.head_loss import FactoredLogits, LossTerms, head_losses
 
@@ -21,27 +23,35 @@ TIME, MEMORY = Target(at_most=1.05), Target(at_most=0.25)
 def measure_head(context: Context) -> None:
     """Ours in chunks; beside it, the three matrix products alone, and torch's linear layer with its cross-entropy."""
     for tokens, channels, vocabulary in ((32, 16, 96),) if context.is_tiny else SIZES:
-        of = {"of": f"{tokens} tokens, width {channels}, vocabulary {vocabulary}"}
-        torch.manual_seed(1)
-        make = {"dtype": torch.bfloat16, "device": context.device}
-        hidden = torch.randn(1, tokens, channels, **make).requires_grad_()
-        weight = torch.randn(vocabulary, channels, **make).mul_(0.02).requires_grad_()
-        labels = torch.randint(0, vocabulary, (1, tokens), device=context.device)
-        calls = {
-            "ours": lambda: _ours(hidden, weight, labels),
-            "the three products alone": lambda: _products(hidden, weight),
-            "torch linear and cross-entropy": lambda: _unfused(hidden, weight, labels),
-        }
-        times, peaks = {}, {}
-        for name, call in calls.items():
-            try:
-                times[name], peaks[name] = _measured(context, call)
-            except torch.OutOfMemoryError as failure:
-                context.recorder.note("failed", str(failure)[:200], **of, by=name)
-                continue
-            context.recorder.figure("time", times[name] * 1e3, "ms", **of, by=name)
-            context.recorder.figure("peak memory above the inputs", peaks[name] / 2**20, "MiB", **of, by=name)
-        _compare(context, times, peaks, of)
+        _measure(context, tokens, channels, vocabulary)
+
+
+def _measure(context: Context, tokens: int, channels: int, vocabulary: int) -> None:
+    of = {"of": f"{tokens} tokens, width {channels}, vocabulary {vocabulary}"}
+    torch.manual_seed(1)
+    hidden = torch.randn(1, tokens, channels, dtype=torch.bfloat16, device=context.device).requires_grad_()
+    weight = torch.randn(vocabulary, channels, dtype=torch.bfloat16, device=context.device).mul_(0.02).requires_grad_()
+    labels = torch.randint(0, vocabulary, (1, tokens), device=context.device)
+    compiled = library()
+    has_code = compiled is not None and compiled.has("cross_entropy", context.device)
+    implementation = Implementation.CSRC if has_code else Implementation.TORCH
+    context.recorder.note("implementation of the cross-entropy", implementation.value, **of)
+    calls = {
+        "ours": lambda: _ours(hidden, weight, labels, implementation),
+        "the three products alone": lambda: _products(hidden, weight),
+        "torch linear and cross-entropy": lambda: _unfused(hidden, weight, labels),
+    }
+    times: dict[str, float] = {}
+    peaks: dict[str, int] = {}
+    for name, call in calls.items():
+        try:
+            times[name], peaks[name] = _measured(context, call)
+        except torch.OutOfMemoryError as failure:
+            context.recorder.note("failed", str(failure)[:200], **of, by=name)
+            continue
+        context.recorder.figure("time", times[name] * 1e3, "ms", **of, by=name)
+        context.recorder.figure("peak memory above the inputs", peaks[name] / 2**20, "MiB", **of, by=name)
+    _compare(context, times, peaks, of)
 
 
 def _compare(context: Context, times: dict[str, float], peaks: dict[str, int], of: dict[str, str]) -> None:
@@ -68,14 +78,20 @@ def _measured(context: Context, call: Callable[[], object]) -> tuple[float, int]
     return seconds_per_call(call, context.device, repeats=2 if context.is_tiny else 10, warm_ups=1), memory
 
 
-def _ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> object:
+def _ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, implementation: Implementation) -> object:
     weights = torch.full(labels.shape, 1.0 / labels.numel(), device=labels.device)
     found = head_losses(
-        FactoredLogits(hidden, weight), labels, weights, Axis.single("tp"), weight.shape[0], LossTerms()
+        FactoredLogits(hidden, weight),
+        labels,
+        weights,
+        Axis.single("tp"),
+        weight.shape[0],
+        LossTerms(),
+        implementation=implementation,
     )
     if found.gradients is None:
         raise RuntimeError("the head computed no gradients")
-    loss = found.gradients.attached_to((found.tokens.loss * weights).sum())
+    loss = found.gradients.attached_to((found.tokens.cross_entropy * weights).sum())
     return torch.autograd.grad(loss, (hidden, weight))
 
 

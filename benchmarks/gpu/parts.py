@@ -31,7 +31,7 @@ PARTS = {
     "1.3b": Part("training", "measure_model", 300),
     "llama1b": Part("training", "measure_model", 300),
     "355m": Part("training", "measure_model", 240),
-    "345m-fp16": Part("programs", "train_the_block", 120),
+    "345m-fp16": Part("block", "train_the_block", 120),
     "trace": Part("trace", "measure_trace", 90),
     "zero": Part("training", "measure_zero", 180),
     "sanitizer": Part("programs", "sanitize", 400),

@@ -66,9 +66,7 @@ class Shape:
     def tiny(self) -> Shape:
         """The same architecture, small enough for a test."""
         groups = None if self.groups is None else 1
-        return replace(
-            self, layers=2, hidden=32, heads=2, feed_forward=64, vocab=257, padded_vocab=384, groups=groups
-        )
+        return replace(self, layers=2, hidden=32, heads=2, feed_forward=64, vocab=257, padded_vocab=384, groups=groups)
 
 
 SHAPES = {

@@ -94,9 +94,7 @@ def _peer_step(
     yield lambda: loop.step([batch], 3e-4)
 
 
-def _measured(
-    context: Context, contender: Contender, shape: Shape, length: int, micro_batch: int
-) -> float | None:
+def _measured(context: Context, contender: Contender, shape: Shape, length: int, micro_batch: int) -> float | None:
     """Tokens per second; None if it failed, which is recorded."""
     warm_ups, steps = (1, 1) if context.is_tiny else (5, 15)
     device, of = context.device, {"of": contender.name, "length": length, "batch": micro_batch}

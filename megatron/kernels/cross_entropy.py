@@ -121,6 +121,21 @@ def logit_gradient(
         found = operation(logits, labels, normalizer, *gradients, valid, vocab_size, softcap or 0.0)
         return logits if in_place else found
     result = logits if in_place else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return _write_gradient(result, logits, labels, normalizer, gradients, valid, vocab_size, softcap, block_values)
+
+
+def _write_gradient(
+    result: torch.Tensor,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    normalizer: torch.Tensor,
+    gradients: LossGradients,
+    valid: int,
+    vocab_size: int,
+    softcap: float | None,
+    block_values: int | None,
+) -> torch.Tensor:
+    """Writes the gradient into `result`, which may be `logits`, and returns it."""
     result[:, valid:] = 0
     if valid == 0:
         return result

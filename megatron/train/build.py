@@ -108,8 +108,6 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         watch = closing.enter_context(Watch())
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
-        if mesh.device.type == "cpu":
-            device.keep_freed_memory()
         mesh = dataclasses.replace(mesh, kernels=agreed_kernels(config.requested_kernels, mesh))
         log.info(kernels_line(mesh.kernels))
         run_on_first(mesh, lambda: check_packages(config.control))

@@ -58,7 +58,7 @@ def use(argv: list[str]) -> None:
 
 
 def test_hostile_numbers_are_refused_or_harmless(pytestconfig: pytest.Config) -> None:
-    """200 combinations; more with `--cases`, ten a case."""
+    """A sample of the combinations; more with `--cases`, one for every ten of them."""
     flags = numeric_flags()
     assert len(flags) > 80
     every = list(itertools.product(flags, HOSTILE, LENGTHS, AROUND))

@@ -25,7 +25,7 @@ from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import initial_weights, layout_config, local_batches
 from tests.parity.reference import Recipe, batch_mask, batch_tokens, forward
 
-RECIPE = dataclasses.replace(Recipe(), num_layers=2, steps=3, hidden_size=16, learning_rate=3e-3)
+RECIPE = dataclasses.replace(Recipe(), num_layers=2, steps=2, global_batch_size=4, hidden_size=16, learning_rate=3e-3)
 BOTTOM = ("embedding.*", "decoder.layers.0.*")  # all that the first of two stages holds
 TOP = ("decoder.layers.1.*", "decoder.final_layernorm.*", "embedding.word_embeddings.weight")  # all of the second
 ALL_BUT_NORMS = ("embedding.*", "*.linear_*")  # a tensor-parallel rank but the first counts nothing

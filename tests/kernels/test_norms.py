@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.kernels.choice import Implementation
+from megatron.kernels.choice import Implementation, Kernels
 from megatron.kernels.native.library import Library
 from megatron.kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megatron.parallel.mesh import ParallelMesh
+from tests.helpers.networks import build_gpt, forward, tiny_config
 
 CSRC, APEX = Implementation.CSRC, Implementation.APEX
 KINDS = ("layer", "layer without bias", "rms")
@@ -284,3 +288,34 @@ def test_apex(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(found, rms_norm(x, scale, EPS, **options))
     total, y = add_layer_norm(x, 2 * x, weight, bias, EPS, implementation=APEX)
     assert torch.equal(total, 3 * x) and torch.equal(y, layer_norm(total, weight, bias, EPS))
+
+
+def _network_gradients(implementation: Implementation, **changes: Any) -> dict[str, torch.Tensor]:
+    """Logits of a small network and the gradients of its parameters."""
+    mesh = dataclasses.replace(ParallelMesh.single(), kernels=Kernels(norm=implementation))
+    model = build_gpt(tiny_config(**changes), mesh)
+    tokens = torch.arange(32).view(2, 16) * 7 % 101
+    logits = forward(model, tokens, torch.arange(2))
+    logits.square().mean().backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"logits": logits.detach(), **found}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+        {"hidden_dropout": 0.1, "normalization": "RMSNorm", "norm_placement": "sandwich", "qk_layernorm": True},
+        {"hidden_dropout": 0.0, "norm_placement": "post", "apply_layernorm_1p": True},
+        {"hidden_dropout": 0.0, "parallel_residual": True, "embed_layernorm": True},
+    ],
+)
+def test_networks_are_the_same(compiled: Library, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _network_gradients(Implementation.TORCH, **changes)
+    # The compiled network calls no norm of torch's.
+    monkeypatch.setattr(F, "layer_norm", None)
+    monkeypatch.setattr("megatron.kernels.norms._RMSNorm", None)
+    found = _network_gradients(CSRC, **changes)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5 * max(1.0, value.abs().max().item()), rtol=1e-4)

@@ -1,8 +1,8 @@
 """Loss curves of a tiny run in six layouts and three precisions, trained where arithmetic is the same on every CPU.
 
 `python -m tests.parity.golden_curves OUTPUT` trains the first steps and writes a JSON object; `--write` trains all and
-writes the golden files beside this one. The program sets what must be set before PyTorch is loaded; its ranks inherit
-it.
+writes the golden files beside this one. The program sets what must be set before PyTorch is loaded, and its ranks
+inherit it.
 
 float16 is not among the precisions: it does not train on CPUs. The third one is bfloat16 whose gradients are
 accumulated in bfloat16 too, as a DeepSpeed file may ask; it differs from the second in nothing else.

@@ -23,7 +23,7 @@ from megatron.errors import ExitCode
 from tests.helpers.rank_processes import RankEnd, run_rank_processes
 from tests.helpers.tiny_run import TinyCorpus, losses, write_tiny_corpus
 
-STEPS = 24
+STEPS = 14
 # Tensor and pipeline sizes.
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
 _LIMIT_SECONDS = 180.0
@@ -55,8 +55,8 @@ def flags_of(corpus: TinyCorpus, folder: Path, layout: tuple[int, int]) -> list[
     return corpus.flags(
         folder=folder,
         train_iters=STEPS,
-        save_interval=7,
-        eval_interval=5,
+        save_interval=5,
+        eval_interval=4,
         hidden_dropout=0.1,
         attention_dropout=0,
         tensor_model_parallel_size=layout[0],

@@ -39,7 +39,7 @@ def copied(tree: Tree) -> Tree:
 
 
 def test_a_sample_of_damage(pytestconfig: pytest.Config) -> None:
-    """500 cases; more with `--cases`, others with `--fuzz-seed`. A failure says its number."""
+    """A sample; more cases with `--cases`, others with `--fuzz-seed`. A failure says its number."""
     cases = pytestconfig.getoption("--cases") // 4
     campaign = run(cases, pytestconfig.getoption("--fuzz-seed"))
     assert campaign.failures == []

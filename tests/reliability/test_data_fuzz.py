@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_damaged_and_malicious_files(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """2,000 cases; more with `--cases`, others with `--fuzz-seed`. A failure says how to play its case again."""
+    """A sample; more cases with `--cases`, others with `--fuzz-seed`. A failure says how to play its case again."""
     cases, seed = pytestconfig.getoption("--cases"), pytestconfig.getoption("--fuzz-seed")
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "tests.reliability.fuzz", "--cases", str(cases), "--seed", str(seed)]

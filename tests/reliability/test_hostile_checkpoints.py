@@ -80,7 +80,7 @@ def test_what_a_payload_does_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_manifests_and_records_with_digests_that_fit(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """250 of them; a failure is played again with `python -m tests.reliability.fuzz_checkpoints --case N`."""
+    """A sample of them; a failure is played again with `python -m tests.reliability.fuzz_checkpoints --case N`."""
     count, seed = pytestconfig.getoption("--cases") // 8, pytestconfig.getoption("--fuzz-seed")
     undamaged, fuzzing = tmp_path / "undamaged", Fuzzing()
     undamaged.mkdir()

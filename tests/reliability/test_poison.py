@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from megatron.errors import ExitCode
+from tests.helpers.samples import DEFAULT_CASES
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 from tests.reliability.poison import SAVE_INTERVAL, STEPS, Ending, Poison, draw, run_poisoned
 
@@ -64,7 +65,7 @@ def test_random_damage(corpus: TinyCorpus, tmp_path: Path, pytestconfig: pytest.
     cases, seed = pytestconfig.getoption("--cases"), pytestconfig.getoption("--fuzz-seed")
     clean: dict[str, Ending] = {}
     table: dict[tuple[str, str], dict[str, int]] = {}
-    for number in range(SAMPLE if cases == 2000 else cases):
+    for number in range(SAMPLE if cases == DEFAULT_CASES else cases):
         layout, poison, flags = draw(Random(1000 * seed + number))
         ending = run_poisoned(corpus, tmp_path / str(number), layout, poison, flags)
         check(ending, poison, f"case {number} of seed {seed}: {layout} {poison} {flags}")

@@ -68,7 +68,7 @@ def _flags(corpus: TinyCorpus, layout: Layout, folder: Path, **changes: object) 
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "train_iters": STEPS,
-        "global_batch_size": 8,
+        "global_batch_size": 4,
         "hidden_dropout": 0,
         "attention_dropout": 0,
         "eval_iters": 0,

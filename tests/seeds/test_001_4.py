@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.xdist_group("layouts"), pytest.mark.slow]
 def test_001_4_eight_layouts_train_alike(layout_runs: LayoutRuns) -> None:
     alone = layout_runs.trained[1, 1, 1]
     assert len(LAYOUTS) == 8 and sorted(alone) == list(range(1, STEPS + 1))
-    assert alone[STEPS]["lm_loss"] < alone[1]["lm_loss"] - 0.3, "the run must learn something"
+    assert alone[STEPS]["lm_loss"] < alone[1]["lm_loss"] - 0.2, "the run must learn something"
     for layout, steps in layout_runs.trained.items():
         assert sorted(steps) == sorted(alone), layout
         for step, record in steps.items():

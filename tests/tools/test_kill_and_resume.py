@@ -6,23 +6,39 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from examples import kill_and_resume
 from megatron.errors import ConfigError, MegatronError
+from tests.helpers.programs import forking_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_a_small_demonstration(tmp_path: Path) -> None:
+def test_a_small_demonstration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The killed processes are real ones; the other commands run in forks of a process that has PyTorch."""
+    real, show, stand_in = kill_and_resume.python, kill_and_resume.show, forking_python()
+
+    def python(threads: int, *words: object) -> list[str]:
+        command = real(threads, *words)
+        is_killed = "torch.distributed.run" in command
+        return command if is_killed else [stand_in if word == sys.executable else word for word in command]
+
+    def shown(command: Sequence[str]) -> None:
+        show([sys.executable if word == stand_in else word for word in command])
+
+    monkeypatch.setattr(kill_and_resume, "python", python)
+    monkeypatch.setattr(kill_and_resume, "show", shown)
     size = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "32", "--vocab-size", "400", "--steps", "8"]
-    command = [sys.executable, str(ROOT / "examples" / "kill_and_resume.py"), "--work-dir", str(tmp_path), *size]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL)
-    assert finished.returncode == 0, finished.stdout[-4000:] + finished.stderr[-4000:]
-    said = finished.stdout
+    code = kill_and_resume.main(["--work-dir", str(tmp_path), *size])
+    said, errors = capfd.readouterr()
+    assert code == 0, said[-4000:] + errors[-4000:]
     assert "sent SIGKILL to the launcher" in said
     assert "all 4 ranks are gone; the last logged step is" in said
     assert "EQUAL: all" in said

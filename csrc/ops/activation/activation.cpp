@@ -2,9 +2,9 @@
 #include "activation/activation.h"
 
 #include <tuple>
-#include <vector>
 
 #include "common/host.h"
+#include "common/row_sums.h"
 
 namespace megatron {
 namespace {
@@ -13,9 +13,6 @@ namespace {
 // function is applied there, and the result is converted back. So each function is compiled once and not once for each
 // dtype, and float32 without a bias is read and written in place.
 constexpr int64_t kTile = 1024;
-
-// Rows that are added up one after another, before their sum joins that of others: short chains keep sums exact.
-constexpr int64_t kRowsPerSum = 16;
 
 // Wide values of a tile of elements plus the bias.
 template <typename T>
@@ -237,8 +234,7 @@ void run_forward(const at::Tensor& y, const Call& call) {
   });
 }
 
-// Returns the gradient of the bias, if there is one: parts of the rows have partial sums of their own, which are added
-// up in a fixed order.
+// Returns the gradient of the bias, if there is one.
 template <typename T>
 at::Tensor run_backward(const at::Tensor& dx, const at::Tensor& gradient, const Call& call) {
   const at::Tensor bias = wide_bias(call);
@@ -256,18 +252,7 @@ at::Tensor run_backward(const at::Tensor& dx, const at::Tensor& gradient, const 
                      [&](int64_t first, int64_t last) { run(first, last, nullptr); });
     return at::empty({0}, call.x.options());
   }
-  const int64_t rows_each = rows_per_bias_part(call.rows), parts = (call.rows + rows_each - 1) / rows_each;
-  const at::Tensor sums = at::empty({parts, width}, bias.options()).zero_();
-  Wide<T>* part_sums = mutable_data_of<Wide<T>>(sums);
-  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
-    std::vector<Wide<T>> few(width);
-    for (int64_t row = first * rows_each; row < std::min(last * rows_each, call.rows); row += kRowsPerSum) {
-      std::fill(few.begin(), few.end(), Wide<T>(0));
-      run(row, std::min(row + kRowsPerSum, call.rows), few.data());
-      add(part_sums + row / rows_each * width, few.data(), width);
-    }
-  });
-  return sums.sum(0).to(call.bias.scalar_type());
+  return column_sums<Wide<T>>(call.rows, width, bias.options(), run).to(call.bias.scalar_type());
 }
 
 at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& bias, int64_t function, bool gated) {
@@ -306,9 +291,8 @@ std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& gradient, const at
   if (dy.numel() == 0) return {dx, call.bias.defined() ? at::empty_like(call.bias).zero_() : none};
 #if defined(MEGATRON_WITH_CUDA)
   if (x.is_cuda()) {
-    const int64_t rows_each = rows_per_bias_part(call.rows), parts = (call.rows + rows_each - 1) / rows_each;
-    const at::Tensor scratch =
-        at::empty({call.bias.defined() ? parts : 0, call.input_columns()}, x.options().dtype(at::kFloat));
+    const at::Tensor scratch = at::empty({call.bias.defined() ? part_count(call.rows) : 0, call.input_columns()},
+                                         x.options().dtype(at::kFloat));
     const at::Tensor bias_gradient = call.bias.defined() ? at::empty_like(call.bias) : none;
     check_launch(megatron_activation_backward(
                      dx.mutable_data_ptr(), call.bias.defined() ? bias_gradient.mutable_data_ptr() : nullptr,

@@ -1,7 +1,7 @@
 // Activation functions of x + bias and their gated forms: the arithmetic of an entry, and the launchers.
 #pragma once
 
-#include "common/portable.h"
+#include "common/column_sums.h"
 
 namespace megatron {
 
@@ -133,13 +133,6 @@ MEGATRON_HOST_DEVICE GatedGradient<Real> gated_gradient(Real gate, Real up, Real
   return {gradient * up * active.derivative, gradient * active.value};
 }
 
-// How many rows share one partial sum of the bias gradient. It depends on the number of rows only, so the gradient does
-// not depend on the number of threads or on the device's size.
-MEGATRON_HOST_DEVICE int64_t rows_per_bias_part(int64_t rows) {
-  constexpr int64_t kFewest = 64, kMostParts = 1024;
-  return kFewest * ((rows + kFewest * kMostParts - 1) / (kFewest * kMostParts));
-}
-
 }  // namespace megatron
 
 extern "C" {
@@ -149,7 +142,7 @@ int megatron_activation_forward(void* y, const void* x, const void* bias, int64_
                                 int gated, int dtype, int bias_dtype, void* stream);
 
 // The gradients of x and, if there is a bias, of the bias. Shapes: dy `[n, f]`, dx like x; bias_parts, float32 `[parts,
-// f or 2 f]` with one part for `rows_per_bias_part` rows, is scratch; bias and bias_gradient may be null together.
+// f or 2 f]` with one part for `rows_per_part` rows, is scratch; bias and bias_gradient may be null together.
 int megatron_activation_backward(void* dx, void* bias_gradient, float* bias_parts, const void* dy, const void* x,
                                  const void* bias, int64_t rows, int64_t columns, int function, int gated, int dtype,
                                  int bias_dtype, void* stream);

@@ -8,7 +8,7 @@
 namespace megatron {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // columns whose logits are held in the precision of the arithmetic
+constexpr int64_t kBlock = 256;  // columns whose logits are held, and summed, in the precision of the arithmetic
 
 // The statistics of a row, each `stride` apart: a block of columns at a time, so that it is read from memory once.
 // Blocks are summed in float64, whose rounding does not grow with the vocabulary.

@@ -1,14 +1,16 @@
 // residual + multiplier * dropout(x + bias): CPU loops, and the operation as torch sees it.
 #include "dropout_add/dropout_add.h"
 
+#include <tuple>
 #include <vector>
 
 #include "common/host.h"
+#include "common/row_sums.h"
 
 namespace megatron {
 namespace {
 
-constexpr int64_t kBlockPairs = 256;  // pairs of columns whose random bits are held at once
+constexpr int64_t kBlock = 512;  // columns whose factors are held at once
 
 // What every row of a call shares.
 template <typename T>
@@ -20,28 +22,56 @@ struct Settings {
   Wide<T> scale, multiplier;
 };
 
-// One row: a block of columns at a time, first their random bits, then the arithmetic, so that both loops vectorise.
+// Factors of a block of columns of a row: 0 or the dropout scale.
+template <typename Real>
+MEGATRON_CLONES void find_factors(Real* factors, uint32_t row, const uint32_t* column_hashes, int64_t pairs,
+                                  int32_t threshold, Real scale) {
+  uint32_t bits[kBlock / 2];
+  uint16_t halves[kBlock];
+#pragma omp simd
+  for (int64_t i = 0; i < pairs; ++i) bits[i] = pair_bits(row, column_hashes[i]);
+  memcpy(halves, bits, sizeof(uint32_t) * pairs);
+#pragma omp simd
+  for (int64_t i = 0; i < 2 * pairs; ++i) factors[i] = is_kept(halves[i], threshold) ? scale : 0;
+}
+
+// One row in blocks of columns, so that factors stay in the nearest cache. `body(first, count, factors)`.
+template <typename T, typename Body>
+void for_blocks(uint32_t row, const Settings<T>& of, const Body& body) {
+  alignas(64) Wide<T> factors[kBlock];
+  if (of.threshold == 0) std::fill(factors, factors + kBlock, Wide<T>(1));
+  for (int64_t first = 0; first < of.columns; first += kBlock) {
+    const int64_t count = std::min(kBlock, of.columns - first);
+    if (of.threshold > 0) {
+      find_factors<Wide<T>>(factors, row, of.column_hashes + first / 2, (count + 1) / 2, of.threshold, of.scale);
+    }
+    body(first, count, factors);
+  }
+}
+
 // Rounds after each operation, as the composition of torch's operations does (the build turns contraction off).
 template <typename T>
-MEGATRON_CLONES void add_row(T* y, const T* x, const T* residual, uint32_t row, const Settings<T>& of) {
-  uint32_t bits[kBlockPairs];
-  uint16_t halves[2 * kBlockPairs];
-  for (int64_t first = 0; first < of.columns; first += 2 * kBlockPairs) {
-    const int64_t count = std::min(2 * kBlockPairs, of.columns - first), pairs = (count + 1) / 2;
-    if (of.threshold > 0) {
+MEGATRON_CLONES void add_block(T* y, const T* x, const T* residual, const Wide<T>* bias, const Wide<T>* factors,
+                               Wide<T> multiplier, int64_t count) {
 #pragma omp simd
-      for (int64_t i = 0; i < pairs; ++i) bits[i] = pair_bits(row, of.column_hashes[first / 2 + i]);
-      memcpy(halves, bits, sizeof(uint32_t) * pairs);
-    }
+  for (int64_t i = 0; i < count; ++i) {
+    Wide<T> value = load(x + i);
+    if (bias != nullptr) value += bias[i];
+    value = value * factors[i] * multiplier;
+    if (residual != nullptr) value += load(residual + i);
+    store(y + i, value);
+  }
+}
+
+// Adds the gradient of x to `sums`, unless that is null.
+template <typename T>
+MEGATRON_CLONES void gradient_block(T* dx, Wide<T>* sums, const T* dy, const Wide<T>* factors, Wide<T> multiplier,
+                                    int64_t count) {
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) {
-      Wide<T> value = load(x + first + i);
-      if (of.bias != nullptr) value += of.bias[first + i];
-      if (of.threshold > 0) value *= is_kept(halves[i], of.threshold) ? of.scale : 0;
-      value *= of.multiplier;
-      if (residual != nullptr) value += load(residual + first + i);
-      store(y + first + i, value);
-    }
+  for (int64_t i = 0; i < count; ++i) {
+    const Wide<T> value = load(dy + i) * multiplier * factors[i];
+    if (sums != nullptr) sums[i] += value;
+    store(dx + i, value);
   }
 }
 
@@ -56,30 +86,65 @@ struct Dropout {
   const int64_t* rows;
   int32_t threshold;
   uint64_t column_base;
+
+  uint32_t row_hash(int64_t row) const { return threshold > 0 ? static_cast<uint32_t>(rows[row]) : 0; }
 };
 
 template <typename T>
-void run(const at::Tensor& y, const at::Tensor& x, const at::Tensor& wide_bias, const at::Tensor& residual,
-         const Dropout& dropout, double multiplier) {
-  const int64_t columns = x.size(-1), rows = columns > 0 ? x.numel() / columns : 0;
+Settings<T> settings_of(const Dropout& dropout, const std::vector<uint32_t>& hashes, const at::Tensor& wide_bias,
+                        int64_t columns, double multiplier) {
+  const int32_t kept = kDropoutSteps - dropout.threshold;
+  return {wide_bias.defined() ? data_of<Wide<T>>(wide_bias) : nullptr,
+          hashes.data(),
+          columns,
+          dropout.threshold,
+          static_cast<Wide<T>>(kept > 0 ? static_cast<double>(kDropoutSteps) / kept : 0.0),
+          static_cast<Wide<T>>(multiplier)};
+}
+
+template <typename T>
+void run_forward(const at::Tensor& y, const at::Tensor& x, const at::Tensor& wide_bias, const at::Tensor& residual,
+                 const Dropout& dropout, double multiplier) {
+  const int64_t columns = x.size(-1), rows = x.numel() / columns;
   const auto hashes = column_hashes(dropout.threshold > 0 ? columns : 0, dropout.column_base);
-  const Settings<T> settings{wide_bias.defined() ? data_of<Wide<T>>(wide_bias) : nullptr,
-                             hashes.data(),
-                             columns,
-                             dropout.threshold,
-                             static_cast<Wide<T>>(dropout.threshold < kDropoutSteps
-                                                      ? 65536.0 / (kDropoutSteps - dropout.threshold)
-                                                      : 0.0),
-                             static_cast<Wide<T>>(multiplier)};
-  const T* from = data_of<T>(x);
-  const T* added = residual.defined() ? data_of<T>(residual) : nullptr;
+  const Settings<T> settings = settings_of<T>(dropout, hashes, wide_bias, columns, multiplier);
+  const T *from = data_of<T>(x), *added = residual.defined() ? data_of<T>(residual) : nullptr;
   T* to = mutable_data_of<T>(y);
-  at::parallel_for(0, rows, rows_per_task(columns), [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; ++row) {
-      const uint32_t hash = dropout.threshold > 0 ? static_cast<uint32_t>(dropout.rows[row]) : 0;
-      add_row<T>(to + row * columns, from + row * columns, added ? added + row * columns : nullptr, hash, settings);
+  at::parallel_for(0, rows, rows_per_task(columns), [&](int64_t first_row, int64_t last_row) {
+    for (int64_t row = first_row; row < last_row; ++row) {
+      for_blocks<T>(dropout.row_hash(row), settings, [&](int64_t first, int64_t count, const Wide<T>* factors) {
+        const int64_t at = row * columns + first;
+        add_block<T>(to + at, from + at, added ? added + at : nullptr,
+                     settings.bias ? settings.bias + first : nullptr, factors, settings.multiplier, count);
+      });
     }
   });
+}
+
+// Returns the gradient of the bias, float32 or float64, if it is asked for.
+template <typename T>
+at::Tensor run_backward(const at::Tensor& dx, const at::Tensor& dy, const Dropout& dropout, double multiplier,
+                        bool needs_bias) {
+  const int64_t columns = dy.size(-1), rows = dy.numel() / columns;
+  const auto hashes = column_hashes(dropout.threshold > 0 ? columns : 0, dropout.column_base);
+  const Settings<T> settings = settings_of<T>(dropout, hashes, at::Tensor(), columns, multiplier);
+  const T* from = data_of<T>(dy);
+  T* to = mutable_data_of<T>(dx);
+  const auto run = [&](int64_t first_row, int64_t last_row, Wide<T>* sums) {
+    for (int64_t row = first_row; row < last_row; ++row) {
+      for_blocks<T>(dropout.row_hash(row), settings, [&](int64_t first, int64_t count, const Wide<T>* factors) {
+        const int64_t at = row * columns + first;
+        gradient_block<T>(to + at, sums ? sums + first : nullptr, from + at, factors, settings.multiplier, count);
+      });
+    }
+  };
+  if (needs_bias) {
+    const auto wide = dy.options().dtype(std::is_same_v<T, double> ? at::kDouble : at::kFloat);
+    return column_sums<Wide<T>>(rows, columns, wide, run);
+  }
+  at::parallel_for(0, rows, rows_per_task(columns),
+                   [&](int64_t first_row, int64_t last_row) { run(first_row, last_row, nullptr); });
+  return at::Tensor();
 }
 
 void check(const at::Tensor& x, const at::Tensor& other, const char* name) {
@@ -95,8 +160,9 @@ Dropout dropout_of(const at::Tensor& x, const std::optional<at::Tensor>& rows, i
               "; it must be between 0 and 65536");
   if (threshold == 0) return {nullptr, 0, 0};
   TORCH_CHECK(rows.has_value() && rows->scalar_type() == at::kLong && rows->is_contiguous() &&
-                  rows->numel() * x.size(-1) == x.numel(),
-              "dropout_add: rows must be a contiguous int64 tensor with one entry for each row of x ", x.sizes());
+                  rows->device() == x.device() && rows->numel() * x.size(-1) == x.numel(),
+              "dropout_add: rows must be a contiguous int64 tensor on ", x.device(),
+              " with one entry for each row of x ", x.sizes());
   return {rows->const_data_ptr<int64_t>(), static_cast<int32_t>(threshold), static_cast<uint64_t>(column_base)};
 }
 
@@ -127,29 +193,40 @@ at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& bias,
 #endif
   const at::ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor wide_bias = bias.has_value() ? bias->to(wide).contiguous() : at::Tensor();
-  MEGATRON_ELEMENTS(x.scalar_type(), T, [&] { run<T>(result, from, wide_bias, added, dropout, multiplier); });
+  MEGATRON_ELEMENTS(x.scalar_type(), T, [&] { run_forward<T>(result, from, wide_bias, added, dropout, multiplier); });
   return result;
 }
 
-at::Tensor backward(const at::Tensor& gradient, const std::optional<at::Tensor>& rows, int64_t threshold,
-                    int64_t column_base, double multiplier) {
+// The second result, the gradient of the bias, is empty without a dtype for it.
+std::tuple<at::Tensor, at::Tensor> backward(const at::Tensor& gradient, const std::optional<at::Tensor>& rows,
+                                            int64_t threshold, int64_t column_base, double multiplier,
+                                            std::optional<at::ScalarType> bias_dtype) {
   const Dropout dropout = dropout_of(gradient, rows, threshold, column_base);
   const c10::OptionalDeviceGuard guard(gradient.device());
   const at::Tensor from = gradient.contiguous(), result = at::empty_like(from);
-  if (gradient.numel() == 0) return result;
+  const int64_t columns = from.size(-1);
+  const auto options = from.options().dtype(bias_dtype.value_or(from.scalar_type()));
+  const at::Tensor of_bias = at::empty({bias_dtype.has_value() ? columns : 0}, options);
+  if (gradient.numel() == 0) return {result, of_bias.zero_()};
 #if defined(MEGATRON_WITH_CUDA)
   if (gradient.is_cuda()) {
-    check_launch(megatron_dropout_add_backward(result.mutable_data_ptr(), from.const_data_ptr(), dropout.rows,
-                                               from.numel() / from.size(-1), from.size(-1),
-                                               dtype_code(from.scalar_type()), dropout.threshold,
-                                               dropout.column_base, static_cast<float>(multiplier), stream_of(from)),
-                 "dropout_add");
-    return result;
+    const int64_t row_count = from.numel() / columns;
+    const at::Tensor parts =
+        at::empty({bias_dtype.has_value() ? part_count(row_count) : 0, columns}, options.dtype(at::kFloat));
+    check_launch(megatron_dropout_add_backward(
+                     result.mutable_data_ptr(), bias_dtype.has_value() ? of_bias.mutable_data_ptr() : nullptr,
+                     parts.mutable_data_ptr<float>(), from.const_data_ptr(), dropout.rows, row_count, columns,
+                     dtype_code(from.scalar_type()), dtype_code(of_bias.scalar_type()), dropout.threshold,
+                     dropout.column_base, static_cast<float>(multiplier), stream_of(from)),
+                 "dropout_add_backward");
+    return {result, of_bias};
   }
 #endif
-  MEGATRON_ELEMENTS(from.scalar_type(), T,
-                    [&] { run<T>(result, from, at::Tensor(), at::Tensor(), dropout, multiplier); });
-  return result;
+  MEGATRON_ELEMENTS(from.scalar_type(), T, [&] {
+    const at::Tensor sums = run_backward<T>(result, from, dropout, multiplier, bias_dtype.has_value());
+    if (sums.defined()) of_bias.copy_(sums);
+  });
+  return {result, of_bias};
 }
 
 }  // namespace
@@ -160,8 +237,8 @@ TORCH_LIBRARY_FRAGMENT(megatron, library) {
       "dropout_add(Tensor x, Tensor? bias, Tensor? residual, Tensor? rows, int threshold, int column_base, "
       "float multiplier) -> Tensor");
   library.def(
-      "dropout_add_backward(Tensor gradient, Tensor? rows, int threshold, int column_base, float multiplier) -> "
-      "Tensor");
+      "dropout_add_backward(Tensor gradient, Tensor? rows, int threshold, int column_base, float multiplier, "
+      "ScalarType? bias_dtype) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(megatron, CPU, library) {

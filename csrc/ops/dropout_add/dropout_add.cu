@@ -1,55 +1,115 @@
-// residual + multiplier * dropout(x + bias) on a GPU: a thread per pair of columns, whose 32 random bits it draws.
+// residual + multiplier * dropout(x + bias) on a GPU, in tiles.
+//
+// A 32-bit hash decides two neighbouring columns. The half of it that belongs to columns costs most and is computed once
+// for all rows of a thread.
 #include "dropout_add/dropout_add.h"
 
-#include "common/device.h"
+#include "common/tiles.h"
 
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kRowsPerThread = 8;  // without a sum over rows
 
-// One entry, rounded after each operation as the composition of torch's operations is; `__fmul_rn` and `__fadd_rn` are
-// never contracted.
-__device__ __forceinline__ float entry(float value, const float* bias, const float* residual, float factor,
-                                       float multiplier) {
-  if (bias != nullptr) value = __fadd_rn(value, *bias);
-  value = __fmul_rn(__fmul_rn(value, factor), multiplier);
-  return residual != nullptr ? __fadd_rn(value, *residual) : value;
-}
+// What all blocks share.
+struct Call {
+  int64_t row_count, columns;
+  const int64_t* rows;  // null without dropout
+  int32_t threshold;
+  uint64_t column_base;
+  float scale, multiplier;
+  ColumnVector bias;
+  bool aligned;  // all rows of all tensors begin at 16-byte boundaries
+};
 
-template <typename T, typename B>
-__global__ void __launch_bounds__(kThreads)
-    add_rows(T* __restrict__ y, const T* __restrict__ x, const B* __restrict__ bias, const T* __restrict__ residual,
-             const int64_t* __restrict__ rows, int64_t row_count, int64_t columns, int32_t threshold,
-             uint64_t column_base, float scale, float multiplier) {
-  const int64_t pairs = (columns + 1) / 2, all = row_count * pairs;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < all; i += step) {
-    const int64_t row = i / pairs, pair = i - row * pairs;
-    const uint32_t bits =
-        threshold > 0
-            ? megatron::pair_bits(static_cast<uint32_t>(rows[row]), megatron::column_hash(pair, column_base))
-            : 0;
+// The part of the hashes that belongs to a thread's columns, the first of which is even.
+template <typename T>
+struct ColumnHashes {
+  static constexpr int kPairs = Packet<T>::kSize / 2;
+  uint32_t of[kPairs];
+
+  __device__ __forceinline__ ColumnHashes(const Call& call, int64_t first) {
     MEGATRON_UNROLL
-    for (int part = 0; part < 2; ++part) {
-      const int64_t column = 2 * pair + part, at = row * columns + column;
-      if (column >= columns) continue;
-      const float factor = threshold > 0 ? megatron::dropout_factor(bits >> (16 * part), threshold, scale) : 1.0f;
-      const float own_bias = bias != nullptr ? to_float(bias[column]) : 0.0f;
-      const float own_residual = residual != nullptr ? to_float(residual[at]) : 0.0f;
-      y[at] = from_float<T>(entry(to_float(x[at]), bias != nullptr ? &own_bias : nullptr,
-                                  residual != nullptr ? &own_residual : nullptr, factor, multiplier));
+    for (int pair = 0; pair < kPairs; ++pair) {
+      of[pair] = call.rows != nullptr ? megatron::column_hash(first / 2 + pair, call.column_base) : 0;
     }
+  }
+
+  // The factors of the columns in a row: 0 or the dropout scale; 1 without dropout.
+  __device__ __forceinline__ Values<T> factors(const Call& call, int64_t row) const {
+    Values<T> factors;
+    const uint32_t row_hash = call.rows != nullptr ? static_cast<uint32_t>(call.rows[row]) : 0;
+    MEGATRON_UNROLL
+    for (int pair = 0; pair < kPairs; ++pair) {
+      const uint32_t bits = megatron::pair_bits(row_hash, of[pair]);
+      factors.of[2 * pair] = megatron::dropout_factor(bits, call.threshold, call.scale);
+      factors.of[2 * pair + 1] = megatron::dropout_factor(bits >> 16, call.threshold, call.scale);
+    }
+    return factors;
+  }
+};
+
+// Rounds after each operation, as the composition of torch's operations does; `__fmul_rn` and `__fadd_rn` are never
+// contracted.
+template <typename T>
+__global__ void __launch_bounds__(kTileThreads)
+    forward(T* __restrict__ y, const T* __restrict__ x, const T* __restrict__ residual, Call call) {
+  const OwnColumns<T> own(call.columns);
+  if (own.count == 0) return;
+  const Values<T> bias = load_columns<T>(call.bias, own.first, own.count);
+  const ColumnHashes<T> hashes(call, own.first);
+  const int64_t step = static_cast<int64_t>(gridDim.y) * kTileRows;
+  for (int64_t row = static_cast<int64_t>(blockIdx.y) * kTileRows + threadIdx.y; row < call.row_count; row += step) {
+    const int64_t at = row * call.columns + own.first;
+    Values<T> values = load_values(x + at, own.count, call.aligned), added = {};
+    if (residual != nullptr) added = load_values(residual + at, own.count, call.aligned);
+    const Values<T> factors = hashes.factors(call, row);
+    MEGATRON_UNROLL
+    for (int i = 0; i < Packet<T>::kSize; ++i) {
+      const float dropped = __fmul_rn(__fadd_rn(values.of[i], bias.of[i]), factors.of[i]);
+      values.of[i] = __fadd_rn(added.of[i], __fmul_rn(dropped, call.multiplier));
+    }
+    store_values(y + at, values, own.count, call.aligned);
   }
 }
 
-template <typename T, typename B>
-int launch(void* y, const void* x, const void* bias, const void* residual, const int64_t* rows, int64_t row_count,
-           int64_t columns, int32_t threshold, uint64_t column_base, float multiplier, void* stream) {
-  const int64_t pairs = row_count * ((columns + 1) / 2);
-  MEGATRON_LAUNCH((add_rows<T, B>), grid_size(pairs, kThreads), kThreads, 0, stream, static_cast<T*>(y),
-                  static_cast<const T*>(x), static_cast<const B*>(bias), static_cast<const T*>(residual), rows,
-                  row_count, columns, threshold, column_base, megatron::dropout_scale(threshold), multiplier);
-  return static_cast<int>(cudaGetLastError());
+// Block row `y` of the grid takes `rows_each` rows, then others at the grid's distance; if there are `parts`, each of
+// these spans has its row of them.
+template <typename T>
+__global__ void __launch_bounds__(kTileThreads)
+    backward(T* __restrict__ dx, float* __restrict__ parts, const T* __restrict__ dy, Call call, int64_t rows_each) {
+  const OwnColumns<T> own(call.columns);
+  const ColumnHashes<T> hashes(call, own.first);
+  for (int64_t part = blockIdx.y; part * rows_each < call.row_count; part += gridDim.y) {
+    const int64_t end = (part + 1) * rows_each < call.row_count ? (part + 1) * rows_each : call.row_count;
+    Values<T> sums = {};
+    for (int64_t row = part * rows_each + threadIdx.y; row < end && own.count > 0; row += kTileRows) {
+      const int64_t at = row * call.columns + own.first;
+      Values<T> values = load_values(dy + at, own.count, call.aligned);
+      const Values<T> factors = hashes.factors(call, row);
+      MEGATRON_UNROLL
+      for (int i = 0; i < Packet<T>::kSize; ++i) {
+        values.of[i] = __fmul_rn(__fmul_rn(values.of[i], call.multiplier), factors.of[i]);
+      }
+      store_values(dx + at, values, own.count, call.aligned);
+      add(sums, values);
+    }
+    if (parts != nullptr) store_part<T>(parts + part * call.columns, sums, call.columns);
+  }
+}
+
+template <typename T>
+Call call_of(const int64_t* rows, int64_t row_count, int64_t columns, int32_t threshold, uint64_t column_base,
+             float multiplier) {
+  const bool drops = rows != nullptr && threshold > 0;
+  return {row_count,
+          columns,
+          drops ? rows : nullptr,
+          drops ? threshold : 0,
+          column_base,
+          megatron::dropout_scale(drops ? threshold : 0),
+          multiplier,
+          {nullptr, DType::kFloat32},
+          columns % Packet<T>::kSize == 0};
 }
 
 }  // namespace
@@ -59,16 +119,30 @@ extern "C" int megatron_dropout_add_forward(void* y, const void* x, const void* 
                                             int bias_dtype, int32_t threshold, uint64_t column_base,
                                             float multiplier, void* stream) {
   return with_type(dtype, [&](auto element) {
-    return with_type(bias_dtype, [&](auto bias_element) {
-      return launch<decltype(element), decltype(bias_element)>(y, x, bias, residual, rows, row_count, columns,
-                                                               threshold, column_base, multiplier, stream);
-    });
+    using T = decltype(element);
+    Call call = call_of<T>(rows, row_count, columns, threshold, column_base, multiplier);
+    call.bias = {bias, static_cast<DType>(bias_dtype)};
+    call.aligned = call.aligned && is_aligned(y) && is_aligned(x) && is_aligned(residual);
+    MEGATRON_LAUNCH((forward<T>), tile_grid<T>(row_count, kTileRows * kRowsPerThread, columns), tile_block(), 0,
+                    stream, static_cast<T*>(y), static_cast<const T*>(x), static_cast<const T*>(residual), call);
+    return static_cast<int>(cudaGetLastError());
   });
 }
 
-extern "C" int megatron_dropout_add_backward(void* dx, const void* dy, const int64_t* rows, int64_t row_count,
-                                             int64_t columns, int dtype, int32_t threshold, uint64_t column_base,
+extern "C" int megatron_dropout_add_backward(void* dx, void* bias_gradient, float* bias_parts, const void* dy,
+                                             const int64_t* rows, int64_t row_count, int64_t columns, int dtype,
+                                             int bias_dtype, int32_t threshold, uint64_t column_base,
                                              float multiplier, void* stream) {
-  return megatron_dropout_add_forward(dx, dy, nullptr, nullptr, rows, row_count, columns, dtype, megatron::kFloat32, threshold,
-                                      column_base, multiplier, stream);
+  float* parts = bias_gradient != nullptr ? bias_parts : nullptr;
+  const int64_t rows_each = parts != nullptr ? megatron::rows_per_part(row_count) : kTileRows * kRowsPerThread;
+  const int error = with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    Call call = call_of<T>(rows, row_count, columns, threshold, column_base, multiplier);
+    call.aligned = call.aligned && is_aligned(dx) && is_aligned(dy);
+    MEGATRON_LAUNCH((backward<T>), tile_grid<T>(row_count, rows_each, columns), tile_block(), 0, stream,
+                    static_cast<T*>(dx), parts, static_cast<const T*>(dy), call, rows_each);
+    return static_cast<int>(cudaGetLastError());
+  });
+  if (parts == nullptr || error != 0) return error;
+  return launch_sum_parts(bias_gradient, bias_dtype, parts, blocks_for(row_count, rows_each), columns, stream);
 }

@@ -20,7 +20,9 @@ int megatron_dropout_add_forward(void* y, const void* x, const void* bias, const
                                  int64_t row_count, int64_t columns, int dtype, int bias_dtype, int32_t threshold,
                                  uint64_t column_base, float multiplier, void* stream);
 
-// The gradient of x. Shapes: dx and dy `[n, h]`.
-int megatron_dropout_add_backward(void* dx, const void* dy, const int64_t* rows, int64_t row_count, int64_t columns,
-                                  int dtype, int32_t threshold, uint64_t column_base, float multiplier, void* stream);
+// The gradients of x and, unless it is null, of the bias. Shapes: dx and dy `[n, h]`, bias_gradient `[h]`; bias_parts,
+// float32 `[parts, h]` with one part for `rows_per_part` rows, is scratch.
+int megatron_dropout_add_backward(void* dx, void* bias_gradient, float* bias_parts, const void* dy,
+                                  const int64_t* rows, int64_t row_count, int64_t columns, int dtype, int bias_dtype,
+                                  int32_t threshold, uint64_t column_base, float multiplier, void* stream);
 }

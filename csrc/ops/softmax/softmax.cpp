@@ -46,11 +46,11 @@ struct Backward {
   bool causal;
 };
 
-// Adds a row of a bias to scaled scores.
-template <typename B, typename W>
-MEGATRON_HOST_DEVICE void add_row(W* scores, const B* bias, int64_t count) {
+// A row of scaled scores with its bias.
+template <typename T, typename B>
+MEGATRON_HOST_DEVICE void biased_row(Wide<T>* result, const T* scores, Wide<T> scale, const B* bias, int64_t count) {
 #pragma omp simd
-  for (int64_t j = 0; j < count; ++j) scores[j] += static_cast<W>(load(bias + j));
+  for (int64_t j = 0; j < count; ++j) result[j] = load(scores + j) * scale + static_cast<Wide<T>>(load(bias + j));
 }
 
 template <typename W>
@@ -72,6 +72,47 @@ MEGATRON_HOST_DEVICE Divisor<W> exponentiate_row(W* scores, int64_t count) {
     sum += scores[j];
   }
   return divisor_of(sum);
+}
+
+// The same from scores yet to be scaled. Where products and sums are fused, what is left of the rounding of the scaled
+// maximum is a common factor, which normalization takes out.
+template <typename T>
+MEGATRON_HOST_DEVICE Divisor<Wide<T>> exponentiate_scaled_row(Wide<T>* weights, const T* scores, Wide<T> scale,
+                                                              int64_t count) {
+  Wide<T> largest = -static_cast<Wide<T>>(INFINITY), sum = 0;
+#pragma omp simd reduction(max : largest)
+  for (int64_t j = 0; j < count; ++j) {
+    const Wide<T> score = load(scores + j) * scale;
+    largest = score > largest ? score : largest;
+  }
+  const Wide<T> shift = exponent_shift(largest);
+#pragma omp simd reduction(+ : sum)
+  for (int64_t j = 0; j < count; ++j) {
+    weights[j] = exp_of(load(scores + j) * scale - shift);
+    sum += weights[j];
+  }
+  return divisor_of(sum);
+}
+
+// The exponentials of a row of scores with a bias or a mask.
+template <typename T>
+MEGATRON_HOST_DEVICE Divisor<Wide<T>> exponentiate_bounded_row(Wide<T>* weights, const T* scores,
+                                                               const Forward<T>& task, const RowPlace& place,
+                                                               int64_t visible) {
+  const Wide<T> scale = task.scale;
+  const int64_t offset = offset_of(place, task.bias.strides);
+  if (task.bias.data == nullptr) {
+#pragma omp simd
+    for (int64_t j = 0; j < visible; ++j) weights[j] = load(scores + j) * scale;
+  } else if (task.bias_is_float) {
+    biased_row(weights, scores, scale, static_cast<const float*>(task.bias.data) + offset, visible);
+  } else {
+    biased_row(weights, scores, scale, static_cast<const T*>(task.bias.data) + offset, visible);
+  }
+  if (task.mask.data != nullptr) {
+    hide_row(weights, static_cast<const uint8_t*>(task.mask.data) + offset_of(place, task.mask.strides), visible);
+  }
+  return exponentiate_row(weights, visible);
 }
 
 // The dropout factors, 0 or the scale, of the entries from `first`, an even column, on.
@@ -118,25 +159,14 @@ MEGATRON_HOST_DEVICE void write_dropped_row(T* result, const Wide<T>* weights, D
 template <typename T>
 MEGATRON_CLONES void forward_rows(const Forward<T>& task, int64_t first, int64_t last, Wide<T>* weights) {
   const int64_t keys = task.sizes.keys;
-  const Wide<T> scale = task.scale;
+  const bool is_bounded = task.bias.data != nullptr || task.mask.data != nullptr;
   for (int64_t row = first; row < last; ++row) {
     const RowPlace place = place_of(row, task.sizes);
     const int64_t visible = visible_keys(place.query, task.sizes, task.causal);
     const T* scores = task.scores + row * keys;
-#pragma omp simd
-    for (int64_t j = 0; j < visible; ++j) weights[j] = load(scores + j) * scale;
-    if (task.bias.data != nullptr) {
-      const int64_t offset = offset_of(place, task.bias.strides);
-      if (task.bias_is_float) {
-        add_row(weights, static_cast<const float*>(task.bias.data) + offset, visible);
-      } else {
-        add_row(weights, static_cast<const T*>(task.bias.data) + offset, visible);
-      }
-    }
-    if (task.mask.data != nullptr) {
-      hide_row(weights, static_cast<const uint8_t*>(task.mask.data) + offset_of(place, task.mask.strides), visible);
-    }
-    const Divisor<Wide<T>> divisor = exponentiate_row(weights, visible);
+    const Divisor<Wide<T>> divisor = is_bounded
+                                         ? exponentiate_bounded_row(weights, scores, task, place, visible)
+                                         : exponentiate_scaled_row(weights, scores, task.scale, visible);
     if (task.probabilities == nullptr) {
       write_row(task.result + row * keys, weights, divisor, visible, keys);
     } else {

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from megatron.kernels.attention.softmax import scaled_softmax
 from megatron.kernels.choice import TORCH_KERNELS, Implementation, Kernels
 from megatron.kernels.dropout_add import Dropout, dropout_add
 from megatron.kernels.products import needs_widening
-from megatron.kernels.softmax import scaled_softmax
 
 LONGEST_EXPLICIT = 512  # tokens
 

@@ -23,8 +23,8 @@ from megatron.kernels import (
     norms,
     optimizer,
     rotary,
-    softmax,
 )
+from megatron.kernels.attention import softmax as attention_softmax
 
 INTERFACE = 1  # raised when the signature of an operation changes, so that an older library is not used
 LIBRARY, RECORD = "libmegatron_ops.so", "build.json"
@@ -42,7 +42,7 @@ _REGISTRATIONS: Mapping[str, Callable[[], None]] = {
     "multi_tensor": multi_tensor.register,
     "norm": norms.register,
     "rotary": rotary.register,
-    "softmax": softmax.register,
+    "softmax": attention_softmax.register,
 }
 
 

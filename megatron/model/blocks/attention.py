@@ -28,7 +28,7 @@ from megatron.model.interface.key_value_cache import CachedText
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import attention_dropout, attention_seed, seeded
-from megatron.parallel.tensor.layers import RowParallelLinear
+from megatron.parallel.tensor.layers import Finish, RowParallelLinear
 
 
 class SelfAttention(nn.Module):
@@ -68,8 +68,8 @@ class SelfAttention(nn.Module):
             device=mesh.device,
         )
 
-    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Applies attention.
+    def forward(self, hidden: torch.Tensor, context: StepContext, finish: Finish | None = None) -> torch.Tensor:
+        """Applies attention; with `finish`, returns that of the last product and its bias.
 
         Raises:
             ConfigError: documents are to be separated while a key-value cache is in use, or the network is
@@ -84,7 +84,7 @@ class SelfAttention(nn.Module):
                     "(--bidirectional): every new token would change what the earlier ones are. Use a GPT checkpoint."
                 )
             attended = self._attend_cached(query, context.caches.append(self.layer, key, value), context)
-            return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
+            return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1), finish)
         plan = None
         if not (self.training and self.dropout):
             plan = bounded_plan(
@@ -99,7 +99,7 @@ class SelfAttention(nn.Module):
             )
         else:
             attended = self._attend(query, key, value, plan, bias, context)
-        return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
+        return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1), finish)
 
     def _heads(self, hidden: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, with their positions if those are rotary.

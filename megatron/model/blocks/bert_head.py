@@ -57,11 +57,12 @@ class MaskedTokenTransform(nn.Module):
         super().__init__()
         self.dense = ReplicatedLinear(config.hidden_size, config.hidden_size, device=mesh.device)
         self.layer_norm = build_norm(config, mesh, config.hidden_size)
-        self.activation = config.activation_function
+        self.activation, self.implementation = config.activation_function, mesh.kernels.activation
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Applies the three."""
-        return self.layer_norm(activation(self.dense(hidden), self.activation))  # type: ignore[no-any-return]
+        active = activation(self.dense(hidden), self.activation, implementation=self.implementation)
+        return self.layer_norm(active)  # type: ignore[no-any-return]
 
 
 class Pooler(nn.Module):

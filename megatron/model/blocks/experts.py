@@ -81,6 +81,7 @@ class ExpertNetworks(nn.Module):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, inner: int, count: int | None = None) -> None:
         super().__init__()
         self.is_gated, self.function = config.gated_linear_unit, config.activation_function
+        self.implementation = mesh.kernels.activation
         hidden, width = Dimension("hidden", config.hidden_size), Dimension("inner", inner, mesh.tp)
         # split over `mesh.ep` as well once tokens are exchanged between ranks
         networks = () if count is None else (Dimension("experts", count),)
@@ -97,9 +98,9 @@ class ExpertNetworks(nn.Module):
         """
         inner = self.linear_fc1(x, ends)
         if self.is_gated:
-            inner = gated(inner.view(x.shape[0], 2, -1), self.function)
+            inner = gated(inner.view(x.shape[0], 2, -1), self.function, implementation=self.implementation)
         else:
-            inner = activation(inner, self.function)
+            inner = activation(inner, self.function, implementation=self.implementation)
         return self.linear_fc2(inner, ends)  # type: ignore[no-any-return]
 
 

@@ -7,10 +7,11 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.kernels.activations import activation, gated
+from megatron.kernels.choice import Implementation
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension
-from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.layers import ColumnParallelLinear, Finish, RowParallelLinear
 
 
 class FeedForward(nn.Module):
@@ -26,6 +27,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, *, inner_size: int | None = None) -> None:
         super().__init__()
         self.activation, self.is_gated = config.activation_function, config.gated_linear_unit
+        self.implementation = mesh.kernels.activation
         width = config.ffn_hidden_size if inner_size is None else inner_size
         inner = Dimension("outputs of a linear layer", width, mesh.tp)
         outputs = (Dimension("gate and up", 2), inner) if self.is_gated else (inner,)
@@ -40,9 +42,14 @@ class FeedForward(nn.Module):
             width, config.hidden_size, mesh.tp, bias=config.mlp_bias, device=mesh.device
         )
 
-    def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Applies the layer."""
-        inner = self.linear_fc1(hidden)
+    def forward(self, hidden: torch.Tensor, context: StepContext, finish: Finish | None = None) -> torch.Tensor:
+        """Applies the layer; with `finish`, returns that of the last product and its bias."""
+        if self.implementation is Implementation.CSRC:
+            return self.linear_fc2(self.linear_fc1(hidden, self._activate), finish)  # type: ignore[no-any-return]
+        return self.linear_fc2(self._activate(self.linear_fc1(hidden)), finish)  # type: ignore[no-any-return]
+
+    def _activate(self, inner: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.is_gated:
-            return self.linear_fc2(gated(inner.unflatten(-1, (2, -1)), self.activation))
-        return self.linear_fc2(activation(inner, self.activation))
+            pair = inner.unflatten(-1, (2, -1))
+            return gated(pair, self.activation, bias=bias, implementation=self.implementation)
+        return activation(inner, self.activation, bias=bias, implementation=self.implementation)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import POST, POST_BRANCH, PRE
+from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import dropout_add
 from megatron.model.blocks.attention import SelfAttention
 from megatron.model.blocks.experts import Experts
@@ -18,6 +22,23 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.rng import hidden_dropout
 
 EMBEDDING_DROPOUT = 0  # dropout sites are numbered: 0 for the embedding, then two per block
+
+
+class _Sum(NamedTuple):
+    """What a branch has to add to the residual; the residual is None where it has been added."""
+
+    branch: torch.Tensor
+    residual: torch.Tensor | None = None
+
+    def total(self) -> torch.Tensor:
+        """The sum."""
+        return self.branch if self.residual is None else self.residual + self.branch
+
+    def normed(self, norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum, and a norm of it, which computes both in one pass if nothing was added yet."""
+        if self.residual is None:
+            return self.branch, norm(self.branch)
+        return norm.add(self.branch, self.residual)  # type: ignore[no-any-return,operator]
 
 
 class TransformerBlock(nn.Module):
@@ -42,12 +63,17 @@ class TransformerBlock(nn.Module):
         self.attention_slot, self.feed_forward_slot = 1 + 2 * index, 2 + 2 * index
         self.norms_residual = placement == POST
         has_inner, has_outer = placement not in (POST_BRANCH, POST), placement != PRE
+        self.adds_in_norm = placement != POST_BRANCH and self.multiplier == 1
         self.input_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
         self.self_attention = SelfAttention(config, mesh, index)
         self.post_self_attn_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
         self.pre_mlp_layernorm = build_norm(config, mesh, size) if has_inner else nn.Identity()
         self.mlp = Experts(config, mesh, index) if config.has_experts(index) else FeedForward(config, mesh)
         self.post_mlp_layernorm = build_norm(config, mesh, size) if has_outer else nn.Identity()
+        # Where nothing lies between a branch and its residual, the compiled operation adds the bias of the branch too.
+        joins = mesh.kernels.dropout_add is Implementation.CSRC and (not has_outer or self.norms_residual)
+        self.attention_bias_joins = joins and config.attention_output_bias
+        self.feed_forward_bias_joins = joins and config.mlp_bias and isinstance(self.mlp, FeedForward)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Runs the block, with recomputation in backward if the context requires it."""
@@ -57,21 +83,48 @@ class TransformerBlock(nn.Module):
 
     def _run(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         if self.norms_residual:
-            attended = self._added(hidden, self.self_attention(hidden, context), self.attention_slot, context)
-            hidden = self.post_self_attn_layernorm(attended)
-            fed = self._added(hidden, self.mlp(hidden, context), self.feed_forward_slot, context)
-            return self.post_mlp_layernorm(fed)
+            attended = self._attended(hidden, hidden, context)
+            hidden = attended.normed(self.post_self_attn_layernorm)[1]
+            return self._fed(hidden, hidden, context).normed(self.post_mlp_layernorm)[1]
         normed = self.input_layernorm(hidden)
-        attended = self.post_self_attn_layernorm(self.self_attention(normed, context))
-        residual = normed if self.residual_after_norm else hidden
-        after_attention = self._added(residual, attended, self.attention_slot, context)
-        normed = self.pre_mlp_layernorm(hidden if self.is_parallel else after_attention)
-        fed = self.post_mlp_layernorm(self.mlp(normed, context))
-        residual = normed if self.residual_after_norm else after_attention
-        return self._added(residual, fed, self.feed_forward_slot, context)
+        attended = self._attended(normed if self.residual_after_norm else hidden, normed, context)
+        if self.is_parallel:
+            after_attention, normed = attended.total(), self.pre_mlp_layernorm(hidden)
+        else:
+            after_attention, normed = attended.normed(self.pre_mlp_layernorm)
+        return self._fed(normed if self.residual_after_norm else after_attention, normed, context).total()
 
-    def _added(self, residual: torch.Tensor, branch: torch.Tensor, slot: int, context: StepContext) -> torch.Tensor:
-        """The residual plus a branch's output after dropout, times the multiplier."""
+    def _attended(self, residual: torch.Tensor, normed: torch.Tensor, context: StepContext) -> _Sum:
+        """The residual and attention."""
+        add = partial(self._add, residual, self.attention_slot, context)
+        if self.attention_bias_joins and self._drops:
+            return _Sum(self.self_attention(normed, context, add))
+        attended = self.self_attention(normed, context)
+        branch = attended if self.norms_residual else self.post_self_attn_layernorm(attended)
+        return _Sum(add(branch)) if self._drops or not self.adds_in_norm else _Sum(branch, residual)
+
+    def _fed(self, residual: torch.Tensor, normed: torch.Tensor, context: StepContext) -> _Sum:
+        """The residual and the feed-forward."""
+        add = partial(self._add, residual, self.feed_forward_slot, context)
+        if self.feed_forward_bias_joins and self._drops:
+            return _Sum(self.mlp(normed, context, add))
+        fed = self.mlp(normed, context)
+        branch = fed if self.norms_residual else self.post_mlp_layernorm(fed)
+        return _Sum(add(branch)) if self._drops or not self.adds_in_norm else _Sum(branch, residual)
+
+    @property
+    def _drops(self) -> bool:
+        return self.training and self.dropout > 0
+
+    def _add(
+        self,
+        residual: torch.Tensor,
+        slot: int,
+        context: StepContext,
+        branch: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The residual plus a branch's output and bias after dropout, times the multiplier."""
         dropout = None
         if self.training:
             dropout = hidden_dropout(
@@ -83,5 +136,10 @@ class TransformerBlock(nn.Module):
                 first_position=context.position_offset,
             )
         return dropout_add(
-            branch, dropout, residual=residual, multiplier=self.multiplier, implementation=self.dropout_kernel
+            branch,
+            dropout,
+            bias=bias,
+            residual=residual,
+            multiplier=self.multiplier,
+            implementation=self.dropout_kernel,
         )

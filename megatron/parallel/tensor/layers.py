@@ -6,7 +6,7 @@ have a `shard_spec`; `megatron.model.interface.network` draws their initial valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -18,6 +18,10 @@ from megatron.kernels.products import linear
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
+
+# What a layer does with its product and its bias instead of adding them: a fused operation of the caller. That runs
+# inside the layer, since ZeRO-3 holds the bias only there.
+Finish = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 TOO_LARGE = "There is an input id in the input that is greater than the highest possible input id"
 
@@ -54,9 +58,10 @@ class ColumnParallelLinear(nn.Module):
             spec = ShardSpec(tuple(outputs))
             self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=device).flatten()), spec)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Applies the layer."""
-        return linear(copy_to(x, self.axis), self.weight, self.bias)
+    def forward(self, x: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
+        """Applies the layer; with `finish`, returns that of the product and the bias."""
+        x = copy_to(x, self.axis)
+        return linear(x, self.weight, self.bias) if finish is None else finish(linear(x, self.weight), self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -86,11 +91,13 @@ class RowParallelLinear(nn.Module):
         if bias:
             self.bias = place(nn.Parameter(torch.zeros(output_size, device=device)), ShardSpec.vector(output_size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Applies the layer."""
-        if self.axis.size == 1:
+    def forward(self, x: torch.Tensor, finish: Finish | None = None) -> torch.Tensor:
+        """Applies the layer; with `finish`, returns that of the product and the bias."""
+        if self.axis.size == 1 and finish is None:
             return linear(x, self.weight, self.bias)
         y = reduce_from(linear(x, self.weight), self.axis)
+        if finish is not None:
+            return finish(y, self.bias)
         return y if self.bias is None else y + self.bias
 
 

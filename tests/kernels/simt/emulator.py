@@ -104,9 +104,9 @@ class Run:
             like = torch.empty(tuple(like), dtype=dtype or torch.float32)
         return self._buffer(like if dtype is None else like.to(dtype), shift, "output")
 
-    def scratch(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Buffer:
+    def scratch(self, shape: Sequence[int], dtype: torch.dtype = torch.float32, shift: int = 0) -> Buffer:
         """A buffer without values that kernels may leave unwritten in part, but not read there."""
-        buffer = self.output(shape, dtype)
+        buffer = self.output(shape, dtype, shift)
         buffer.kind = "scratch"
         return buffer
 

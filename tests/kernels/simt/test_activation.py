@@ -58,6 +58,10 @@ def test_kernels_agree_with_float64(build: str, is_gated: bool) -> None:
 def test_large_shapes() -> None:
     _check("plain", "forward", "silu", True, torch.bfloat16, (1100, 260, 0))
     _check("plain", "random", "gelu", False, torch.float32, (70, 4099, 3))
+    for name in FUNCTIONS:
+        for is_gated in (False, True):
+            for dtype in emulator.DTYPE_CODES:
+                _check("plain", "reverse", name, is_gated, dtype, (66, 40, 0))
 
 
 def test_every_line_has_run(whole_file: None) -> None:

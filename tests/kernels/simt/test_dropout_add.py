@@ -23,20 +23,25 @@ def _check(run: emulator.Run, dtype: torch.dtype, rows: int, columns: int, shift
     forward = "megatron_dropout_add_forward"
     run.call(forward, full, given, run.input(bias), added, *sizes, torch.float32, threshold, BASE, 0.5, None)
     run.call(forward, plain, given, None, None, *sizes, torch.float32, threshold, BASE, 1.0, None)
-    run.call("megatron_dropout_add_backward", gradient, given, *sizes, threshold, BASE, 0.5, None)
+    backward, rest = "megatron_dropout_add_backward", (torch.float32, threshold, BASE, 0.5, None)
+    run.call(backward, gradient, None, None, given, *sizes, *rest)
+    again, of_bias, parts = run.output(x, shift=shift), run.output(bias), run.output((-(-rows // 64), columns))
+    run.call(backward, again, of_bias, parts, given, *sizes, *rest)
     exact = dropout_add(x.double(), dropout, bias=bias.double(), residual=residual.double(), multiplier=0.5)
     wide = dropout_add(x.float(), dropout, bias=bias, residual=residual.float(), multiplier=0.5)
     error = torch.finfo(dtype).eps
     torch.testing.assert_close(full.tensor().double(), exact, rtol=error, atol=4 * error)
     assert torch.equal(full.tensor(), wide.to(dtype))
     assert torch.equal(plain.tensor(), dropout_add(x.float(), dropout).to(dtype))
-    assert torch.equal(gradient.tensor(), dropout_add(x.float(), dropout, multiplier=0.5).to(dtype))
+    expected = dropout_add(x.float(), dropout, multiplier=0.5)
+    assert torch.equal(gradient.tensor(), expected.to(dtype)) and torch.equal(again.tensor(), gradient.tensor())
+    torch.testing.assert_close(of_bias.tensor(), expected.double().sum(0).float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", list(emulator.ORDERS))
 @pytest.mark.parametrize("dtype", list(emulator.DTYPE_CODES))
 def test_values_where_every_access_is_checked(dtype: torch.dtype, order: str) -> None:
-    cases = [(1, 1, 0, 6554), (3, 7, 1, 30000), (2, 1031, 3, 0), (4, 64, 0, 65536), (5, 33, 1, 1)]
+    cases = [(1, 1, 0, 6554), (3, 7, 1, 30000), (2, 1031, 3, 0), (130, 16, 0, 65536), (5, 64, 0, 1)]
     for rows, columns, shift, threshold in cases:
         with emulator.launch("dropout_add", order=order) as run:
             _check(run, dtype, rows, columns, shift, threshold)

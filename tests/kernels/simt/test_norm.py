@@ -14,7 +14,7 @@ EPS = 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one kernel; `shift` elements lie between x and a 16-byte boundary."""
+    """Inputs of one kernel; `shift` elements lie between a 16-byte boundary and all buffers, or the one of a name."""
 
     rows: int
     columns: int
@@ -24,25 +24,35 @@ class Case:
     has_residual: bool = False
     zero_centered: bool = False
     shift: int = 0
+    shifted: str = ""
+
+    def late(self, name: str) -> int:
+        return self.shift if self.shifted in ("", name) else 0
 
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 SMALL = [
     Case(9, 64),  # a warp to a row, eight rows at a time
     Case(3, 264, BRAIN, is_layer_norm=False, has_residual=True),  # two warps to a row
+    Case(3, 264, BRAIN),  # which meet twice
+    Case(2, 2304, BRAIN, shift=1, shifted="partials"),
     Case(5, 32, HALF, HALF, has_residual=True, zero_centered=True),
     Case(4, 7, BRAIN, BRAIN, shift=1),  # streamed: no row is aligned
     Case(3, 133, is_layer_norm=False, has_residual=True, zero_centered=True),
     Case(2, 48, HALF, shift=3),
     Case(1, 1, BRAIN, is_layer_norm=False),
+    *(
+        Case(2, 32, BRAIN, has_residual=True, shift=1, shifted=name)
+        for name in ("x", "residual", "weight", "bias", "y", "total", "dx", "dy", "past")
+    ),
 ]
 LARGE = [
-    Case(520, 8, BRAIN, BRAIN),  # more blocks of rows than run at once, several rows to a block of the gradient
+    Case(4100, 8, BRAIN, BRAIN),  # more blocks of rows than run at once, several rows to a block of the gradient
     Case(3, 2304, has_residual=True),  # two packets to a thread
     Case(2, 4608, is_layer_norm=False),  # four
     Case(2, 8192, BRAIN, BRAIN, has_residual=True, zero_centered=True),
     Case(2, 8448, HALF, is_layer_norm=False, zero_centered=True),
-    Case(420, 6, has_residual=True),
+    Case(2060, 6, has_residual=True),
     Case(2, 20001, BRAIN),
 ]
 
@@ -77,16 +87,19 @@ def _run(case: Case, build: str, order: str) -> None:
     assert of_x is not None and of_weight is not None
     codes = (int(case.zero_centered), case.dtype, case.weight_dtype, None)
     with emulator.launch("norm", build, order) as run:
-        inputs = [run.input(part, case.shift) for part in (total, residual, dy, dtotal)]
-        scale, offset = run.input(weight), run.input(bias) if with_bias else None
+        named = zip((total, residual, dy, dtotal), ("x", "residual", "dy", "past"), strict=True)
+        inputs = [run.input(part, case.late(name)) for part, name in named]
+        scale = run.input(weight, case.late("weight"))
+        offset = run.input(bias, case.late("bias")) if with_bias else None
         statistics = [run.output((case.rows,)) if with_bias else None, run.output((case.rows,))]
-        results, sums = run.output(x), run.output(x) if case.has_residual else None
-        first = run.input(x, case.shift) if case.has_residual else inputs[0]
+        results = run.output(x, shift=case.late("y"))
+        sums = run.output(x, shift=case.late("total")) if case.has_residual else None
+        first = run.input(x, case.late("x")) if case.has_residual else inputs[0]
         added = inputs[1] if case.has_residual else None
         run.call("megatron_norm_forward", results, sums, *statistics, first, added, scale, offset, *shape, EPS, *codes)
         row_blocks = -(-case.rows // -(-case.rows // 256))
-        partials = run.scratch((2 if with_bias else 1, row_blocks, case.columns))
-        gradients = run.output(x), run.output(weight), run.output(weight) if with_bias else None
+        partials = run.scratch((2 if with_bias else 1, row_blocks, case.columns), shift=case.late("partials"))
+        gradients = run.output(x, shift=case.late("dx")), run.output(weight), run.output(weight) if with_bias else None
         past = inputs[3] if case.has_residual else None
         given = (partials, inputs[2], past, inputs[0], scale, *statistics)
         run.call("megatron_norm_backward", *gradients, *given, *shape, *codes)
@@ -109,5 +122,9 @@ def test_checked(order: str) -> None:
 
 
 def test_large_rows() -> None:
-    for case in LARGE:
+    for case in SMALL + LARGE:
         _run(case, "plain", "reverse")
+
+
+def test_every_line_has_run(whole_file: None) -> None:
+    assert emulator.unexecuted_lines("norm") == []

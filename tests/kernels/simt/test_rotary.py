@@ -9,14 +9,17 @@ from megatron.kernels.rotary import rotate
 from tests.kernels.simt import emulator
 
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-# (b, s, groups, queries of a group, d), pairs, whether cosines are float32, shift of the buffers in elements
+# (b, s, groups, queries of a group, d), pairs, whether cosines are float32, which buffers begin one element late
 CASES = (
-    ((1, 1, 1, 1, 2), 1, True, 0),
-    ((2, 3, 2, 2, 32), 16, True, 0),
-    ((2, 3, 1, 3, 48), 8, False, 0),
-    ((1, 2, 2, 1, 7), 2, True, 0),
-    ((2, 2, 1, 2, 16), 8, False, 1),
-    ((1, 2, 1, 1, 16), 5, True, 0),
+    ((1, 1, 1, 1, 2), 1, True, ""),
+    ((2, 3, 2, 2, 32), 16, True, ""),
+    ((2, 3, 1, 3, 48), 8, False, ""),
+    ((1, 2, 2, 1, 7), 2, True, ""),
+    ((2, 2, 1, 2, 16), 8, False, "whole parts table"),
+    ((2, 1, 1, 1, 16), 8, True, "whole"),
+    ((1, 2, 1, 1, 16), 8, False, "parts"),
+    ((1, 2, 1, 1, 16), 8, False, "table"),
+    ((1, 2, 1, 1, 16), 5, True, ""),
 )
 
 
@@ -34,7 +37,7 @@ def _grouped(heads: torch.Tensor, count: int) -> list[int]:
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("build", ["checked", "plain"])
 def test_a_fused_projection_is_split_and_joined(build: str, dtype: torch.dtype, interleaved: bool) -> None:
-    for number, ((batch, length, groups, queries, size), pairs, wide_table, shift) in enumerate(CASES):
+    for number, ((batch, length, groups, queries, size), pairs, wide_table, shifted) in enumerate(CASES):
         generator = torch.Generator().manual_seed(number)
         qkv = torch.randn(batch, length, groups, queries + 2, size, generator=generator).to(dtype)
         per_sample = 1 if number % 2 else batch
@@ -43,10 +46,11 @@ def test_a_fused_projection_is_split_and_joined(build: str, dtype: torch.dtype, 
         cos, sin = angles.cos().to(table_dtype), angles.sin().to(table_dtype)
         query = torch.empty(batch, groups * queries, length, size, dtype=dtype)
         key = torch.empty(batch, groups, length, size, dtype=dtype)
+        late = {name: int(name in shifted.split()) for name in ("whole", "parts", "table")}
         with emulator.launch("rotary", build, ("forward", "reverse", "random")[number % 3]) as run:
-            source, joined = run.input(qkv, shift=shift), run.output(qkv, shift=shift)
-            found = [run.output(part, shift=shift) for part in (query, key, key)]
-            cosines, sines = run.input(cos, shift=shift), run.input(sin, shift=shift)
+            source, joined = run.input(qkv, shift=late["whole"]), run.output(qkv, shift=late["whole"])
+            found = [run.output(part, shift=late["parts"]) for part in (query, key, key)]
+            cosines, sines = run.input(cos, shift=late["table"]), run.input(sin, shift=late["table"])
             passed = (source, joined, *found, cosines, sines)  # by address, inside of structures
             for buffer, name in zip(passed, ("qkv", "joined", "query", "key", "value", "cos", "sin"), strict=True):
                 buffer.describe(name)

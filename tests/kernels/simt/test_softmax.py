@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from megatron.kernels.attention.softmax import scaled_softmax
 from megatron.kernels.dropout_add import Dropout
 from megatron.kernels.hashing import signed
-from megatron.kernels.softmax import scaled_softmax
 from tests.kernels.simt import emulator
 
 SCALE = 0.37
@@ -20,7 +20,10 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """Scores `[b, a, q, k]`, how they are bounded, and by how many elements the buffers miss a 16-byte boundary."""
+    """Scores `[b, a, q, k]`, how they are bounded, and by how many elements buffers miss a 16-byte boundary.
+
+    Either all buffers do, or the one that `shifted` names.
+    """
 
     shape: tuple[int, int, int, int]
     causal: bool = False
@@ -29,6 +32,10 @@ class Case:
     float_bias: bool = True
     threshold: int = 0
     shift: int = 0
+    shifted: str = ""
+
+    def shift_of(self, name: str) -> int:
+        return self.shift if self.shifted in ("", name) else 0
 
 
 # Rows of one warp (at most 512 keys), of a block, and longer than registers hold (8192), in packets and one by one.
@@ -42,10 +49,14 @@ CASES = (
     Case((1, 1, 2, 64), threshold=30000, shift=3),
     Case((2, 1, 2, 1000), causal=True, threshold=6554, mask=(2, 1, 2)),
     Case((1, 1, 2, 1031), causal=True, threshold=6554),
+    *(
+        Case((1, 1, 2, 64), mask=(1, 1, 2), bias=(1, 1, 2), threshold=6554, shift=1, shifted=name)
+        for name in ("scores", "mask", "bias", "result", "probabilities", "gradient")
+    ),
 )
 LONG_CASES = (
-    Case((1, 1, 2, 8200), causal=True, threshold=6554, bias=(1, 1, 1)),
-    Case((1, 1, 2, 8203), mask=(1, 1, 2), shift=1, threshold=6554),
+    Case((1, 1, 2, 8200), causal=True, threshold=6554, bias=(1, 1, 1), mask=(1, 1, 2)),
+    Case((1, 1, 2, 8203), causal=True, shift=1, threshold=6554),
 )
 
 
@@ -77,14 +88,14 @@ def _check(case: Case, dtype: torch.dtype, build: str, order: str) -> None:
     sizes = (ctypes.c_int64 * 4)(*case.shape)
     with emulator.launch("softmax", build, order) as run:
         buffers = {
-            name: None if value is None else run.input(value, shift=case.shift)
+            name: None if value is None else run.input(value, shift=case.shift_of(name))
             for name, value in (("scores", scores), ("gradient", gradient), ("mask", mask), ("bias", bias))
         }
         row_hashes = columns = probabilities = None
         if dropout is not None:
             row_hashes, columns = run.input(rows), run.output([(case.shape[3] + 1) // 2], torch.int32)
-            probabilities = run.output(scores, shift=case.shift)
-        result, score_gradient = (run.output(scores, shift=case.shift) for _ in range(2))
+            probabilities = run.output(scores, shift=case.shift_of("probabilities"))
+        result, score_gradient = (run.output(scores, shift=case.shift_of(name)) for name in ("result", "gradient"))
         run.call(
             "megatron_softmax_forward",
             *(result, probabilities, buffers["scores"], buffers["mask"], _strides(mask, case.shape), buffers["bias"]),

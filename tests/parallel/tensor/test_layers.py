@@ -13,7 +13,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, shard_spec_of
-from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.parallel.tensor.layers import ColumnParallelLinear, Finish, RowParallelLinear, VocabParallelEmbedding
 from megatron.parallel.tensor.norms import LayerNorm
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
@@ -40,7 +40,12 @@ def _fill(module: nn.Module, prefix: str) -> None:
             parameter.view(-1)[: part.numel()] = part.flatten()
 
 
-def _network(axis: Axis) -> dict:
+def _added(product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    assert bias is not None
+    return product + bias
+
+
+def _network(axis: Axis, finish: Finish | None = None) -> dict:
     column = _column(WIDTH, INNER, axis)
     row = RowParallelLinear(INNER, WIDTH, axis)
     table = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, axis)
@@ -51,7 +56,7 @@ def _network(axis: Axis) -> dict:
     ids = torch.tensor([[0, 3, 10, 7], [9, 1, 8, 2]])
     x = table(ids)
     x.retain_grad()
-    y = row(F.gelu(column(norm(x))))
+    y = row(F.gelu(column(norm(x), finish)), finish)
     y.square().sum().backward()
     return {
         "y": y.detach(),
@@ -71,7 +76,7 @@ def _network(axis: Axis) -> dict:
 
 
 def _on_rank(rank: int) -> dict:
-    return _network(open_mesh(Layout(2)).tp)
+    return _network(open_mesh(Layout(2)).tp, _added)  # the caller adds the biases
 
 
 def test_split_equals_dense() -> None:

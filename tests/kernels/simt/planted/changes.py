@@ -20,6 +20,8 @@ from tests.kernels.simt.harness import builds
 
 TESTS = Path(__file__).resolve().parents[1]
 VALUES = "Tensor-likes are not|assert"  # no diagnosis, but a test that compares values fails
+RACE = "race: |uninitialised: "  # a missing barrier is both, depending on who comes first
+ANY = "race: |out of bounds: |misaligned: |unwritten: |Tensor-likes are not"
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,95 @@ class PlantedChange:
         return self.file or f"{self.operation}/{self.operation}.cu"
 
 
+DEVICE = "common/device.h"
 CHANGES = (
-    PlantedChange(
-        "dropout_add", "(column >= columns) continue", "(column > columns) continue", "out of bounds: "
-    ),
-    PlantedChange(
-        "dropout_add", "(columns + 1) / 2, all", "columns / 2, all", "unwritten: |division by"
-    ),
+    PlantedChange("dropout_add", "(column >= columns) continue", "(column > columns) continue", "out of bounds: "),
+    PlantedChange("dropout_add", "(columns + 1) / 2, all", "columns / 2, all", "unwritten: |division by"),
     PlantedChange("dropout_add", "at = row * columns + column", "at = row * pairs + column", "race: |unwritten: "),
     PlantedChange("dropout_add", "i < all; i += step) {", "i <= all; i += step) {", "out of bounds: "),
     PlantedChange("dropout_add", "bits >> (16 * part)", "bits >> (16 * (1 - part))", VALUES),
     PlantedChange("dropout_add", "static_cast<uint32_t>(rows[row])", "static_cast<uint32_t>(rows[0])", VALUES),
+    PlantedChange(
+        "softmax", "(lane == 0) parts[warp] = value;\n  __sync", "(lane == 0) parts[warp] = value;\n  //", RACE, DEVICE
+    ),
+    PlantedChange("softmax", "neutral, operation);\n  __syncthreads();", "neutral, operation);", "race: ", DEVICE),
+    PlantedChange("softmax", "lane < warps ?", "lane <= warps ?", "uninitialised: read of shared parts|race: ", DEVICE),
+    PlantedChange("softmax", "first + i < visible ? values[i]", "first + i <= visible ? values[i]", VALUES),
+    PlantedChange(
+        "softmax", "(first < keys) own.write(task, first, v", "(true) own.write(task, first, v", "out of bounds: "
+    ),
+    PlantedChange("softmax", "visible_keys(row % task", "visible_keys(row / task", VALUES),
+    PlantedChange("softmax", "(task.scores) && is_aligned(task.result) &&", "(task.scores) &&", "misaligned: "),
+    PlantedChange("softmax", "         is_aligned(task.probabilities) && starts", "         starts", "misaligned: "),
+    PlantedChange("softmax", "starts_at_multiples(task.mask, task.mask_strides, 1, kSize) &&", "", "misaligned: "),
+    PlantedChange("softmax", "(first & 1) ? bits >> 16 : bits", "bits", VALUES),
+    PlantedChange("softmax", "pair < pairs; pair += step", "pair <= pairs; pair += step", "out of bounds: write"),
+    PlantedChange(
+        "activation", "is_aligned(y) && is_aligned(x) && columns % Packet<T>::kSize == 0", "true", "misaligned: "
+    ),
+    PlantedChange(
+        "activation",
+        "is_aligned(dy) && is_aligned(x) && columns % Packet<T>::kSize == 0",
+        "is_aligned(x)",
+        "misaligned: ",
+    ),
+    PlantedChange("activation", "  __syncthreads();  // a gated", "  // a gated", "race: "),
+    PlantedChange("activation", "  __syncthreads();\n  const int64_t first", "  const int64_t first", RACE),
+    PlantedChange("activation", "  __syncthreads();\n  if (threadIdx.y != 0 ||", "  if (threadIdx.y != 0 ||", RACE),
+    PlantedChange("activation", "part < part_count && column < width", "part < part_count", "out of bounds: "),
+    PlantedChange("activation", "if (first + column < columns) part", "part", "race: |out of bounds: "),
+    PlantedChange("activation", "row < end && own.count", "row <= end && own.count", "race: |out of bounds: "),
+    PlantedChange("activation", "left < 0 ? 0 :", "left <= 0 ? 1 :", "out of bounds: |race: "),
+    PlantedChange("activation", "int thread = 1; thread < kPart", "int thread = 2; thread < kPart", VALUES),
+    PlantedChange(
+        "rotary", "first + kSize : pair + task.sizes.pairs", "first + kSize : pair + task.sizes.pairs - 1", ANY
+    ),
+    PlantedChange(
+        "rotary", "if (first + kSize >= channels)", "if (first + kSize > channels)", "race: |out of bounds: "
+    ),
+    PlantedChange("rotary", "is_aligned(part.from) && is_aligned(part.to) &&", "", "misaligned: "),
+    PlantedChange("rotary", "sine[i] * task.direction", "sine[i]", VALUES),
+    PlantedChange("rotary", "pair < task.sizes.pairs) {", "pair <= task.sizes.pairs) {", ANY),
+    PlantedChange("rotary", "head_index >= task.parts[own].heads", "head_index > task.parts[own].heads", ANY),
+    PlantedChange(
+        "norm",
+        "if (lane == 0) parts[threadIdx.x / kWarp] = value;\n  __syncthreads();",
+        "if (lane == 0) parts[threadIdx.x / kWarp] = value;",
+        RACE,
+    ),
+    PlantedChange("norm", "meeting.turn = 1 - meeting.turn;", "", "race: "),
+    PlantedChange("norm", "lane < warps ? parts[lane]", "lane <= warps ? parts[lane]", RACE),
+    PlantedChange("norm", "y][threadIdx.x] = value;\n  __syncthreads();", "y][threadIdx.x] = value;", RACE),
+    PlantedChange(
+        "norm", "sum += shared[y][threadIdx.x];\n  __syncthreads();", "sum += shared[y][threadIdx.x];", "race: "
+    ),
+    PlantedChange("norm", "block < row_blocks && j < columns;", "block < row_blocks;", "out of bounds: |race: "),
+    PlantedChange("norm", "row < end && j < of.columns;", "row <= end && j < of.columns;", "out of bounds: "),
+    PlantedChange(
+        "norm",
+        "layout.block.y * of.columns * sizeof(float) :",
+        "of.columns * sizeof(float) :",
+        "out of bounds: .*dynamic",
+    ),
+    PlantedChange("norm", "is_aligned(of.y) && is_aligned(of.total) &&", "is_aligned(of.total) &&", "misaligned: "),
+    PlantedChange(
+        "norm", "is_aligned(of.weight.data) && is_aligned(of.bias.data)", "is_aligned(of.weight.data)", "misaligned: "
+    ),
+    PlantedChange(
+        "norm", "is_aligned(of.weight.data) && is_aligned(of.partials)", "is_aligned(of.weight.data)", "misaligned: "
+    ),
+    PlantedChange("norm", "      to[j] = sum;\n    }\n    __syncthreads();", "      to[j] = sum;\n    }", "race: "),
+    PlantedChange(
+        "norm", "int y = 1; y < static_cast<int>(blockDim.y)", "int y = 1; y < static_cast<int>(blockDim.y) - 1", VALUES
+    ),
+    PlantedChange(
+        "cross_entropy", "load_packet(row + head + i * kSize)", "load_packet(row + i * kSize)", "misaligned: "
+    ),
+    PlantedChange(
+        "cross_entropy", "share_alignment(to, from) ? elements_to_al", "true ? elements_to_al", "misaligned: "
+    ),
+    PlantedChange("cross_entropy", "label >= 0 && label < valid ?", "label >= 0 ?", "out of bounds: |Tensor-likes"),
+    PlantedChange("cross_entropy", "own.total * megatron::exp_of(own.largest - largest)", "own.total", VALUES),
 )
 
 
@@ -94,7 +174,9 @@ def main() -> int:
     """Runs as many changes as are asked for."""
     parser = argparse.ArgumentParser(description="Defects in csrc/ops that the emulator tests must find.")
     parser.add_argument("--cases", type=int, default=len(CHANGES))
-    chosen = CHANGES[: parser.parse_args().cases]
+    parser.add_argument("--operation", help="only its sources")
+    asked = parser.parse_args()
+    chosen = [change for change in CHANGES if asked.operation in (None, change.operation)][: asked.cases]
     missed = undetected(chosen)
     print("\n".join(missed))
     print(f"{len(chosen) - len(missed)} of {len(chosen)} planted defects were found")

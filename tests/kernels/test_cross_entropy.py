@@ -1,0 +1,158 @@
+"""Statistics and gradients of rows of logits: the reference against float64, and the compiled operations beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.kernels.choice import Implementation
+from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
+from megatron.kernels.native.library import Library
+from megatron.parallel.mesh import Axis
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_losses
+from megatron.parallel.tensor.head_loss import FactoredLogits, LossTerms, head_losses
+
+CSRC, TORCH = Implementation.CSRC, Implementation.TORCH
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 1, 1), (3, 16, 0), (5, 1037, 1030), (4, 9000, 8999)]
+
+
+def _case(dtype: torch.dtype, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, LossGradients]:
+    generator = torch.Generator().manual_seed(columns)
+    logits = (5 * torch.randn(rows, columns, generator=generator)).to(dtype)
+    labels = torch.randint(-1, columns + 1, (rows,), generator=generator)
+    return logits, labels, LossGradients(*torch.rand(3, rows, generator=generator))
+
+
+def _results(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    gradients: LossGradients,
+    valid: int,
+    softcap: float | None,
+    implementation: Implementation = TORCH,
+) -> list[torch.Tensor]:
+    """The two losses of every row, its mean logit, and the gradients of one loss and of all."""
+    found = logit_statistics(logits, labels, valid, softcap=softcap, with_whole=True, implementation=implementation)
+    normalizer = found.total.log() + found.largest if valid else torch.zeros_like(found.largest)
+    assert found.whole is not None
+    values = [normalizer - found.target, normalizer, found.whole / max(1, valid)]
+    for minimized in (LossGradients(gradients.of_label), gradients):
+        settings = (labels, normalizer, minimized, valid, 9000)
+        gradient = logit_gradient(logits, *settings, softcap=softcap, implementation=implementation)
+        written = logits.clone()
+        options = {"softcap": softcap, "in_place": True, "implementation": implementation}
+        assert logit_gradient(written, *settings, **options) is written
+        assert torch.equal(written, gradient)
+        assert not gradient[:, valid:].any()
+        values.append(gradient)
+    return values
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_is_as_exact_as_the_reference(compiled: Library, dtype: torch.dtype, softcap: float | None) -> None:
+    for rows, columns, valid in SHAPES:
+        logits, labels, gradients = _case(dtype, rows, columns)
+        exact = _results(logits.double(), labels, gradients, valid, softcap)
+        reference = _results(logits, labels, gradients, valid, softcap)
+        found = _results(logits, labels, gradients, valid, softcap, CSRC)
+        for index, (true, one, other) in enumerate(zip(exact, reference, found, strict=True)):
+            assert other.dtype == one.dtype
+            size = true.abs().max() if index > 2 else true.abs().max().clamp(min=1.0)  # losses are differences
+            ulps = 32 if dtype == torch.float64 else 1  # the reference in float64 is what it is compared with
+            allowed = (one - true).abs().max() * 1.1 + ulps * torch.finfo(one.dtype).eps * size
+            assert (other - true).abs().max() <= allowed, f"result {index} of {columns} columns"
+
+
+@pytest.mark.parametrize("implementation", [TORCH, CSRC])
+def test_the_gradient_is_the_derivative_of_the_losses(compiled: Library, implementation: Implementation) -> None:
+    logits, labels, gradients = _case(torch.float64, 3, 7)
+    own = logits.requires_grad_()
+    rows = 2 * torch.tanh(own[:, :6] / 2)
+    chosen = rows.gather(1, labels.clamp(0, 5).unsqueeze(1)).squeeze(1) * ((labels >= 0) & (labels < 6))
+    normalizer = rows.logsumexp(1)
+    sums = (normalizer - chosen, normalizer, normalizer - rows.sum(1) / 9)
+    sum((loss * weight).sum() for loss, weight in zip(sums, gradients, strict=True)).backward()
+    found = logit_gradient(
+        logits.detach(), labels, normalizer.detach(), gradients, 6, 9, softcap=2.0, implementation=implementation
+    )
+    torch.testing.assert_close(found, own.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_views_threads_and_not_a_number(compiled: Library) -> None:
+    wide = torch.randn(70, 40, 33)
+    transposed, offset = wide[0].t(), wide[1:, 3, 1:]
+    for view in (transposed, offset):
+        labels = torch.zeros(view.shape[0], dtype=torch.int64)
+        settings = (labels, view.logsumexp(1), LossGradients(torch.ones(view.shape[0])), view.shape[1], 40)
+        found, reference = (logit_gradient(view, *settings, implementation=chosen) for chosen in (CSRC, TORCH))
+        torch.testing.assert_close(found, reference, rtol=1e-5, atol=1e-6)
+        sums, expected = (
+            logit_statistics(view, labels, view.shape[1], implementation=chosen) for chosen in (CSRC, TORCH)
+        )
+        torch.testing.assert_close(sums[:3], expected[:3], rtol=1e-6, atol=1e-6)
+    with pytest.raises(RuntimeError, match="columns of logits are 33 entries apart; to be written over"):
+        column, one = labels[:33], LossGradients(None)
+        logit_gradient(transposed, column, column.float(), one, 40, 40, in_place=True, implementation=CSRC)
+    before, results = torch.get_num_threads(), []
+    many, labels = wide.view(70, -1), torch.zeros(70, dtype=torch.int64)
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(torch.stack(logit_statistics(many, labels, 1300, implementation=CSRC)[:3]))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+    many[0, 1299] = float("nan")
+    total = logit_statistics(many, labels, 1300, implementation=CSRC).total
+    assert total[0].isnan() and not total[1:].isnan().any()
+
+
+def test_torch_knows_the_operations(compiled: Library) -> None:
+    logits, labels, gradients = _case(torch.float32, 3, 7)
+    operations = torch.ops.megatron
+    torch.library.opcheck(operations.logit_statistics.default, (logits, labels, 6, 0.0))
+    settings = (labels, logits.logsumexp(1), gradients.of_label, None, gradients.of_uniform, 6, 9, 2.0)
+    torch.library.opcheck(operations.logit_gradient.default, (logits, *settings))
+    torch.library.opcheck(operations.logit_gradient_.default, (logits, *settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_and_gradients_of_the_head(compiled: Library, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    tokens, weight = torch.randn(2, 9, 8, generator=generator), torch.randn(32, 8, generator=generator)
+    labels, weights = torch.randint(0, 21, (2, 9), generator=generator), torch.rand(2, 9, generator=generator)
+    axis, found = Axis.single("tp"), []
+    for chosen in (TORCH, CSRC):
+        hidden, table = (part.to(dtype, copy=True).requires_grad_() for part in (tokens, weight))
+        factors = FactoredLogits(hidden, table, 4.0)
+        losses, gradients = head_losses(
+            factors, labels, weights, axis, 21, LossTerms(0.1, 0.01), chunk_rows=5, implementation=chosen
+        )
+        logits = F.linear(tokens, weight).requires_grad_()
+        whole = vocab_parallel_losses(logits, labels, axis, 21, with_uniform=True, implementation=chosen)
+        (torch.stack(whole) * torch.tensor([1.0, 0.1, 0.2])[:, None, None]).sum().backward()
+        assert gradients is not None
+        found.append(
+            [*losses, gradients.of_hidden, gradients.of_weight, *(part.detach() for part in whole), logits.grad]
+        )
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_wrong_shapes_are_refused(compiled: Library) -> None:
+    logits, labels = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
+    cases = [
+        ((logits[0], labels, 4), "logits have 1 dimensions; they need rows and columns"),
+        ((logits, labels[:1], 4), r"labels are Long\[1\]; they must be int64 with one entry for each of the 2 rows"),
+        ((logits, labels.int(), 4), r"labels are Int\[2\]; they must be int64"),
+        ((logits, labels, 5), "5 valid columns of 4; there cannot be more"),
+    ]
+    for arguments, sentence in cases:
+        with pytest.raises(RuntimeError, match=sentence):
+            logit_statistics(*arguments, implementation=CSRC)
+    with pytest.raises(RuntimeError, match=r"of_label has the shape \[3\]; it needs one entry for each of the 2 rows"):
+        one = LossGradients(torch.ones(3))
+        logit_gradient(logits, labels, torch.zeros(2), one, 4, 4, implementation=CSRC)

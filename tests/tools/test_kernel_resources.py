@@ -1,0 +1,49 @@
+"""The table of what the CUDA kernels need: read from the compiler's words, and from the compiler itself."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from benchmarks import kernel_resources
+from benchmarks.kernel_resources import markdown, parse_resources
+
+PRINTED = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN8megatron12_GLOBAL__N_18add_rowsIfLi4EEEvPT_l' for 'sm_80'
+ptxas info    : Function properties for _ZN8megatron12_GLOBAL__N_18add_rowsIfLi4EEEvPT_l
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 38 registers, used 1 barriers, 128 bytes smem
+ptxas info    : Compile time = 10.1 ms
+ptxas info    : Compiling entry function 'add_rows' for 'sm_90'
+    24 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 255 registers, used 0 barriers, 24 bytes cumulative stack size
+"""
+
+
+def test_registers_spills_and_shared_memory_are_read() -> None:
+    first, second = parse_resources("dropout_add", PRINTED)
+    assert (first.architecture, first.registers, first.spilled_bytes, first.shared_bytes) == ("80", 38, 0, 128)
+    assert (second.architecture, second.registers, second.spilled_bytes, second.shared_bytes) == ("90", 255, 16, 0)
+    assert second.plain_name == "add_rows"
+    *_, last = markdown([second, kernel_resources.Kernel("dropout_add", "add_rows<float>", "80", 40, 0, 64)])
+    assert last == "| dropout_add | add_rows | 1 | 40 | 255 | 64 | 16 |"
+    assert parse_resources("norm", "nothing of interest") == []
+
+
+def test_names_lose_what_all_have_in_common() -> None:
+    if shutil.which("cu++filt") is None and shutil.which("c++filt") is None:
+        pytest.skip("no c++filt is installed")
+    mangled = "_ZN8megatron12_GLOBAL__N_18add_rowsIfLi4EEEvPT_l"
+    assert kernel_resources.demangled([mangled]) == ["add_rows<float, 4>"]
+
+
+def test_an_operation_compiles_without_spills(capsys: pytest.CaptureFixture[str]) -> None:
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not installed")
+    assert kernel_resources.main(["--only", "dropout_add", "--architectures", "90,9999"]) == 0
+    heading, _, *rows = capsys.readouterr().out.splitlines()
+    assert "| sm_90 |" in heading and "9999" not in heading
+    cells = [cell.strip() for cell in rows[0].split("|")[1:-1]]
+    assert cells[:2] == ["dropout_add", "add_rows"] and 0 < int(cells[3]) <= 255 and cells[-1] == "0"
