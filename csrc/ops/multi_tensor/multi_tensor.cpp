@@ -12,15 +12,27 @@
 namespace megatron {
 namespace {
 
+// Sums in a fixed number of lanes, so that the result is the same with every instruction set.
 template <typename T>
 MEGATRON_CLONES double squares_of(const T* from, int64_t count) {
-  double total = 0.0;
-#pragma omp simd reduction(+ : total)
-  for (int64_t i = 0; i < count; ++i) {
-    const double value = load(from + i);
-    total += value * value;
+  constexpr int kLanes = 64;
+  double sums[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+#pragma omp simd
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const double value = load(from + i + lane);
+      sums[lane] += value * value;
+    }
   }
-  return total;
+  for (int lane = 0; i < count; ++i, ++lane) {
+    const double value = load(from + i);
+    sums[lane] += value * value;
+  }
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
+  }
+  return sums[0];
 }
 
 template <typename T>
