@@ -18,6 +18,7 @@ from megatron.config import OptimConfig
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.errors import ConfigError
+from megatron.kernels.optimizer import build_adamw
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 from megatron.parallel.shard_spec import shard_spec_of
@@ -86,7 +87,7 @@ def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh
 def build_optimizer(
     optim: OptimConfig, module: nn.Module, mesh: ParallelMesh, freezing: Freezing = EVERYTHING_IS_TRAINED
 ) -> torch.optim.Optimizer:
-    """Builds the torch optimizer; collective over the pipeline stages.
+    """Builds the optimizer; collective over the pipeline stages.
 
     Parameters with the same weight decay and learning rate that are trained since the same update form a group:
     matrices have weight decay, biases and norm weights have none, and `lr_multiplier`, an entry of every group, is the
@@ -94,7 +95,7 @@ def build_optimizer(
     it calls for. Frozen parameters are in no group.
 
     Raises:
-        ConfigError: the optimizer is unknown.
+        ConfigError: the optimizer is unknown, or its implementation is not installed.
     """
     decays = (optim.weight_decay, 0.0)
     found: dict[tuple[bool, float, int], list[nn.Parameter]] = {}
@@ -114,7 +115,7 @@ def build_optimizer(
         for group in groups:
             group["eps"] = optim.adam_eps * group["lr_multiplier"]
         betas = (optim.adam_beta1, optim.adam_beta2)
-        return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
+        return build_adamw(groups, lr=rate, betas=betas, implementation=mesh.kernels.optimizer)
     if optim.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=optim.sgd_momentum)
     raise ConfigError(f"--optimizer {optim.optimizer} is not known. Use adam or sgd.")

@@ -46,7 +46,7 @@ def build_module(
     if settings["zero_optimization"]["stage"] == 3:
         stack = _partitioned_stack(own, mesh, settings, seed)
     else:
-        stack = LayerStack(own, seed=seed).to(steps.dtype)
+        stack = LayerStack(own, seed=seed, initial_values=mesh.kernels.initial_values).to(steps.dtype)
     freeze(stack.parameters(), frozen)
     _mark_for_deepspeed(stack, mesh)
     if mesh.pp.size == 1:
@@ -86,7 +86,9 @@ def _partitioned_stack(
         spec = shard_spec_of(parameter)
         if spec.is_matrix:
             part = parameter.ds_tensor.data.view(-1)  # type: ignore[attr-defined]
-            draw_weights_(part, spec, seed, parameter.global_name, first=mesh.gradient.rank * part.numel())  # type: ignore[attr-defined]
+            name: str = parameter.global_name  # type: ignore[attr-defined]
+            first, kernel = mesh.gradient.rank * part.numel(), mesh.kernels.initial_values
+            draw_weights_(part, spec, seed, name, first=first, implementation=kernel)
     return stack
 
 

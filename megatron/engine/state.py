@@ -18,6 +18,7 @@ from torch import nn
 
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
+from megatron.kernels.optimizer import count_updates
 from megatron.parallel.pieces import Kind, PieceKey, filling
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
@@ -129,9 +130,7 @@ def refresh_weights(engine: Engine, update_count: int | None) -> None:
     engine.update_count = update_count or 0
     engine.freezing = engine.freezing.as_of(engine.update_count)
     for part in optimizer_slices(engine):
-        step = engine.optimizer.state[part.flat].get("step") if part.flat in engine.optimizer.state else None
-        if torch.is_tensor(step):
-            step.fill_(float(engine.update_count - engine.freezing.began_at.get(part.name, 0)))
+        count_updates(engine.optimizer, part.flat, engine.update_count - engine.freezing.began_at.get(part.name, 0))
     wrapper = engine.deepspeed.optimizer
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         _refresh_stage_three(wrapper)

@@ -67,8 +67,8 @@ ShardPlace place_of(at::IntArrayRef shape, at::IntArrayRef start, at::IntArrayRe
   return place;
 }
 
-at::Tensor& fill(at::Tensor& target, int64_t first, at::IntArrayRef shape, at::IntArrayRef start, at::IntArrayRef box,
-                 int64_t distribution, int64_t base, double deviation) {
+void fill(const at::Tensor& target, int64_t first, at::IntArrayRef shape, at::IntArrayRef start, at::IntArrayRef box,
+          int64_t distribution, int64_t base, double deviation) {
   const ShardPlace place = place_of(shape, start, box);
   int64_t elements = 1;
   for (const int64_t size : box) elements *= size;
@@ -78,7 +78,7 @@ at::Tensor& fill(at::Tensor& target, int64_t first, at::IntArrayRef shape, at::I
   TORCH_CHECK(distribution >= kNormal && distribution <= kUniform, "initial_values: distribution is ", distribution,
               "; it must be 0 (normal), 1 (truncated normal) or 2 (uniform)");
   const c10::OptionalDeviceGuard guard(target.device());
-  if (target.numel() == 0) return target;
+  if (target.numel() == 0) return;
 #if defined(MEGATRON_WITH_CUDA)
   if (target.is_cuda()) {
     check_launch(megatron_initial_values_fill(target.mutable_data_ptr(), first, target.numel(),
@@ -87,14 +87,13 @@ at::Tensor& fill(at::Tensor& target, int64_t first, at::IntArrayRef shape, at::I
                                               static_cast<uint64_t>(base), static_cast<float>(deviation),
                                               stream_of(target)),
                  "initial_values");
-    return target;
+    return;
   }
 #endif
   TORCH_CHECK(target.scalar_type() != at::kDouble, "initial_values: the target is float64; values are float32");
   MEGATRON_ELEMENTS(target.scalar_type(), T, [&] {
     run<T>(target, place, first, distribution, static_cast<uint64_t>(base), static_cast<float>(deviation));
   });
-  return target;
 }
 
 }  // namespace
@@ -103,7 +102,7 @@ at::Tensor& fill(at::Tensor& target, int64_t first, at::IntArrayRef shape, at::I
 TORCH_LIBRARY_FRAGMENT(megatron, library) {
   library.def(
       "initial_values_(Tensor(a!) target, int first, int[] shape, int[] start, int[] box, int distribution, int base, "
-      "float deviation) -> Tensor(a!)");
+      "float deviation) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(megatron, CPU, library) { library.impl("initial_values_", &megatron::fill); }

@@ -74,7 +74,6 @@ at::TensorOptions results_on(const at::Tensor& like) {
 }
 
 std::tuple<at::Tensor, at::Tensor> norm(at::TensorList tensors, bool per_tensor) {
-  TORCH_CHECK(!tensors.empty(), "multi_tensor_norm: the list is empty; it needs at least one tensor");
   check_list(tensors, tensors, "multi_tensor_norm", "tensors");
   const c10::OptionalDeviceGuard guard(tensors[0].device());
   const at::Tensor whole = at::empty({}, results_on(tensors[0]));
@@ -132,7 +131,6 @@ void scale(at::TensorList destinations, at::TensorList sources, double factor,
 }
 
 at::Tensor not_finite(at::TensorList tensors) {
-  TORCH_CHECK(!tensors.empty(), "multi_tensor_not_finite: the list is empty; it needs at least one tensor");
   check_list(tensors, tensors, "multi_tensor_not_finite", "tensors");
   const c10::OptionalDeviceGuard guard(tensors[0].device());
   const at::Tensor flag = at::zeros({}, results_on(tensors[0]));

@@ -35,6 +35,7 @@ class WordEmbedding(VocabParallelEmbedding):
             config.hidden_size,
             mesh.tp,
             device=mesh.device,
+            implementation=mesh.kernels.embedding,
         )
         self.multiplier = config.embedding_multiplier
 

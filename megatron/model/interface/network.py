@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from megatron.errors import ConfigError
+from megatron.kernels.choice import Implementation
 from megatron.model.interface.key_value_cache import BatchCaches
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.rng import draw_weights_
@@ -75,6 +76,7 @@ class LayerStack(nn.Module):
         specs: the layers in order.
         seed: seed of the initial parameter values; None leaves the matrices zero, for weights to be loaded.
         build: builds a layer from its spec and shared weight, for callers that must do more than `build_layer`.
+        initial_values: the implementation that draws them; the values do not depend on it.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class LayerStack(nn.Module):
         *,
         seed: int | None = None,
         build: Callable[[LayerSpec, nn.Parameter | None], nn.Module] | None = None,
+        initial_values: Implementation = Implementation.TORCH,
     ) -> None:
         super().__init__()
         self._layers: list[tuple[LayerSpec, nn.Module]] = []
@@ -93,7 +96,7 @@ class LayerStack(nn.Module):
             module = (build or build_layer)(spec, weight)
             name_parameters(spec, module, weight)
             if seed is not None:
-                draw_initial_values(module, seed, weight)
+                draw_initial_values(module, seed, weight, initial_values)
             built[spec.name] = module
             self._layers.append((spec, module))
             _attach(self, spec.name, module)
@@ -170,7 +173,12 @@ def parameter_names(specs: Sequence[LayerSpec]) -> list[str]:
     return list(names)
 
 
-def draw_initial_values(module: nn.Module, seed: int, shared: nn.Parameter | None = None) -> None:
+def draw_initial_values(
+    module: nn.Module,
+    seed: int,
+    shared: nn.Parameter | None = None,
+    implementation: Implementation = Implementation.TORCH,
+) -> None:
     """Draws the initial values of the matrices of a named module; norms and biases keep theirs.
 
     Args:
@@ -179,7 +187,8 @@ def draw_initial_values(module: nn.Module, seed: int, shared: nn.Parameter | Non
     for parameter in module.parameters():
         spec = shard_spec_of(parameter)
         if spec.is_matrix and parameter is not shared:
-            draw_weights_(parameter.detach().view(-1), spec, seed, parameter.global_name)  # type: ignore[attr-defined]
+            name: str = parameter.global_name  # type: ignore[attr-defined]
+            draw_weights_(parameter.detach().view(-1), spec, seed, name, implementation=implementation)
 
 
 def _shared_weight(module: nn.Module, name: str) -> nn.Parameter:

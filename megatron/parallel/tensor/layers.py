@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megatron.errors import DataError
+from megatron.kernels.choice import Implementation
+from megatron.kernels.embedding import lookup
 from megatron.kernels.products import linear
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
@@ -105,6 +106,9 @@ class VocabParallelEmbedding(nn.Module):
 
     Rows from `vocab_size` on are padding; they stay zero, and ids that refer to them are rejected.
 
+    Args:
+        implementation: of lookup and gradient.
+
     Shapes: ids `[...]` int64; result `[..., h]` replicated; weight `[v/t, h]`.
 
     Raises:
@@ -119,9 +123,11 @@ class VocabParallelEmbedding(nn.Module):
         axis: Axis,
         *,
         device: torch.device | str | None = None,
+        implementation: Implementation = Implementation.TORCH,
     ) -> None:
         super().__init__()
         self.axis = axis
+        self.implementation = implementation
         self.vocab_size = vocab_size
         self.weight = vocabulary_table(vocab_size, padded_vocab_size, hidden_size, axis, device)
         self.first_row = axis.rank * self.weight.shape[0]
@@ -134,12 +140,10 @@ class VocabParallelEmbedding(nn.Module):
                 synchronize).
         """
         self._check(ids)
-        if self.axis.size == 1:
-            return F.embedding(ids, self.weight)
-        local = ids - self.first_row
-        foreign = (local < 0) | (local >= self.weight.shape[0])
-        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)  # [..., h]
-        return reduce_from(rows.masked_fill(foreign.unsqueeze(-1), 0.0), self.axis)
+        is_whole = self.axis.size == 1
+        kernel = self.implementation
+        rows = lookup(self.weight, ids, first_row=self.first_row, is_whole=is_whole, implementation=kernel)
+        return rows if is_whole else reduce_from(rows, self.axis)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Looks the ids up."""

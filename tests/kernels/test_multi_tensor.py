@@ -1,0 +1,88 @@
+"""Norms, scaling and the finite check of lists of tensors, beside float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.kernels.choice import Implementation
+from megatron.kernels.multi_tensor import norm, not_finite, scale_
+from megatron.kernels.native.library import Library
+
+CSRC, TORCH = Implementation.CSRC, Implementation.TORCH
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _list(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Mixed sizes: empty, one element, odd, over a chunk of a task; one transposed and one behind an offset."""
+    generator = torch.Generator().manual_seed(2)
+    sizes = [(0,), (1,), (7, 11), (3, 12347), (64, 33)]
+    values = [torch.randn(*size, generator=generator).to(dtype) for size in sizes]
+    return [*values, values[2].t(), values[3].flatten()[5:30000], torch.randn((), generator=generator).to(dtype)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_are_those_of_float64(compiled: Library, dtype: torch.dtype) -> None:
+    tensors, before, results = _list(dtype), torch.get_num_threads(), []
+    exact = torch.stack([tensor.double().norm() for tensor in tensors])
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(norm(tensors, per_tensor=True, implementation=CSRC))
+    finally:
+        torch.set_num_threads(before)
+    (whole, each), reference = results[0], norm(tensors, per_tensor=True)
+    assert torch.equal(whole, results[1][0])
+    assert torch.equal(each, results[1][1])
+    for found, one, other in ((whole, reference[0], exact.norm()), (each, reference[1], exact)):
+        assert ((found.double() - other).abs() <= other * 2.0**-24).all()
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
+    assert norm(tensors, implementation=CSRC)[1].numel() == norm(tensors)[1].numel() == 0
+
+
+def test_many_elements_stay_exact(compiled: Library) -> None:
+    """A float32 sum of ones ends at 2^24; the same memory is listed so often that the sum passes 2^31."""
+    ones = torch.ones(1 << 20)
+    assert float(norm([ones] * 2049, implementation=CSRC)[0]) == pytest.approx(math.sqrt(2049 * 2**20), rel=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scaling_and_the_finite_check(compiled: Library, dtype: torch.dtype) -> None:
+    sources = _list(dtype)
+    for target in DTYPES:
+        expected = [(tensor.float() * 0.37).to(target) for tensor in sources]
+        for factor in (0.37, torch.tensor(0.37)):
+            for implementation in (CSRC, TORCH):
+                found = [torch.full_like(tensor, 9.0, dtype=target) for tensor in sources]
+                scale_(found, sources, factor, implementation=implementation)
+                assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not not_finite(sources, implementation=CSRC)
+    for wrong in (math.inf, -math.inf, math.nan):
+        spoiled = [tensor.clone() for tensor in sources]
+        spoiled[3][2, 12346] = wrong
+        for implementation in (CSRC, TORCH):
+            flag = not_finite(spoiled, implementation=implementation)
+            assert flag.dtype == torch.float32
+            assert flag == 1
+        assert not torch.isfinite(norm(spoiled, implementation=CSRC)[0])
+    assert not not_finite(sources)
+
+
+def test_torch_knows_the_operations(compiled: Library) -> None:
+    tensors = [torch.randn(3, 5), torch.randn(4)]
+    operations = torch.ops.megatron
+    torch.library.opcheck(operations.multi_tensor_norm.default, (tensors, True))
+    torch.library.opcheck(operations.multi_tensor_not_finite.default, (tensors,))
+    torch.library.opcheck(
+        operations.multi_tensor_scale_.default, ([torch.zeros_like(tensor) for tensor in tensors], tensors, 2.0, None)
+    )
+    with pytest.raises(RuntimeError, match=r"tensors\[0\] of shape \[5\] and strides \[2\] has gaps"):
+        norm([torch.zeros(10)[::2]], implementation=CSRC)
+    with pytest.raises(RuntimeError, match=r"tensors\[0\] is Double; it must be float32, float16 or bfloat16"):
+        norm([torch.zeros(4).double()], implementation=CSRC)
+    with pytest.raises(RuntimeError, match=r"sources\[0\] is \[5\] on cpu, and should be \[4\]"):
+        scale_([torch.zeros(4)], [torch.zeros(5)], 1.0, implementation=CSRC)
+    with pytest.raises(RuntimeError, match="device_factor must be one float32"):
+        scale_([torch.zeros(4)], [torch.zeros(4)], torch.zeros(2), implementation=CSRC)

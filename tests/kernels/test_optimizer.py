@@ -1,0 +1,194 @@
+"""AdamW compiled, beside torch's and float64; skipping, checkpoints, apex."""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError
+from megatron.kernels.choice import Implementation
+from megatron.kernels.native.library import Library
+from megatron.kernels.optimizer import AdamW, build_adamw, count_updates
+
+BETAS, RATE, EPS, DECAY = (0.9, 0.95), 2.0**-8, 1e-8, 0.1
+SIZES = ((0,), (1,), (5, 7), (3, 12347))
+
+
+def _parameters() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    values = [torch.randn(*size, generator=generator) for size in SIZES]
+    flat = torch.randn(2000, generator=generator)
+    return [torch.nn.Parameter(value) for value in (*values, flat[3:1003], values[2].clone().t())]
+
+
+def _gradients(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 + step)
+    sizes = (*SIZES, (1000,), (7, 5))
+    gradients = [(torch.randn(*size, generator=generator) * 10.0 ** (step - 2)).to(dtype) for size in sizes]
+    gradients[-1] = gradients[-1].t().contiguous().t()
+    return gradients
+
+
+def _groups(parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": parameters[:2], "weight_decay": 0.0, "eps": EPS},
+        {"params": parameters[2:], "weight_decay": DECAY, "eps": EPS},
+    ]
+
+
+def _exact(dtype: torch.dtype, factor: float = 1.0, steps: int = 4) -> list[torch.Tensor]:
+    """The weights after some steps of the algorithm, in float64."""
+    parameters = [parameter.detach().double() for parameter in _parameters()]
+    first, second = ([torch.zeros_like(parameter) for parameter in parameters] for _ in range(2))
+    for step in range(1, steps + 1):
+        for number, gradient in enumerate(_gradients(step, dtype)):
+            g = gradient.double() * factor
+            first[number] = BETAS[0] * first[number] + (1 - BETAS[0]) * g
+            second[number] = BETAS[1] * second[number] + (1 - BETAS[1]) * g * g
+            mean, square = first[number] / (1 - BETAS[0] ** step), second[number] / (1 - BETAS[1] ** step)
+            parameters[number] = parameters[number] * (1 - RATE * (DECAY if number > 1 else 0.0))
+            parameters[number] -= RATE * mean / (square.sqrt() + EPS)
+    return parameters
+
+
+def _train(optimizer: torch.optim.Optimizer, dtype: torch.dtype, steps: range, **options: Any) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for step in steps:
+        for parameter, gradient in zip(parameters, _gradients(step, dtype), strict=True):
+            if dtype == torch.float32:
+                parameter.grad = gradient
+            else:
+                parameter.grad_dtype = None  # gradients in half precision of float32 weights
+                parameter.grad = gradient
+        optimizer.step(**options)
+
+
+def _errors(parameters: list[torch.nn.Parameter], exact: list[torch.Tensor]) -> float:
+    return max(
+        float((p.detach().double() - e).abs().max()) for p, e in zip(parameters, exact, strict=True) if e.numel()
+    )
+
+
+def test_steps_are_those_of_the_algorithm(compiled: Library) -> None:
+    ours, torchs, before = _parameters(), _parameters(), torch.get_num_threads()
+    rate = torch.tensor(RATE)
+    results = []
+    for threads, lr in ((1, RATE), (2, rate)):
+        torch.set_num_threads(threads)
+        ours = _parameters()
+        _train(AdamW(_groups(ours), lr=lr, betas=BETAS), torch.float32, range(1, 5))
+        results.append([parameter.detach() for parameter in ours])
+    torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    _train(build_adamw(_groups(torchs), lr=RATE, betas=BETAS), torch.float32, range(1, 5))
+    exact = _exact(torch.float32)
+    assert _errors(ours, exact) <= 1.1 * _errors(torchs, exact) + 2.0**-24
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_and_copies_in_half_precision(compiled: Library, dtype: torch.dtype) -> None:
+    ours = _parameters()
+    optimizer = AdamW(_groups(ours), lr=RATE, betas=BETAS)
+    copies = [torch.full_like(parameter, 9.0, dtype=dtype) for parameter in ours]
+    factor = torch.tensor(0.125)
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has no gradients of another dtype than the weight")
+    _train(optimizer, dtype, range(1, 5), gradient_factor=factor, copies=[copies[:2], copies[2:]])
+    assert _errors(ours, _exact(dtype, 0.125)) < 2e-6
+    for parameter, copy in zip(ours, copies, strict=True):
+        assert torch.equal(parameter.detach().to(dtype), copy)
+
+
+def test_an_overflow_changes_nothing(compiled: Library) -> None:
+    ours, twins = _parameters(), _parameters()
+    optimizer, twin = (AdamW(_groups(some), lr=RATE, betas=BETAS) for some in (ours, twins))
+    for some in (optimizer, twin):
+        _train(some, torch.float32, range(1, 2), skip=torch.tensor(0.0))
+    ours[3].grad[0, 5] = math.inf
+    optimizer.step(skip=torch.tensor(1.0))
+    optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(4.0)  # as torch.amp.GradScaler does
+    optimizer.step()
+    del optimizer.found_inf, optimizer.grad_scale
+    for one, other in zip(ours, twins, strict=True):
+        assert torch.equal(one, other)
+        for name, value in twin.state[other].items():
+            assert torch.equal(optimizer.state[one][name], value)
+    twin.grad_scale = torch.tensor(4.0)
+    _train(twin, torch.float32, range(2, 3))
+    _train(optimizer, torch.float32, range(2, 3), gradient_factor=0.25)
+    assert all(torch.equal(one, other) for one, other in zip(ours, twins, strict=True))
+
+
+@pytest.mark.parametrize("order", [("csrc", "torch"), ("torch", "csrc"), ("plain", "csrc")])
+def test_a_run_resumes_with_the_other_one(compiled: Library, order: tuple[str, str]) -> None:
+    parameters = _parameters()
+    optimizer: torch.optim.Optimizer | None = None
+    for name, steps in zip(order, (range(1, 3), range(3, 5)), strict=True):
+        groups = _groups(parameters)
+        if name == "plain":
+            following: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS)
+        else:
+            following = build_adamw(groups, lr=RATE, betas=BETAS, implementation=Implementation(name))
+        if optimizer is not None:
+            following.load_state_dict(optimizer.state_dict())
+        optimizer = following
+        _train(optimizer, torch.float32, steps)
+        optimizer.zero_grad()
+    assert optimizer is not None
+    assert {*optimizer.state[parameters[2]]} == {"step", "exp_avg", "exp_avg_sq"}
+    assert _errors(parameters, _exact(torch.float32)) < 2e-6
+    count_updates(optimizer, parameters[2], 7)
+    assert optimizer.state[parameters[2]]["step"] == 7
+
+
+def test_what_is_refused(compiled: Library) -> None:
+    narrow = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    narrow.grad = torch.zeros_like(narrow)
+    with pytest.raises(ConfigError, match=r"shape \[3\] is bfloat16, and the compiled AdamW updates float32"):
+        AdamW([narrow]).step()
+    wide = torch.nn.Parameter(torch.zeros(3))
+    wide.grad = torch.zeros(3)
+    with pytest.raises(ConfigError, match="has amsgrad=True, which the compiled AdamW does not know"):
+        AdamW([{"params": [wide], "amsgrad": True}]).step()
+    with pytest.raises(RuntimeError, match="skip must be one float32 on cpu"):
+        AdamW([wide]).step(skip=torch.zeros(2))
+    assert AdamW([wide]).step(lambda: 5.0) == 5.0
+    lists = [[torch.randn(4)] for _ in range(4)]
+    scalars = (1e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, None, None, None)
+    torch.library.opcheck(torch.ops.megatron.adamw_.default, (*lists, [torch.zeros(())], [], *scalars))
+    with pytest.raises(RuntimeError, match="1 steps for 2 weights"):
+        pairs = [[torch.randn(4), torch.randn(4)] for _ in range(4)]
+        torch.ops.megatron.adamw_(*pairs, [torch.zeros(())], [], *scalars)
+
+
+class _FusedAdam(torch.optim.Optimizer):
+    """What apex's optimizer is from outside: one count of steps for each group."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], adam_w_mode: bool) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "adam_w_mode": adam_w_mode})
+
+    def step(self, closure: None = None) -> None:
+        """Counts."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
+
+def test_apex_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "apex", None)
+    with pytest.raises(ConfigError, match="optimizer=apex: apex is not installed here"):
+        build_adamw(_groups(_parameters()), lr=RATE, betas=BETAS, implementation=Implementation.APEX)
+    optimizers = types.ModuleType("apex.optimizers")
+    optimizers.FusedAdam = _FusedAdam  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "apex", types.ModuleType("apex"))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
+    parameters = _parameters()
+    optimizer = build_adamw(_groups(parameters), lr=RATE, betas=BETAS, implementation=Implementation.APEX)
+    count_updates(optimizer, parameters[3], 41)
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [1, 42]
+    assert optimizer.param_groups[1]["adam_w_mode"]
