@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "common/host.h"
+#include "base/host.h"
 
 #if defined(MEGATRON_WITH_CUDA)
 #include <ATen/ops/sort.h>

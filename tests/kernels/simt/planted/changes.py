@@ -39,7 +39,7 @@ class PlantedChange:
         return self.file or f"{self.operation}/{self.operation}.cu"
 
 
-DEVICE, TILES = "common/device.h", "common/tiles.h"
+DEVICE, TILES = "base/device.h", "base/tiles.h"
 CHANGES = (
     PlantedChange(
         "dropout_add", "row < call.row_count; row += step", "row <= call.row_count; row += step", "out of bounds"
