@@ -6,7 +6,8 @@ Prints one JSON line per operation, size, dtype, number of threads and pass (for
 how many times faster than torch, the median of paired rounds, with their range; then the geometric mean of every
 operation and of all. The composite beside it is the reference in megatron/kernels, called eagerly, as a run with
 `--kernels torch` calls it. Seconds are those of the processor, all threads together: on a shared machine wall time
-measures the others' load. `--table` prints Markdown instead.
+measures the others' load. `--table` prints Markdown instead, and below it the geometric means in the form of
+megatron/kernels/native/measured.py.
 """
 
 from __future__ import annotations
@@ -191,6 +192,22 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
         own = [row.ratio for row in rows if row.operation == operation]
         yield f"{operation}: geometric mean {statistics.geometric_mean(own):.2f}, slowest case {min(own):.2f}.  "
     yield f"All: geometric mean {statistics.geometric_mean([row.ratio for row in rows]):.2f}."
+    yield ""
+    yield "```python"
+    for name, speed in speeds(rows).items():
+        yield f'("{name}", "cpu"): types.MappingProxyType({{Implementation.CSRC: {speed:.2f}}}),'
+    yield "```"
+
+
+def speeds(rows: Sequence[Row]) -> dict[str, float]:
+    """The geometric mean of every operation of `--kernels`, some of which have several folders."""
+    from megatron.kernels.native.choosing import PARTS
+
+    whole = {folder: name for name, folders in PARTS.items() for folder in folders}
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(whole.get(row.operation, row.operation), []).append(row.ratio)
+    return {name: statistics.geometric_mean(ratios) for name, ratios in found.items()}
 
 
 if __name__ == "__main__":

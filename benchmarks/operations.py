@@ -8,12 +8,16 @@ from types import MappingProxyType
 
 import torch
 
+from megatron.kernels import multi_tensor
 from megatron.kernels.activations import activation, gated
 from megatron.kernels.attention.softmax import scaled_softmax
 from megatron.kernels.choice import Implementation
 from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
 from megatron.kernels.dropout_add import Dropout, dropout_add
+from megatron.kernels.embedding import lookup
+from megatron.kernels.initial_values import Draw, draw_
 from megatron.kernels.norms import add_layer_norm, layer_norm, rms_norm
+from megatron.kernels.optimizer import build_adamw
 from megatron.kernels.rotary import rotate_both
 
 Outputs = Sequence[torch.Tensor]
@@ -24,7 +28,7 @@ class Case:
     """One operation on given inputs.
 
     Attributes:
-        operation: its field in `Kernels`, and its folder in csrc/ops.
+        operation: its folder in csrc/ops.
         label: the variant and the shape.
         compute: the forward pass by one of the implementations.
         inputs: what gets a gradient; empty if the operation has no backward pass.
@@ -192,13 +196,80 @@ def _cross_entropy_cases(size: Size, like: torch.Tensor) -> list[Case]:
     ]
 
 
+def _embedding_cases(size: Size, like: torch.Tensor) -> list[Case]:
+    weight = _random(_VOCABULARY, size.columns, like=like)
+    # Few ids are frequent, as in text.
+    ids = (torch.rand(size.rows, device=like.device) ** 4 * _VOCABULARY).long()
+
+    def embedding(implementation: Implementation) -> Outputs:
+        return [lookup(weight, ids, implementation=implementation)]
+
+    rows = size.rows * size.columns * like.element_size()
+    return [Case("embedding", f"of {_VOCABULARY}, {size}", embedding, (weight,), 2 * rows, rows + size_of(weight))]
+
+
+def _initial_value_cases(size: Size, like: torch.Tensor) -> list[Case]:
+    shape = (size.rows, size.columns)
+    draw = Draw(shape, (0, 0), shape, base=0x1234567887654321, deviation=0.02)
+    target = torch.empty(size.rows * size.columns, dtype=like.dtype, device=like.device)
+
+    def initial_values(implementation: Implementation) -> Outputs:
+        return [draw_(target, draw, implementation=implementation)]
+
+    return [Case("initial_values", f"normal, {size}", initial_values, (), size_of(target), 0)]
+
+
+def _adamw_cases(size: Size, like: torch.Tensor) -> list[Case]:
+    """Flat float32 weights, moments and gradients, as the engine's partitions are."""
+    count = size.rows * size.columns
+    optimizers = {}
+    for implementation in (Implementation.TORCH, Implementation.CSRC):
+        weight = torch.nn.Parameter(torch.randn(count, device=like.device))
+        weight.grad = torch.randn(count, device=like.device) * 1e-3
+        groups = [{"params": [weight], "weight_decay": 0.1, "eps": 1e-8}]
+        optimizers[implementation] = build_adamw(groups, lr=1e-4, betas=(0.9, 0.95), implementation=implementation)
+
+    def adamw(implementation: Implementation) -> Outputs:
+        optimizers[implementation].step()
+        return []
+
+    return [Case("adamw", f"float32, {count}", adamw, (), 7 * 4 * count, 0)]
+
+
+def _multi_tensor_cases(size: Size, like: torch.Tensor) -> list[Case]:
+    tensors = [torch.randn(size.rows, size.columns, dtype=like.dtype, device=like.device) for _ in range(4)]
+    wide = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
+
+    def norm(implementation: Implementation) -> Outputs:
+        return [multi_tensor.norm(tensors, implementation=implementation)[0]]
+
+    def scale(implementation: Implementation) -> Outputs:
+        multi_tensor.scale_(wide, tensors, 0.5, implementation=implementation)
+        return wide
+
+    def not_finite(implementation: Implementation) -> Outputs:
+        return [multi_tensor.not_finite(tensors, implementation=implementation)]
+
+    read, label = size_of(*tensors), f"4 tensors of {size}"
+    return [
+        Case("multi_tensor", f"norm, {label}", norm, (), read, 0),
+        Case("multi_tensor", f"scale into float32, {label}", scale, (), read + size_of(*wide), 0),
+        Case("multi_tensor", f"finite, {label}", not_finite, (), read, 0),
+    ]
+
+
+_VOCABULARY = 50304
 _HEAD = 64  # channels of an attention head
 
 CASES: Mapping[str, Callable[[Size, torch.Tensor], list[Case]]] = MappingProxyType(
     {
         "activation": _activation_cases,
+        "adamw": _adamw_cases,
         "cross_entropy": _cross_entropy_cases,
         "dropout_add": _dropout_add_cases,
+        "embedding": _embedding_cases,
+        "initial_values": _initial_value_cases,
+        "multi_tensor": _multi_tensor_cases,
         "norm": _norm_cases,
         "rotary": _rotary_cases,
         "softmax": _softmax_cases,

@@ -1,4 +1,4 @@
-"""The integer hashes behind stateless random numbers, on tensors; `csrc/ops/common/hash.h` computes the same bits."""
+"""The integer hashes behind stateless random numbers, on tensors; `csrc/ops/base/hash.h` computes the same bits."""
 
 from __future__ import annotations
 

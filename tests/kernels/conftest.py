@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -26,19 +27,24 @@ def compiled() -> Library:
     for path in sorted([*SOURCES.rglob("*.h"), *SOURCES.rglob("*.cpp")]):
         digest.update(path.relative_to(SOURCES).as_posix().encode() + path.read_bytes())
     folder = ROOT / "build" / "kernels" / digest.hexdigest()[:16]
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=folder.parent))
-        try:
-            build(BuildRequest(folder=scratch, cuda="no", native=True), lambda line: None)
-            if not folder.is_dir():
-                os.replace(scratch, folder)
-        except LaunchError as failure:
-            if "No C++ compiler" in str(failure):
-                pytest.skip("no C++ compiler is installed")
-            raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent / "lock", "wb") as lock:  # another process builds with all cores: waiting is as fast
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            _build(folder)
     found = library(folder)
     assert found is not None
     return found
+
+
+def _build(folder: Path) -> None:
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        build(BuildRequest(folder=scratch, cuda="no", native=True), lambda line: None)
+        os.replace(scratch, folder)
+    except LaunchError as failure:
+        if "No C++ compiler" in str(failure):
+            pytest.skip("no C++ compiler is installed")
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -3,8 +3,8 @@
 
 #include <tuple>
 
-#include "common/host.h"
-#include "common/row_sums.h"
+#include "base/host.h"
+#include "base/row_sums.h"
 
 namespace megatron {
 namespace {

@@ -1,7 +1,7 @@
 // Activation functions of x + bias and their gated forms on a GPU, in tiles.
 #include "activation/activation.h"
 
-#include "common/tiles.h"
+#include "base/tiles.h"
 
 namespace {
 

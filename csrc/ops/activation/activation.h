@@ -1,7 +1,7 @@
 // Activation functions of x + bias and their gated forms: the arithmetic of an entry, and the launchers.
 #pragma once
 
-#include "common/column_sums.h"
+#include "base/column_sums.h"
 
 namespace megatron {
 

@@ -3,7 +3,7 @@
 
 #include <cfloat>
 
-#include "common/device.h"
+#include "base/device.h"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // Cross-entropy over a slice of the vocabulary: what the losses need to know of a row of logits, and its gradient.
 #pragma once
 
-#include "common/portable.h"
+#include "base/portable.h"
 
 namespace megatron {
 

@@ -4,8 +4,8 @@
 #include <tuple>
 #include <vector>
 
-#include "common/host.h"
-#include "common/row_sums.h"
+#include "base/host.h"
+#include "base/row_sums.h"
 
 namespace megatron {
 namespace {

@@ -4,7 +4,7 @@
 // for all rows of a thread.
 #include "dropout_add/dropout_add.h"
 
-#include "common/tiles.h"
+#include "base/tiles.h"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // residual + multiplier * dropout(x + bias), with the stateless dropout: the arithmetic of an entry, and the launchers.
 #pragma once
 
-#include "common/hash.h"
+#include "base/hash.h"
 
 namespace megatron {
 

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "common/host.h"
+#include "base/host.h"
 
 #if defined(MEGATRON_WITH_CUDA)
 #include <ATen/ops/sort.h>

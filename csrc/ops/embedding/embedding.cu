@@ -2,7 +2,7 @@
 // by chunk; what a chunk shares with its neighbours goes to partial sums, which a second launch joins in order.
 #include "embedding/embedding.h"
 
-#include "common/device.h"
+#include "base/device.h"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // Lookup of rows of a vocabulary shard, and its deterministic gradient: what crosses the C interface.
 #pragma once
 
-#include "common/portable.h"
+#include "base/portable.h"
 
 namespace megatron {
 

@@ -1,7 +1,7 @@
 // Initial values of weights: CPU loops, and the operation as torch sees it.
 #include "initial_values/initial_values.h"
 
-#include "common/host.h"
+#include "base/host.h"
 
 namespace megatron {
 namespace {

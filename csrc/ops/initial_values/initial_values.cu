@@ -1,7 +1,7 @@
 // Initial values of weights on a GPU: a thread per pair of columns, which share 64 random bits.
 #include "initial_values/initial_values.h"
 
-#include "common/device.h"
+#include "base/device.h"
 
 namespace {
 

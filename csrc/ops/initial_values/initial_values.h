@@ -2,7 +2,7 @@
 // is one that IEEE 754 rounds correctly, so a CPU, a GPU and `megatron/kernels/initial_values.py` give the same bits.
 #pragma once
 
-#include "common/hash.h"
+#include "base/hash.h"
 
 namespace megatron {
 

@@ -1,7 +1,7 @@
 // How kernels over lists of tensors find their work and read it; only `.cu` files include it.
 #pragma once
 
-#include "common/device.h"
+#include "base/device.h"
 #include "multi_tensor/multi_tensor.h"
 
 namespace {

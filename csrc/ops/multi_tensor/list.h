@@ -6,7 +6,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "common/host.h"
+#include "base/host.h"
 #include "multi_tensor/multi_tensor.h"
 
 namespace megatron {

@@ -5,7 +5,7 @@
 // So one launch serves lists of any length, and any number of elements.
 #pragma once
 
-#include "common/portable.h"
+#include "base/portable.h"
 
 namespace megatron {
 

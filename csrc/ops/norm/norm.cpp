@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <tuple>
 
-#include "common/host.h"
+#include "base/host.h"
 
 namespace megatron {
 namespace {

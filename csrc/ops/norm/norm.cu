@@ -4,7 +4,7 @@
 // are too long for that, or not aligned, are streamed: read again for each of their sums.
 #include "norm/norm.h"
 
-#include "common/device.h"
+#include "base/device.h"
 
 namespace {
 

@@ -4,7 +4,7 @@
 // recovered from y, since that divides by the weight, which may be 0, and y is rounded to the element type.
 #pragma once
 
-#include "common/portable.h"
+#include "base/portable.h"
 
 namespace megatron {
 

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "common/host.h"
+#include "base/host.h"
 
 namespace megatron {
 namespace {

@@ -1,7 +1,7 @@
 // Rotary positions on a GPU: a thread takes two runs of channels, the two sides of its pairs, in one access each.
 #include "rotary/rotary.h"
 
-#include "common/device.h"
+#include "base/device.h"
 
 namespace {
 

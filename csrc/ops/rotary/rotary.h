@@ -2,7 +2,7 @@
 // queries and keys rotated. What the CPU loops and the CUDA kernel share, and the launcher.
 #pragma once
 
-#include "common/portable.h"
+#include "base/portable.h"
 
 namespace megatron {
 

@@ -2,7 +2,7 @@
 // are more than kRegisterKeys: then they are read again for each pass, from the L2 cache while rows fit into it.
 #include "softmax/softmax.h"
 
-#include "common/device.h"
+#include "base/device.h"
 
 namespace {
 

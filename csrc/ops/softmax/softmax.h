@@ -2,7 +2,7 @@
 // and the CUDA kernels share, and the launchers.
 #pragma once
 
-#include "common/hash.h"
+#include "base/hash.h"
 
 namespace megatron {
 

@@ -76,10 +76,10 @@ def test_what_cannot_be_passed_is_refused() -> None:
 
 def test_a_source_that_does_not_compile_says_why(tmp_path: Path) -> None:
     broken = tmp_path / "broken.cu"
-    broken.write_text('#include "common/device.h"\nextern "C" int megatron_broken(long double x) { return y; }\n')
+    broken.write_text('#include "base/device.h"\nextern "C" int megatron_broken(long double x) { return y; }\n')
     with pytest.raises(BuildError, match="broken.cu:2.*was not declared"):
         kernels(broken, "plain")
     with pytest.raises(ValueError, match="the type of parameter 'x' is 'long double'; launchers take int"):
         read_signatures(broken)
-    with pytest.raises(ValueError, match="common/device.h has 0 times, not once: no such text"):
-        changed_operations("common/device.h", "no such text", "")
+    with pytest.raises(ValueError, match="base/device.h has 0 times, not once: no such text"):
+        changed_operations("base/device.h", "no such text", "")

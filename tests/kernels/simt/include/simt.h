@@ -1,6 +1,6 @@
 // CUDA C++ for g++: the words, types and functions that csrc/ops/*/*.cu use, so that the same source runs on a CPU.
 //
-// csrc/ops/common/device.h includes this file where MEGATRON_SIMT is defined. Threads, barriers and the checks of memory
+// csrc/ops/base/device.h includes this file where MEGATRON_SIMT is defined. Threads, barriers and the checks of memory
 // are in ../runtime.
 #pragma once
 

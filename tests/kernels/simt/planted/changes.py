@@ -39,14 +39,15 @@ class PlantedChange:
         return self.file or f"{self.operation}/{self.operation}.cu"
 
 
-DEVICE = "common/device.h"
+DEVICE, TILES = "base/device.h", "base/tiles.h"
 CHANGES = (
-    PlantedChange("dropout_add", "(column >= columns) continue", "(column > columns) continue", "out of bounds: "),
-    PlantedChange("dropout_add", "(columns + 1) / 2, all", "columns / 2, all", "unwritten: |division by"),
-    PlantedChange("dropout_add", "at = row * columns + column", "at = row * pairs + column", "race: |unwritten: "),
-    PlantedChange("dropout_add", "i < all; i += step) {", "i <= all; i += step) {", "out of bounds: "),
-    PlantedChange("dropout_add", "bits >> (16 * part)", "bits >> (16 * (1 - part))", VALUES),
-    PlantedChange("dropout_add", "static_cast<uint32_t>(rows[row])", "static_cast<uint32_t>(rows[0])", VALUES),
+    PlantedChange(
+        "dropout_add", "row < call.row_count; row += step", "row <= call.row_count; row += step", "out of bounds"
+    ),
+    PlantedChange("dropout_add", "add(sums, values);", "", VALUES),
+    PlantedChange("dropout_add", "(bits >> 16, call.threshold", "(bits, call.threshold", VALUES),
+    PlantedChange("dropout_add", "first / 2 + pair, call", "first / 2, call", VALUES),
+    PlantedChange("dropout_add", "row < end && own.count", "row <= end && own.count", "race: |out of bounds: "),
     PlantedChange(
         "softmax", "(lane == 0) parts[warp] = value;\n  __sync", "(lane == 0) parts[warp] = value;\n  //", RACE, DEVICE
     ),
@@ -71,14 +72,14 @@ CHANGES = (
         "is_aligned(x)",
         "misaligned: ",
     ),
-    PlantedChange("activation", "  __syncthreads();  // a gated", "  // a gated", "race: "),
-    PlantedChange("activation", "  __syncthreads();\n  const int64_t first", "  const int64_t first", RACE),
-    PlantedChange("activation", "  __syncthreads();\n  if (threadIdx.y != 0 ||", "  if (threadIdx.y != 0 ||", RACE),
-    PlantedChange("activation", "part < part_count && column < width", "part < part_count", "out of bounds: "),
-    PlantedChange("activation", "if (first + column < columns) part", "part", "race: |out of bounds: "),
+    PlantedChange("activation", "  __syncthreads();\n  const int64_t first", "  const int64_t first", RACE, TILES),
+    PlantedChange(
+        "activation", "  __syncthreads();\n  if (threadIdx.y != 0 ||", "  if (threadIdx.y != 0 ||", RACE, TILES
+    ),
+    PlantedChange("activation", "if (first + column < columns) part", "part", "race: |out of bounds: ", TILES),
     PlantedChange("activation", "row < end && own.count", "row <= end && own.count", "race: |out of bounds: "),
-    PlantedChange("activation", "left < 0 ? 0 :", "left <= 0 ? 1 :", "out of bounds: |race: "),
-    PlantedChange("activation", "int thread = 1; thread < kPart", "int thread = 2; thread < kPart", VALUES),
+    PlantedChange("activation", "left < 0 ? 0 :", "left <= 0 ? 1 :", "out of bounds: |race: ", TILES),
+    PlantedChange("activation", "int thread = 1; thread < kPart", "int thread = 2; thread < kPart", VALUES, TILES),
     PlantedChange(
         "rotary", "first + kSize : pair + task.sizes.pairs", "first + kSize : pair + task.sizes.pairs - 1", ANY
     ),

@@ -1,5 +1,5 @@
 // Small kernels, each right or with one defect (`broken`), which the emulator must find, or the values must show.
-#include "common/device.h"
+#include "base/device.h"
 
 namespace {
 

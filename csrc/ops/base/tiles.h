@@ -4,8 +4,8 @@
 // and adds up sums over rows (the gradient of a bias) in registers.
 #pragma once
 
-#include "common/column_sums.h"
-#include "common/device.h"
+#include "base/column_sums.h"
+#include "base/device.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 // `megatron/kernels/hashing.py`.
 #pragma once
 
-#include "common/portable.h"
+#include "base/portable.h"
 
 namespace megatron {
 

@@ -1,7 +1,7 @@
 // Sums over rows, such as the gradient of a bias: how rows are divided into parts, each with a partial sum of its own.
 #pragma once
 
-#include "common/portable.h"
+#include "base/portable.h"
 
 namespace megatron {
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "common/column_sums.h"
-#include "common/host.h"
+#include "base/column_sums.h"
+#include "base/host.h"
 
 namespace megatron {
 

@@ -2,7 +2,7 @@
 // the tests (`tests/kernels/simt`), which executes the same source on a CPU.
 #pragma once
 
-#include "common/portable.h"
+#include "base/portable.h"
 
 #if defined(MEGATRON_SIMT)
 

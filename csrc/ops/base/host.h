@@ -16,7 +16,7 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-#include "common/portable.h"
+#include "base/portable.h"
 
 // Row loops are compiled for several instruction sets, and the machine's is chosen when the library is loaded. What such
 // a function calls must be inlined into it, and it is called from the body of a parallel loop, never the other way.
