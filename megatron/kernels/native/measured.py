@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from megatron.kernels.choice import Implementation
 
-# Geometric means over sizes, float32 and bfloat16, one and two threads, forward and with backward. A device that nothing
-# was measured on has no entries, so torch is used there; no GPU has been measured.
+# Geometric means over sizes, float32 and bfloat16, one and two threads, forward and with backward. A device that
+# nothing was measured on has no entries, so torch is used there; no GPU has been measured.
 # Source: `python benchmarks/kernels_cpu.py` on an x86-64 CPU with AVX-512 (benchmarks/RESULTS.md, "Compiled kernels").
 _CPU: Mapping[str, float] = types.MappingProxyType(
     {
