@@ -39,11 +39,13 @@ def test_names_lose_what_all_have_in_common() -> None:
     assert kernel_resources.demangled([mangled]) == ["add_rows<float, 4>"]
 
 
-def test_an_operation_compiles_without_spills(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_kernels_of_an_operation_are_compiled_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not installed")
     assert kernel_resources.main(["--only", "dropout_add", "--architectures", "90,9999"]) == 0
     heading, _, *rows = capsys.readouterr().out.splitlines()
     assert "| sm_90 |" in heading and "9999" not in heading
-    cells = [cell.strip() for cell in rows[0].split("|")[1:-1]]
-    assert cells[:2] == ["dropout_add", "add_rows"] and 0 < int(cells[3]) <= 255 and cells[-1] == "0"
+    cells = {row.split("|")[2].strip(): [cell.strip() for cell in row.split("|")[1:-1]] for row in rows}
+    assert cells.keys() >= {"forward", "backward"}
+    assert all(row[0] == "dropout_add" and 0 < int(row[3]) <= 255 for row in cells.values())
+    assert cells["forward"][-1] == "0"
