@@ -25,7 +25,9 @@ class BuildFlags(ConfigSection):
     """Flags of this program."""
 
     output: str | None = flag(None, "folder for the library; that of the package if not given")
-    only: tuple[str, ...] = flag((), "operations to build, by their folders in csrc/ops", nargs="+")
+    only: tuple[str, ...] = flag(
+        (), "operations to build, by their folders in csrc/ops or their names in --kernels", nargs="+"
+    )
     cuda: str = flag(
         "auto", "whether to build for GPUs: if nvcc and a torch with CUDA are there", choices=("auto", "yes", "no")
     )
@@ -42,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megatron.kernels.native.builder import BuildRequest, build
 
+    log.interrupt_on_sigterm()
     build(
         BuildRequest(
             folder=None if flags.output is None else Path(flags.output),
@@ -54,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ),
         log.line,
     )
+    log.line("runs use it where it was measured to be faster, or with --kernels csrc; python tools/doctor.py shows it")
     return 0
 
 

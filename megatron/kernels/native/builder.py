@@ -1,6 +1,7 @@
 """Builds the library of compiled operations: compilers in parallel, in a temporary folder; then the result is moved.
 
-Nothing is locked: a build that was killed leaves a temporary folder and the library that was there before.
+Nothing is locked: a build that was killed leaves a temporary folder, which a later one removes, and the library that
+was there before.
 """
 
 from __future__ import annotations
@@ -9,23 +10,36 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatron.errors import ConfigError, LaunchError
+from megatron.errors import ConfigError, LaunchError, StorageError
+from megatron.kernels.native.choosing import PARTS
 from megatron.kernels.native.compilers import SOURCES, Toolchain, find_toolchain
-from megatron.kernels.native.library import INTERFACE, LIBRARY, RECORD, default_folder
+from megatron.kernels.native.library import (
+    FOLDER_VARIABLE,
+    INTERFACE,
+    LIBRARY,
+    RECORD,
+    Library,
+    cpu_features,
+    default_folder,
+    digest_of,
+)
 
 Report = Callable[[str], object]
 _SHOWN_LINES = 20  # of what a compiler says when it fails
+_SCRATCH, _FORGOTTEN_SECONDS = "build-", 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -57,36 +71,74 @@ def build(request: BuildRequest, report: Report) -> Path:
     """Builds the library and returns its folder.
 
     Raises:
-        ConfigError: an operation is not known, or there are no sources.
+        ConfigError: an operation or an architecture is not known, or there are no sources.
         LaunchError: a compiler is missing, fails, or takes too long.
+        StorageError: the folder cannot be written.
     """
     sources = request.sources or Path(__file__).resolve().parents[3] / SOURCES
     operations = _operations(sources, request.only)
     tools = find_toolchain(request.cuda, request.architectures, native=request.native)
     target = request.folder or default_folder()
-    target.mkdir(parents=True, exist_ok=True)
     devices = f"CPU and CUDA sm_{', sm_'.join(tools.architectures)}" if tools.nvcc else "CPU"
     report(f"building {len(operations)} operation(s) for {devices}: {', '.join(operations)}")
     began_at = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="build-", dir=target) as name:
-        folder = Path(name)
-        runner = _Runner(request.jobs or os.cpu_count() or 1, began_at + request.seconds, request.seconds, report)
-        objects, commands = [], []
-        for source in _source_files(sources, operations, with_cuda=tools.nvcc is not None):
-            result = folder / f"{source.name}.o"
-            compile_one = tools.compile_device if source.suffix == ".cu" else tools.compile_host
-            commands.append((f"{source.parent.name}/{source.name}", compile_one(sources, source, result)))
-            objects.append(result)
-        runner.run_all(commands)
-        runner.run_all([(LIBRARY, tools.link(objects, folder / LIBRARY))])
-        (folder / RECORD).write_text(json.dumps(_record(tools, operations), indent=2) + "\n", "utf-8")
-        # The record goes last and comes last: without it, nothing is loaded.
-        with contextlib.suppress(FileNotFoundError):
-            (target / RECORD).unlink()
-        for part in (LIBRARY, RECORD):
-            os.replace(folder / part, target / part)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        _remove_remains(target)
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=target, ignore_cleanup_errors=True) as name:
+            _build_in(Path(name), sources, operations, tools, request, report)
+            _put_in_place(Path(name), target)
+    except OSError as failure:
+        raise StorageError(
+            f"The library cannot be written to {target}: {failure.strerror or failure}. Free space, or choose another "
+            f"folder with --output FOLDER and set {FOLDER_VARIABLE}=FOLDER for runs."
+        ) from None
     report(f"built {target / LIBRARY} in {time.monotonic() - began_at:.0f} s")
     return target
+
+
+def _build_in(
+    folder: Path,
+    sources: Path,
+    operations: Sequence[str],
+    tools: Toolchain,
+    request: BuildRequest,
+    report: Report,
+) -> None:
+    """Builds library and record in a folder."""
+    runner = _Runner(request.jobs or os.cpu_count() or 1, request.seconds, report, can_be_fewer=len(operations) > 1)
+    objects, commands = [], []
+    for source in _source_files(sources, operations, with_cuda=tools.nvcc is not None):
+        result = folder / f"{source.name}.o"
+        compile_one = tools.compile_device if source.suffix == ".cu" else tools.compile_host
+        commands.append((f"{source.parent.name}/{source.name}", compile_one(sources, source, result)))
+        objects.append(result)
+    runner.run_all(commands)
+    runner.run_all([(LIBRARY, tools.link(objects, folder / LIBRARY))])
+    record = Library(
+        folder,
+        interface=INTERFACE,
+        torch_version=torch.__version__,
+        machine=platform.machine(),
+        digest=digest_of(folder / LIBRARY),
+        operations=tuple(operations),
+        architectures=tuple(int(code) for code in tools.architectures) if tools.nvcc else (),
+        cpu_features=tuple(sorted(cpu_features())) if request.native else (),
+    )
+    (folder / RECORD).write_text(json.dumps(record.to_json(), indent=2) + "\n", "utf-8")
+
+
+def _put_in_place(folder: Path, target: Path) -> None:
+    """Replaces an older library; one whose record does not fit is not loaded, so no order of the two is wrong."""
+    for part in (LIBRARY, RECORD):
+        os.replace(folder / part, target / part)
+
+
+def _remove_remains(target: Path) -> None:
+    """Removes what builds left that were killed."""
+    for path in target.glob(f"{_SCRATCH}*"):
+        if time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _operations(sources: Path, only: Sequence[str]) -> list[str]:
@@ -97,10 +149,11 @@ def _operations(sources: Path, only: Sequence[str]) -> list[str]:
             f"There are no sources of kernels in {sources}. They are part of the repository, not of an installed "
             "package: clone it and build there."
         )
-    unknown = sorted(set(only) - set(known))
+    wanted = {part for words in only for word in words.split(",") for part in PARTS.get(word, (word,))}
+    unknown = sorted(wanted - set(known))
     if unknown:
         raise ConfigError(f"--only {' '.join(unknown)}: no such operation. Known are {', '.join(known)}.")
-    return [name for name in known if not only or name in only]
+    return [name for name in known if not wanted or name in wanted]
 
 
 def _source_files(sources: Path, operations: Sequence[str], *, with_cuda: bool) -> Iterator[Path]:
@@ -111,65 +164,61 @@ def _source_files(sources: Path, operations: Sequence[str], *, with_cuda: bool) 
                 yield path
 
 
-def _record(tools: Toolchain, operations: Sequence[str]) -> dict[str, object]:
-    return {
-        "interface": INTERFACE,
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "operations": list(operations),
-        "architectures": [int(code) for code in tools.architectures] if tools.nvcc else [],
-    }
-
-
 class _Runner:
-    """Runs commands, so many at a time, until one fails or time is up."""
+    """Runs commands, so many at a time, until one fails, time is up, or the program is interrupted."""
 
-    def __init__(self, jobs: int, ends_at: float, limit_seconds: int, report: Report) -> None:
-        self._jobs, self._ends_at, self._limit, self._report = jobs, ends_at, limit_seconds, report
+    def __init__(self, jobs: int, seconds: int, report: Report, *, can_be_fewer: bool) -> None:
+        self._jobs, self._limit, self._ends_at = jobs, seconds, time.monotonic() + seconds
+        self._report, self._can_be_fewer = report, can_be_fewer
+        self._running: set[subprocess.Popen[str]] = set()
 
     def run_all(self, commands: Sequence[tuple[str, list[str]]]) -> None:
         """Runs named commands.
 
         Raises:
-            LaunchError: one fails; those that have not begun do not run.
+            LaunchError: one fails; those that run are ended, and the others do not begin.
         """
-        with ThreadPoolExecutor(self._jobs) as pool:
-            pending: dict[Future[float], str] = {pool.submit(self._run, *command): command[0] for command in commands}
-            done_count = 0
-            while pending:
-                done, _ = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    name = pending.pop(future)
-                    try:
-                        seconds = future.result()
-                    except LaunchError:
-                        pool.shutdown(cancel_futures=True)
-                        raise
-                    done_count += 1
-                    self._report(f"[{done_count}/{len(commands)}] {name}: {seconds:.0f} s")
+        pool = ThreadPoolExecutor(self._jobs)
+        pending: dict[Future[float], str] = {pool.submit(self._run, *command): command[0] for command in commands}
+        try:
+            for count, future in enumerate(as_completed(pending), 1):
+                self._report(f"[{count}/{len(commands)}] {pending[future]}: {future.result():.0f} s")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(self._running):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            pool.shutdown()
 
     def _run(self, name: str, command: list[str]) -> float:
         began_at = time.monotonic()
         try:
-            result = subprocess.run(
+            process = subprocess.Popen(
                 command,
-                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                timeout=max(0.1, self._ends_at - began_at),
+                start_new_session=True,  # a compiler has children of its own
             )
-        except subprocess.TimeoutExpired:
-            raise LaunchError(
-                f"The build took longer than {self._limit} s (--time-limit {self._limit}) and was stopped while it "
-                f"compiled {name}. Give it more time, or build fewer operations: --only NAME."
-            ) from None
         except OSError as failure:
             raise LaunchError(f"{command[0]} cannot be started: {failure.strerror}. Check CXX and CUDA_HOME.") from None
-        if result.returncode:
-            lines = (result.stderr or result.stdout).strip().splitlines()
+        self._running.add(process)
+        try:
+            said, _ = process.communicate(timeout=max(0.1, self._ends_at - began_at))
+        except subprocess.TimeoutExpired:
+            fewer = ", or build fewer operations: --only NAME" if self._can_be_fewer else ""
             raise LaunchError(
-                f"Compiling {name} failed (exit status {result.returncode}):\n"
-                + "\n".join(lines[:_SHOWN_LINES])
-                + f"\nThe command was: {shutil.which(command[0]) or command[0]} {' '.join(command[1:])}"
+                f"The build took longer than {self._limit} s (--time-limit {self._limit}) and was stopped while it "
+                f"compiled {name}. Give it more time{fewer}."
+            ) from None
+        self._running.discard(process)
+        if process.returncode:
+            lines = said.strip().splitlines()[:_SHOWN_LINES] or [f"{command[0]} printed nothing"]
+            raise LaunchError(
+                f"Compiling {name} failed (exit status {process.returncode}):\n"
+                + "\n".join(lines)
+                + f"\nThe command was: {shlex.join(command)}"
             )
         return time.monotonic() - began_at

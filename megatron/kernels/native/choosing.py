@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from megatron.config.sections.kernels import AUTO, OF_APEX, OPERATIONS
+from megatron.device import environment
 from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation, Kernels, is_installed
-from megatron.kernels.native.library import REBUILD, default_folder, library
+from megatron.kernels.native.library import FOLDER_VARIABLE, REBUILD, default_folder, library
 from megatron.kernels.native.measured import fastest
 
 # The folders of csrc/ops that an operation needs; its own name unless it is listed.
@@ -61,7 +62,8 @@ def _not_there(kind: Implementation, operations: list[str], device: torch.device
             f"--kernels asks for apex ({names}), which is not installed or has no GPU to run on. Install it from "
             "https://github.com/NVIDIA/apex, or use --kernels auto."
         )
+    place = str(folder or default_folder()) + (f" ({FOLDER_VARIABLE})" if environment(FOLDER_VARIABLE) else "")
     return (
-        f"--kernels asks for csrc ({names}), and {folder or default_folder()} has no library with these for "
-        f"{device.type}. Build it: {REBUILD}; or use --kernels auto."
+        f"--kernels asks for csrc ({names}), and {place} has no library with these for {device.type}. Build it: "
+        f"{REBUILD}; or use --kernels auto."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron.device import environment
-from megatron.errors import LaunchError
+from megatron.errors import ConfigError, LaunchError
 
 SOURCES = "csrc/ops"
 
@@ -29,12 +30,13 @@ class Toolchain:
     """The compilers of a build.
 
     Attributes:
+        host: the C++ compiler, which may have words before it, such as ccache.
         nvcc: the CUDA compiler; None to build for the CPU only.
         architectures: compute capabilities to build for, such as "90".
         native: code for the CPU of this machine only, instead of a choice of instruction sets.
     """
 
-    host: str
+    host: tuple[str, ...]
     torch_folder: Path
     native: bool = False
     nvcc: str | None = None
@@ -43,7 +45,7 @@ class Toolchain:
     def compile_host(self, sources: Path, source: Path, result: Path) -> list[str]:
         """Compiles a `.cpp` file of an operation."""
         include = self.torch_folder / "include"
-        command = [self.host, *_HOST_FLAGS, f"-ffp-contract={'off' if _is_exact(source) else 'fast'}"]
+        command = [*self.host, *_HOST_FLAGS, f"-ffp-contract={'off' if _is_exact(source) else 'fast'}"]
         command += ["-march=native", "-DMEGATRON_NATIVE"] if self.native else []
         command += ["-I", str(sources), "-isystem", str(include)]
         if self.nvcc is not None:
@@ -70,7 +72,7 @@ class Toolchain:
     def link(self, objects: Sequence[Path], result: Path) -> list[str]:
         """Links the library."""
         folder = self.torch_folder / "lib"
-        command = [self.host, "-shared", *map(str, objects), f"-L{folder}", "-ltorch", "-ltorch_cpu", "-lc10"]
+        command = [*self.host, "-shared", *map(str, objects), f"-L{folder}", "-ltorch", "-ltorch_cpu", "-lc10"]
         if self.nvcc is not None:
             command += ["-ltorch_cuda", "-lc10_cuda", f"-L{_cuda_home(self.nvcc) / 'lib64'}", "-lcudart"]
         return [*command, f"-Wl,-rpath,{folder}", "-o", str(result)]
@@ -83,17 +85,26 @@ def find_toolchain(cuda: str, architectures: tuple[str, ...], *, native: bool = 
         cuda: `yes`, `no`, or `auto`: if a CUDA compiler and a torch with CUDA are there.
 
     Raises:
-        LaunchError: one that is needed is missing.
+        ConfigError: an architecture is no compute capability.
+        LaunchError: a compiler that is needed is missing.
     """
-    host = environment("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if host is None:
+    unknown = [code for code in architectures if not (code.isdigit() and len(code) in (2, 3))]
+    if unknown:
+        raise ConfigError(
+            f"--architectures {','.join(architectures)}: {unknown[0]!r} is no compute capability. Write them as 80,90."
+        )
+    host = (
+        shlex.split(environment("CXX") or "")
+        or [found for found in map(shutil.which, ("g++", "c++", "clang++")) if found][:1]
+    )
+    if not host:
         raise LaunchError(
             "No C++ compiler was found (CXX is not set, and there is neither g++ nor clang++ on PATH). Install one, "
             "for example with `apt-get install g++`, and build again."
         )
     torch_folder = Path(torch.__file__).parent
     if cuda == "no":
-        return Toolchain(host, torch_folder, native)
+        return Toolchain(tuple(host), torch_folder, native)
     nvcc = _find_nvcc()
     missing = []
     if nvcc is None:
@@ -106,8 +117,8 @@ def find_toolchain(cuda: str, architectures: tuple[str, ...], *, native: bool = 
             "a torch with CUDA, or build for the CPU only: --cuda no."
         )
     if missing:
-        return Toolchain(host, torch_folder, native)
-    return Toolchain(host, torch_folder, native, nvcc, architectures)
+        return Toolchain(tuple(host), torch_folder, native)
+    return Toolchain(tuple(host), torch_folder, native, nvcc, architectures)
 
 
 def _find_nvcc() -> str | None:

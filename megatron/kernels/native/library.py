@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
+import re
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,19 +35,22 @@ LIBRARY, RECORD = "libmegatron_ops.so", "build.json"
 FOLDER_VARIABLE = "MEGATRON_KERNELS"
 REBUILD = "python tools/build_kernels.py"
 
+_CPU_INFO = Path("/proc/cpuinfo")
 # What has to be told to torch once an operation is loaded, by the operation's folder in csrc/ops.
-_REGISTRATIONS: Mapping[str, Callable[[], None]] = {
-    "activation": activations.register,
-    "adamw": optimizer.register,
-    "cross_entropy": cross_entropy.register,
-    "dropout_add": dropout_add.register,
-    "embedding": embedding.register,
-    "initial_values": initial_values.register,
-    "multi_tensor": multi_tensor.register,
-    "norm": norms.register,
-    "rotary": rotary.register,
-    "softmax": attention_softmax.register,
-}
+_REGISTRATIONS: Mapping[str, Callable[[], None]] = types.MappingProxyType(
+    {
+        "activation": activations.register,
+        "adamw": optimizer.register,
+        "cross_entropy": cross_entropy.register,
+        "dropout_add": dropout_add.register,
+        "embedding": embedding.register,
+        "initial_values": initial_values.register,
+        "multi_tensor": multi_tensor.register,
+        "norm": norms.register,
+        "rotary": rotary.register,
+        "softmax": attention_softmax.register,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -51,17 +58,51 @@ class Library:
     """A library that was built.
 
     Attributes:
+        digest: SHA-256 of the library file, in hexadecimal.
         operations: the folders of csrc/ops that it contains.
         architectures: compute capabilities of GPUs that it has code for, such as 90; empty if it was built without
             CUDA.
+        cpu_features: instruction sets that its code needs; empty if it chooses by itself.
     """
 
     folder: Path
     interface: int
     torch_version: str
     machine: str
+    digest: str
     operations: tuple[str, ...]
     architectures: tuple[int, ...]
+    cpu_features: tuple[str, ...] = ()
+
+    @classmethod
+    def from_json(cls, folder: Path, record: Mapping[str, Any]) -> Library:
+        """Reads what `to_json` wrote.
+
+        Raises:
+            KeyError, TypeError, ValueError: the record is damaged.
+        """
+        return cls(
+            folder,
+            interface=record["interface"],
+            torch_version=record["torch"],
+            machine=record["machine"],
+            digest=record["sha256"],
+            operations=tuple(record["operations"]),
+            architectures=tuple(int(code) for code in record["architectures"]),
+            cpu_features=tuple(record["cpu_features"]),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The record beside the library."""
+        return {
+            "interface": self.interface,
+            "torch": self.torch_version,
+            "machine": self.machine,
+            "sha256": self.digest,
+            "operations": list(self.operations),
+            "architectures": list(self.architectures),
+            "cpu_features": list(self.cpu_features),
+        }
 
     def has(self, operation: str, device: torch.device | str) -> bool:
         """Whether the library can compute an operation on a device."""
@@ -90,40 +131,61 @@ def default_folder() -> Path:
     return Path(named) if named else Path(__file__).parent.parent / "binaries"
 
 
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def cpu_features() -> frozenset[str]:
+    """The instruction sets of this machine's CPU, as Linux names them; empty where it does not say."""
+    try:
+        found = re.search(r"^(?:flags|Features)\s*:(.*)$", _CPU_INFO.read_text("utf-8", errors="replace"), re.MULTILINE)
+    except OSError:
+        return frozenset()
+    return frozenset() if found is None else frozenset(found.group(1).split())
+
+
 @cache
 def _load(folder: Path) -> Library | None:
     if not (folder / RECORD).is_file():
         return None
-    try:
-        record = json.loads((folder / RECORD).read_text("utf-8"))
-        found = Library(
-            folder,
-            interface=record["interface"],
-            torch_version=record["torch"],
-            machine=record["machine"],
-            operations=tuple(record["operations"]),
-            architectures=tuple(record["architectures"]),
-        )
-        reason = _unfit(found)
-        if reason is None:
-            torch.ops.load_library(str(folder / LIBRARY))
-    except (OSError, ValueError, KeyError, TypeError) as failure:
-        reason = f"it cannot be loaded ({type(failure).__name__}: {str(failure).splitlines()[0][:200]})"
-    if reason is not None:
-        log.warning(f"the compiled kernels in {folder} are not used: {reason}. Build them again: {REBUILD}")
+    found = _checked(folder)
+    if isinstance(found, str):
+        log.warning(f"the library of compiled kernels in {folder} is not used: {found}. Build it again: {REBUILD}")
         return None
-    for operation, register in _REGISTRATIONS.items():
-        if operation in found.operations:
-            register()
+    return found
+
+
+def _checked(folder: Path) -> Library | str:
+    """The library in a folder, loaded, or why it cannot be used."""
+    try:
+        found = Library.from_json(folder, json.loads((folder / RECORD).read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"its record {RECORD} is damaged"
+    reason = _unfit(found)
+    if reason is not None:
+        return reason
+    try:
+        # A file that was cut short or belongs to another build would end the process when it is loaded.
+        if digest_of(folder / LIBRARY) != found.digest:
+            return f"{LIBRARY} is not the file that {RECORD} describes"
+        torch.ops.load_library(str(folder / LIBRARY))
+        for operation in found.operations:
+            _REGISTRATIONS[operation]()
+    except (OSError, RuntimeError, KeyError) as failure:
+        return f"it cannot be loaded ({str(failure).splitlines()[0][:200]})"
     return found
 
 
 def _unfit(library: Library) -> str | None:
     """Why a library must not be loaded here."""
     if library.torch_version != torch.__version__:
-        return f"they were built for torch {library.torch_version}, and this is torch {torch.__version__}"
+        return f"it was built for torch {library.torch_version}, and this is torch {torch.__version__}"
     if library.machine != platform.machine():
-        return f"they were built for {library.machine}, and this machine is {platform.machine()}"
+        return f"it was built for {library.machine}, and this machine is {platform.machine()}"
     if library.interface != INTERFACE:
-        return f"they have interface {library.interface}, and this version of the project needs {INTERFACE}"
+        return f"it has interface {library.interface}, and this version of the project needs {INTERFACE}"
+    missing = sorted(set(library.cpu_features) - cpu_features())
+    if missing:
+        return f"it was built with --native for a CPU with {', '.join(missing[:5])}, which this one lacks"
     return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
 
-from megatron.errors import ConfigError, LaunchError
+from megatron.errors import ConfigError, LaunchError, StorageError
 from megatron.kernels.native.builder import BuildRequest, build
 from megatron.kernels.native.library import LIBRARY, RECORD
 
@@ -19,12 +21,13 @@ def request_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuildRequest
     """A build of two operations with a compiler that writes what it is told to, except for one named `broken`."""
     compiler = tmp_path / "compiler"
     compiler.write_text(
-        '#!/bin/sh\nfor word; do last=$word; done\ncase "$*" in *sleepy.cpp*) sleep 20;; *broken.cpp*) '
+        "#!/bin/sh\nfor word; do last=$word; done\n"
+        'case "$*" in *sleepy.cpp*) sleep 20;; *silent.cpp*) exit 1;; *broken.cpp*) '
         'echo "broken.cpp:1: error: it is broken" >&2; exit 1;; esac\necho built > "$last"\n'
     )
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(compiler))
-    for name in ("broken", "first", "second", "sleepy"):
+    for name in ("broken", "first", "second", "silent", "sleepy"):
         (tmp_path / "sources" / name).mkdir(parents=True)
         (tmp_path / "sources" / name / f"{name}.cpp").write_text(SOURCE)
     return BuildRequest(tmp_path / "library", ("first", "second"), cuda="no", sources=tmp_path / "sources")
@@ -53,7 +56,11 @@ def test_failures_are_sentences_and_lose_nothing(
     before = (folder / RECORD).read_text()
     cases = {
         "broken.cpp:1: error: it is broken": {"only": ("broken",)},
-        r"took longer than 1 s \(--time-limit 1\) .* compiled sleepy/sleepy.cpp": {"only": ("sleepy",), "seconds": 1},
+        "failed .exit status 1.:\n.*compiler printed nothing": {"only": ("silent",)},
+        r"1 s \(--time-limit 1\) .* compiled sleepy/sleepy.cpp. Give it more time\.$": {
+            "only": ("sleepy",),
+            "seconds": 1,
+        },
         "a torch with CUDA, or build for the CPU only: --cuda no": {"cuda": "yes"},
     }
     for sentence, changes in cases.items():
@@ -61,6 +68,11 @@ def test_failures_are_sentences_and_lose_nothing(
             build(_with(request_for, **changes), lambda line: None)
     with pytest.raises(ConfigError, match="--only third: no such operation. Known are broken, first"):
         build(_with(request_for, only=("third",)), lambda line: None)
+    with pytest.raises(ConfigError, match="--architectures 90,abc: 'abc' is no compute capability"):
+        build(_with(request_for, architectures=("90", "abc")), lambda line: None)
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be written to .*file: File exists"):
+        build(_with(request_for, folder=tmp_path / "file"), lambda line: None)
     with pytest.raises(ConfigError, match="clone it and build there"):
         build(_with(request_for, sources=tmp_path / "library"), lambda line: None)
     monkeypatch.setenv("CXX", "/no/such/compiler")
@@ -72,3 +84,29 @@ def test_failures_are_sentences_and_lose_nothing(
         build(request_for, lambda line: None)
     assert (folder / RECORD).read_text() == before
     assert sorted(path.name for path in folder.iterdir()) == sorted([LIBRARY, RECORD])
+
+
+def test_an_interrupted_build_ends_its_compilers_and_begins_no_other(request_for: BuildRequest) -> None:
+    def interrupt(line: str) -> None:
+        if line.startswith("[1/3]"):
+            raise KeyboardInterrupt
+
+    began_at = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        build(_with(request_for, only=("first", "sleepy", "second"), jobs=2), interrupt)
+    assert time.monotonic() - began_at < 15  # the compiler of one of them sleeps for 20 s
+    assert request_for.folder is not None and not list(request_for.folder.iterdir())
+
+
+def test_names_of_kernels_stand_for_their_parts_and_remains_are_removed(request_for: BuildRequest) -> None:
+    assert request_for.sources is not None and request_for.folder is not None
+    for name in ("adamw", "multi_tensor"):
+        (request_for.sources / name).mkdir()
+        (request_for.sources / name / f"{name}.cpp").write_text(SOURCE)
+    remains = request_for.folder / "build-1"
+    remains.mkdir(parents=True)
+    os.utime(remains, (1, 1))
+    lines: list[str] = []
+    build(_with(request_for, only=("optimizer,first",)), lines.append)
+    assert lines[0].endswith("3 operation(s) for CPU: adamw, first, multi_tensor")
+    assert not remains.exists()

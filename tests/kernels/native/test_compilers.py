@@ -8,10 +8,11 @@ from megatron.kernels.native.compilers import Toolchain
 
 
 def test_flags_follow_the_operation_and_the_machine(tmp_path: Path) -> None:
-    cpu = Toolchain("g++", tmp_path, native=True)
+    cpu = Toolchain(("ccache", "g++"), tmp_path, native=True)
     exact, fast = (cpu.compile_host(tmp_path, tmp_path / name / "x.cpp", tmp_path) for name in ("dropout_add", "norm"))
+    assert exact[:2] == ["ccache", "g++"]
     assert "-ffp-contract=off" in exact and "-ffp-contract=fast" in fast and "-march=native" in fast
-    both = Toolchain("g++", tmp_path, nvcc="/cuda/bin/nvcc", architectures=("80", "90"))
+    both = Toolchain(("ccache", "g++"), tmp_path, nvcc="/cuda/bin/nvcc", architectures=("80", "90"))
     device = both.compile_device(tmp_path, tmp_path / "dropout_add" / "x.cu", tmp_path)
     assert [word[-5:] for word in device if "gencode" in word] == ["sm_80", "sm_90"]
     assert "--fmad=false" in device

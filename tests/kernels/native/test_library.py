@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.kernels.native.library import LIBRARY, RECORD, Library, default_folder, library
+from megatron.kernels.native.library import LIBRARY, RECORD, Library, default_folder, digest_of, library
 
 
 def test_a_fitting_library_has_its_operations_on_the_cpu(compiled: Library) -> None:
@@ -21,11 +21,13 @@ def test_a_fitting_library_has_its_operations_on_the_cpu(compiled: Library) -> N
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"torch": "1.0.0"}, "they were built for torch 1.0.0, and this is torch"),
-        ({"machine": "vax"}, "they were built for vax, and this machine is"),
-        ({"interface": 0}, "they have interface 0, and this version of the project needs"),
-        ({"operations": None}, "it cannot be loaded (TypeError"),
-        ({}, "it cannot be loaded (OSError"),
+        ({"torch": "1.0.0"}, "it was built for torch 1.0.0, and this is torch"),
+        ({"machine": "vax"}, "it was built for vax, and this machine is"),
+        ({"interface": 0}, "it has interface 0, and this version of the project needs"),
+        ({"cpu_features": ["avx2000"]}, "it was built with --native for a CPU with avx2000, which this one lacks"),
+        ({"operations": None}, "its record build.json is damaged"),
+        ({"sha256": "0"}, "libmegatron_ops.so is not the file that build.json describes"),
+        ({}, "it cannot be loaded ("),
     ],
 )
 def test_another_library_is_not_used(
@@ -33,16 +35,27 @@ def test_another_library_is_not_used(
 ) -> None:
     assert library(tmp_path / "nothing") is None
     record = json.loads((compiled.folder / RECORD).read_text("utf-8"))
-    (tmp_path / RECORD).write_text(json.dumps({**record, **change}), "utf-8")
     if change:
         shutil.copy(compiled.folder / LIBRARY, tmp_path / LIBRARY)
     else:
         (tmp_path / LIBRARY).write_bytes(b"not a library")
+        change = {"sha256": digest_of(tmp_path / LIBRARY)}
+    (tmp_path / RECORD).write_text(json.dumps({**record, **change}), "utf-8")
     for _ in range(2):
         assert library(tmp_path) is None
     said = capfd.readouterr()
     text = said.out + said.err
-    assert text.count("are not used: " + sentence) == 1 and "python tools/build_kernels.py" in text
+    assert text.count("is not used: " + sentence) == 1 and "python tools/build_kernels.py" in text
+
+
+def test_a_library_that_was_cut_short_is_not_loaded(
+    compiled: Library, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(compiled.folder / RECORD, tmp_path / RECORD)
+    whole = (compiled.folder / LIBRARY).read_bytes()
+    (tmp_path / LIBRARY).write_bytes(whole[: len(whole) // 3])  # loading this one would end the process
+    assert library(tmp_path) is None
+    assert "is not the file that build.json describes" in "".join(capfd.readouterr())
 
 
 def test_the_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -52,7 +65,7 @@ def test_the_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_code_for_a_gpu_runs_on_later_minor_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    built = Library(tmp_path, 1, torch.__version__, "x86_64", ("norm",), (80, 90))
+    built = Library(tmp_path, 1, torch.__version__, "x86_64", "", ("norm",), (80, 90))
     found = {}
     for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, at=capability: at)
