@@ -7,6 +7,8 @@ namespace {
 
 using megatron::AdamWStep;
 
+constexpr int kThreads = 256;  // fewer than of other kernels, since each holds more
+
 // The chunk's part of each tensor.
 template <typename G>
 struct Parts {
@@ -18,7 +20,7 @@ template <typename G, typename Copy>
 __device__ __forceinline__ void update_chunk(const Parts<G>& parts, int64_t count, float factor, const AdamWStep& step,
                                              bool has_quads, Copy copy) {
   const int64_t quads = has_quads ? count / 4 : 0;
-  for (int64_t i = threadIdx.x; i < quads; i += kChunkThreads) {
+  for (int64_t i = threadIdx.x; i < quads; i += kThreads) {
     const int64_t at = 4 * i;
     Quad weight = load_quad(parts.weight + at), first = load_quad(parts.exp_avg + at);
     Quad second = load_quad(parts.exp_avg_sq + at);
@@ -33,7 +35,7 @@ __device__ __forceinline__ void update_chunk(const Parts<G>& parts, int64_t coun
     MEGATRON_UNROLL
     for (int k = 0; k < 4; ++k) copy(at + k, weight.values[k]);
   }
-  for (int64_t i = 4 * quads + threadIdx.x; i < count; i += kChunkThreads) {
+  for (int64_t i = 4 * quads + threadIdx.x; i < count; i += kThreads) {
     float weight = parts.weight[i], first = parts.exp_avg[i], second = parts.exp_avg_sq[i];
     megatron::update(weight, first, second, to_float(parts.gradient[i]) * factor, step);
     parts.weight[i] = weight;
@@ -65,7 +67,7 @@ __device__ __forceinline__ void update_chunk(const TensorTable& table, const Chu
   });
 }
 
-__global__ void __launch_bounds__(kChunkThreads, 2)
+__global__ void __launch_bounds__(kThreads)
     update_tensors(TensorTable table, megatron::AdamW optimizer, float factor,
                    const float* __restrict__ device_factor, const float* __restrict__ device_rate,
                    const float* __restrict__ skip) {
@@ -84,10 +86,10 @@ __global__ void __launch_bounds__(kChunkThreads, 2)
 }
 
 // A launch of its own, since blocks of the other read the steps.
-__global__ void __launch_bounds__(kChunkThreads)
+__global__ void __launch_bounds__(kThreads)
     count_steps(TensorTable table, const float* __restrict__ skip) {
   if (skip != nullptr && *skip != 0.0f) return;
-  const int64_t tensor = static_cast<int64_t>(blockIdx.x) * kChunkThreads + threadIdx.x;
+  const int64_t tensor = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (tensor < table.tensors) *pointer_to<float>(table.address(megatron::kStep, tensor), 0) += 1.0f;
 }
 
@@ -100,10 +102,10 @@ extern "C" int megatron_adamw_step(const int64_t* table, int64_t tensors, int64_
   const TensorTable entries{table, tensors, megatron::kAdamWKinds};
   const megatron::AdamW optimizer{learning_rate, beta1, beta2, epsilon, weight_decay};
   if (chunks > 0) {
-    MEGATRON_LAUNCH(update_tensors, static_cast<unsigned>(chunks), kChunkThreads, 0, stream, entries, optimizer,
+    MEGATRON_LAUNCH(update_tensors, static_cast<unsigned>(chunks), kThreads, 0, stream, entries, optimizer,
                     factor, device_factor, device_rate, skip);
   }
-  MEGATRON_LAUNCH(count_steps, static_cast<unsigned>(blocks_for(tensors, kChunkThreads)), kChunkThreads, 0, stream,
+  MEGATRON_LAUNCH(count_steps, static_cast<unsigned>(blocks_for(tensors, kThreads)), kThreads, 0, stream,
                   entries, skip);
   return static_cast<int>(cudaGetLastError());
 }

@@ -1,6 +1,9 @@
 // Lookup of rows of a vocabulary shard, and its deterministic gradient: CPU loops, and the operations as torch sees them.
 #include "embedding/embedding.h"
 
+#include <ATen/ops/from_blob.h>
+
+#include <cstdlib>
 #include <vector>
 
 #include "base/host.h"
@@ -34,6 +37,17 @@ Occurrences occurrences(const int64_t* ids, int64_t count, int64_t rows, int64_t
     if (is_own(i)) found.positions[next[ids[i] - first_row]++] = i;
   }
   return found;
+}
+
+// A matrix of zeros. Few rows of a large vocabulary are written, and the system hands out large memory filled with zeros:
+// the pages of the other rows need not even exist.
+at::Tensor zeros(int64_t rows, int64_t columns, at::TensorOptions options) {
+  constexpr size_t kAlignment = 64;
+  const size_t bytes = static_cast<size_t>(rows * columns) * options.dtype().itemsize();
+  void* memory = std::calloc(bytes + kAlignment, 1);
+  TORCH_CHECK(memory != nullptr, "embedding_backward: no memory for a gradient of ", bytes, " bytes");
+  void* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory) + kAlignment) & ~(kAlignment - 1));
+  return at::from_blob(aligned, {rows, columns}, [memory](void*) { std::free(memory); }, options);
 }
 
 // The sum of some rows of the gradient, from the first to the last, in wide arithmetic.
@@ -85,11 +99,7 @@ void run_backward(const at::Tensor& result, const at::Tensor& gradient, const at
   at::parallel_for(0, static_cast<int64_t>(bounds.size()) - 1, 1, [&](int64_t first, int64_t last) {
     for (int64_t row = bounds[first]; row < bounds[last]; ++row) {
       const int64_t start = found.starts[row], count = found.starts[row + 1] - start;
-      if (count == 0) {
-        memset(to + row * columns, 0, sizeof(T) * columns);
-      } else {
-        sum_rows(to + row * columns, from, found.positions.data() + start, count, columns);
-      }
+      if (count > 0) sum_rows(to + row * columns, from, found.positions.data() + start, count, columns);
     }
   });
 }
@@ -158,8 +168,8 @@ at::Tensor backward(const at::Tensor& gradient, const at::Tensor& ids, int64_t r
     return result;
   }
 #endif
-  const at::Tensor result = at::empty({rows, columns}, gradient.options());
-  if (result.numel() == 0) return result;
+  if (rows * columns == 0) return at::empty({rows, columns}, gradient.options());
+  const at::Tensor result = zeros(rows, columns, gradient.options());
   MEGATRON_ELEMENTS(gradient.scalar_type(), T, [&] { run_backward<T>(result, from, own_ids, first_row); });
   return result;
 }

@@ -12,15 +12,61 @@
 namespace megatron {
 namespace {
 
+constexpr int kLanes = 32;  // a fixed number, so that the result is the same with every instruction set
+constexpr int kTurns = 16;  // squares that a lane adds up in float32
+
+// Adds the lanes in pairs.
+template <typename Number>
+MEGATRON_HOST_DEVICE double sum_of(Number (&lanes)[kLanes]) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  }
+  return lanes[0];
+}
+
 template <typename T>
-MEGATRON_CLONES double squares_of(const T* from, int64_t count) {
-  double total = 0.0;
-#pragma omp simd reduction(+ : total)
-  for (int64_t i = 0; i < count; ++i) {
+MEGATRON_CLONES double wide_squares_of(const T* from, int64_t count) {
+  double sums[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+#pragma omp simd
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const double value = load(from + i + lane);
+      sums[lane] += value * value;
+    }
+  }
+  for (int lane = 0; i < count; ++i, ++lane) {
     const double value = load(from + i);
-    total += value * value;
+    sums[lane] += value * value;
+  }
+  return sum_of(sums);
+}
+
+template <typename T>
+MEGATRON_CLONES double short_squares_of(const T* from, int64_t blocks) {
+  double total = 0.0;
+  for (int64_t block = 0; block < blocks; ++block) {
+    float sums[kLanes] = {};
+    for (int turn = 0; turn < kTurns; ++turn, from += kLanes) {
+#pragma omp simd
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const float value = load(from + lane);
+        sums[lane] += value * value;
+      }
+    }
+    total += sum_of(sums);
   }
   return total;
+}
+
+// Short sums in float32, those in float64; all in float64 where squares may leave the range of float32.
+template <typename T>
+double squares_of(const T* from, int64_t count) {
+  constexpr double kLeast = 1e-20, kMost = 1e38;  // of the sum of a chunk
+  const int64_t blocks = count / (kLanes * kTurns), done = blocks * kLanes * kTurns;
+  const double total = short_squares_of(from, blocks);
+  const bool is_within = total > kLeast && total < kMost;
+  return is_within ? total + wide_squares_of(from + done, count - done) : wide_squares_of(from, count);
 }
 
 template <typename T>

@@ -77,3 +77,7 @@ def test_what_is_not_finite_is_found(place: tuple[int, int]) -> None:
         flag = run.inout(torch.zeros(1))
         run.call("megatron_multi_tensor_not_finite", flag, table, tensors, chunks, None)
     assert flag.tensor() == 1
+
+
+def test_every_line_has_run(whole_file: None) -> None:
+    assert emulator.unexecuted_lines("multi_tensor") == []
