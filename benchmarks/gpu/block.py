@@ -7,7 +7,7 @@ import statistics
 import pretrain_gpt
 from benchmarks.gpu.context import Context
 from benchmarks.gpu.records import Target
-from benchmarks.gpu.runs import corpus_flags
+from benchmarks.gpu.runs import corpus_flags, has_compiled_kernels
 from megatron.observe.metrics_file import read_steps
 
 # As bigscience's README gives it.
@@ -29,8 +29,10 @@ def train_the_block(context: Context) -> None:
     tokens, vocab = (16384, 257) if context.is_tiny else (2**21, 50257)
     count = TINY_STEPS if context.is_tiny else BLOCK_STEPS
     run_folder = context.scratch / "block"
+    chosen = context.kernels or ("csrc" if has_compiled_kernels(context) else None)
     status = pretrain_gpt.main(
         [
+            *([] if chosen is None else ["--kernels", chosen]),
             *(TINY_BLOCK if context.is_tiny else BLOCK),
             *corpus_flags(context.scratch / "data", vocab, tokens),
             *("--vocab-size", str(vocab), "--train-iters", "500000", "--exit-interval", str(count)),

@@ -21,7 +21,8 @@ class Context:
         output: folder of results and logs.
         scale: `full`, or `tiny` to try the harness where there is no GPU.
         seconds: how long the part may take; it stops early where it can.
-        kernels: the implementations that our runs use, as `--kernels` takes them; None for the default.
+        kernels: the implementations that our runs use, as `--kernels` takes them; None for csrc where it is
+            built, beside torch.
     """
 
     part: str

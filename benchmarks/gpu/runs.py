@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatron.config import RunRequest, parse
 from megatron.config.schedule import learning_rate
 from megatron.corpus.vocabulary.learning import save_byte_level_vocabulary
 from megatron.data.formats.indexed import IndexedWriter
+from megatron.kernels.native.library import library
 from megatron.train.build import open_run
 from megatron.train.run import Run
 
@@ -37,18 +39,26 @@ def corpus_flags(folder: Path, vocab_size: int, tokens: int) -> list[str]:
 
 
 def request_of(context: Context, shape: Shape, length: int, micro_batch: int, *more: str) -> RunRequest:
-    """A run of one process: one micro-batch a step, bf16, no saving, no evaluation."""
+    """A run of one process: one micro-batch a step, bf16, no saving, no evaluation; a new run folder each."""
     tokens = 8192 if context.is_tiny else 2**22
-    kernels = [] if context.kernels is None else ["--kernels", context.kernels]
+    chosen = context.kernels or ("csrc" if has_compiled_kernels(context) else None)
+    kernels = [] if chosen is None or "--kernels" in more else ["--kernels", chosen]
+    context.scratch.mkdir(parents=True, exist_ok=True)
     words = [
         *corpus_flags(context.scratch / "data", shape.vocab, tokens),
         *shape.flags,
         *("--seq-length", str(length), "--max-position-embeddings", str(length)),
         *("--micro-batch-size", str(micro_batch), "--global-batch-size", str(micro_batch)),
         *("--train-iters", "100000", "--eval-iters", "0", "--lr", "3e-4", "--lr-decay-style", "constant"),
-        *("--run-dir", str(context.scratch / "run"), *kernels, *more),
+        *("--run-dir", tempfile.mkdtemp(dir=context.scratch), *kernels, *more),
     ]
     return parse(words if "--fp16" in more else [*words, "--bf16"])
+
+
+def has_compiled_kernels(context: Context) -> bool:
+    """Whether csrc/ops is built for the device."""
+    found = library()
+    return found is not None and all(found.has(operation, context.device) for operation in ("norm", "adamw"))
 
 
 @contextlib.contextmanager
