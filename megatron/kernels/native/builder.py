@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -171,6 +172,7 @@ class _Runner:
         self._jobs, self._limit, self._ends_at = jobs, seconds, time.monotonic() + seconds
         self._report, self._can_be_fewer = report, can_be_fewer
         self._running: set[subprocess.Popen[str]] = set()
+        self._is_over = threading.Event()
 
     def run_all(self, commands: Sequence[tuple[str, list[str]]]) -> None:
         """Runs named commands.
@@ -184,10 +186,11 @@ class _Runner:
             for count, future in enumerate(as_completed(pending), 1):
                 self._report(f"[{count}/{len(commands)}] {pending[future]}: {future.result():.0f} s")
         finally:
+            if any(not future.done() for future in pending):
+                self._is_over.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(self._running):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _end(process)
             pool.shutdown()
 
     def _run(self, name: str, command: list[str]) -> float:
@@ -205,6 +208,8 @@ class _Runner:
         except OSError as failure:
             raise LaunchError(f"{command[0]} cannot be started: {failure.strerror}. Check CXX and CUDA_HOME.") from None
         self._running.add(process)
+        if self._is_over.is_set():
+            _end(process)
         try:
             said, _ = process.communicate(timeout=max(0.1, self._ends_at - began_at))
         except subprocess.TimeoutExpired:
@@ -222,3 +227,9 @@ class _Runner:
                 + f"\nThe command was: {shlex.join(command)}"
             )
         return time.monotonic() - began_at
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a compiler and its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
