@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
 from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
+from megatron.kernels.products import needs_widening
 from megatron.kernels.softcap import softcapped
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.cross_entropy import TokenLosses, VocabularySlice, losses_of
@@ -101,8 +102,7 @@ def head_losses(
 ) -> HeadLosses:
     """The losses of every token, and the gradients of their weighted sum.
 
-    On a CPU the products are computed in float32, also of half-precision factors: processors without such instructions
-    convert them anyway, several times, and the losses do not depend on the machine.
+    On a CPU without instructions for half precision the products are computed in float32, see `needs_widening`.
 
     Shapes: labels `[b, s]` int64, weights `[b, s]`.
 
@@ -207,7 +207,7 @@ class _Head:
         implementation: Implementation,
     ) -> None:
         weight = logits.weight.detach()
-        is_converted = not weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+        is_converted = needs_widening(weight) or (not weight.is_cuda and weight.dtype is torch.float16)
         self.dtype = torch.float32 if is_converted else weight.dtype
         self.weight = weight.to(self.dtype)
         self.softcap, self.axis, self.terms, self.implementation = logits.softcap, axis, terms, implementation
