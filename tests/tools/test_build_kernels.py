@@ -1,0 +1,35 @@
+"""The program that builds the compiled operations, and the commands of docs/kernels.md."""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path
+
+import pytest
+
+from megatron.kernels.native.library import LIBRARY, RECORD
+from tools import build_kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_build_says_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nfor word; do last=$word; done\necho "$*" > "$last"\n')
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build_kernels.log, "interrupt_on_sigterm", lambda: None)
+    assert build_kernels.main(["--output", str(tmp_path / "built"), "--cuda", "no", "--only", "norm,optimizer"]) == 0
+    assert sorted(path.name for path in (tmp_path / "built").iterdir()) == [RECORD, LIBRARY]
+    said = capsys.readouterr().out
+    assert "building 3 operation(s) for CPU: adamw, multi_tensor, norm" in said
+    assert "or with --kernels csrc" in said
+
+
+def test_the_blocks_of_the_page_are_those_that_tests_run() -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "kernels.md").read_text("utf-8"), re.DOTALL)
+    # The first is what the fixture of tests/kernels does, the second are tests themselves.
+    assert blocks == ["python tools/build_kernels.py\n", "python -m pytest tests/kernels/simt\n"]
