@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")))
 # Every command of these is run, by the test beside each.
 RUN_BY_THEIR_GUIDES = {
+    "docs/kernels.md": "test_build_kernels.py",
     "docs/evaluation.md": "test_evaluation_guide.py",
     "docs/finetuning.md": "test_finetuning_guide.py",
     "docs/generation.md": "test_generation_guide.py",
@@ -44,6 +45,7 @@ SHELL_FILES = (
     *LAUNCH_SCRIPTS,
     "examples/pretrain_bert.sh",
     "examples/quickstart.sh",
+    "benchmarks/gpu/run.sh",
     "examples/chat.sh",
     "examples/turkish/run.sh",
     "examples/environment.sh",
