@@ -26,7 +26,9 @@ RECIPE = dataclasses.replace(
     Recipe(), num_layers=1, steps=1, micro_batch_size=1, global_batch_size=128, weight_decay=0.0, vocab_size=256
 )
 FLAGS = ["--bf16", "--optimizer", "sgd", "--sgd-momentum", "0", "--clip-grad", "0", "--seed", str(SEED)]
-LIMIT = 2.0e-3  # relative error of the whole gradient; accumulated in bfloat16 it is above 1e-2
+# Relative error of the whole gradient; accumulated in bfloat16 it is above 1e-2. The reference rounds its logits to
+# bfloat16, and the head of a run does not.
+LIMIT = 4e-3
 
 
 Pieces = dict[tuple[str, int], torch.Tensor]
@@ -82,7 +84,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_bfloat16_accumulation_would_be_noticed(gradients: tuple[torch.Tensor, torch.Tensor]) -> None:
-    assert error(gradients[1], gradients[0]) > 5 * LIMIT
+    assert error(gradients[1], gradients[0]) > 2.5 * LIMIT
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)])
