@@ -23,6 +23,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return _WideLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
 
 
+def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product of each pair of matrices, in float32 where that is faster, as in `linear`.
+
+    Shapes: `[n, i, j]` and `[n, j, k]` to `[n, i, k]`.
+    """
+    if not needs_widening(a):
+        return torch.bmm(a, b)
+    return _WideProduct.apply(a, b)  # type: ignore[no-any-return]
+
+
 def needs_widening(x: torch.Tensor) -> bool:
     """Whether arithmetic on a tensor is faster in float32 although it is kept in bfloat16."""
     return x.dtype is torch.bfloat16 and x.device.type == "cpu" and not has_bfloat16_products()
@@ -56,3 +66,21 @@ class _WideLinear(torch.autograd.Function):
         of_weight = (rows.t() @ x.reshape(-1, x.shape[-1]).float()).to(weight.dtype) if needs_weight else None
         of_bias = rows.sum(0).to(ctx.bias_dtype) if needs_bias else None
         return of_x, of_weight, of_bias
+
+
+class _WideProduct(torch.autograd.Function):
+    """Keeps its factors in bfloat16."""
+
+    @staticmethod
+    def forward(ctx, a, b):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(a, b)
+        return torch.bmm(a.float(), b.float()).to(a.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        a, b = ctx.saved_tensors
+        wide = gradient.float()
+        of_a = torch.bmm(wide, b.float().transpose(1, 2)).to(a.dtype) if ctx.needs_input_grad[0] else None
+        of_b = torch.bmm(a.float().transpose(1, 2), wide).to(b.dtype) if ctx.needs_input_grad[1] else None
+        return of_a, of_b

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megatron.kernels import products
 from megatron.kernels.attention.dense import attention
-from megatron.kernels.products import has_bfloat16_products, linear, needs_widening
+from megatron.kernels.products import batched_product, has_bfloat16_products, linear, needs_widening
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -29,6 +29,19 @@ def test_wide_products_are_as_exact_as_torchs(monkeypatch: pytest.MonkeyPatch, w
     references = [expected.detach(), *torch.autograd.grad(expected, exact, gradient.double())]
     for reference, ours, torchs in zip(references, *found, strict=True):
         assert (ours - reference).abs().max() <= 1.1 * (torchs - reference).abs().max() + 2**-8
+
+
+def test_wide_products_of_pairs_are_as_exact_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "has_bfloat16_products", lambda: False)
+    shapes = ((3, 5, 7), (3, 7, 2), (3, 5, 2))
+    a, b, gradient = (torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16() for shape in shapes)
+    leaves = [part.clone().requires_grad_() for part in (a, b)]
+    y = batched_product(*leaves)
+    found = [y.detach(), *torch.autograd.grad(y, leaves, gradient)]
+    expected = (a.double() @ b.double(), gradient.double() @ b.double().mT, a.double().mT @ gradient.double())
+    for reference, ours in zip(expected, found, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - reference).abs().max() <= 2**-8 * reference.abs().max()
 
 
 def test_attention_goes_through_float32_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.kernels.attention.softmax import scaled_softmax
 from megatron.kernels.choice import TORCH_KERNELS, Implementation, Kernels
 from megatron.kernels.dropout_add import Dropout, dropout_add
-from megatron.kernels.products import needs_widening
+from megatron.kernels.products import batched_product, needs_widening
 
 LONGEST_EXPLICIT = 512  # tokens
 
@@ -87,12 +87,6 @@ def explicit_attention(
         dropout: stateless dropout; the compiled softmax applies it in its own pass.
         drop: any other dropout.
     """
-    if needs_widening(query):
-        wide, wide_bias = (query.float(), key.float(), value.float()), None if bias is None else bias.float()
-        attended = explicit_attention(
-            *wide, scale, drop, dropout=dropout, bias=wide_bias, causal=causal, softcap=softcap, kernels=kernels
-        )
-        return attended.to(query.dtype)
     if kernels.softmax is Implementation.CSRC:
         return _with_compiled_softmax(query, key, value, scale, drop, dropout, bias, causal, softcap)
     if dropout is not None:
@@ -111,7 +105,9 @@ def explicit_attention(
     probabilities = scores.softmax(dim=-1).to(query.dtype)
     if drop is not None:
         probabilities = drop(probabilities)
-    attended = torch.bmm(probabilities.view(*flat_query.shape[:2], -1), flat_value).view(query.shape)  # [b, a, s, d]
+    attended = batched_product(probabilities.view(*flat_query.shape[:2], -1), flat_value).view(
+        query.shape
+    )  # [b, a, s, d]
     return attended if dead is None else attended.masked_fill(dead, 0.0)
 
 
@@ -137,7 +133,7 @@ def _with_compiled_softmax(
         before, after = scale / softcap, softcap
     flat_query = query.reshape(batch * key.shape[1], -1, size)  # [b*g, a/g*s, d]
     flat_key, flat_value = (part.reshape(-1, *part.shape[2:]) for part in (key, value))  # [b*g, k, d]
-    scores = torch.bmm(flat_query if before == 1 else flat_query * before, flat_key.transpose(1, 2))
+    scores = batched_product(flat_query if before == 1 else flat_query * before, flat_key.transpose(1, 2))
     if softcap is not None:
         scores = scores.tanh_()
     probabilities = scaled_softmax(
@@ -150,7 +146,7 @@ def _with_compiled_softmax(
     )
     if drop is not None:
         probabilities = drop(probabilities)
-    return torch.bmm(probabilities.view(*flat_query.shape[:2], -1), flat_value).view(query.shape)  # [b, a, s, d]
+    return batched_product(probabilities.view(*flat_query.shape[:2], -1), flat_value).view(query.shape)  # [b, a, s, d]
 
 
 def _scores(
@@ -170,6 +166,7 @@ def _scores(
     if (
         softcap is None
         and bias is not None
+        and not needs_widening(query)
         and bias.dtype == query.dtype
         and (repeats == 1 or bias.shape[:2] == (1, 1))
     ):
@@ -178,9 +175,9 @@ def _scores(
             flat_bias = bias.expand(batch, heads, -1, -1).reshape(-1, *bias.shape[2:])  # [b*a, s, k]
         return torch.baddbmm(flat_bias, query, key.transpose(1, 2), alpha=scale).view(shape)
     if softcap is None:
-        scores = torch.bmm(query * scale, key.transpose(1, 2)).view(shape)
+        scores = batched_product(query * scale, key.transpose(1, 2)).view(shape)
         return scores if bias is None else scores + bias
-    shares = torch.bmm(query * (scale / softcap), key.transpose(1, 2)).tanh_().view(shape)
+    shares = batched_product(query * (scale / softcap), key.transpose(1, 2)).tanh_().view(shape)
     return shares * softcap if bias is None else torch.add(bias, shares, alpha=softcap)
 
 
