@@ -1,6 +1,6 @@
-"""Operations that a fused implementation can replace, one kind a file, and a report of what is in use.
+"""Operations that a fused implementation can replace, one kind a file, and the choice between implementations.
 
-All are torch operations today, whose attention, GELU and layer norm are single kernels on GPU and CPU; some have a
-backward pass of their own that reads and writes less. `attention` is the general form, `bounded_attention` chooses
-forms for documents and windows that compute only what is visible. Nothing outside this package knows which one runs.
+Each file has the plain torch form, which defines the operation, and the compiled one of `csrc/ops` beside it;
+`implementation=` says which runs, and layers are given it by `mesh.kernels`. `attention` has the forms of attention,
+`native` builds, loads, measures and chooses the compiled operations.
 """
