@@ -76,7 +76,9 @@ class ToyObjective:
     def token_count(self, batch: ToyBatch) -> float:
         return float(batch.numbers.size)
 
-    def __call__(self, outputs: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> ObjectiveResult:
+    def __call__(
+        self, outputs: torch.Tensor, targets: Mapping[str, torch.Tensor], factor: torch.Tensor | None = None
+    ) -> ObjectiveResult:
         error = outputs.squeeze(-1).float() - targets["numbers"]
         hits = (error.detach().abs() < 0.5).sum().reshape(1)
         return ObjectiveResult(error.square().sum(), torch.tensor(float(error.numel())), {"hits": hits})
