@@ -4,10 +4,10 @@
 
 Prints one JSON line per operation, size, dtype, number of threads and pass (forward alone, and forward with backward):
 how many times faster than torch, the median of paired rounds, with their range; then the geometric mean of every
-operation and of all. The composite beside it is the reference in megatron/kernels, called eagerly, as a run with
-`--kernels torch` calls it. Seconds are those of the processor, all threads together: on a shared machine wall time
-measures the others' load. `--table` prints Markdown instead, and below it the geometric means in the form of
-megatron/kernels/native/measured.py.
+operation and of all. Beside each stands what a run with `--kernels torch` calls, eagerly; a bias, which such a run
+leaves to the matrix product, is added by an operation of its own. Seconds are those of the processor, all threads
+together: on a shared machine wall time measures the others' load. `--table` prints Markdown instead, and below it the
+geometric means in the form of megatron/kernels/native/measured.py.
 """
 
 from __future__ import annotations
@@ -200,13 +200,11 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def speeds(rows: Sequence[Row]) -> dict[str, float]:
-    """The geometric mean of every operation of `--kernels`, some of which have several folders."""
-    from megatron.kernels.native.choosing import PARTS
-
-    whole = {folder: name for name, folders in PARTS.items() for folder in folders}
+    """The geometric mean of every operation of `--kernels`, of what a training step calls."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        found.setdefault(whole.get(row.operation, row.operation), []).append(row.ratio)
+        if row.operation != "multi_tensor":
+            found.setdefault("optimizer" if row.operation == "adamw" else row.operation, []).append(row.ratio)
     return {name: statistics.geometric_mean(ratios) for name, ratios in found.items()}
 
 

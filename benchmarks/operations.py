@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -154,18 +155,22 @@ def _softmax_cases(size: Size, like: torch.Tensor) -> list[Case]:
     heads = max(1, size.rows // length)
     scores = _random(1, heads, length, length, like=like)
     mask = torch.rand(1, 1, length, length, device=like.device) < 0.3
+    later = torch.ones(1, 1, length, length, dtype=torch.bool, device=like.device).triu_(1)
     rows = torch.randint(-(2**62), 2**62, (1, heads, length), device=like.device)
     dropout = Dropout(rows, threshold=6554, column_base=0x9E3779B97F4A7C15)
 
-    def causal(implementation: Implementation) -> Outputs:
-        return [scaled_softmax(scores, 0.125, causal=True, implementation=implementation)]
+    def case_of(hidden: torch.Tensor, dropout: Dropout | None, **options: Any) -> Callable[[Implementation], Outputs]:
+        bias = torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
 
-    def masked(implementation: Implementation) -> Outputs:
-        return [scaled_softmax(scores, 0.125, mask=mask, implementation=implementation)]
+        def compute(implementation: Implementation) -> Outputs:
+            if implementation is Implementation.TORCH:  # as explicit attention composes it, whose masks are biases
+                return [dropout_add(torch.add(bias, scores, alpha=0.125).softmax(dim=-1), dropout)]
+            return [scaled_softmax(scores, 0.125, dropout=dropout, implementation=implementation, **options)]
 
-    def dropped(implementation: Implementation) -> Outputs:
-        return [scaled_softmax(scores, 0.125, causal=True, dropout=dropout, implementation=implementation)]
+        return compute
 
+    causal, masked = case_of(later, None, causal=True), case_of(mask, None, mask=mask)
+    dropped = case_of(later, dropout, causal=True)
     one, shape = size_of(scores), f"{heads} x {length} x {length}"
     # A causal mask leaves half of the scores to be read; everything is written.
     return [

@@ -12,13 +12,13 @@ from megatron.kernels.choice import Implementation
 # Source: `python benchmarks/kernels_cpu.py` on an x86-64 CPU with AVX-512 (benchmarks/RESULTS.md, "Compiled kernels").
 _CPU: Mapping[str, float] = types.MappingProxyType(
     {
-        "softmax": 8.04,
+        "softmax": 2.05,
         "norm": 1.83,
         "activation": 2.14,
         "dropout_add": 2.94,
         "rotary": 3.07,
         "cross_entropy": 2.31,
-        "optimizer": 2.71,
+        "optimizer": 1.16,
         "embedding": 0.97,
         "initial_values": 11.99,
     }
