@@ -9,16 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+FEWEST_WIDE_ROWS = 16  # with fewer, converting the matrix takes longer than multiplying by it
+
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + b`.
 
     On x86 CPUs without instructions for bfloat16 torch's product takes three to four times as long as converting the
-    operands to float32 and the result back, which is as exact: sums are float32 either way, and rounded once.
+    operands to float32 and the result back, which is as exact: sums are float32 either way, and rounded once. The few
+    rows of text generation are multiplied as they are.
 
     Shapes: x `[..., i]`, weight `[o, i]`, bias `[o]`; result `[..., o]`.
     """
-    if not needs_widening(x):
+    if not needs_widening(x, x.numel() // max(1, x.shape[-1])):
         return F.linear(x, weight, bias)
     return _WideLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
 
@@ -28,14 +31,19 @@ def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
     Shapes: `[n, i, j]` and `[n, j, k]` to `[n, i, k]`.
     """
-    if not needs_widening(a):
+    if not needs_widening(a, a.shape[1]):
         return torch.bmm(a, b)
     return _WideProduct.apply(a, b)  # type: ignore[no-any-return]
 
 
-def needs_widening(x: torch.Tensor) -> bool:
-    """Whether arithmetic on a tensor is faster in float32 although it is kept in bfloat16."""
-    return x.dtype is torch.bfloat16 and x.device.type == "cpu" and not has_bfloat16_products()
+def needs_widening(x: torch.Tensor, rows: int = FEWEST_WIDE_ROWS) -> bool:
+    """Whether products of a tensor are faster in float32 although it is kept in bfloat16.
+
+    Args:
+        rows: how many rows are multiplied by each matrix.
+    """
+    is_half_on_cpu = x.dtype is torch.bfloat16 and x.device.type == "cpu"
+    return is_half_on_cpu and rows >= FEWEST_WIDE_ROWS and not has_bfloat16_products()
 
 
 @cache

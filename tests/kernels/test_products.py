@@ -14,7 +14,7 @@ from megatron.kernels.products import batched_product, has_bfloat16_products, li
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_wide_products_are_as_exact_as_torchs(monkeypatch: pytest.MonkeyPatch, with_bias: bool) -> None:
     generator = torch.Generator().manual_seed(1)
-    shapes = ((2, 7, 33), (9, 33), (9,), (2, 7, 9))
+    shapes = ((2, 8, 33), (9, 33), (9,), (2, 8, 9))
     x, weight, bias, gradient = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
     inputs = [x, weight, *([bias] if with_bias else [])]
     found = []
@@ -33,7 +33,7 @@ def test_wide_products_are_as_exact_as_torchs(monkeypatch: pytest.MonkeyPatch, w
 
 def test_wide_products_of_pairs_are_as_exact_as_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "has_bfloat16_products", lambda: False)
-    shapes = ((3, 5, 7), (3, 7, 2), (3, 5, 2))
+    shapes = ((3, 16, 7), (3, 7, 2), (3, 16, 2))
     a, b, gradient = (torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16() for shape in shapes)
     leaves = [part.clone().requires_grad_() for part in (a, b)]
     y = batched_product(*leaves)
@@ -45,7 +45,7 @@ def test_wide_products_of_pairs_are_as_exact_as_torchs(monkeypatch: pytest.Monke
 
 
 def test_attention_goes_through_float32_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = torch.randn(3, 1, 2, 5, 4).bfloat16().unbind()
+    query, key, value = torch.randn(3, 1, 2, 64, 4).bfloat16().unbind()
     monkeypatch.setattr(products, "has_bfloat16_products", lambda: False)
     found = attention(query, key, value, 0.5, causal=True)
     exact = attention(query.float(), key.float(), value.float(), 0.5, causal=True)
@@ -57,4 +57,5 @@ def test_only_bfloat16_on_a_cpu_is_widened(monkeypatch: pytest.MonkeyPatch) -> N
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     assert [needs_widening(torch.zeros(1, dtype=dtype)) for dtype in dtypes] == [False, False, True]
     assert not needs_widening(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
+    assert [needs_widening(torch.zeros(1, dtype=torch.bfloat16), rows) for rows in (1, 15, 16)] == [False, False, True]
     assert isinstance(has_bfloat16_products(), bool)

@@ -14,6 +14,7 @@ from megatron.kernels.dropout_add import Dropout, dropout_add
 from megatron.kernels.products import batched_product, needs_widening
 
 LONGEST_EXPLICIT = 512  # tokens
+FEWEST_WIDE_QUERIES = 64  # with fewer, converting keys and values takes longer than attending to them
 
 
 def attention(
@@ -42,7 +43,7 @@ def attention(
     Source: Vaswani et al., "Attention is all you need", 2017, equation 1; Gemma Team, "Gemma 2", 2024, section 2
     (soft-cap).
     """
-    if needs_widening(query):
+    if query.shape[2] >= FEWEST_WIDE_QUERIES and needs_widening(query):
         wide, wide_bias = (query.float(), key.float(), value.float()), None if bias is None else bias.float()
         options = {"causal": causal, "dropout": dropout, "softcap": softcap}
         return attention(*wide, scale, bias=wide_bias, kernels=kernels, **options).to(query.dtype)  # type: ignore[arg-type]
@@ -105,9 +106,8 @@ def explicit_attention(
     probabilities = scores.softmax(dim=-1).to(query.dtype)
     if drop is not None:
         probabilities = drop(probabilities)
-    attended = batched_product(probabilities.view(*flat_query.shape[:2], -1), flat_value).view(
-        query.shape
-    )  # [b, a, s, d]
+    attended = batched_product(probabilities.view(*flat_query.shape[:2], -1), flat_value)  # [b*g, a/g*s, d]
+    attended = attended.view(query.shape)
     return attended if dead is None else attended.masked_fill(dead, 0.0)
 
 
@@ -166,7 +166,7 @@ def _scores(
     if (
         softcap is None
         and bias is not None
-        and not needs_widening(query)
+        and not needs_widening(query, query.shape[1])
         and bias.dtype == query.dtype
         and (repeats == 1 or bias.shape[:2] == (1, 1))
     ):
