@@ -65,7 +65,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
-    "megatron.train": ("restarts", "tasks", ".", "memory"),
+    "megatron.train": ("restarts", "tasks", "teachers", ".", "memory"),
     "megatron.engine": (".", "memory"),
     "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),
     "megatron.inference.serve": ("requests", "running", "."),
@@ -161,6 +161,7 @@ USES_RUN_CONFIG = (
     "megatron/engine/ds_config.py",
     "megatron/engine/estimate.py",
     "megatron/inference/loading.py",  # a checkpoint holds the configuration of its run
+    "megatron/train/teachers/opening.py",  # likewise
 )
 
 BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}
