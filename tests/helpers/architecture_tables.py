@@ -39,6 +39,7 @@ PROGRAMS = frozenset(
         "train_bert",
         "train_bert_ds",
         "train_lm",
+        "train_on_text",
     }
 )
 PROGRAM_FOLDERS = ("tools", "tasks", "examples")
