@@ -22,6 +22,9 @@ class ParallelRequest(ConfigSection):
         "what is sharded over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights",
         choices=(0, 1, 2, 3),
     )
+    elastic: bool = flag(
+        False, "if the layout does not fit the number of processes, choose one that does and keeps the global batch"
+    )
     pp_partition_method: str | None = flag(None, "how blocks are spread over pipeline stages; evenly if unset")
     distributed_backend: str | None = flag(
         None, "communication library; nccl on CUDA and gloo on CPU if unset", choices=("nccl", "gloo")
