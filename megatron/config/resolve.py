@@ -57,6 +57,8 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
+    offloads, offload_notices = _offloading(request, machine)
+    problems.extend(_offload_problems(offloads, stage))
     skip_notices = (
         []
         if request.control.eval_only or request.finetuning.epochs
@@ -70,6 +72,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
         "world_size": machine.world_size,
         "data_parallel_size": replicas,
         "effective_zero_stage": stage,
+        "offloads_optimizer": offloads,
         "distributed_backend": backend,
     }
     return RunConfig(
@@ -86,6 +89,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
                 *vocabulary_notices,
                 *backend_notices,
                 *stage_notices,
+                *offload_notices,
                 *skip_notices,
             ),
         }
@@ -265,3 +269,18 @@ def _zero_stage(request: RunRequest) -> tuple[int, list[str]]:
         )
         return 1, [notice]
     return request.parallel.zero_stage, []
+
+
+def _offloading(request: RunRequest, machine: Machine) -> tuple[bool, list[str]]:
+    """Whether the optimizer's state has a device to leave."""
+    if not request.parallel.cpu_optimizer or machine.device_type == "cuda":
+        return request.parallel.cpu_optimizer, []
+    return False, ["--cpu-optimizer: this machine has no GPU, so the optimizer's state is in its memory already."]
+
+
+def _offload_problems(offloads: bool, stage: int) -> Iterator[str]:
+    if offloads and stage == 0:
+        yield (
+            "--cpu-optimizer does not go with --zero-stage 0, in which the weights themselves are updated on the GPU. "
+            "Use --zero-stage 1, or drop it."
+        )

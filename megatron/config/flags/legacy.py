@@ -101,9 +101,9 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        "weights and optimizer state stay on the device. Use --zero-stage 3 or --tensor-model-parallel-size for "
-        "models that do not fit.",
-        ("remote_device:str=none", "cpu_optimizer"),
+        "it names a place for weights. Use --cpu-optimizer for the optimizer's state, and for weights --zero-stage 3 "
+        "with an offload_param section in a --deepspeed_config file.",
+        ("remote_device:str=none",),
     ),
     (
         "8-bit optimizer state is not supported. Use --optimizer adam with --zero-stage 1 or more.",
