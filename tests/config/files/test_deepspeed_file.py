@@ -60,7 +60,7 @@ def test_auto_and_equal_values_are_fine(tmp_path: Path) -> None:
         ({"gradient_clipping": 0.3}, "--clip-grad 1", r'"gradient_clipping" is 0\.3 there, and --clip-grad is 1\.0'),
         ({"bf16": {"enabled": True}}, "--no-bf16", r'"bf16\.enabled" is true there, and --bf16 is False'),
         ({"bfloat16": {"enabled": True}}, "--fp16", "--fp16 and --bf16 are both given"),
-        ({"fp16": {"loss_scale": 0}}, "--loss-scale 8", r'"fp16\.loss_scale" is 0 there, and --loss-scale is 8\.0'),
+        ({"fp16": {"loss_scale": 16}}, "--loss-scale 8", r'"fp16\.loss_scale" is 16 there, and --loss-scale is 8\.0'),
         (
             {"zero_optimization": {"stage": "two"}},
             "",
