@@ -25,6 +25,7 @@ from megatron.config.masked_rules import foreign_problems, masked_problems, mask
 from megatron.config.request_rules import request_problems
 from megatron.config.run import DEFAULT, FILE, GIVEN, PRESET, RunRequest, cross_problems, sections_of
 from megatron.config.sections.model import ModelRequest
+from megatron.config.sections.optim import OptimRequest
 from megatron.errors import ConfigError
 
 # The parts of the architecture in the order of the help; a class shows the flags that no class before it has.
@@ -129,7 +130,7 @@ def parse(
     governed = DeepSpeedReading()
     if "parallel.deepspeed_config" in values:
         governed = governed_values(values["parallel.deepspeed_config"], own, values)
-        values, broken = {**governed.values, **values}, broken | governed.broken
+        given, values, broken = governed.applied(given, values, broken)
         problems += governed.problems
     sources = {**dict.fromkeys(values, FILE), **dict.fromkeys(by_preset, PRESET), **dict.fromkeys(by_file, FILE)}
     sources.update(dict.fromkeys(given, GIVEN))
@@ -147,7 +148,7 @@ def parse(
     if problems:
         raise ConfigError(problems)
     notices += [*_ignored_notices(own, values), *_idle_notices(sections["model"], values)]
-    notices += masking_notices(sections["loss"], sections["masking"], values)
+    notices += [*masking_notices(sections["loss"], sections["masking"], values), *_decay_notices(sections["optim"])]
     return RunRequest(**sections, provenance=provenance, notices=tuple(notices))
 
 
@@ -278,6 +279,13 @@ def _idle_notices(model: ModelRequest, values: Mapping[str, Any]) -> Iterator[st
             f"--seq-length {values['data.seq_length']} is more than --max-position-embeddings "
             f"{model.max_position_embeddings}, the context that the network is made for."
         )
+
+
+def _decay_notices(optim: OptimRequest) -> Iterator[str]:
+    """A sentence for a length of the decay beside one in tokens, which scripts of the forks pass both."""
+    for name, value in (("--lr-decay-iters", optim.lr_decay_iters), ("--lr-decay-samples", optim.lr_decay_samples)):
+        if value is not None and optim.lr_decay_tokens is not None:
+            yield f"{name} {value} has no effect beside --lr-decay-tokens {optim.lr_decay_tokens}, which holds."
 
 
 def _deprecated_notices(spellings: Any) -> Iterator[str]:

@@ -73,7 +73,9 @@ class Report:
 
     def started(self, progress: Progress) -> None:
         """Reports that training starts or resumes."""
-        self._train_iterations = planned_iterations(self.optim, progress.step, progress.consumed_samples)
+        self._train_iterations = planned_iterations(
+            self.optim, progress.step, progress.consumed_samples, progress.consumed_tokens
+        )
         self._pace.mark(progress.step)
         for destination in self.destinations:
             destination.start(progress, self.arguments)

@@ -268,7 +268,7 @@ def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: 
 
 def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
     """Warns that a resumed run has nothing left to train."""
-    if is_done(optim, progress.step, progress.consumed_samples):
+    if is_done(optim, progress.step, progress.consumed_samples, (), progress.consumed_tokens):
         log.info(
             f"warning: the checkpoint is at iteration {progress.step} ({progress.consumed_samples} samples) and the "
             f"run ends at iteration {optim.train_iters}: nothing is left to train. Raise --train-iters, "
@@ -312,7 +312,8 @@ def _open_data(
     passes: Sequence[int],
 ) -> tuple[SplitDatasets, DataPlan]:
     """Opens the datasets; one process per node first writes missing index files, then the others read them."""
-    train, valid, test = planned_samples(config.optim, config.control, progress.step, progress.consumed_samples)
+    consumed = progress.consumed_samples, progress.consumed_tokens
+    train, valid, test = planned_samples(config.optim, config.control, progress.step, *consumed)
     train += sum(step > progress.step for step in passes) * config.optim.global_batch_size
     samples = (0 if config.control.eval_only else train, valid, test)
 

@@ -49,6 +49,7 @@ def mean_loss(run: Run, dataset: SampleDataset, count: int) -> float:
     """Mean loss per token over the first `count` samples; the last global batch may be incomplete."""
     loss_sum, token_count = 0.0, 0
     batch_size = run.config.optim.global_batch_size
+    run.engine.expect_length(run.config.data.seq_length)
     with run.loader(dataset) as loader:
         for first in range(0, count, batch_size):
             run.watch.beat()

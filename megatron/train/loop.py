@@ -68,11 +68,13 @@ def train_steps(run: Run) -> Verdict:
         run.end_distillation()
         run.history.at(run.progress.step + 1)
         started_at = time.monotonic()
-        optim, consumed = run.config.optim, run.progress.consumed_samples
-        rate = learning_rate(optim, consumed)
+        optim, consumed, length = run.config.optim, run.progress.consumed_samples, run.next_length
+        rate = learning_rate(optim, consumed, run.progress.consumed_tokens)
+        decay = weight_decay(optim, consumed, run.progress.consumed_tokens)
         run.watch.enter("data", run.progress.step + 1)
-        step = run.engine.train_batch(run.train_batches(), rate, weight_decay(optim, consumed))
-        tokens = step.sample_count * run.config.data.seq_length
+        run.engine.expect_length(length)
+        step = run.engine.train_batch(run.train_batches(), rate, decay)
+        tokens = step.sample_count * length
         run.progress = run.progress.after(step.sample_count, tokens, step.skipped, step.bad_in_a_row > 0)
         ends_epoch = run.completed_epoch(consumed)
         trained.append(TrainedStep(run.progress, step, rate, time.monotonic() - started_at))
