@@ -254,6 +254,11 @@ def cross_problems(
         )
     if model.num_layers > 0:
         yield from stages_problems(model.num_layers, stages)
+    if parallel.elastic and optim.global_batch_size is None:
+        yield (
+            "--elastic needs --global-batch-size: it keeps the global batch while the number of replicas changes. Give "
+            "it."
+        )
     if model.use_mup and optim.optimizer != "adam":
         yield (
             f"--use-mup does not go with --optimizer {optim.optimizer}. Its learning rates are those for Adam; use "

@@ -10,6 +10,7 @@ PACKAGE_PLACES = {
     "device": 2,
     "config": 3,
     "kernels": 4,
+    "launch": 4,
     "tokenizers": 5,
     "data": 6,
     "corpus": 7,
@@ -39,6 +40,7 @@ PROGRAMS = frozenset(
         "train_bert",
         "train_bert_ds",
         "train_lm",
+        "train_on_text",
     }
 )
 PROGRAM_FOLDERS = ("tools", "tasks", "examples")
@@ -84,7 +86,12 @@ HOMES = {
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels/"),
     "torch.distributed": ("megatron/parallel/",),
-    "os.environ": ("megatron/device.py", "megatron/parallel/joining.py", "megatron/parallel/rank_start.py"),
+    "os.environ": (
+        "megatron/device.py",
+        "megatron/launch/launching.py",
+        "megatron/parallel/joining.py",
+        "megatron/parallel/rank_start.py",
+    ),
     "os.getenv": ("megatron/device.py",),
     "os.putenv": (),
     "sys.exit": ("megatron/log.py",),

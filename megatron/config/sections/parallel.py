@@ -25,6 +25,9 @@ class ParallelRequest(ConfigSection):
     cpu_optimizer: bool = flag(
         False, "keep the optimizer's state, and update, in the memory of the host; the GPUs hold weights and gradients"
     )
+    elastic: bool = flag(
+        False, "if the layout does not fit the number of processes, choose one that does and keeps the global batch"
+    )
     pp_partition_method: str | None = flag(None, "how blocks are spread over pipeline stages; evenly if unset")
     distributed_backend: str | None = flag(
         None, "communication library; nccl on CUDA and gloo on CPU if unset", choices=("nccl", "gloo")
