@@ -22,11 +22,11 @@ class ParallelRequest(ConfigSection):
         "what is sharded over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights",
         choices=(0, 1, 2, 3),
     )
-    cpu_optimizer: bool = flag(
-        False, "keep the optimizer's state, and update, in the memory of the host; the GPUs hold weights and gradients"
-    )
     elastic: bool = flag(
         False, "if the layout does not fit the number of processes, choose one that does and keeps the global batch"
+    )
+    cpu_optimizer: bool = flag(
+        False, "keep the optimizer's state, and update, in the memory of the host; the GPUs hold weights and gradients"
     )
     pp_partition_method: str | None = flag(None, "how blocks are spread over pipeline stages; evenly if unset")
     distributed_backend: str | None = flag(
