@@ -15,6 +15,7 @@ from megatron.config.schedule import planned_iterations, ranges_at_the_end, sche
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
+from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.safety import SafetyConfig
 from megatron.errors import ConfigError
 
@@ -29,6 +30,7 @@ class Machine:
     world_size: int
     supports_fp16: bool
     supports_bf16: bool
+    device_reason: str = ""  # why there is no CUDA, where that is known
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,13 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     Raises:
         ConfigError: with all problems at once.
     """
-    problems = [*_dtype_problems(request, machine)]
-    misfits = list(_layout_problems(request, machine))
-    problems.extend(misfits)
+    problems = [*dtype_problems(request.precision, machine), *launch_problems(request, machine)]
     vocabulary, provenance, vocabulary_notices = _vocabulary(request, tokenizer)
     problems.extend(_vocabulary_problems(vocabulary, tokenizer))
     padded, found = padded_vocab_size(request.parallel, vocabulary)
     problems.extend(found)
-    replicas = max(1, machine.world_size // request.parallel.model_parallel_size)
-    micro, batch, found = _batch_sizes(request.optim, replicas)
-    problems.extend([] if misfits else found)
+    replicas = _replicas(request, machine)
+    micro, batch, _ = _batch_sizes(request.optim, replicas)
     optim = resolve_optim(request.optim, batch, request.data.seq_length, micro)
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
@@ -65,7 +64,6 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
         if request.control.eval_only or request.finetuning.epochs
         else list(_skip_notices(optim, request.control.skip_ranges))
     )
-    problems.extend(_hang_timeout_problems(request, machine))
     if problems:
         raise ConfigError(problems)
     same: dict[str, Any] = {field.name: getattr(request, field.name) for field in dataclasses.fields(RunRequest)}
@@ -86,6 +84,24 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
             "notices": (*request.notices, *vocabulary_notices, *backend_notices, *stage_notices, *skip_notices),
         }
     )
+
+
+def launch_problems(request: RunRequest, machine: Machine) -> list[str]:
+    """One sentence for everything that is wrong with a request for so many processes: layout, batch sizes, timeouts.
+
+    Batch sizes are not shared out in a layout that does not fit, or if they contradict each other already.
+    """
+    misfits = list(_layout_problems(request, machine))
+    shares: list[str] = []
+    if not misfits and not any(request.optim.all_problems()):
+        _, _, shares = _batch_sizes(request.optim, _replicas(request, machine))
+    return [*misfits, *shares, *_hang_timeout_problems(request, machine)]
+
+
+def length_problems(request: RunRequest, machine: Machine) -> list[str]:
+    """One sentence for everything that is wrong with the length of a run whose processes fit."""
+    micro, batch, _ = _batch_sizes(request.optim, _replicas(request, machine))
+    return list(_length_problems(request.optim, resolve_optim(request.optim, batch, request.data.seq_length, micro)))
 
 
 def resolve_epochs(config: RunConfig, epoch_samples: int) -> RunConfig:
@@ -186,11 +202,17 @@ def _resolved(cls: type[Resolved], request: ConfigSection, **values: Any) -> Res
     return cls(**{**same, **values})
 
 
-def _dtype_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
-    if request.precision.fp16 and not machine.supports_fp16:
-        yield f"--fp16 does not train on this machine ({machine.device_type}). Use --bf16, or drop --fp16 for float32."
-    if request.precision.bf16 and not machine.supports_bf16:
-        yield f"--bf16 does not train on this machine ({machine.device_type}). Use --fp16, or drop --bf16 for float32."
+def dtype_problems(precision: PrecisionConfig, machine: Machine) -> Iterator[str]:
+    """A sentence for a dtype that the machine does not train in."""
+    device = f"{machine.device_type}: {machine.device_reason}" if machine.device_reason else machine.device_type
+    if precision.fp16 and not machine.supports_fp16:
+        yield f"--fp16 does not train on this machine ({device}). Use --bf16, or drop --fp16 for float32."
+    if precision.bf16 and not machine.supports_bf16:
+        yield f"--bf16 does not train on this machine ({device}). Use --fp16, or drop --bf16 for float32."
+
+
+def _replicas(request: RunRequest, machine: Machine) -> int:
+    return max(1, machine.world_size // request.parallel.model_parallel_size)
 
 
 def _layout_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
