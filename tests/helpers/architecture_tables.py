@@ -11,6 +11,7 @@ PACKAGE_PLACES = {
     "cuda_driver": 2,
     "config": 3,
     "kernels": 4,
+    "launch": 4,
     "tokenizers": 5,
     "data": 6,
     "corpus": 7,
@@ -40,6 +41,7 @@ PROGRAMS = frozenset(
         "train_bert",
         "train_bert_ds",
         "train_lm",
+        "train_on_text",
     }
 )
 PROGRAM_FOLDERS = ("tools", "tasks", "examples")
@@ -66,7 +68,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
-    "megatron.train": ("preflight", "restarts", "tasks", ".", "memory"),
+    "megatron.train": ("preflight", "restarts", "tasks", "teachers", ".", "memory"),
     "megatron.engine": (".", "memory"),
     "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),
     "megatron.inference.serve": ("requests", "running", "."),
@@ -88,6 +90,7 @@ HOMES = {
     "os.environ": (
         "megatron/device.py",
         "megatron/cuda_driver.py",
+        "megatron/launch/launching.py",
         "megatron/parallel/joining.py",
         "megatron/parallel/rank_start.py",
     ),
@@ -168,6 +171,7 @@ USES_RUN_CONFIG = (
     "megatron/engine/ds_config.py",
     "megatron/engine/estimate.py",
     "megatron/inference/loading.py",  # a checkpoint holds the configuration of its run
+    "megatron/train/teachers/opening.py",  # likewise
 )
 
 BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}

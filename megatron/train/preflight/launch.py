@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Collection
 
 from megatron.config.flags.fields import Unset
-from megatron.config.resolve import Machine, dtype_problems, launch_problems, length_problems
+from megatron.config.resolve import Machine, dtype_problems, machine_problems
 from megatron.config.run import RunRequest, fields_of
+from megatron.config.world import world_problems
 from megatron.cuda_driver import why_no_cuda
 from megatron.errors import ConfigError, LaunchError, MegatronError
 from megatron.parallel.launchers import Ranks
@@ -36,7 +37,10 @@ def launch_failures(
         return None, [failure, *map(ConfigError, problems)]
     if _has_layout(request, wrong):
         machine = dataclasses.replace(machine, world_size=ranks.world_size)
-        problems += launch_problems(request, machine) or (length_problems(request, machine) if is_sound else [])
+        if is_sound:
+            problems += machine_problems(request, machine)
+        elif not request.parallel.elastic:
+            problems += world_problems(request, machine.world_size)
     return ranks, [*map(ConfigError, problems)]
 
 
