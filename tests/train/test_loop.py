@@ -63,6 +63,9 @@ class FakeRun:
         self.events.append(("report", progress.step))
         self.waits.append(waits)
 
+    def end_distillation(self) -> None:
+        """This run has no teacher."""
+
     def take_messages(self) -> Elapsed | None:
         return self.messages.pop(0) if self.messages else None
 
