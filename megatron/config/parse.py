@@ -71,6 +71,7 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
         "optim": "optimizer, schedule and batch sizes",
         "data": "data and tokenizer",
         "control": "checkpoints, evaluation, exits and reports",
+        "watching": "progress bar, utilization and profiles",
         "saving": "writing and keeping checkpoints",
         "safety": "hangs, bad steps and restarts",
     }

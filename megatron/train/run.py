@@ -20,8 +20,10 @@ from megatron.data.datasets.sample import SampleDataset
 from megatron.data.loader import Batch, BatchLoader, BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.data.read_ahead import ReadAhead
+from megatron.device import Elapsed
 from megatron.engine.engine import Engine
 from megatron.objective.language_model import LanguageModelObjective
+from megatron.observe.profiling.step_profiler import StepProfiler
 from megatron.observe.report import Report
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pending import PendingMaximum
@@ -53,6 +55,7 @@ class Run:
         passed_batches: those that were, in order; part of the record.
         tasks: those of --eval-tasks.
         student: the objective to go on with when the distillation ends; None if the run has no teacher.
+        profiler: records the steps of --profile.
     """
 
     config: RunConfig
@@ -72,6 +75,7 @@ class Run:
     writer: BackgroundWriter | None = None
     save_failure: Exception | None = None
     after_commit: AfterCommit | None = None
+    profiler: StepProfiler = field(default_factory=StepProfiler.idle)
     validation: tuple[int, float] | None = None
     _ahead: ReadAhead = field(default_factory=ReadAhead)
     identity: RunIdentity = field(default_factory=RunIdentity)
@@ -153,6 +157,10 @@ class Run:
         if is_long or self.is_done or self.is_due(self.config.control.log_interval):
             log.info(f"epoch {min(completed, epochs)}/{epochs} is complete after iteration {self.progress.step}")
         return True
+
+    def take_messages(self) -> Elapsed | None:
+        """What the messages of the last step took; None if they are not timed."""
+        return None if self.mesh.stopwatch is None else self.mesh.stopwatch.take()
 
     def is_due(self, interval: int | None) -> bool:
         """Whether an action that runs every `interval` steps is due after this one."""
