@@ -20,6 +20,7 @@ from megatron.data.loader import Batch, BatchLoader, BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.data.read_ahead import ReadAhead
 from megatron.engine.engine import Engine
+from megatron.observe.activity.activity import Activity
 from megatron.observe.report import Report
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pending import PendingMaximum
@@ -28,6 +29,7 @@ from megatron.train.restarts.history import History
 from megatron.train.restarts.identity import RunIdentity
 from megatron.train.skip import PassedBatch, pass_batches, skip_data
 from megatron.train.stop import StopRules, Verdict
+from megatron.train.tasks.completing import SamplePrompts
 from megatron.train.tasks.opening import TrainingTask
 from megatron.train.tasks.scorer import EngineScorer
 from megatron.train.watchdog import Watch
@@ -50,6 +52,8 @@ class Run:
         passes: the steps before which a batch is passed over, because starts of the run ended on it in NaN.
         passed_batches: those that were, in order; part of the record.
         tasks: those of --eval-tasks.
+        prompts: those of --sample-prompts.
+        activity: what the run tells those who watch it.
     """
 
     config: RunConfig
@@ -76,6 +80,8 @@ class Run:
     passes: tuple[int, ...] = ()
     passed_batches: tuple[PassedBatch, ...] = ()
     tasks: tuple[TrainingTask, ...] = ()
+    prompts: SamplePrompts | None = None
+    activity: Activity = field(default_factory=Activity)
     watch: Watch = field(default_factory=Watch)
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)

@@ -61,7 +61,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "megatron.config": ("flags", "architecture", "objective", "sections", "files", ".", "programs"),
     "megatron.kernels": (".", "attention", "native"),
-    "megatron.observe": ("naming", ".", "styles", "sync"),
+    "megatron.observe": ("naming", ".", "activity", "dashboard", "styles", "sync"),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
