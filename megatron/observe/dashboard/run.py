@@ -141,7 +141,7 @@ class DashboardRun:
                 "eta_seconds": left * pace if pace is not None and self._state == "running" else None,
                 "points": table.count,
                 "repeated_steps": table.repeated_steps,
-                "reading": tail.progress if self._first_look is not None else 1.0,
+                "reading": 1.0 if self._first_look is None else tail.progress if tail.size_bytes else 0.0,
                 "starts": len(starts),
                 "samples": len(self._samples),
                 "metrics": table.metrics(),

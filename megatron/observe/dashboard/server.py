@@ -225,7 +225,9 @@ class _Exchange(BaseHTTPRequestHandler):
     def _runs(self, query: Mapping[str, str], name: str) -> list[DashboardRun]:
         numbers = query.get(name, "").split(",") if query.get(name) else []
         known = self.server.board.runs
-        found = [known[int(number)] for number in numbers if number.isdecimal() and int(number) in known]
+        found = [
+            known[int(number)] for number in numbers if number.isascii() and number.isdecimal() and int(number) in known
+        ]
         if not found:
             raise _Refused(404, "There is no such run.")
         return found

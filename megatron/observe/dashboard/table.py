@@ -126,7 +126,8 @@ class Table:
         seconds = np.nan_to_num(_numbers(records, "seconds_per_iteration", np.float64), posinf=0.0)
         before = self._axes["hours"][start - 1] if start else 0.0
         self._axes["hours"][start:end] = before + np.cumsum(seconds) / 3600.0
-        flat = [_flattened(record) for record in records] if any(map(records[-1].get, _NESTED)) else records
+        has_parts = any(record.get(part) for record in (records[0], records[-1]) for part in _NESTED)
+        flat = [_flattened(record) for record in records] if has_parts else records
         new = [name for name in dict.fromkeys([*flat[0], *flat[-1]]) if name not in self._columns]
         for name in new:
             if name not in _NOT_CURVES and (_is_number(flat[0].get(name)) or _is_number(flat[-1].get(name))):

@@ -76,7 +76,7 @@ export class CurvesView {
     this.reset = element("button", { type: "button", disabled: true, onclick: () => this.#zoom(null) }, "Show all");
     this.bar.replaceChildren(axis, element("label", {}, log, "Log axis"),
       element("label", {}, "Smoothing", slider, value), element("span", { class: "spacer" }),
-      element("span", { class: "label" }, "Drag to zoom"), this.reset);
+      element("span", { class: "label hint" }, "Drag across a chart to zoom"), this.reset);
   }
 
   /** Makes a chart for each metric that is chosen, and keeps those that are there. */

@@ -8,7 +8,7 @@ export function short(value, digits = 4) {
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
   if (size === 0) return "0";
-  if (size < 1e-3) return value.toExponential(Math.max(0, digits - 3)).replace("e-", "e−").replace("-", "−");
+  if (size < 1e-3) return value.toExponential(digits - 1).replace(/\.?0*e-/, "e−").replace("-", "−");
   for (const [unit, letter] of UNITS) {
     if (size >= unit * 10 || (unit > 1e3 && size >= unit)) return plain(value / unit, Math.min(digits, 3)) + letter;
   }
@@ -27,9 +27,9 @@ export function whole(value) {
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 60) return `${Math.round(seconds)} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
-  const hours = Math.floor(seconds / 3600);
-  return hours < 48 ? `${hours} h ${Math.round((seconds % 3600) / 60)} min` : `${(hours / 24).toFixed(1)} days`;
+  const minutes = Math.round(seconds / 60);
+  if (minutes < 60) return seconds < 600 ? `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s` : `${minutes} min`;
+  return minutes < 2880 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : `${(minutes / 1440).toFixed(1)} days`;
 }
 
 export function bytes(count) {

@@ -113,8 +113,8 @@ function rowOf(run) {
   row.name.title = run.name;
   row.state.dataset.state = run.state;
   put(row.state, STATES[run.state] ?? run.state);
-  const planned = run.train_iterations ? ` of ${whole(run.train_iterations)}` : "";
-  const parts = run.points ? [`step ${whole(run.iteration)}${planned}`, `loss ${short(run.loss)}`] : ["no steps yet"];
+  const planned = run.train_iterations ? ` / ${whole(run.train_iterations)}` : "";
+  const parts = run.points ? [`${whole(run.iteration)}${planned} steps`, `loss ${short(run.loss)}`] : ["no steps yet"];
   if (run.eta_seconds) parts.push(`${duration(run.eta_seconds)} left`);
   if (run.reading < 1) parts.push(`reading ${Math.floor(run.reading * 100)} %`);
   put(row.figures, parts.join(" · "));

@@ -137,7 +137,7 @@ export async function configuration(state) {
   const whole = element("input", { type: "checkbox", checked: Boolean(state.showsWholeConfiguration),
     onchange: (event) => { state.showsWholeConfiguration = event.target.checked; state.refreshPanel(); } });
   const bar = runBar(state, search, isCompared ? element("label", {}, whole, "also what is equal") : null,
-    element("span", { class: "label" }, isCompared ? `${differences.length} fields differ` : "", element("span", { class: "given" }, "given by the user")));
+    element("span", { class: "label" }, isCompared ? `${differences.length} fields differ · ` : "", "in colour: ", element("span", { class: "given" }, "set by the user")));
   if (!Object.keys(runs[0].rows).length) return [bar, empty("No configuration", "This folder holds no config.json.")];
   const rows = names.filter((name) => name.toLowerCase().includes(filter)).map((name) => element("tr", {}, cell(name, "value"),
     ...runs.map((run) => cell(element("span", { class: run.given.includes(name) ? "given" : "" }, run.rows[name] ?? "–"), "value"))));

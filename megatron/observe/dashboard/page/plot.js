@@ -4,7 +4,7 @@ import { element, short } from "./format.js";
 import { linear, logarithmic, scale } from "./ticks.js";
 
 const MARGIN = { left: 58, right: 12, top: 8, bottom: 24 };
-const MOST_BANDS = 12;
+const MOST_BANDS = 8;
 const MOST_NAMED = 12;
 const FEWEST_DRAGGED_PIXELS = 6;
 
@@ -82,7 +82,7 @@ export class Plot {
     pen.lineJoin = "bevel";
     const runs = new Set(this.series.map((one) => one.run)).size;
     const hasBands = this.options.isSmoothed && runs <= MOST_BANDS;
-    if (hasBands) for (const one of this.series) if (!one.group) this.#drawBand(pen, one);
+    if (hasBands) for (const one of this.series) if (!one.group) this.#drawBand(pen, one, runs > 3 ? 0.11 : 0.2);
     for (const one of this.series) this.#drawCurve(pen, one, runs > 30 ? 1 : 1.6);
     pen.restore();
   }
@@ -120,19 +120,16 @@ export class Plot {
   }
 
   /** The range of the values behind a smoothed curve, as an area. */
-  #drawBand(pen, one) {
+  #drawBand(pen, one, opacity) {
     const { x, y } = this.frame;
     const { count } = one;
     if (count < 2) return;
     pen.beginPath();
     for (let place = 0; place < count; place += 1) pen.lineTo(x(one.x[place]), this.#inside(y(one.high[place])));
     for (let place = count - 1; place >= 0; place -= 1) pen.lineTo(x(one.x[place]), this.#inside(y(one.low[place])));
-    pen.globalAlpha = 0.16;
+    pen.globalAlpha = opacity;
     pen.fillStyle = one.colour;
     pen.fill();
-    pen.lineWidth = 1;
-    pen.strokeStyle = one.colour;
-    pen.stroke();
     pen.globalAlpha = 1;
   }
 
