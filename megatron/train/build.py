@@ -46,6 +46,7 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
 from megatron.model.interface.network import LayerKind
 from megatron.model.networks import network_layers
+from megatron.observe.activity.activity import Activity
 from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.naming.reserving import with_run_name
 from megatron.observe.profiling.step_profiler import StepProfiler, check_profile_ranks, profile_notices
@@ -74,6 +75,7 @@ from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from megatron.train.start_up.facts import build_summary, training_shares
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
+from megatron.train.tasks.completing import open_prompts
 from megatron.train.tasks.opening import open_tasks
 from megatron.train.teachers.opening import distilled
 from megatron.train.watchdog import Watch
@@ -127,12 +129,16 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
             sweep_at_start(Path(save), mesh)
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history, watch)
         if run.writer is not None:
+            run.writer.after_commit = run.after_commit
             closing.enter_context(run.writer).beat = lambda: watch.beat("save")
         run.watch, run.engine.on_phase = watch, watch.enter
+        if mesh.world.rank == 0 and watch.report_folder is not None:
+            run.activity.open(watch.report_folder, [(axis.name, axis.size) for axis in mesh.sizes], watch.ranks)
         closing.callback(run.close)
         closing.callback(run.profiler.close)
         closing.callback(run.report.close)
         closing.callback(watch.enter, END)
+        closing.enter_context(run.activity.until_end(lambda: run.progress.step))
         yield run
 
 
@@ -181,15 +187,16 @@ def _build(
         config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
     tasks = open_tasks(config.control.eval_tasks, tokenizer, config.model, mesh)
+    prompts = open_prompts(config.control, tokenizer, config.model, mesh)
     engine, sizes = _open_engine(config, mesh, saved.record if saved else None)
     writer = open_writer(config.control, config.saving, engine, lock, is_required=config.was_given("saving.async_save"))
     record, progress = load_tensors(config.control, engine, saved)
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
         warn_if_done(config.optim, progress)
-    keeping = Keeping(config.saving, progress.step if is_resume else None, lambda: watch.beat("save"))
-    if writer is not None:
-        writer.after_commit = keeping
+    activity = Activity()
+    resumed_step = progress.step if is_resume else None
+    after_commit = activity.before(Keeping(config.saving, resumed_step, lambda: watch.beat("save")))
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
@@ -211,9 +218,9 @@ def _build(
         lock=lock,
         progress=progress,
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
-        saved_step=progress.step if is_resume else None,
+        saved_step=resumed_step,
         writer=writer,
-        after_commit=keeping,
+        after_commit=after_commit,
         identity=start.identity,
         history=history,
         passes=passes,
@@ -221,6 +228,8 @@ def _build(
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
         tasks=tasks,
         profiler=profiler,
+        prompts=prompts,
+        activity=activity,
     )
 
 

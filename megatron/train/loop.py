@@ -150,7 +150,9 @@ def finish(run: Run) -> ExitCode:
 def stop(run: Run, verdict: Verdict) -> ExitCode:
     """Ends a run early, at a step on which all ranks agreed."""
     run.report.flush()
-    log.line(run.rules.message(verdict, run.progress.step))
+    message = run.rules.message(verdict, run.progress.step)
+    log.line(message)
+    run.activity.stopping(message)
     return verdict.exit_code
 
 

@@ -24,6 +24,7 @@ from megatron.device import Elapsed
 from megatron.engine.engine import Engine
 from megatron.objective.language_model import LanguageModelObjective
 from megatron.observe.profiling.step_profiler import StepProfiler
+from megatron.observe.activity.activity import Activity
 from megatron.observe.report import Report
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pending import PendingMaximum
@@ -32,6 +33,7 @@ from megatron.train.restarts.history import History
 from megatron.train.restarts.identity import RunIdentity
 from megatron.train.skip import PassedBatch, pass_batches, skip_data
 from megatron.train.stop import StopRules, Verdict
+from megatron.train.tasks.completing import SamplePrompts
 from megatron.train.tasks.opening import TrainingTask
 from megatron.train.tasks.scorer import EngineScorer
 from megatron.train.watchdog import Watch
@@ -56,6 +58,8 @@ class Run:
         tasks: those of --eval-tasks.
         student: the objective to go on with when the distillation ends; None if the run has no teacher.
         profiler: records the steps of --profile.
+        prompts: those of --sample-prompts.
+        activity: what the run tells those who watch it.
     """
 
     config: RunConfig
@@ -84,6 +88,8 @@ class Run:
     passed_batches: tuple[PassedBatch, ...] = ()
     tasks: tuple[TrainingTask, ...] = ()
     student: LanguageModelObjective | None = None
+    prompts: SamplePrompts | None = None
+    activity: Activity = field(default_factory=Activity)
     watch: Watch = field(default_factory=Watch)
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)

@@ -64,7 +64,9 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "megatron.config": ("flags", "architecture", "objective", "sections", "files", ".", "programs"),
     "megatron.kernels": (".", "attention", "native"),
-    "megatron.observe": ("naming", "speed", "start_up", "profiling", ".", "terminal", "styles", "sync"),
+    "megatron.observe": (
+        *("naming", "speed", "start_up", "profiling", ".", "terminal", "activity", "dashboard", "styles", "sync"),
+    ),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
