@@ -13,6 +13,7 @@ from megatron.config.schedule import planned_iterations, ranges_at_the_end, sche
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
+from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.safety import SafetyConfig
 from megatron.config.world import batch_sizes, fit_layout, world_problems
 from megatron.errors import ConfigError
@@ -28,6 +29,7 @@ class Machine:
     world_size: int
     supports_fp16: bool
     supports_bf16: bool
+    device_reason: str = ""  # why there is no CUDA, where that is known
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
         ConfigError: with all problems at once.
     """
     request, elastic_notices = fit_layout(request, machine.world_size)
-    problems = [*_dtype_problems(request, machine), *world_problems(request, machine.world_size)]
+    problems = [*dtype_problems(request.precision, machine), *world_problems(request, machine.world_size)]
     vocabulary, provenance, vocabulary_notices = _vocabulary(request, tokenizer)
     problems.extend(_vocabulary_problems(vocabulary, tokenizer))
     padded, found = padded_vocab_size(request.parallel, vocabulary)
@@ -57,6 +59,8 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
+    offloads, offload_notices = _offloading(request, machine)
+    problems.extend(_offload_problems(offloads, stage))
     skip_notices = (
         []
         if request.control.eval_only or request.finetuning.epochs
@@ -70,6 +74,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
         "world_size": machine.world_size,
         "data_parallel_size": replicas,
         "effective_zero_stage": stage,
+        "offloads_optimizer": offloads,
         "distributed_backend": backend,
     }
     return RunConfig(
@@ -86,10 +91,25 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
                 *vocabulary_notices,
                 *backend_notices,
                 *stage_notices,
+                *offload_notices,
                 *skip_notices,
             ),
         }
     )
+
+
+def machine_problems(request: RunRequest, machine: Machine) -> list[str]:
+    """What `resolve` would refuse on a machine whatever the tokenizer is, but for the dtype."""
+    try:
+        request, _ = fit_layout(request, machine.world_size)
+    except ConfigError as failure:
+        return failure.problems
+    problems = world_problems(request, machine.world_size)
+    if not problems:
+        micro, batch, _ = batch_sizes(request.optim, machine.world_size // request.parallel.model_parallel_size)
+        optim = resolve_optim(request.optim, batch, request.data.seq_length, micro)
+        problems.extend(_length_problems(request.optim, optim))
+    return [*problems, *_hang_timeout_problems(request, machine)]
 
 
 def resolve_epochs(config: RunConfig, epoch_samples: int) -> RunConfig:
@@ -190,11 +210,13 @@ def _resolved(cls: type[Resolved], request: ConfigSection, **values: Any) -> Res
     return cls(**{**same, **values})
 
 
-def _dtype_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
-    if request.precision.fp16 and not machine.supports_fp16:
-        yield f"--fp16 does not train on this machine ({machine.device_type}). Use --bf16, or drop --fp16 for float32."
-    if request.precision.bf16 and not machine.supports_bf16:
-        yield f"--bf16 does not train on this machine ({machine.device_type}). Use --fp16, or drop --bf16 for float32."
+def dtype_problems(precision: PrecisionConfig, machine: Machine) -> Iterator[str]:
+    """A sentence for a dtype that the machine does not train in."""
+    device = f"{machine.device_type}: {machine.device_reason}" if machine.device_reason else machine.device_type
+    if precision.fp16 and not machine.supports_fp16:
+        yield f"--fp16 does not train on this machine ({device}). Use --bf16, or drop --fp16 for float32."
+    if precision.bf16 and not machine.supports_bf16:
+        yield f"--bf16 does not train on this machine ({device}). Use --fp16, or drop --bf16 for float32."
 
 
 def _length_problems(request: OptimRequest, optim: OptimConfig) -> Iterator[str]:
@@ -265,3 +287,18 @@ def _zero_stage(request: RunRequest) -> tuple[int, list[str]]:
         )
         return 1, [notice]
     return request.parallel.zero_stage, []
+
+
+def _offloading(request: RunRequest, machine: Machine) -> tuple[bool, list[str]]:
+    """Whether the optimizer's state has a device to leave."""
+    if not request.parallel.cpu_optimizer or machine.device_type == "cuda":
+        return request.parallel.cpu_optimizer, []
+    return False, ["--cpu-optimizer: this machine has no GPU, so the optimizer's state is in its memory already."]
+
+
+def _offload_problems(offloads: bool, stage: int) -> Iterator[str]:
+    if offloads and stage == 0:
+        yield (
+            "--cpu-optimizer does not go with --zero-stage 0, in which the weights themselves are updated on the GPU. "
+            "Use --zero-stage 1, or drop it."
+        )

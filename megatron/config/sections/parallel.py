@@ -25,6 +25,9 @@ class ParallelRequest(ConfigSection):
     elastic: bool = flag(
         False, "if the layout does not fit the number of processes, choose one that does and keeps the global batch"
     )
+    cpu_optimizer: bool = flag(
+        False, "keep the optimizer's state, and update, in the memory of the host; the GPUs hold weights and gradients"
+    )
     pp_partition_method: str | None = flag(None, "how blocks are spread over pipeline stages; evenly if unset")
     distributed_backend: str | None = flag(
         None, "communication library; nccl on CUDA and gloo on CPU if unset", choices=("nccl", "gloo")
@@ -90,3 +93,6 @@ class ParallelConfig(ParallelRequest):
     world_size: int = derived("processes of the run")
     data_parallel_size: int = derived("replicas of the model")
     effective_zero_stage: int = derived("the ZeRO stage DeepSpeed is given")
+    offloads_optimizer: bool = derived(
+        "whether the optimizer's state is moved from the device to the host", default=False
+    )
