@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.slow]
 STEPS = 40
 FIRST, SECOND = HOSTS
 TORCHRUN = [
-    sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3",
+    "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3",
     "--rdzv-backend=c10d", f"--rdzv-endpoint={FIRST}:29400", "--rdzv-id=run", "--rdzv-conf",
     "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3",
 ]  # fmt: skip
@@ -44,11 +43,11 @@ def uninterrupted(hosts: Cluster, corpus: TinyCorpus, project: Path) -> dict[int
     variables = {
         "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": FIRST, "MASTER_PORT": "29511",
     }  # fmt: skip
-    launcher = [sys.executable, "tools/launch.py", "--local", "--nodes", "2", "--node-rank", "1"]
+    launcher = [hosts.python, "tools/launch.py", "--local", "--nodes", "2", "--node-rank", "1"]
     launcher += ["--master-address", FIRST, "--master-port", "29511", "--", *program]
     logs = [project / "by_hand.log", project / "launched.log"]
     started = [
-        hosts.start(FIRST, [sys.executable, *program], variables, output=logs[0]),
+        hosts.start(FIRST, [hosts.python, *program], variables, output=logs[0]),
         hosts.start(SECOND, launcher, output=logs[1]),
     ]
     codes = [process.wait(timeout=300) for process in started]
@@ -59,7 +58,7 @@ def uninterrupted(hosts: Cluster, corpus: TinyCorpus, project: Path) -> dict[int
 def test_a_run_that_loses_a_host_goes_on_in_another_layout(hosts: Cluster, project: Path, corpus: TinyCorpus) -> None:
     expected = uninterrupted(hosts, corpus, project)
     run, layout = project / "elastic", ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    program = [*TORCHRUN, *command(corpus, run, *layout, "--elastic")]
+    program = [hosts.python, *TORCHRUN, *command(corpus, run, *layout, "--elastic")]
     logs = {host: project / f"{host}.log" for host in HOSTS}
     agents = {host: hosts.start(host, program, output=logs[host]) for host in HOSTS}
 
