@@ -10,6 +10,8 @@ docs/evaluation.md describes it. Flags of pretrain_gpt.py may follow; tools/eval
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -78,14 +80,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     trained_on = None if "--train-data" in words else _training_data(Path(words[words.index("--load") + 1]))
     fitted = ["--train-data", trained_on] if trained_on else []
-    stem = Path(flags.log_dir) / time.strftime("%Y%m%d-%H%M%S")
-    stem.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(flags.log_dir, "benchmark.log")  # of ranks that write nothing; they take part in checking the folder
     if log.is_first_rank():
-        log.copy_to(f"{stem}.log")
+        path = new_log(path.parent)
+        log.copy_to(str(path))
     try:
-        return evaluate.main([*words, *fitted, "--output", f"{stem}.json", *others])
+        return evaluate.main([*words, *fitted, "--output", str(path.with_suffix(".json")), *others])
     finally:
         log.copy_to(None)
+
+
+def new_log(folder: Path) -> Path:
+    """Makes an empty log named by the time; programs that start within one second get different names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        path = folder / f"{stem if number == 1 else f'{stem}-{number}'}.log"
+        with contextlib.suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            break
+    return path
 
 
 def _training_data(checkpoints: Path) -> str | None:

@@ -58,6 +58,7 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
         "loss": "training loss",
         "masking": "masked language modelling",
         "finetuning": "fine-tuning on examples",
+        "distillation": "distillation from a teacher",
         "random": "randomness",
         "kernels": "fused kernels",
         "parallel": "parallelism",
@@ -213,7 +214,9 @@ def _build_sections(
         *cross_problems(*(sections[name] for name in ("model", "parallel", "data", "optim", "loss"))),
         *request_problems(sections["optim"], sections["data"], sections["control"], sections["finetuning"], provenance),
         *masked_problems(sections["model"], sections["loss"], sections["masking"], sections["data"].seq_length),
-        *foreign_problems(sections["loss"], sections["documents"], sections["finetuning"], sections["control"]),
+        *foreign_problems(
+            *(sections[name] for name in ("loss", "documents", "finetuning", "distillation", "control")),
+        ),
     ]
     given = {name.partition(".")[2] for name in values}
     refused = broken | {flag.field for flag in missing}

@@ -28,8 +28,10 @@ def request_problems(
     yield from _data_problems(data, provenance)
     yield from _tokenizer_problems(data)
     if control.load is None:
-        for name, asked in (("--eval-only", control.eval_only), ("--finetune", control.finetune)):
-            if asked:
+        by_itself = control.finetune and not control.reset_iteration
+        asks = {"--eval-only": control.eval_only, "--finetune": by_itself, "--reset-iteration": control.reset_iteration}
+        for name, is_asked in asks.items():
+            if is_asked:
                 yield f"{name} needs --load, the folder of the checkpoint to take the weights from."
 
 

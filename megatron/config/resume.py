@@ -45,6 +45,13 @@ _NOTABLE = frozenset(
         "label_smoothing",
         "freeze",
         "epochs",
+        "kd",
+        "mos",
+        "kd_alpha_ce",
+        "kd_beta_ce",
+        "kd_temp",
+        "kd_iters",
+        "load_teacher",
         *(field.name for field in fields_of(CurriculumFields)),
     }
 )

@@ -14,6 +14,7 @@ from megatron.config.architecture.positions import LEARNED
 from megatron.config.flags.fields import flags_of
 from megatron.config.flags.section import ConfigSection
 from megatron.config.layout import heads_problems, stages_problems, widths_problems
+from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.objective.loss import MASKED, LossConfig
 from megatron.config.objective.masking import MaskingConfig
@@ -58,6 +59,7 @@ class RunRequest:
     loss: LossConfig
     masking: MaskingConfig
     finetuning: FinetuningConfig
+    distillation: DistillationConfig
     random: RandomConfig
     kernels: KernelConfig
     parallel: ParallelRequest
@@ -253,6 +255,11 @@ def cross_problems(
         )
     if model.num_layers > 0:
         yield from stages_problems(model.num_layers, stages)
+    if parallel.elastic and optim.global_batch_size is None:
+        yield (
+            "--elastic needs --global-batch-size: it keeps the global batch while the number of replicas changes. Give "
+            "it."
+        )
     if model.use_mup and optim.optimizer != "adam":
         yield (
             f"--use-mup does not go with --optimizer {optim.optimizer}. Its learning rates are those for Adam; use "

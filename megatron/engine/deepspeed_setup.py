@@ -18,6 +18,7 @@ from megatron.config import OptimConfig
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.errors import ConfigError
+from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import build_adamw
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
@@ -63,7 +64,7 @@ def initialize(
     with quiet():
         engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=build_optimizer(optim, module, mesh, freezing),
+            optimizer=build_optimizer(optim, module, mesh, freezing, is_offloaded=_is_offloaded(settings)),
             config=settings,
             mpu=None if mesh.pp.size > 1 else ModelParallelUnit(mesh),
             dist_init_required=False,
@@ -73,6 +74,12 @@ def initialize(
         f"optimizer={type(engine.optimizer).__name__}, ZeRO stage={stage}"
     )
     return engine
+
+
+def _is_offloaded(settings: Mapping[str, Any]) -> bool:
+    """Whether the optimizer's state is in the memory of the host, where it is updated."""
+    zero = settings["zero_optimization"]
+    return bool(zero.get("cpu_offload")) or (zero.get("offload_optimizer") or {}).get("device", "none") == "cpu"
 
 
 def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh) -> None:
@@ -85,7 +92,12 @@ def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh
 
 
 def build_optimizer(
-    optim: OptimConfig, module: nn.Module, mesh: ParallelMesh, freezing: Freezing = EVERYTHING_IS_TRAINED
+    optim: OptimConfig,
+    module: nn.Module,
+    mesh: ParallelMesh,
+    freezing: Freezing = EVERYTHING_IS_TRAINED,
+    *,
+    is_offloaded: bool = False,
 ) -> torch.optim.Optimizer:
     """Builds the optimizer; collective over the pipeline stages.
 
@@ -93,6 +105,9 @@ def build_optimizer(
     matrices have weight decay, biases and norm weights have none, and `lr_multiplier`, an entry of every group, is the
     factor of its learning rate. Adam's epsilon has the same factor, since a gradient is as small as the learning rate
     it calls for. Frozen parameters are in no group.
+
+    Args:
+        is_offloaded: whether the optimizer will work on the CPU, where those made for a GPU do not.
 
     Raises:
         ConfigError: the optimizer is unknown, or its implementation is not installed.
@@ -115,7 +130,8 @@ def build_optimizer(
         for group in groups:
             group["eps"] = optim.adam_eps * group["lr_multiplier"]
         betas = (optim.adam_beta1, optim.adam_beta2)
-        return build_adamw(groups, lr=rate, betas=betas, implementation=mesh.kernels.optimizer)
+        implementation = Implementation.TORCH if is_offloaded else mesh.kernels.optimizer
+        return build_adamw(groups, lr=rate, betas=betas, implementation=implementation)
     if optim.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=optim.sgd_momentum)
     raise ConfigError(f"--optimizer {optim.optimizer} is not known. Use adam or sgd.")

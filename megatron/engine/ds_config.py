@@ -119,6 +119,8 @@ def _base(config: RunConfig) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage},
     }
+    if parallel.offloads_optimizer:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if precision.bf16:
         settings["bf16"] = {"enabled": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.config.architecture.dropout import DROPOUT_STEPS
 from megatron.kernels.choice import Implementation
 from megatron.kernels.hashing import counters, low_half, mix_32, mix_64, signed
-
-STEPS = 65536  # probabilities are multiples of 1 / STEPS
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Dropout:
     @property
     def scale(self) -> float:
         """What kept entries are multiplied by."""
-        return STEPS / (STEPS - self.threshold) if self.threshold < STEPS else 0.0
+        return DROPOUT_STEPS / (DROPOUT_STEPS - self.threshold) if self.threshold < DROPOUT_STEPS else 0.0
 
     def kept(self, columns: int) -> torch.Tensor:
         """Which entries to keep: one 32-bit hash of (row, pair of columns) decides two neighbours with 16 bits each.
@@ -41,9 +40,14 @@ class Dropout:
         column = mix_64(counters(0, pairs, self.rows.device) ^ signed(self.column_base, 64))  # [columns/2]
         bits = low_half(self.rows).unsqueeze(-1) ^ low_half(column)  # [..., columns/2] int32
         bits = mix_32(bits).view(torch.int16)  # [..., columns or columns + 1]
-        whole = self.threshold >= STEPS
-        keep = torch.zeros_like(bits, dtype=torch.bool) if whole else bits >= self.threshold - STEPS // 2
+        whole = self.threshold >= DROPOUT_STEPS
+        keep = torch.zeros_like(bits, dtype=torch.bool) if whole else bits >= self.threshold - DROPOUT_STEPS // 2
         return keep[..., :columns] if keep.shape[-1] != columns else keep
+
+
+def operands(dropout: Dropout | None) -> tuple[torch.Tensor | None, int, int]:
+    """What compiled operations take in place of a dropout: rows, threshold and base of the columns' hashes."""
+    return (None, 0, 0) if dropout is None else (dropout.rows, dropout.threshold, signed(dropout.column_base, 64))
 
 
 def dropout_add(
@@ -64,10 +68,7 @@ def dropout_add(
     """
     combines = dropout is not None or bias is not None or multiplier != 1  # torch adds two tensors as fast
     if implementation is Implementation.CSRC and combines and (residual is None or residual.dtype == x.dtype):
-        rows, threshold, base = (
-            (None, 0, 0) if dropout is None else (dropout.rows, dropout.threshold, dropout.column_base)
-        )
-        return torch.ops.megatron.dropout_add(x, bias, residual, rows, threshold, signed(base, 64), multiplier)  # type: ignore[no-any-return]
+        return torch.ops.megatron.dropout_add(x, bias, residual, *operands(dropout), multiplier)  # type: ignore[no-any-return]
     if bias is not None:
         x = x + bias
     if dropout is not None:

@@ -15,6 +15,7 @@ from typing import Protocol
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig
 from megatron.model.costs import bert_head_cost, block_cost, head_cost
+from megatron.objective.distillation import DISTILLATION_LOSS
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.objective.masked import ORDER_LOSS
 from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
@@ -161,6 +162,8 @@ class Metrics:
         z_loss: mean z-loss per token, its coefficient included, over the same steps as `lm_loss`; None without z-loss.
         sample_loss: mean over samples of their mean losses per token, over the same steps as `lm_loss`; None unless
             that is what is minimized.
+        distillation_loss: mean divergence from a teacher per token, its weight included, over the same steps as
+            `lm_loss`; None without a teacher.
         order_loss: mean sentence-order loss per sample, over the same steps as `lm_loss`; None without such a head.
         routing: what the routers did, over the same steps; None without experts.
     """
@@ -185,6 +188,7 @@ class Metrics:
     z_loss: float | None = None
     sample_loss: float | None = None
     order_loss: float | None = None
+    distillation_loss: float | None = None
     routing: RoutingFigures | None = None
 
 
@@ -230,7 +234,8 @@ def measure(
         teraflops_per_device=samples_per_second * workload.flops_per_sample / workload.device_count / 1e12,
         gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
         source_losses=source_losses(outcome.metrics, source_names) if source_names else None,
-        z_loss=outcome.metrics[Z_LOSS][0] / max(outcome.token_count, 1) if Z_LOSS in outcome.metrics else None,
+        z_loss=_per_token(outcome, Z_LOSS),
+        distillation_loss=_per_token(outcome, DISTILLATION_LOSS),
         sample_loss=_mean(outcome.metrics.get(SAMPLE_LOSS)),
         order_loss=_mean(outcome.metrics.get(ORDER_LOSS)),
         routing=routing_figures(outcome.metrics),
@@ -274,6 +279,7 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
         z_loss=mean("z_loss"),
         sample_loss=mean("sample_loss"),
         order_loss=mean("order_loss"),
+        distillation_loss=mean("distillation_loss"),
         routing=mean_routing([step.routing for step in kept if step.routing is not None]),
         skipped_iterations=sum(step.skipped_iterations for step in steps),
         nan_iterations=sum(step.nan_iterations for step in steps),
@@ -331,6 +337,11 @@ def flops_per_sample(
     passes = 4 if recomputes else 3
     head = bert_head_cost(model) if model.bidirectional else head_cost(model)
     return passes * sequence_length * (per_token + 0.75 * predicted_share * head.flops_per_token)
+
+
+def _per_token(outcome: StepOutcome, name: str) -> float | None:
+    """The mean over tokens of a metric that is a sum over them; None if the step has none."""
+    return outcome.metrics[name][0] / max(outcome.token_count, 1) if name in outcome.metrics else None
 
 
 def _mean(pair: Sequence[float] | None) -> float | None:

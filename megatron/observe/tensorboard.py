@@ -126,6 +126,7 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
         "lm-loss-training/lm loss": metrics.lm_loss,
         "lm-loss-training/sop loss": metrics.order_loss,
         "lm-loss-training/loss per sample": metrics.sample_loss,
+        "lm-loss-training/kd loss": metrics.distillation_loss,
         "lm-loss-training/z loss": metrics.z_loss,
         "loss-scale/loss-scale": metrics.loss_scale if control.log_loss_scale_to_tensorboard else None,
         "grad-norm/grad-norm": metrics.gradient_norm,

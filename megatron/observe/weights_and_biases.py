@@ -101,6 +101,7 @@ def interval_values(metrics: Metrics) -> dict[str, float]:
         "lm-loss-training": metrics.lm_loss,
         "sop-loss-training": metrics.order_loss,
         "sample-loss-training": metrics.sample_loss,
+        "kd-loss-training": metrics.distillation_loss,
         "z-loss-training": metrics.z_loss,
         "learning-rate": metrics.learning_rate,
         "batch-size": metrics.global_batch_size,

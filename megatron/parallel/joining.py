@@ -13,8 +13,9 @@ import torch.distributed as dist
 from megatron import device, log
 from megatron.config import ParallelRequest
 from megatron.errors import LaunchError, PeerLostError
+from megatron.launch.slurm_job import SlurmJob, find_slurm_job
 from megatron.parallel.launcher_death import die_with_deepspeed_runner, die_with_launcher
-from megatron.parallel.launchers import Ranks, SlurmJob, discover_ranks, find_slurm_job
+from megatron.parallel.launchers import Ranks, discover_ranks
 from megatron.parallel.mesh import ParallelMesh, build_mesh, standard_axes
 
 _LOOKUP_TRIES = 3  # one second apart

@@ -71,6 +71,7 @@ from megatron.train.run import Run
 from megatron.train.signals import StopSignals
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
 from megatron.train.tasks.opening import open_tasks
+from megatron.train.teachers.opening import distilled
 from megatron.train.watchdog import Watch
 
 
@@ -186,7 +187,9 @@ def _build(
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
-    engine.objective = build_objective(config, mesh, source_count=len(names))
+    student = build_objective(config, mesh, source_count=len(names))
+    has_teacher = not (config.control.eval_only or config.distillation.is_over(progress.step))
+    engine.objective = distilled(student, config, engine.steps, mesh, tokenizer) if has_teacher else student
     return Run(
         config=config,
         mesh=mesh,
@@ -208,6 +211,7 @@ def _build(
         identity=start.identity,
         history=history,
         passes=passes,
+        student=student if has_teacher else None,
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
         tasks=tasks,
     )

@@ -65,6 +65,7 @@ def train_steps(run: Run) -> Verdict:
     is_save_due = False
     while not run.is_done:
         run.skip_data_ranges()
+        run.end_distillation()
         run.history.at(run.progress.step + 1)
         started_at = time.monotonic()
         optim, consumed, length = run.config.optim, run.progress.consumed_samples, run.next_length

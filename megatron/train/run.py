@@ -21,6 +21,7 @@ from megatron.data.loader import Batch, BatchLoader, BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.data.read_ahead import ReadAhead
 from megatron.engine.engine import Engine
+from megatron.objective.language_model import LanguageModelObjective
 from megatron.observe.report import Report
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pending import PendingMaximum
@@ -51,6 +52,7 @@ class Run:
         passes: the steps before which a batch is passed over, because starts of the run ended on it in NaN.
         passed_batches: those that were, in order; part of the record.
         tasks: those of --eval-tasks.
+        student: the objective to go on with when the distillation ends; None if the run has no teacher.
     """
 
     config: RunConfig
@@ -77,6 +79,7 @@ class Run:
     passes: tuple[int, ...] = ()
     passed_batches: tuple[PassedBatch, ...] = ()
     tasks: tuple[TrainingTask, ...] = ()
+    student: LanguageModelObjective | None = None
     watch: Watch = field(default_factory=Watch)
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)
@@ -125,6 +128,12 @@ class Run:
         self.passed_batches += passed
         for number, batch in enumerate(passed, start=len(self.passed_batches) - len(passed) + 1):
             self.report.passed(self.progress, batch, number)
+
+    def end_distillation(self) -> None:
+        """Goes on without the teacher, which is freed, once the steps of --kd-iters are trained."""
+        if self.student is not None and self.config.distillation.is_over(self.progress.step):
+            log.info(f"the distillation ends after iteration {self.progress.step}: the labels alone are trained on")
+            self.engine.objective, self.student = self.student, None
 
     def completed_epoch(self, consumed_before: int) -> bool:
         """Whether the last step completed a pass of --epochs over the training data. Logs it; of passes shorter than

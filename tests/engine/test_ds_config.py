@@ -34,9 +34,9 @@ FP16 = {
 }
 
 
-def run(text: str = "", world_size: int = 1) -> RunConfig:
+def run(text: str = "", world_size: int = 1, device_type: str = "cpu") -> RunConfig:
     """The small command line, resolved on a machine that can do every dtype."""
-    return resolve(small(text), Machine("cpu", world_size, True, True), TokenizerFacts(1000, 999, "f"))
+    return resolve(small(text), Machine(device_type, world_size, True, True), TokenizerFacts(1000, 999, "f"))
 
 
 def written(folder: Path, content: Any) -> str:
@@ -178,6 +178,16 @@ def test_what_does_not_fit_the_run_is_refused(
     config = run(f"{text} {written(tmp_path, content)}")
     with pytest.raises(ConfigError, match=sentence):
         deepspeed_config(config)
+
+
+def test_the_optimizer_moves_to_the_host_where_there_is_a_device_to_leave(tmp_path: Path) -> None:
+    def zero(text: str, device_type: str) -> Any:
+        return deepspeed_config(run(text, device_type=device_type))["zero_optimization"]
+
+    offloaded = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    assert zero("--cpu-optimizer", "cuda") == offloaded and zero("--cpu-optimizer", "cpu") == {"stage": 1}
+    pinned = written(tmp_path, {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}})
+    assert zero(f"--cpu-optimizer {pinned}", "cuda")["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
 
 
 def test_a_file_that_is_changed_for_the_worse_after_the_start_is_refused(tmp_path: Path) -> None:

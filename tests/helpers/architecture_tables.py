@@ -10,6 +10,7 @@ PACKAGE_PLACES = {
     "device": 2,
     "config": 3,
     "kernels": 4,
+    "launch": 4,
     "tokenizers": 5,
     "data": 6,
     "corpus": 7,
@@ -39,6 +40,7 @@ PROGRAMS = frozenset(
         "train_bert",
         "train_bert_ds",
         "train_lm",
+        "train_on_text",
     }
 )
 PROGRAM_FOLDERS = ("tools", "tasks", "examples")
@@ -65,7 +67,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
-    "megatron.train": ("restarts", "tasks", ".", "memory"),
+    "megatron.train": ("restarts", "tasks", "teachers", ".", "memory"),
     "megatron.engine": (".", "memory"),
     "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),
     "megatron.inference.serve": ("requests", "running", "."),
@@ -84,7 +86,12 @@ HOMES = {
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels/"),
     "torch.distributed": ("megatron/parallel/",),
-    "os.environ": ("megatron/device.py", "megatron/parallel/joining.py", "megatron/parallel/rank_start.py"),
+    "os.environ": (
+        "megatron/device.py",
+        "megatron/launch/launching.py",
+        "megatron/parallel/joining.py",
+        "megatron/parallel/rank_start.py",
+    ),
     "os.getenv": ("megatron/device.py",),
     "os.putenv": (),
     "sys.exit": ("megatron/log.py",),
@@ -161,6 +168,7 @@ USES_RUN_CONFIG = (
     "megatron/engine/ds_config.py",
     "megatron/engine/estimate.py",
     "megatron/inference/loading.py",  # a checkpoint holds the configuration of its run
+    "megatron/train/teachers/opening.py",  # likewise
 )
 
 BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}

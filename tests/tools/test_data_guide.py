@@ -1,4 +1,4 @@
-"""The commands of README § Data and of docs/data.md, run in their order on a small corpus."""
+"""The commands of docs/training.md § Data and of docs/data.md, run in their order on a small corpus."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_every_data_command_of_the_documents_works(tmp_path: Path) -> None:
     for name in ("tools", "megatron", "tests", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     write_corpus(tmp_path / "corpus.jsonl")
-    readme = (ROOT / "README.md").read_text()
-    section = readme[readme.index("\n## Data\n") : readme.index("\n## Train\n")]
+    training = (ROOT / "docs" / "training.md").read_text()
+    section = training[training.index("\n## Data\n") : training.index("\n## Train\n")]
     guide = shell_blocks((ROOT / "docs" / "data.md").read_text())
     smaller = {"--train-iters 4 ": "--train-iters 4 --eval-iters 1 "}
     smaller["--micro-batch-size 4 --global-batch-size 8 "] = "--micro-batch-size 2 --global-batch-size 4 "

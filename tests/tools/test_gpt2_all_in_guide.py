@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from benchmark import new_log
 from examples.gpt2_all_in import dev_corpus
 from megatron.config.flags.fields import flags_of
 from megatron.config.programs.all_in_one import AllInOneTrainer
@@ -57,3 +59,11 @@ def test_the_shipped_corpus_is_what_the_page_says() -> None:
 @pytest.mark.parametrize("name", sorted({flag.field for flag in flags_of(AllInOneTrainer)} - INTERVALS))
 def test_the_guide_names_every_field_that_needs_a_word(name: str) -> None:
     assert re.search(rf"`(trainer\.)?{name}`", GUIDE)
+
+
+def test_logs_that_begin_within_one_second_have_names_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form: "20261122-182254")
+    found = [new_log(tmp_path / "logs").name for _ in range(3)]
+    assert found == ["20261122-182254.log", "20261122-182254-2.log", "20261122-182254-3.log"]

@@ -1,4 +1,4 @@
-"""`import_hf.py` and `export_hf.py`: their flags, and README's section from end to end."""
+"""`import_hf.py` and `export_hf.py`: their flags, and the guide's first section from end to end."""
 
 from __future__ import annotations
 
@@ -23,14 +23,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def section() -> list[str]:
-    """The commands of README's section, one block after another."""
-    text = (ROOT / "README.md").read_text().partition("## Bring a model, take it away")[2].partition("\n## ")[0]
+    """The commands of the guide's first section, one block after another."""
+    text = (
+        (ROOT / "docs" / "hugging_face.md")
+        .read_text()
+        .partition("## Bring a model, take it away")[2]
+        .partition("\n## ")[0]
+    )
     found: list[str] = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
     return found
 
 
 @pytest.mark.slow
-def test_readme_brings_a_model_trains_it_and_takes_it_away(tmp_path: Path) -> None:
+def test_the_guide_brings_a_model_trains_it_and_takes_it_away(tmp_path: Path) -> None:
     for name in ("tools", "pretrain_gpt.py", "megatron"):
         (tmp_path / name).symlink_to(ROOT / name)
     source = tmp_path / "models" / "llama"

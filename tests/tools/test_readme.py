@@ -1,4 +1,4 @@
-"""Every command in documents and launch scripts is read by the program it calls; README's walk-through really runs."""
+"""Every command in documents and launch scripts is read by the program it calls; docs/training.md really runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ from tests.helpers.recording_shell import recorded
 from tests.reliability.fuzz import FuzzFlags
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")))
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(
+        str(path.relative_to(ROOT)) for pattern in ("*.md", "coming_from/*.md") for path in ROOT.glob(f"docs/{pattern}")
+    ),
+)
 # Every command of these is run, by the test beside each.
 RUN_BY_THEIR_GUIDES = {
     "docs/kernels.md": "test_build_kernels.py",
@@ -241,16 +247,16 @@ def test_make_targets_call_what_exists(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_walk_through_of_readme_works(tmp_path: Path) -> None:
-    """Runs README's data, training and generation blocks unchanged, except for a smaller network and fewer steps."""
+def test_the_commands_of_the_training_page_work(tmp_path: Path) -> None:
+    """Runs the data, training and generation blocks unchanged, except for a smaller network and fewer steps."""
     for name in ("tools", "pretrain_gpt.py", "megatron"):
         (tmp_path / name).symlink_to(ROOT / name)
-    text = blocks("README.md")
+    text = blocks("docs/training.md")
     data, train, resume, chat, generate = (
         re.search(pattern, text, flags=re.S).group(0)
         for pattern in (
             r"mkdir -p data.*?--workers 2\n",
-            r"TOKENS=\"--data-path.*?--run-dir runs/demo\n",
+            r"TOKENS=\(--data-path.*?--run-dir runs/demo\n",
             r"torchrun --nproc-per-node 4.*?--train-iters 300\n",
             r"printf '\{\"prompt\".*?chat.py [^\n]*\n",
             r"python tools/generate_samples_gpt.py.*?--out-seq-length 40\n",

@@ -84,7 +84,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("mlp_type:str=standard",),
     ),
     ("it is an older router. Use --num-experts with --moe-router-topk 1.", ("num_experts_switch:int",)),
-    ("distillation is not supported. Train without a teacher: drop the flag.", ("kd", "mos", "load_teacher:str")),
     (
         "all weights have one learning rate. Use --lr, or --use-mup for learning rates by kind of parameter.",
         ("decoupled_lr:float", "decoupled_min_lr:float"),
@@ -102,9 +101,9 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        "weights and optimizer state stay on the device. Use --zero-stage 3 or --tensor-model-parallel-size for "
-        "models that do not fit.",
-        ("remote_device:str=none", "cpu_optimizer"),
+        "it names a place for weights. Use --cpu-optimizer for the optimizer's state, and for weights --zero-stage 3 "
+        "with an offload_param section in a --deepspeed_config file.",
+        ("remote_device:str=none",),
     ),
     (
         "8-bit optimizer state is not supported. Use --optimizer adam with --zero-stage 1 or more.",
@@ -147,10 +146,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "flags are not read from a checkpoint. Repeat the command, or give --config RUN_DIR/config.json of the run "
         "that saved it.",
         ("use_checkpoint_args", "use_mp_args_from_checkpoint_args"),
-    ),
-    (
-        "the step count cannot restart without the data. Use --finetune, which takes the weights and starts at step 0.",
-        ("reset_iteration",),
     ),
     (
         "the trainer does not generate text. Use tools/generate_samples_gpt.py to generate text.",
@@ -336,13 +331,6 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "inference_batch_times_seqlen_threshold:int=512",
             "max_tokens_to_oom:int=12000",
             "bert_embedder_type:str=megatron",
-            "kd_alpha_ce:float=1",
-            "kd_beta_ce:float=1",
-            "kd_temp:float=1.0",
-            "num_experts_teacher:int*=1",
-            "num_layers_teacher:int",
-            "hidden_size_teacher:int",
-            "num_attention_heads_teacher:int",
             "use_dataset_only",
             "classes_fraction:float=1.0",
             "data_per_class_fraction:float=1.0",

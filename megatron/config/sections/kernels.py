@@ -18,14 +18,14 @@ AUTO, CSRC, APEX, TORCH = "auto", "csrc", "apex", "torch"
 IMPLEMENTATIONS = (AUTO, CSRC, APEX, TORCH)
 OF_APEX = ("norm", "optimizer")  # the operations that apex has
 
-# Which operations a switch of upstream's turns back to torch, by its field.
-_SWITCHES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
+# The operation that a switch of upstream's turns back to torch, by its field.
+_SWITCHES: Mapping[str, str] = types.MappingProxyType(
     {
-        "bias_dropout_fusion": ("dropout_add",),
-        "masked_softmax_fusion": ("softmax",),
-        "bias_swiglu_fusion": ("activation",),
-        "rope_fusion": ("rotary",),
-        "persist_layer_norm": ("norm",),
+        "bias_dropout_fusion": "dropout_add",
+        "masked_softmax_fusion": "softmax",
+        "bias_swiglu_fusion": "activation",
+        "rope_fusion": "rotary",
+        "persist_layer_norm": "norm",
     }
 )
 
@@ -57,19 +57,14 @@ class KernelConfig(ConfigSection):
     def requested(self) -> Mapping[str, str]:
         """The implementation asked for, or `auto`, by operation."""
         found = dict.fromkeys(OPERATIONS, AUTO)
-        for part in self._parts():
-            operation, _, implementation = part.rpartition("=")
+        for operation, implementation in self._parts():
             for name in (operation,) if operation else OPERATIONS:
                 found[name] = implementation if operation or implementation != APEX or name in OF_APEX else AUTO
-        for name, operations in _SWITCHES.items():
-            if not getattr(self, name):
-                found.update(dict.fromkeys(operations, TORCH))
-        return found
+        return found | {operation: TORCH for field, operation in _SWITCHES.items() if not getattr(self, field)}
 
     def problems(self) -> Iterator[str]:
-        named: set[str] = set()
-        for part in self._parts():
-            operation, _, implementation = part.rpartition("=")
+        named: dict[str, str] = {}
+        for operation, implementation in self._parts():
             if implementation not in IMPLEMENTATIONS:
                 yield (
                     f"--kernels {self.kernels}: {implementation!r} is no implementation. Use one of "
@@ -81,16 +76,13 @@ class KernelConfig(ConfigSection):
                 yield f"--kernels {self.kernels} names {operation or 'all operations'} twice. Name each once."
             if operation and implementation == APEX and operation not in OF_APEX:
                 yield f"--kernels {self.kernels}: apex is used for {' and '.join(OF_APEX)} only. Use {operation}=csrc."
-            named.add(operation)
-        for name, operations in _SWITCHES.items():
-            for operation in operations:
-                if not getattr(self, name) and f"{operation}=" in self.kernels and self._asks(operation) != TORCH:
-                    option = f"--no-{name.replace('_', '-')}"
-                    yield f"{option} contradicts --kernels {self.kernels}. Remove one of the two."
+            named.setdefault(operation, implementation)
+        for field, operation in _SWITCHES.items():
+            if not getattr(self, field) and named.get(operation, TORCH) != TORCH:
+                option = f"--no-{field.replace('_', '-')}"
+                yield f"{option} contradicts --kernels {self.kernels}. Remove one of the two."
 
-    def _asks(self, operation: str) -> str:
-        return next(part.rpartition("=")[2] for part in self._parts() if part.startswith(f"{operation}="))
-
-    def _parts(self) -> list[str]:
-        """The general choice first, so that those of single operations win."""
-        return sorted((part.strip() for part in self.kernels.split(",")), key=lambda part: "=" in part)
+    def _parts(self) -> list[tuple[str, str]]:
+        """Operation, empty for all, and implementation; all first, so that what single operations ask for wins."""
+        parts = (part.strip().rpartition("=") for part in self.kernels.split(","))
+        return sorted(((name, implementation) for name, _, implementation in parts), key=lambda part: part[0] != "")

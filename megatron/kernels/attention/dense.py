@@ -95,9 +95,8 @@ def explicit_attention(
     may_see_nothing = bias is not None
     if causal and query.shape[2] > 1:
         bias = _with_causal_mask(bias, query, key)
-    batch, heads, length, size = query.shape
-    flat_query = query.reshape(batch * key.shape[1], -1, size)  # [b*g, a/g*s, d]
-    flat_key, flat_value = (part.reshape(-1, *part.shape[2:]) for part in (key, value))  # [b*g, k, d]
+    batch, heads, length, _ = query.shape
+    flat_query, flat_key, flat_value = _flat(query, key, value)
     dead = None
     if bias is not None and may_see_nothing:
         dead = bias.amax(dim=-1, keepdim=True) == float("-inf")  # [b or 1, 1 or a, s or 1, 1]
@@ -126,13 +125,12 @@ def _with_compiled_softmax(
 
     No mask is materialized. Products in float16 are of scaled queries, since those of others may overflow.
     """
-    batch, heads, length, size = query.shape
+    batch, heads, length, _ = query.shape
     before = scale if query.dtype == torch.float16 else 1.0
     after = scale / before
     if softcap is not None:
         before, after = scale / softcap, softcap
-    flat_query = query.reshape(batch * key.shape[1], -1, size)  # [b*g, a/g*s, d]
-    flat_key, flat_value = (part.reshape(-1, *part.shape[2:]) for part in (key, value))  # [b*g, k, d]
+    flat_query, flat_key, flat_value = _flat(query, key, value)
     scores = batched_product(flat_query if before == 1 else flat_query * before, flat_key.transpose(1, 2))
     if softcap is not None:
         scores = scores.tanh_()
@@ -147,6 +145,15 @@ def _with_compiled_softmax(
     if drop is not None:
         probabilities = drop(probabilities)
     return batched_product(probabilities.view(*flat_query.shape[:2], -1), flat_value).view(query.shape)  # [b, a, s, d]
+
+
+def _flat(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """One matrix for each head of keys.
+
+    Shapes: as in `attention` to query `[b*g, a/g*s, d]`, key and value `[b*g, k, d]`.
+    """
+    batch, groups = key.shape[:2]
+    return query.reshape(batch * groups, -1, query.shape[-1]), key.flatten(0, 1), value.flatten(0, 1)
 
 
 def _scores(

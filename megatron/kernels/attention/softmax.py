@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from megatron.kernels.choice import Implementation
-from megatron.kernels.dropout_add import Dropout, dropout_add
-from megatron.kernels.hashing import signed
+from megatron.kernels.dropout_add import Dropout, dropout_add, operands
 
 _INFINITY = float("inf")
 
@@ -42,10 +41,7 @@ def scaled_softmax(
     Source: Vaswani et al., "Attention is all you need", 2017, equation 1.
     """
     if implementation is Implementation.CSRC:
-        rows, threshold, base = (
-            (None, 0, 0) if dropout is None else (dropout.rows, dropout.threshold, signed(dropout.column_base, 64))
-        )
-        result, _ = torch.ops.megatron.softmax(scores, scale, causal, mask, bias, rows, threshold, base)
+        result, _ = torch.ops.megatron.softmax(scores, scale, causal, mask, bias, *operands(dropout))
         return result  # type: ignore[no-any-return]
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if bias is not None:

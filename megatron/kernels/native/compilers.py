@@ -56,18 +56,8 @@ class Toolchain:
         """Compiles a `.cu` file of an operation, for every architecture."""
         targets = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in self.architectures]
         exact = ["--fmad=false"] if _is_exact(source) else []
-        return [
-            str(self.nvcc),
-            *_DEVICE_FLAGS,
-            *targets,
-            *exact,
-            "-I",
-            str(sources),
-            "-c",
-            str(source),
-            "-o",
-            str(result),
-        ]
+        command = [str(self.nvcc), *_DEVICE_FLAGS, *targets, *exact]
+        return [*command, "-I", str(sources), "-c", str(source), "-o", str(result)]
 
     def link(self, objects: Sequence[Path], result: Path) -> list[str]:
         """Links the library."""
@@ -122,14 +112,18 @@ def find_toolchain(cuda: str, architectures: tuple[str, ...], *, native: bool = 
 
 
 def _find_nvcc() -> str | None:
-    home = environment("CUDA_HOME") or environment("CUDA_PATH")
-    named = Path(home) / "bin" / "nvcc" if home else None
+    home = _named_cuda_home()
+    named = None if home is None else home / "bin" / "nvcc"
     return str(named) if named is not None and os.access(named, os.X_OK) else shutil.which("nvcc")
 
 
 def _cuda_home(nvcc: str) -> Path:
+    return _named_cuda_home() or Path(nvcc).resolve().parent.parent
+
+
+def _named_cuda_home() -> Path | None:
     home = environment("CUDA_HOME") or environment("CUDA_PATH")
-    return Path(home) if home else Path(nvcc).resolve().parent.parent
+    return Path(home) if home else None
 
 
 def _is_exact(source: Path) -> bool:

@@ -9,11 +9,11 @@ from torch import nn
 from megatron.config import ModelConfig
 from megatron.errors import DataError
 from megatron.kernels.dropout_add import dropout_add
+from megatron.kernels.products import linear
 from megatron.kernels.softcap import softcapped
-from megatron.model.blocks.transformer import EMBEDDING_DROPOUT
+from megatron.model.blocks.dropout import EMBEDDING_SITE, dropout_at
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.rng import hidden_dropout
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to
 from megatron.parallel.tensor.head_loss import FactoredLogits
@@ -160,7 +160,7 @@ class OutputHead(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes the logits. Shapes: `[b, s, h]` to `[b, s, v/t]`."""
-        logits = F.linear(self._scaled(hidden), self.weight, self.bias)  # type: ignore[arg-type]
+        logits = linear(self._scaled(hidden), self.weight, self.bias)  # type: ignore[arg-type]
         return logits if self.softcap is None else softcapped(logits, self.softcap)
 
     def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -169,14 +169,5 @@ class OutputHead(nn.Module):
 
 
 def _drop(hidden: torch.Tensor, layer: PositionEmbedding | EmbeddingDropout, context: StepContext) -> torch.Tensor:
-    if not layer.training:
-        return hidden
-    dropout = hidden_dropout(
-        layer.dropout,
-        seed=context.seed,
-        layer=EMBEDDING_DROPOUT,
-        sample_ids=context.sample_ids.to(hidden.device),
-        length=hidden.shape[1],
-        first_position=context.position_offset,
-    )
-    return hidden if dropout is None else dropout_add(hidden, dropout, implementation=layer.dropout_kernel)
+    dropout = dropout_at(EMBEDDING_SITE, layer.dropout, hidden, context) if layer.training else None
+    return dropout_add(hidden, dropout, implementation=layer.dropout_kernel)

@@ -14,14 +14,28 @@ from megatron.config.architecture.norms import POST, POST_BRANCH, PRE
 from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import dropout_add
 from megatron.model.blocks.attention import SelfAttention
+from megatron.model.blocks.dropout import EMBEDDING_SITE, dropout_at
 from megatron.model.blocks.experts import Experts
 from megatron.model.blocks.feed_forward import FeedForward
 from megatron.model.blocks.norm import build_norm
 from megatron.model.interface.step_context import Recompute, StepContext
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.rng import hidden_dropout
 
-EMBEDDING_DROPOUT = 0  # dropout sites are numbered: 0 for the embedding, then two per block
+
+class _Branch(NamedTuple):
+    """One of the two branches of a block.
+
+    Attributes:
+        layer: attention or feed-forward.
+        outer_norm: the norm of its output.
+        site: its dropout site.
+        bias_joins: whether its bias is added together with dropout and the residual.
+    """
+
+    layer: nn.Module
+    outer_norm: nn.Module
+    site: int
+    bias_joins: bool
 
 
 class _Sum(NamedTuple):
@@ -60,7 +74,7 @@ class TransformerBlock(nn.Module):
         self.dropout_kernel = mesh.kernels.dropout_add
         self.is_parallel = config.parallel_residual
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
-        self.attention_slot, self.feed_forward_slot = 1 + 2 * index, 2 + 2 * index
+        self.attention_site, self.feed_forward_site = EMBEDDING_SITE + 1 + 2 * index, EMBEDDING_SITE + 2 + 2 * index
         self.norms_residual = placement == POST
         has_inner, has_outer = placement not in (POST_BRANCH, POST), placement != PRE
         self.adds_in_norm = placement != POST_BRANCH and self.multiplier == 1
@@ -83,34 +97,36 @@ class TransformerBlock(nn.Module):
 
     def _run(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         if self.norms_residual:
-            attended = self._attended(hidden, hidden, context)
+            attended = self._sum(self._attention, hidden, hidden, context)
             hidden = attended.normed(self.post_self_attn_layernorm)[1]
-            return self._fed(hidden, hidden, context).normed(self.post_mlp_layernorm)[1]
+            return self._sum(self._feed_forward, hidden, hidden, context).normed(self.post_mlp_layernorm)[1]
         normed = self.input_layernorm(hidden)
-        attended = self._attended(normed if self.residual_after_norm else hidden, normed, context)
+        attended = self._sum(self._attention, normed if self.residual_after_norm else hidden, normed, context)
         if self.is_parallel:
             after_attention, normed = attended.total(), self.pre_mlp_layernorm(hidden)
         else:
             after_attention, normed = attended.normed(self.pre_mlp_layernorm)
-        return self._fed(normed if self.residual_after_norm else after_attention, normed, context).total()
+        residual = normed if self.residual_after_norm else after_attention
+        return self._sum(self._feed_forward, residual, normed, context).total()
 
-    def _attended(self, residual: torch.Tensor, normed: torch.Tensor, context: StepContext) -> _Sum:
-        """The residual and attention."""
-        add = partial(self._add, residual, self.attention_slot, context)
-        if self.attention_bias_joins and self._drops:
-            return _Sum(self.self_attention(normed, context, add))
-        attended = self.self_attention(normed, context)
-        branch = attended if self.norms_residual else self.post_self_attn_layernorm(attended)
-        return _Sum(add(branch)) if self._drops or not self.adds_in_norm else _Sum(branch, residual)
+    def _sum(self, branch: _Branch, residual: torch.Tensor, normed: torch.Tensor, context: StepContext) -> _Sum:
+        """The residual and what a branch makes of the normed input."""
+        add = partial(self._add, residual, branch.site, context)
+        if branch.bias_joins and self._drops:
+            return _Sum(branch.layer(normed, context, add))
+        output = branch.layer(normed, context)
+        if not self.norms_residual:
+            output = branch.outer_norm(output)
+        return _Sum(add(output)) if self._drops or not self.adds_in_norm else _Sum(output, residual)
 
-    def _fed(self, residual: torch.Tensor, normed: torch.Tensor, context: StepContext) -> _Sum:
-        """The residual and the feed-forward."""
-        add = partial(self._add, residual, self.feed_forward_slot, context)
-        if self.feed_forward_bias_joins and self._drops:
-            return _Sum(self.mlp(normed, context, add))
-        fed = self.mlp(normed, context)
-        branch = fed if self.norms_residual else self.post_mlp_layernorm(fed)
-        return _Sum(add(branch)) if self._drops or not self.adds_in_norm else _Sum(branch, residual)
+    @property
+    def _attention(self) -> _Branch:
+        norm, site = self.post_self_attn_layernorm, self.attention_site
+        return _Branch(self.self_attention, norm, site, self.attention_bias_joins)
+
+    @property
+    def _feed_forward(self) -> _Branch:
+        return _Branch(self.mlp, self.post_mlp_layernorm, self.feed_forward_site, self.feed_forward_bias_joins)
 
     @property
     def _drops(self) -> bool:
@@ -119,25 +135,15 @@ class TransformerBlock(nn.Module):
     def _add(
         self,
         residual: torch.Tensor,
-        slot: int,
+        site: int,
         context: StepContext,
         branch: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The residual plus a branch's output and bias after dropout, times the multiplier."""
-        dropout = None
-        if self.training:
-            dropout = hidden_dropout(
-                self.dropout,
-                seed=context.seed,
-                layer=slot,
-                sample_ids=context.sample_ids.to(branch.device),
-                length=branch.shape[1],
-                first_position=context.position_offset,
-            )
         return dropout_add(
             branch,
-            dropout,
+            dropout_at(site, self.dropout, branch, context) if self.training else None,
             bias=bias,
             residual=residual,
             multiplier=self.multiplier,

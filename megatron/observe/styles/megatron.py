@@ -34,6 +34,8 @@ def iteration_lines(metrics: Metrics, moment: Moment) -> list[str]:
         fields.append(f"sop loss: {metrics.order_loss:.6E}")
     if metrics.sample_loss is not None:
         fields.append(f"loss per sample: {metrics.sample_loss:.6E}")
+    if metrics.distillation_loss is not None:
+        fields.append(f"kd loss: {metrics.distillation_loss:.6E}")
     if metrics.z_loss is not None:
         fields.append(f"z loss: {metrics.z_loss:.6E}")
     if metrics.routing is not None:

@@ -12,12 +12,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
 from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
-from megatron.kernels.products import needs_widening
+from megatron.kernels.products import linear, needs_widening
 from megatron.kernels.softcap import softcapped
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.cross_entropy import TokenLosses, VocabularySlice, losses_of
@@ -44,7 +43,7 @@ class FactoredLogits(NamedTuple):
 
     def at(self, rows: torch.Tensor) -> torch.Tensor:
         """The logits of some tokens. Shapes: rows `[n]` int64, as indices into `[b * s]`; result `[n, v/t]`."""
-        logits = F.linear(self.hidden.flatten(0, 1)[rows], self.weight)
+        logits = linear(self.hidden.flatten(0, 1)[rows], self.weight)
         return logits if self.softcap is None else softcapped(logits, self.softcap)
 
 

@@ -1,0 +1,43 @@
+"""Draws the pictures of the documents as SVG files; what is there already is replaced.
+
+python tools/draw_pictures.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron import log
+from megatron.config import ConfigSection, flag, parse_flags
+
+
+@dataclass(frozen=True)
+class DrawFlags(ConfigSection):
+    """Flags of this program."""
+
+    output: str = flag(str(ROOT / "docs" / "pictures"), "folder of the drawings")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes all drawings and returns the exit code."""
+    flags = parse_flags(DrawFlags, sys.argv[1:] if argv is None else argv, description=__doc__ or "")
+    from tools.pictures.batch import draw_batch
+    from tools.pictures.checkpoint import draw_checkpoint
+    from tools.pictures.ranks import draw_ranks
+
+    folder = Path(flags.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in (("ranks", draw_ranks), ("checkpoint", draw_checkpoint), ("batch", draw_batch)):
+        (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
+        print(folder / f"{name}.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    log.exit_with(main)

@@ -1,0 +1,47 @@
+"""What `mkdocs build` calls: adds the generated pages, and finishes those that are partly generated."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from mkdocs.structure.files import File
+
+from tools.site_pages.flags_page import flags_page, programs_page
+from tools.site_pages.interface_pages import interface_pages
+from tools.site_pages.messages import read_messages
+from tools.site_pages.project_files import DOCS, PROJECT, linked_files, site_path, with_site_links
+from tools.site_pages.topics import assign, page_with_messages, read_topics
+
+TROUBLESHOOTING = "troubleshooting.md"
+
+
+def _root(config: Any) -> Path:
+    return Path(config.config_file_path).resolve().parent
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Adds the pages that are made from the source code, and the files of the project that pages link to."""
+    root = _root(config)
+    pages = {"reference/flags.md": flags_page(), "reference/programs.md": programs_page(root), **interface_pages(root)}
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    for path in linked_files(root):
+        source = (root / path).read_bytes()
+        text = with_site_links(source.decode("utf-8"), path, root) if path.endswith(".md") else source
+        files.append(File.generated(config, site_path(path), content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
+    """Points links into the site, and lists the messages of each paragraph about errors."""
+    root, path = _root(config), page.file.src_uri
+    if path == TROUBLESHOOTING:
+        source = read_messages(root)
+        found, _ = assign(source.messages, read_topics(markdown))
+        markdown = page_with_messages(markdown, found, source.exit_codes)
+    is_of_docs = not path.startswith((PROJECT, "reference/"))
+    return with_site_links(markdown, DOCS + path, root) if is_of_docs else markdown
