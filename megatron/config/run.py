@@ -30,6 +30,7 @@ from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
 from megatron.config.sections.safety import SafetyConfig, SafetyRequest
 from megatron.config.sections.saving import SavingConfig
+from megatron.config.sections.watching import WatchingConfig
 from megatron.errors import ConfigError, printable
 
 GIVEN = "given"
@@ -66,6 +67,7 @@ class RunRequest:
     optim: OptimRequest
     data: DataConfig
     control: ControlConfig
+    watching: WatchingConfig
     saving: SavingConfig
     safety: SafetyRequest
     provenance: Mapping[str, str] = field(default_factory=dict)

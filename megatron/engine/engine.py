@@ -21,6 +21,7 @@ from megatron.engine.deepspeed_setup import (
     join_deepspeed,
     set_learning_rate,
     set_weight_decay,
+    timed_messages,
     zero_placeholder_gradients,
 )
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
@@ -187,10 +188,11 @@ class Engine:
         self.gate.expect(self._figures)
         self.module.train()
         zero_placeholder_gradients(self.module)
-        if self.is_pipelined:
-            self.deepspeed.train_batch(data_iter=_pipeline_input(batches))
-        else:
-            self._train_plain(batches)
+        with timed_messages(self.mesh.stopwatch):
+            if self.is_pipelined:
+                self.deepspeed.train_batch(data_iter=_pipeline_input(batches))
+            else:
+                self._train_plain(batches)
         skipped = self.precision.fp16 and not self.deepspeed.was_step_applied()
         self.update_count += int(not skipped and not self.gate.is_bad)
         return StepResult(

@@ -19,8 +19,11 @@ from megatron.data.datasets.sample import SampleDataset
 from megatron.data.loader import Batch, BatchLoader, BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.data.read_ahead import ReadAhead
+from megatron.device import Elapsed
 from megatron.engine.engine import Engine
 from megatron.objective.language_model import LanguageModelObjective
+from megatron.observe.activity.activity import Activity
+from megatron.observe.profiling.step_profiler import StepProfiler
 from megatron.observe.report import Report
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pending import PendingMaximum
@@ -29,6 +32,7 @@ from megatron.train.restarts.history import History
 from megatron.train.restarts.identity import RunIdentity
 from megatron.train.skip import PassedBatch, pass_batches, skip_data
 from megatron.train.stop import StopRules, Verdict
+from megatron.train.tasks.completing import SamplePrompts
 from megatron.train.tasks.opening import TrainingTask
 from megatron.train.tasks.scorer import EngineScorer
 from megatron.train.watchdog import Watch
@@ -52,6 +56,9 @@ class Run:
         passed_batches: those that were, in order; part of the record.
         tasks: those of --eval-tasks.
         student: the objective to go on with when the distillation ends; None if the run has no teacher.
+        profiler: records the steps of --profile.
+        prompts: those of --sample-prompts.
+        activity: what the run tells those who watch it.
     """
 
     config: RunConfig
@@ -71,6 +78,7 @@ class Run:
     writer: BackgroundWriter | None = None
     save_failure: Exception | None = None
     after_commit: AfterCommit | None = None
+    profiler: StepProfiler = field(default_factory=StepProfiler.idle)
     validation: tuple[int, float] | None = None
     _ahead: ReadAhead = field(default_factory=ReadAhead)
     identity: RunIdentity = field(default_factory=RunIdentity)
@@ -79,6 +87,8 @@ class Run:
     passed_batches: tuple[PassedBatch, ...] = ()
     tasks: tuple[TrainingTask, ...] = ()
     student: LanguageModelObjective | None = None
+    prompts: SamplePrompts | None = None
+    activity: Activity = field(default_factory=Activity)
     watch: Watch = field(default_factory=Watch)
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)
@@ -152,6 +162,10 @@ class Run:
         if is_long or self.is_done or self.is_due(self.config.control.log_interval):
             log.info(f"epoch {min(completed, epochs)}/{epochs} is complete after iteration {self.progress.step}")
         return True
+
+    def take_messages(self) -> Elapsed | None:
+        """What the messages of the last step took; None if they are not timed."""
+        return None if self.mesh.stopwatch is None else self.mesh.stopwatch.take()
 
     def is_due(self, interval: int | None) -> bool:
         """Whether an action that runs every `interval` steps is due after this one."""
