@@ -23,8 +23,8 @@ from megatron.data.read_ahead import ReadAhead
 from megatron.device import Elapsed
 from megatron.engine.engine import Engine
 from megatron.objective.language_model import LanguageModelObjective
-from megatron.observe.profiling.step_profiler import StepProfiler
 from megatron.observe.activity.activity import Activity
+from megatron.observe.profiling.step_profiler import StepProfiler
 from megatron.observe.report import Report
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pending import PendingMaximum
