@@ -107,7 +107,6 @@ def test_the_command_of_upstreams_training_tests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--use-bnb-optimizer", "--use-bnb-optimizer is refused: 8-bit optimizer state is not supported"),
         (
             "--inference",
             "--inference is refused: the trainer does not generate text. Use tools/generate_samples_gpt.py",

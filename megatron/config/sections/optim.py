@@ -37,6 +37,9 @@ class OptimRequest(CurriculumFields):
         None, "tokens to train: the run ends with the step that reaches them, or earlier by another length", at_least=1
     )
     optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
+    use_bnb_optimizer: bool = flag(
+        False, "AdamW of bitsandbytes: moments of 8 bits, those of embeddings and of small tensors of 32"
+    )
     lr: float | None = flag(None, "peak learning rate", at_least=0)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", at_least=0)
     lr_decay_style: str = flag(
