@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 HOSTS = ("node003", "node011")
 CONTROLLER = "head"
 _START_SECONDS = 60
+_PARENT_DEATH_SIGNAL = 1  # prctl(2), PR_SET_PDEATHSIG
 _NEW_UTS = 0x04000000  # sched.h, CLONE_NEWUTS
 _UNSHARE = ("unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 _SLURM_PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol")
@@ -120,6 +122,11 @@ def missing_for_slurm() -> str:
     return missing_for_hosts()
 
 
+def _die_with_parent() -> None:
+    """Has Linux kill this process when the one that runs the tests ends, however it does."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def _serve_on_host(sandbox: int, host: str, address: str, stand_in: str, tests: Connection) -> None:
     """Enters the namespaces of a host, and runs programs there; only what is forked enters that of processes."""
     library = ctypes.CDLL(None, use_errno=True)
@@ -162,6 +169,7 @@ class Cluster:
             self._sandbox = subprocess.Popen(
                 [*_UNSHARE, "sh", "-c", script],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=self._environment({}),
+                preexec_fn=_die_with_parent,
             )  # fmt: skip
         try:
             self._wait_until((self.folder / "ready").exists)
