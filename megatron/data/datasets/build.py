@@ -22,6 +22,7 @@ from megatron.data.datasets.masked.options import MaskedOptions
 from megatron.data.datasets.masked.sentences import SentenceDataset, SentenceFile
 from megatron.data.datasets.open_files import allow_open_files
 from megatron.data.datasets.pairs import TokenPairs
+from megatron.data.datasets.repetition import taken_samples
 from megatron.data.datasets.rows import RowDataset
 from megatron.data.datasets.sample import SampleDataset, SourceDataset
 from megatron.data.datasets.sources import DataSources, check_source, source_facts, source_folder, token_files
@@ -144,9 +145,19 @@ def epoch_samples(
     return counts[0]
 
 
-def empty_splits(data: DataConfig, plan: DataPlan) -> list[str]:
-    """A sentence for each validation or test split that was asked for and has nothing in it."""
+def empty_splits(data: DataConfig, plan: DataPlan, *, is_evaluated: bool = False) -> list[str]:
+    """A sentence for each validation or test split that was asked for and has nothing in it.
+
+    Args:
+        is_evaluated: evaluations were asked for, so that there should be something to validate on at all.
+    """
     found = []
+    if is_evaluated and not plan.valid and not data.valid_groups and not (data.data_path and data.split_shares[1]):
+        reason = f"--split {shown_split(data.split)} gives it no share" if data.data_path else "none is named"
+        found.append(
+            f"there is no validation data ({reason}), so nothing is validated although --eval-interval or --eval-iters "
+            "is given. Give it a share or data of its own (--valid-data-path), or --eval-iters 0 to evaluate nothing."
+        )
     for name, share, asked, planned in (
         ("valid", data.split_shares[1], data.valid_groups, plan.valid),
         ("test", data.split_shares[2], data.test_groups, plan.test),
@@ -221,13 +232,11 @@ def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
 
 def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> Iterator[str]:
     """The lines of a group's last phase; its sources' epochs count what earlier phases took."""
-    phase = group.phases[-1]
-    newest = dataset.newest if isinstance(dataset, PhasedDataset) else dataset
-    taken = newest.taken if isinstance(newest, BlendedDataset) else (group.length_of(-1),)
-    names = group.source_names()
-    name = f"{group.name} from sample {phase.first:,} on" if phase.first else group.name
-    for member, count in zip(phase.members, taken, strict=True):
-        source, before = group.sources[member.source], phase.consumed_of(member.source)
+    first, names, taken = group.phases[-1].first, group.source_names(), list(taken_samples(group, dataset))
+    name = f"{group.name} from sample {first:,} on" if first else group.name
+    total = max(sum(count for _, count, _ in taken), 1)
+    for member, count, before in taken:
+        source = group.sources[member.source]
         epochs = (before + count) * sequence_length / source.tokens
         logged = names[member.source]
         size = f"{source.last - source.first:,} rows" if source.is_rows else f"{source.tokens:,} tokens"
@@ -237,7 +246,7 @@ def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -
             f"{name}: {source.prefix}"
             + (f" (in the log: {logged})" if logged != PurePath(source.prefix).name else "")
             + f" [{source.first}, {source.last}): {count:,} samples "
-            f"({count / max(sum(taken), 1):.2%}, asked {member.weight:.2%})"
+            f"({count / total:.2%}, asked {member.weight:.2%})"
             + (f" after {before:,}" if before else "")
             + f", {epochs:.2f} epochs of {size}"
         )
