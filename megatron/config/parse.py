@@ -31,6 +31,7 @@ from megatron.config.masked_rules import foreign_problems, masked_problems, mask
 from megatron.config.request_rules import request_problems
 from megatron.config.run import DEFAULT, FILE, GIVEN, PRESET, RunRequest, cross_problems, sections_of
 from megatron.config.sections.model import ModelRequest
+from megatron.config.sections.optim import OptimRequest
 from megatron.errors import ConfigError
 
 # The parts of the architecture in the order of the help; a class shows the flags that no class before it has.
@@ -70,6 +71,7 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
         "optim": "optimizer, schedule and batch sizes",
         "data": "data and tokenizer",
         "control": "checkpoints, evaluation, exits and reports",
+        "watching": "progress bar, utilization and profiles",
         "saving": "writing and keeping checkpoints",
         "safety": "hangs, bad steps and restarts",
     }
@@ -183,7 +185,7 @@ def read_flags(
     governed = DeepSpeedReading()
     if "parallel.deepspeed_config" in values:
         governed = governed_values(values["parallel.deepspeed_config"], own, values)
-        values, broken = {**governed.values, **values}, broken | governed.broken
+        given, values, broken = governed.applied(given, values, broken)
         problems += governed.problems
     sources = {**dict.fromkeys(values, FILE), **dict.fromkeys(by_preset, PRESET), **dict.fromkeys(by_file, FILE)}
     sources.update(dict.fromkeys(given, GIVEN))
@@ -201,6 +203,7 @@ def read_flags(
     if not problems:
         notices += [*_ignored_notices(own, values), *_idle_notices(sections["model"], values)]
         notices += masking_notices(sections["loss"], sections["masking"], values)
+        notices += _decay_notices(sections["optim"])
     return Reading(sections, provenance, tuple(problems), tuple(notices), frozenset(wrong))
 
 
@@ -335,6 +338,13 @@ def _idle_notices(model: ModelRequest, values: Mapping[str, Any]) -> Iterator[st
             f"--seq-length {values['data.seq_length']} is more than --max-position-embeddings "
             f"{model.max_position_embeddings}, the context that the network is made for."
         )
+
+
+def _decay_notices(optim: OptimRequest) -> Iterator[str]:
+    """A sentence for a length of the decay beside one in tokens, which scripts of the forks pass both."""
+    for name, value in (("--lr-decay-iters", optim.lr_decay_iters), ("--lr-decay-samples", optim.lr_decay_samples)):
+        if value is not None and optim.lr_decay_tokens is not None:
+            yield f"{name} {value} has no effect beside --lr-decay-tokens {optim.lr_decay_tokens}, which holds."
 
 
 def _deprecated_notices(spellings: Any) -> Iterator[str]:

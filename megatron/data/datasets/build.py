@@ -22,7 +22,6 @@ from megatron.data.datasets.masked.options import MaskedOptions
 from megatron.data.datasets.masked.sentences import SentenceDataset, SentenceFile
 from megatron.data.datasets.open_files import allow_open_files
 from megatron.data.datasets.pairs import TokenPairs
-from megatron.data.datasets.repetition import taken_samples
 from megatron.data.datasets.rows import RowDataset
 from megatron.data.datasets.sample import SampleDataset, SourceDataset
 from megatron.data.datasets.sources import DataSources, check_source, source_facts, source_folder, token_files
@@ -230,25 +229,59 @@ def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
     ]
 
 
-def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> Iterator[str]:
-    """The lines of a group's last phase; its sources' epochs count what earlier phases took."""
-    first, names, taken = group.phases[-1].first, group.source_names(), list(taken_samples(group, dataset))
-    name = f"{group.name} from sample {first:,} on" if first else group.name
-    total = max(sum(count for _, count, _ in taken), 1)
-    for member, count, before in taken:
-        source = group.sources[member.source]
+@dataclass(frozen=True)
+class TakenSource:
+    """What the newest phase of a plan takes from one source.
+
+    Attributes:
+        name: the source's name in the log.
+        weight: the share that was asked for.
+        before: samples that earlier phases took.
+        count: samples that this phase takes.
+        ratio: the share that this is.
+        epochs: passes over the source at the end, earlier phases included.
+    """
+
+    source: SourcePlan
+    name: str
+    weight: float
+    before: int
+    count: int
+    ratio: float
+    epochs: float
+
+
+def taken_sources(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> list[TakenSource]:
+    """What the newest phase of a group takes from each of its sources."""
+    phase = group.phases[-1]
+    newest = dataset.newest if isinstance(dataset, PhasedDataset) else dataset
+    taken = newest.taken if isinstance(newest, BlendedDataset) else (group.length_of(-1),)
+    names = group.source_names()
+    found = []
+    for member, count in zip(phase.members, taken, strict=True):
+        source, before = group.sources[member.source], phase.consumed_of(member.source)
         epochs = (before + count) * sequence_length / source.tokens
-        logged = names[member.source]
+        ratio = count / max(sum(taken), 1)
+        found.append(TakenSource(source, names[member.source], member.weight, before, count, ratio, epochs))
+    return found
+
+
+def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> Iterator[str]:
+    """The lines of a group's last phase."""
+    phase = group.phases[-1]
+    name = f"{group.name} from sample {phase.first:,} on" if phase.first else group.name
+    for taken in taken_sources(group, dataset, sequence_length):
+        source = taken.source
         size = f"{source.last - source.first:,} rows" if source.is_rows else f"{source.tokens:,} tokens"
         if source.is_mapped:
             size = f"{source.pass_samples(sequence_length):,} samples"
         yield (
             f"{name}: {source.prefix}"
-            + (f" (in the log: {logged})" if logged != PurePath(source.prefix).name else "")
-            + f" [{source.first}, {source.last}): {count:,} samples "
-            f"({count / total:.2%}, asked {member.weight:.2%})"
-            + (f" after {before:,}" if before else "")
-            + f", {epochs:.2f} epochs of {size}"
+            + (f" (in the log: {taken.name})" if taken.name != PurePath(source.prefix).name else "")
+            + f" [{source.first}, {source.last}): {taken.count:,} samples "
+            f"({taken.ratio:.2%}, asked {taken.weight:.2%})"
+            + (f" after {taken.before:,}" if taken.before else "")
+            + f", {taken.epochs:.2f} epochs of {size}"
         )
 
 
