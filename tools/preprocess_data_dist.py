@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ParallelRequest, flag, parse_flags
-from megatron.config.output_prefix import prefix_problems
+from megatron.config.flags.output_prefix import prefix_problems
 from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60

@@ -22,6 +22,9 @@ def file_failures(request: RunRequest) -> Iterator[MegatronError]:
         yield ConfigError(f"--eval-tasks {tasks} is not a file. Give the path of a YAML or JSON file of tasks.")
     if log.is_first_rank() and request.saving.save_secondary is None:
         yield from _load_failures(request.control)
+    teacher = request.distillation.load_teacher
+    if log.is_first_rank() and teacher is not None:
+        yield from _folder_failures("--load-teacher", teacher, "--load-teacher")
 
 
 def _load_failures(control: ControlConfig) -> Iterator[MegatronError]:
@@ -35,23 +38,33 @@ def _load_failures(control: ControlConfig) -> Iterator[MegatronError]:
     flag = next((name for name, is_given in needed.items() if is_given), None)
     if control.load is None or flag is None or control.from_scratch:
         return
-    folder = Path(control.load)
+    yield from _folder_failures("--load", control.load, flag)
+
+
+def _folder_failures(name: str, folder: str, needed_by: str) -> Iterator[MegatronError]:
+    """What keeps a folder from holding a checkpoint.
+
+    Args:
+        name: the flag that gives the folder.
+        needed_by: the flag that needs a checkpoint from it.
+    """
+    needs = f"{needed_by} needs a checkpoint from it" if needed_by != name else "it must hold a checkpoint"
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
-        there = next(parent for parent in folder.absolute().parents if os.path.isdir(parent))
+        there = next(parent for parent in Path(folder).absolute().parents if os.path.isdir(parent))
         yield CheckpointError(
-            f"--load {control.load} does not exist, and {flag} needs a checkpoint from it; the nearest folder that "
-            f"exists is {there}. Give the folder of an earlier run's checkpoints."
+            f"{name} {folder} does not exist, and {needs}; the nearest folder that exists is {there}. Give the folder "
+            "of an earlier run's checkpoints."
         )
     except OSError as failure:
         yield CheckpointError(
-            f"--load {control.load} cannot be listed: {failure.strerror}, and {flag} needs a checkpoint from it. Give "
-            "a folder of checkpoints that this user can read."
+            f"{name} {folder} cannot be listed: {failure.strerror}, and {needs}. Give a folder of checkpoints that this "
+            "user can read."
         )
     else:
         if not names:
             yield CheckpointError(
-                f"--load {control.load} holds no checkpoint, it is empty, and {flag} needs one. Give the folder of an "
-                "earlier run's checkpoints."
+                f"{name} {folder} holds no checkpoint, it is empty, and {needs}. Give the folder of an earlier run's "
+                "checkpoints."
             )
