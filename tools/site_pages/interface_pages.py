@@ -109,7 +109,7 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 def interface_pages(root: Path) -> dict[str, str]:
     """Markdown of the pages by their path in the site; modules that a version lacks are left out."""
     found = {}
-    index = "# Interfaces\n\nThe modules to start from when the project is imported, with what their docstrings say.\n\n"
+    index = "# Interfaces\n\nThe modules to start from when the project is imported, with their docstrings.\n\n"
     for name, (title, about, modules) in _PAGES.items():
         present = [module for module in modules if _file_of(root, module) is not None]
         text = f"# {title}\n\n{about}\n"
@@ -128,4 +128,3 @@ def missing_modules(root: Path) -> list[str]:
 def _file_of(root: Path, module: str) -> Path | None:
     path = root / module.replace(".", "/")
     return next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.exists()), None)
-
