@@ -50,11 +50,12 @@ class SourceMessages:
 @functools.cache
 def read_messages(root: Path) -> SourceMessages:
     """Reads the package and its programs in the folder `root`."""
-    trees = {
-        path.relative_to(root).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    texts = {
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
         for pattern in _PATTERNS
         for path in sorted(root.glob(pattern))
     }
+    trees = {path: ast.parse(text) for path, text in texts.items() if "Error" in text or "problem" in text}
     kinds = _error_types(trees)
     found = {message for path, tree in trees.items() for message in _FileReader(path, kinds).read(tree)}
     return SourceMessages(kinds, tuple(sorted(found)))
