@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.config.flags.fields import flags_of
+from megatron.config.objective.distillation import DistillationConfig
 from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.objective.loss import MASKED, LossConfig
 from megatron.config.objective.masking import SENTENCES, MaskingConfig
@@ -29,7 +30,11 @@ def masked_problems(
 
 
 def foreign_problems(
-    loss: LossConfig, documents: DocumentConfig, finetuning: FinetuningConfig, control: ControlConfig
+    loss: LossConfig,
+    documents: DocumentConfig,
+    finetuning: FinetuningConfig,
+    distillation: DistillationConfig,
+    control: ControlConfig,
 ) -> Iterator[str]:
     """One sentence for every flag of other objectives."""
     of_running_text = "is for text in which documents follow each other, and the objective is masked"
@@ -40,9 +45,17 @@ def foreign_problems(
         "--eod-mask-loss": (documents.eod_mask_loss, of_running_text),
         "--loss-on-targets-only": (loss.loss_on_targets_only, of_examples),
         "--pack-examples": (finetuning.pack_examples, of_examples),
+        "--mos" if distillation.mos else "--kd": (
+            distillation.is_on,
+            "compares predictions of next tokens, which an encoder does not make",
+        ),
         "--eval-tasks": (
             control.eval_tasks is not None,
             "scores continuations of a text, which an encoder does not have",
+        ),
+        "--sample-prompts": (
+            control.sample_prompts is not None,
+            "asks for continuations of a text, which an encoder does not have",
         ),
     }
     for option, (is_asked, reason) in asked.items():

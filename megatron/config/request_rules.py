@@ -28,8 +28,10 @@ def request_problems(
     yield from _data_problems(data, provenance)
     yield from _tokenizer_problems(data)
     if control.load is None:
-        for name, asked in (("--eval-only", control.eval_only), ("--finetune", control.finetune)):
-            if asked:
+        by_itself = control.finetune and not control.reset_iteration
+        asks = {"--eval-only": control.eval_only, "--finetune": by_itself, "--reset-iteration": control.reset_iteration}
+        for name, is_asked in asks.items():
+            if is_asked:
                 yield f"{name} needs --load, the folder of the checkpoint to take the weights from."
 
 
@@ -58,6 +60,11 @@ def _epochs_problems(optim: OptimRequest, epochs: int) -> Iterator[str]:
     for name, value in lengths.items():
         if value is not None:
             yield f"--epochs {epochs} and {name} {value} are both given. A run has one length; drop one of them."
+    if optim.curriculum_learning:
+        yield (
+            f"--epochs {epochs} does not go with --curriculum-learning, which uses a part of each sample only. Give "
+            "--train-iters, or drop --curriculum-learning."
+        )
     in_steps = {"--lr-warmup-iters": optim.lr_warmup_iters, "--lr-decay-iters": optim.lr_decay_iters}
     for name, value in in_steps.items():
         if value:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron.config.flags.section import ConfigSection
-from megatron.config.layout import layout_problems
 from megatron.config.run import DEFAULT, PRESET, RunConfig, RunRequest, fields_of
 from megatron.config.schedule import planned_iterations, ranges_at_the_end, schedule
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
+from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.safety import SafetyConfig
+from megatron.config.world import batch_sizes, fit_layout, world_problems
 from megatron.errors import ConfigError
 
 Resolved = TypeVar("Resolved", bound=ConfigSection)
@@ -29,6 +29,7 @@ class Machine:
     world_size: int
     supports_fp16: bool
     supports_bf16: bool
+    device_reason: str = ""  # why there is no CUDA, where that is known
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,20 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     Raises:
         ConfigError: with all problems at once.
     """
-    problems = [*_dtype_problems(request, machine)]
-    misfits = list(_layout_problems(request, machine))
-    problems.extend(misfits)
+    request, elastic_notices = fit_layout(request, machine.world_size)
+    problems = [*dtype_problems(request.precision, machine), *world_problems(request, machine.world_size)]
     vocabulary, provenance, vocabulary_notices = _vocabulary(request, tokenizer)
     problems.extend(_vocabulary_problems(vocabulary, tokenizer))
     padded, found = padded_vocab_size(request.parallel, vocabulary)
     problems.extend(found)
     replicas = max(1, machine.world_size // request.parallel.model_parallel_size)
-    micro, batch, found = _batch_sizes(request.optim, replicas)
-    problems.extend([] if misfits else found)
+    micro, batch, _ = batch_sizes(request.optim, replicas)
     optim = resolve_optim(request.optim, batch, request.data.seq_length, micro)
     problems.extend(_length_problems(request.optim, optim))
     backend, backend_notices = _backend(request, machine)
     stage, stage_notices = _zero_stage(request)
+    offloads, offload_notices = _offloading(request, machine)
+    problems.extend(_offload_problems(offloads, stage))
     skip_notices = (
         []
         if request.control.eval_only or request.finetuning.epochs
@@ -73,6 +74,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
         "world_size": machine.world_size,
         "data_parallel_size": replicas,
         "effective_zero_stage": stage,
+        "offloads_optimizer": offloads,
         "distributed_backend": backend,
     }
     return RunConfig(
@@ -83,9 +85,31 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
             "optim": optim,
             "safety": _resolved(SafetyConfig, request.safety, hang_timeout_seconds=_hang_timeout(request, machine)),
             "provenance": provenance,
-            "notices": (*request.notices, *vocabulary_notices, *backend_notices, *stage_notices, *skip_notices),
+            "notices": (
+                *request.notices,
+                *elastic_notices,
+                *vocabulary_notices,
+                *backend_notices,
+                *stage_notices,
+                *offload_notices,
+                *skip_notices,
+            ),
         }
     )
+
+
+def machine_problems(request: RunRequest, machine: Machine) -> list[str]:
+    """What `resolve` would refuse on a machine whatever the tokenizer is, but for the dtype."""
+    try:
+        request, _ = fit_layout(request, machine.world_size)
+    except ConfigError as failure:
+        return failure.problems
+    problems = world_problems(request, machine.world_size)
+    if not problems:
+        micro, batch, _ = batch_sizes(request.optim, machine.world_size // request.parallel.model_parallel_size)
+        optim = resolve_optim(request.optim, batch, request.data.seq_length, micro)
+        problems.extend(_length_problems(request.optim, optim))
+    return [*problems, *_hang_timeout_problems(request, machine)]
 
 
 def resolve_epochs(config: RunConfig, epoch_samples: int) -> RunConfig:
@@ -186,60 +210,13 @@ def _resolved(cls: type[Resolved], request: ConfigSection, **values: Any) -> Res
     return cls(**{**same, **values})
 
 
-def _dtype_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
-    if request.precision.fp16 and not machine.supports_fp16:
-        yield f"--fp16 does not train on this machine ({machine.device_type}). Use --bf16, or drop --fp16 for float32."
-    if request.precision.bf16 and not machine.supports_bf16:
-        yield f"--bf16 does not train on this machine ({machine.device_type}). Use --fp16, or drop --bf16 for float32."
-
-
-def _layout_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
-    model, parallel = request.model, request.parallel
-    yield from layout_problems(
-        machine.world_size,
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        split_sizes=(model.num_attention_heads, *model.widths.values()),
-        most_stages=1 if parallel.zero_stage >= 2 else model.num_layers,
-    )
-
-
-def _batch_sizes(optim: OptimRequest, replicas: int) -> tuple[int, int, list[str]]:
-    """The micro-batch, the global batch, and what is wrong with them."""
-    micro, batch = optim.micro_batch_size, optim.global_batch_size
-    if batch is None:
-        size = micro or 1
-        return size, size * replicas, []
-    if micro is None:
-        return _whole_share(optim, batch, replicas)
-    problems = []
-    unit = micro * replicas
-    if batch % unit:
-        lower = batch // unit * unit
-        problems.append(
-            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {replicas} data-parallel "
-            f"replicas = {unit}. Use {f'{lower} or ' if lower else ''}{lower + unit}."
-        )
-    ramp = optim.rampup_batch_size
-    if ramp is not None and (ramp[0] % unit or ramp[1] % unit):
-        problems.append(
-            f"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: start and increment must be multiples of "
-            f"--micro-batch-size {micro} x {replicas} data-parallel replicas = {unit}. Use multiples of {unit} or "
-            "fewer processes."
-        )
-    return micro, batch, problems
-
-
-def _whole_share(optim: OptimRequest, batch: int, replicas: int) -> tuple[int, int, list[str]]:
-    """The same where each replica takes its share of every global batch in one forward pass."""
-    sizes = [batch, *(optim.rampup_batch_size or ())[:2]]
-    problems = [
-        f"a global batch of {size} (--global-batch-size, --rampup-batch-size) cannot be shared by {replicas} "
-        f"data-parallel replicas. Use a multiple of {replicas}, or another number of processes."
-        for size in sizes
-        if size % replicas
-    ]
-    return max(1, math.gcd(*sizes) // replicas), batch, problems
+def dtype_problems(precision: PrecisionConfig, machine: Machine) -> Iterator[str]:
+    """A sentence for a dtype that the machine does not train in."""
+    device = f"{machine.device_type}: {machine.device_reason}" if machine.device_reason else machine.device_type
+    if precision.fp16 and not machine.supports_fp16:
+        yield f"--fp16 does not train on this machine ({device}). Use --bf16, or drop --fp16 for float32."
+    if precision.bf16 and not machine.supports_bf16:
+        yield f"--bf16 does not train on this machine ({device}). Use --fp16, or drop --bf16 for float32."
 
 
 def _length_problems(request: OptimRequest, optim: OptimConfig) -> Iterator[str]:
@@ -310,3 +287,18 @@ def _zero_stage(request: RunRequest) -> tuple[int, list[str]]:
         )
         return 1, [notice]
     return request.parallel.zero_stage, []
+
+
+def _offloading(request: RunRequest, machine: Machine) -> tuple[bool, list[str]]:
+    """Whether the optimizer's state has a device to leave."""
+    if not request.parallel.cpu_optimizer or machine.device_type == "cuda":
+        return request.parallel.cpu_optimizer, []
+    return False, ["--cpu-optimizer: this machine has no GPU, so the optimizer's state is in its memory already."]
+
+
+def _offload_problems(offloads: bool, stage: int) -> Iterator[str]:
+    if offloads and stage == 0:
+        yield (
+            "--cpu-optimizer does not go with --zero-stage 0, in which the weights themselves are updated on the GPU. "
+            "Use --zero-stage 1, or drop it."
+        )

@@ -1,6 +1,7 @@
 """A dataset as its name, made ready to train on: a tokenizer, and token files beside it.
 
-For programs that take raw text. All ranks of a run ask for the same folder at once; the first one makes it.
+For programs that take raw text. All ranks of a run ask for the same folder at once; the first one makes it. A program's
+`TextRecipe` says what a document is and what the tokenizer knows.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from megatron import log
+from megatron.corpus.cut_text import write_pieces
 from megatron.corpus.inputs.demo import LEAST_BYTES, write_demo_corpus
 from megatron.corpus.inputs.files import expand_inputs
 from megatron.corpus.inputs.sources import check_inputs, total_bytes
@@ -26,21 +29,47 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import TokenizerChoice
 
 ROBERTA_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-_ENTRIES = 8192
 _LEARNT_FROM_BYTES = 10_000_000
 _RECORD = "dataset.json"
+_PIECES = "pieces.jsonl"
 _LINES = "\n"
 
 
-def prepare_text(dataset: str | None, tokenizer: str | None, folder: Path) -> None:
+@dataclass(frozen=True)
+class TextRecipe:
+    """How a program's text becomes tokens.
+
+    Args:
+        flag, place: what the user gives the text and its folder with, for messages.
+        special: the tokenizer's special tokens, where one is learnt; `<|endoftext|>` joins them unless there is `</s>`.
+        entries: the most entries of a learnt tokenizer.
+        bytes_per_entry: fewer entries are learnt from text that has not this many bytes for each.
+        is_cut: a .txt file is running text, cut at blank lines; otherwise a document is a line of it.
+        append_eod: documents end with the end-of-document token.
+    """
+
+    flag: str
+    place: str
+    special: tuple[str, ...] = ()
+    entries: int = 8192
+    bytes_per_entry: int = 1
+    is_cut: bool = True
+    append_eod: bool = True
+
+
+MASKED = TextRecipe("--dataset", "--checkpoint_dir", ROBERTA_TOKENS, is_cut=False, append_eod=False)
+_LEAST_ENTRIES = 1024
+
+
+def prepare_text(dataset: str | None, tokenizer: str | None, folder: Path, recipe: TextRecipe = MASKED) -> None:
     """Writes `train_text_document.bin`, `.idx` and, unless a tokenizer is given, `tokenizer.json` into a folder.
 
     What is there already is kept, for the experiments that were trained on it.
 
     Args:
-        dataset: .txt with a document on each line, jsonl or Parquet with a column `text`, a folder of such files, an
-            address that preprocessing knows, or the name of a dataset of the hub; None for the texts of Python itself.
-        tokenizer: what --tokenizer-name-or-path takes; None to learn byte-level BPE with RoBERTa's special tokens.
+        dataset: .txt, jsonl or Parquet with a column `text`, a folder of such files, an address that preprocessing
+            knows, or the name of a dataset of the hub; None for the texts of Python itself.
+        tokenizer: what --tokenizer-name-or-path takes; None to learn byte-level BPE.
 
     Raises:
         ConfigError: there is no such dataset or tokenizer, or the folder holds an earlier state of the dataset.
@@ -54,29 +83,31 @@ def prepare_text(dataset: str | None, tokenizer: str | None, folder: Path) -> No
         raise storage_error(folder, failure) from failure
     with lock:
         wait_for_lock(lock, folder)
-        inputs = _inputs(dataset, folder)
+        inputs = _inputs(dataset, folder, recipe)
         state = {"dataset": dataset, "tokenizer": tokenizer, "files": _states(inputs)}
         record = folder / _RECORD
         if record.is_file():
             if json.loads(record.read_text()) == state:
                 return
             raise ConfigError(
-                f"--dataset {dataset} has changed since it was prepared in {folder}, which earlier experiments go on "
-                f"with. Begin in another --checkpoint_dir, or delete {folder} if none of them is to be continued."
+                f"{recipe.flag} {dataset} has changed since it was prepared in {folder}, which earlier experiments go "
+                f"on with. Begin in another {recipe.place}, or delete {folder} if none of them is to be continued."
             )
         check_inputs(inputs, ("text",))
         log.info(f"preparing {dataset or 'the texts that come with Python'} in {folder}")
+        inputs = _documents(inputs, folder, recipe)
         if tokenizer is None:
             tokenizer = str(folder / "tokenizer.json")
-            _learn_tokenizer(inputs, Path(tokenizer))
-        options = EncodeOptions(TokenizerChoice("HFTokenizer", None, None, tokenizer), document_separator=_LINES)
+            _learn_tokenizer(inputs, Path(tokenizer), recipe)
+        choice = TokenizerChoice("HFTokenizer", None, None, tokenizer)
+        options = EncodeOptions(choice, append_eod=recipe.append_eod, document_separator=_LINES)
         with _progress(inputs) as progress:
             result = preprocess(inputs, str(folder / "train"), options, 1, progress)
         warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
         _write(record, json.dumps(state, indent=2).encode())
 
 
-def _inputs(dataset: str | None, folder: Path) -> tuple[str, ...]:
+def _inputs(dataset: str | None, folder: Path, recipe: TextRecipe) -> tuple[str, ...]:
     if dataset is None:
         demo = folder / "python.jsonl"
         if not demo.is_file():
@@ -84,12 +115,19 @@ def _inputs(dataset: str | None, folder: Path) -> tuple[str, ...]:
         return (str(demo),)
     if "://" not in dataset and not os.path.exists(dataset):
         if dataset.endswith((".txt", ".jsonl", ".json", ".parquet")) or dataset.startswith((".", "/", "~")):
-            raise ConfigError(
-                f"--dataset {dataset}: there is no such file or folder here. Check the path, or leave the flag out to "
-                "train on the texts that come with Python."
-            )
+            raise ConfigError(f"{recipe.flag} {dataset}: there is no such file or folder here. Check the path.")
         dataset = f"hf://{dataset}"
     return expand_inputs([dataset], _LINES)
+
+
+def _documents(inputs: tuple[str, ...], folder: Path, recipe: TextRecipe) -> tuple[str, ...]:
+    """The inputs, with a file of pieces in the folder in the place of running text."""
+    running = [path for path in inputs if path.endswith(".txt")] if recipe.is_cut else []
+    if not running:
+        return inputs
+    pieces = folder / _PIECES
+    write_pieces(running, pieces)
+    return (*(path for path in inputs if path not in running), str(pieces))
 
 
 def _states(inputs: tuple[str, ...]) -> list[list[str | int]]:
@@ -104,18 +142,19 @@ def _states(inputs: tuple[str, ...]) -> list[list[str | int]]:
     return found
 
 
-def _learn_tokenizer(inputs: tuple[str, ...], path: Path) -> None:
+def _learn_tokenizer(inputs: tuple[str, ...], path: Path, recipe: TextRecipe) -> None:
     size = total_bytes(inputs)
+    entries = min(recipe.entries, max(_LEAST_ENTRIES, size // recipe.bytes_per_entry)) if size else recipe.entries
     share = min(1.0, _LEARNT_FROM_BYTES / size) if size else 1.0
     texts = texts_of(inputs, ("text",), share, False, None, _LINES)
     try:
-        vocabulary, merges = train_byte_level(texts, _ENTRIES, special=ROBERTA_TOKENS)
+        vocabulary, merges = train_byte_level(texts, entries, special=recipe.special)
     except DataError as failure:
         raise DataError(
-            f"{', '.join(inputs)}: the text is too short to learn a tokenizer from. Give more of it (--dataset), or a "
-            "--tokenizer."
+            f"{', '.join(inputs)}: the text is too short to learn a tokenizer from. Give more of it "
+            f"({recipe.flag}), or a --tokenizer."
         ) from failure
-    _write(path, byte_level_files(vocabulary, merges, ROBERTA_TOKENS)["-tokenizer.json"])
+    _write(path, byte_level_files(vocabulary, merges, recipe.special)["-tokenizer.json"])
 
 
 def _write(path: Path, content: bytes) -> None:

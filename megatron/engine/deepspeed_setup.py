@@ -1,4 +1,6 @@
-"""Initializes DeepSpeed on the mesh's process groups with a torch optimizer, and silences its set-up output."""
+"""Initializes DeepSpeed on the mesh's process groups with a torch optimizer, silences its set-up output, and times its
+messages.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ from torch import nn
 
 from megatron import log
 from megatron.config import OptimConfig
+from megatron.device import Stopwatch
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.errors import ConfigError
+from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import build_adamw
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
@@ -27,6 +31,11 @@ from megatron.parallel.shard_spec import shard_spec_of
 _NO_CLIPPING = 1.0e30
 
 _PLACEHOLDER = "placeholder_"
+
+# The kind of time that sends and receives of pipeline stages take.
+TRANSFER = "transfer"
+_TRANSFERS = frozenset({"send", "recv", "isend", "irecv"})
+_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce", "broadcast")
 
 # Warnings that torch prints at every step of some layouts because of how DeepSpeed uses it: pipeline stages exchange
 # activations inside a backward pass (gradients cross stages explicitly, so none is lost; tests/parity checks that), and
@@ -63,7 +72,7 @@ def initialize(
     with quiet():
         engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=build_optimizer(optim, module, mesh, freezing),
+            optimizer=build_optimizer(optim, module, mesh, freezing, is_offloaded=_is_offloaded(settings)),
             config=settings,
             mpu=None if mesh.pp.size > 1 else ModelParallelUnit(mesh),
             dist_init_required=False,
@@ -73,6 +82,12 @@ def initialize(
         f"optimizer={type(engine.optimizer).__name__}, ZeRO stage={stage}"
     )
     return engine
+
+
+def _is_offloaded(settings: Mapping[str, Any]) -> bool:
+    """Whether the optimizer's state is in the memory of the host, where it is updated."""
+    zero = settings["zero_optimization"]
+    return bool(zero.get("cpu_offload")) or (zero.get("offload_optimizer") or {}).get("device", "none") == "cpu"
 
 
 def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh) -> None:
@@ -85,7 +100,12 @@ def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh
 
 
 def build_optimizer(
-    optim: OptimConfig, module: nn.Module, mesh: ParallelMesh, freezing: Freezing = EVERYTHING_IS_TRAINED
+    optim: OptimConfig,
+    module: nn.Module,
+    mesh: ParallelMesh,
+    freezing: Freezing = EVERYTHING_IS_TRAINED,
+    *,
+    is_offloaded: bool = False,
 ) -> torch.optim.Optimizer:
     """Builds the optimizer; collective over the pipeline stages.
 
@@ -93,6 +113,9 @@ def build_optimizer(
     matrices have weight decay, biases and norm weights have none, and `lr_multiplier`, an entry of every group, is the
     factor of its learning rate. Adam's epsilon has the same factor, since a gradient is as small as the learning rate
     it calls for. Frozen parameters are in no group.
+
+    Args:
+        is_offloaded: whether the optimizer will work on the CPU, where those made for a GPU do not.
 
     Raises:
         ConfigError: the optimizer is unknown, or its implementation is not installed.
@@ -115,7 +138,8 @@ def build_optimizer(
         for group in groups:
             group["eps"] = optim.adam_eps * group["lr_multiplier"]
         betas = (optim.adam_beta1, optim.adam_beta2)
-        return build_adamw(groups, lr=rate, betas=betas, implementation=mesh.kernels.optimizer)
+        implementation = Implementation.TORCH if is_offloaded else mesh.kernels.optimizer
+        return build_adamw(groups, lr=rate, betas=betas, implementation=implementation)
     if optim.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=rate, momentum=optim.sgd_momentum)
     raise ConfigError(f"--optimizer {optim.optimizer} is not known. Use adam or sgd.")
@@ -172,6 +196,39 @@ def zero_placeholder_gradients(module: nn.Module) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         if name.startswith(_PLACEHOLDER):
             parameter.grad = torch.zeros_like(parameter)
+
+
+@contextlib.contextmanager
+def timed_messages(stopwatch: Stopwatch | None) -> Iterator[None]:
+    """Times what DeepSpeed sends and receives in the block: sends and receives of stages as "transfer"."""
+    backend = deepspeed.comm.comm.cdb
+    if stopwatch is None or backend is None:
+        yield
+        return
+    deepspeed.comm.comm.cdb = _TimedBackend(backend, stopwatch)
+    try:
+        yield
+    finally:
+        deepspeed.comm.comm.cdb = backend
+
+
+class _TimedBackend:
+    """DeepSpeed's way to `torch.distributed`, with a stopwatch around each message."""
+
+    def __init__(self, backend: Any, stopwatch: Stopwatch) -> None:
+        self._backend = backend
+        self._stopwatch = stopwatch
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._backend, name)
+        if name not in _TRANSFERS and not name.startswith(_COLLECTIVES):
+            return found
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with self._stopwatch.running(TRANSFER if name in _TRANSFERS else ""):
+                return found(*arguments, **options)
+
+        return timed
 
 
 @contextlib.contextmanager

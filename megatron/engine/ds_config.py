@@ -38,6 +38,8 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
         raise ConfigError(problems)
     base = _base(config)
     older = extra.pop("bfloat16", {})
+    for done_here in ("curriculum_learning", "data_efficiency", "optimizer"):
+        extra.pop(done_here, None)  # DeepSpeed gets an optimizer, and samples of the length that they are to have
     merged = _merge(base, {**extra, "bf16": {**older, **extra.get("bf16", {})}})
     for place in GOVERNED:
         _keep(merged, base, place)
@@ -117,6 +119,8 @@ def _base(config: RunConfig) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage},
     }
+    if parallel.offloads_optimizer:
+        settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if precision.bf16:
         settings["bf16"] = {"enabled": True}
         settings["data_types"] = {"grad_accum_dtype": "fp32"}

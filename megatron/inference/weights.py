@@ -13,8 +13,7 @@ from megatron.checkpoint import Found, load_newest
 from megatron.errors import CheckpointError
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.pieces import PieceKey, filling
-from megatron.parallel.shard_spec import shard_spec_of
+from megatron.parallel.pieces import PieceKey, filling_weights
 
 
 def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: Found | None = None) -> Found:
@@ -37,11 +36,5 @@ def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: 
 
 
 def wanted_weights(model: nn.Module) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
-    """This rank's shard of every weight, with the function that copies it into place; padding rows are left
-    unchanged. The copy of a weight whose original lies on another pipeline stage asks for the original.
-    """
-    return filling(
-        (PieceKey.of(spec, parameter.global_name, "weight"), parameter.detach().view(-1)[: spec.box_numel])  # type: ignore[attr-defined]
-        for parameter in model.parameters()
-        if (spec := shard_spec_of(parameter)).box_numel
-    )
+    """This rank's shard of every weight, with the function that copies it into place; see `filling_weights`."""
+    return filling_weights(model.parameters())

@@ -99,8 +99,7 @@ class LanguageModelObjective:
 
         Shapes: outputs (logits) `[b, s, v/t]`; labels, loss_mask and sample_weights `[b, s]`; source_ids `[b]`.
         """
-        mask = targets["loss_mask"]
-        weights = targets["sample_weights"] if self.averages_samples else self.position_weights(mask)
+        mask, weights = targets["loss_mask"], self.token_weights(targets)
         of_tokens, gradients = self._token_losses(outputs, targets["labels"], mask, weights, factor)
         losses = of_tokens.cross_entropy * mask  # [b, s]
         metrics: dict[str, torch.Tensor] = {}
@@ -146,6 +145,15 @@ class LanguageModelObjective:
             outputs, labels, axis, vocab_size, with_uniform=is_smoothed, implementation=implementation
         )
         return losses, None
+
+    def token_weights(self, targets: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """How much each token that the loss mask keeps counts in what is minimized; None if all count the same.
+
+        Shapes: result `[b, s]` or `[s]`.
+        """
+        if self.averages_samples:
+            return targets["sample_weights"]
+        return self.position_weights(targets["loss_mask"])
 
     def position_weights(self, mask: torch.Tensor) -> torch.Tensor | None:
         """How much the loss of each position counts in what is minimized; None if all count the same.

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.checkpoint.record import Progress
-from megatron.config import ModelConfig
-from megatron.model.costs import bert_head_cost, block_cost, head_cost
+from megatron.objective.distillation import DISTILLATION_LOSS
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.objective.masked import ORDER_LOSS
 from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
+from megatron.observe.speed.waits import Waits
+from megatron.observe.speed.workload import Workload
 
 
 class StepOutcome(Protocol):
@@ -94,49 +95,6 @@ class SourceLoss:
 
 
 @dataclass(frozen=True)
-class Workload:
-    """The constants of a run that convert samples and seconds into rates.
-
-    Attributes:
-        tokens_per_sample: sequence length.
-        flops_per_sample: FLOPs per sample for forward, backward and recompute.
-        device_count: number of devices.
-        replica_count: number of data-parallel replicas.
-        parameters_without_embeddings: parameters of the whole network without embeddings.
-    """
-
-    tokens_per_sample: int
-    flops_per_sample: float
-    device_count: int = 1
-    replica_count: int = 1
-    parameters_without_embeddings: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        model: ModelConfig,
-        sequence_length: int,
-        *,
-        recomputes: bool = False,
-        device_count: int,
-        replica_count: int,
-        parameters_without_embeddings: int = 0,
-        predicted_share: float = 1.0,
-    ) -> Workload:
-        """The workload of a resolved model on `device_count` devices.
-
-        Args:
-            predicted_share: share of the positions whose logits are computed.
-        """
-        flops = flops_per_sample(model, sequence_length, recomputes, predicted_share)
-        return cls(sequence_length, flops, device_count, replica_count, parameters_without_embeddings)
-
-    def gigaflops_without_embeddings(self, tokens: int) -> float:
-        """GFLOPs for training on `tokens` tokens, by the 6 N rule, without embeddings and recompute."""
-        return 6.0 * tokens * self.parameters_without_embeddings / 1e9
-
-
-@dataclass(frozen=True)
 class Metrics:
     """The metrics of one training step, or their mean over several.
 
@@ -161,8 +119,17 @@ class Metrics:
         z_loss: mean z-loss per token, its coefficient included, over the same steps as `lm_loss`; None without z-loss.
         sample_loss: mean over samples of their mean losses per token, over the same steps as `lm_loss`; None unless
             that is what is minimized.
+        distillation_loss: mean divergence from a teacher per token, its weight included, over the same steps as
+            `lm_loss`; None without a teacher.
         order_loss: mean sentence-order loss per sample, over the same steps as `lm_loss`; None without such a head.
         routing: what the routers did, over the same steps; None without experts.
+        model_flops_utilization_ratio: see `Workload.utilization_ratio`; None where the device's peak is not known.
+        data_wait_seconds: how long a step waited for its batch, on the process that records.
+        communication_seconds: how long a step's messages took there, see `Waits`; None if that was not measured.
+        transfer_seconds: of these, those between pipeline stages; None without a pipeline.
+        bubble_ratio: the idle share of an ideal pipeline, see `Workload.bubble_ratio`; None without one.
+        memory_bytes: the most memory that process has held, see `device.peak_memory_bytes`.
+        eta_seconds: estimated time to the end of the run, evaluations and saves included; None at first.
     """
 
     iteration: int
@@ -185,7 +152,15 @@ class Metrics:
     z_loss: float | None = None
     sample_loss: float | None = None
     order_loss: float | None = None
+    distillation_loss: float | None = None
     routing: RoutingFigures | None = None
+    model_flops_utilization_ratio: float | None = None
+    data_wait_seconds: float | None = None
+    communication_seconds: float | None = None
+    transfer_seconds: float | None = None
+    bubble_ratio: float | None = None
+    memory_bytes: int | None = None
+    eta_seconds: float | None = None
 
 
 def measure(
@@ -198,6 +173,8 @@ def measure(
     seconds: float,
     loss_scale: float | None = None,
     source_names: Sequence[str] = (),
+    waits: Waits | None = None,
+    eta_seconds: float | None = None,
 ) -> Metrics:
     """Builds the record of one step.
 
@@ -210,7 +187,10 @@ def measure(
         seconds: wall time of the step.
         loss_scale: the loss scale; fp16 only.
         source_names: names of the data sources in the outcome's metrics.
+        waits: what the step waited for; None if that is not known.
+        eta_seconds: estimated time to the end of the run.
     """
+    waits = waits or Waits()
     samples_per_second = outcome.sample_count / seconds if seconds > 0.0 else 0.0
     return Metrics(
         iteration=progress.step,
@@ -230,10 +210,18 @@ def measure(
         teraflops_per_device=samples_per_second * workload.flops_per_sample / workload.device_count / 1e12,
         gigaflops_without_embeddings=workload.gigaflops_without_embeddings(progress.consumed_tokens),
         source_losses=source_losses(outcome.metrics, source_names) if source_names else None,
-        z_loss=outcome.metrics[Z_LOSS][0] / max(outcome.token_count, 1) if Z_LOSS in outcome.metrics else None,
+        z_loss=_per_token(outcome, Z_LOSS),
+        distillation_loss=_per_token(outcome, DISTILLATION_LOSS),
         sample_loss=_mean(outcome.metrics.get(SAMPLE_LOSS)),
         order_loss=_mean(outcome.metrics.get(ORDER_LOSS)),
         routing=routing_figures(outcome.metrics),
+        model_flops_utilization_ratio=workload.utilization_ratio(samples_per_second),
+        data_wait_seconds=waits.data_seconds,
+        communication_seconds=waits.communication_seconds,
+        transfer_seconds=waits.transfer_seconds,
+        bubble_ratio=workload.bubble_ratio(outcome.sample_count),
+        memory_bytes=waits.memory_bytes,
+        eta_seconds=eta_seconds,
     )
 
 
@@ -247,24 +235,25 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
     """Combines the records of consecutive steps, as the log line shows them.
 
     The loss is the mean over the steps that were not skipped, so a single NaN makes it NaN. Rates are totals divided by
-    total time. Learning rate, batch size, loss scale, norm and consumed counts are those of the last step; skipped and
-    NaN steps are counted.
+    total time. Learning rate, batch size, loss scale, norm and consumed counts are those of the last step, and so are
+    memory and remaining time; skipped and NaN steps are counted.
     """
     last = steps[-1]
     kept = [step for step in steps if not step.skipped_iterations]
     losses = [step.lm_loss for step in kept]
+    last_ratio = last.model_flops_utilization_ratio
     seconds = math.fsum(step.seconds_per_iteration for step in steps)
 
-    def mean(name: str) -> float | None:
-        """The mean of a loss that not every run has."""
-        known = [value for value in (getattr(step, name) for step in kept) if value is not None]
+    def mean(name: str, over: Sequence[Metrics] = kept) -> float | None:
+        """The mean of a figure that not every run has."""
+        known = [value for value in (getattr(step, name) for step in over) if value is not None]
         return sum(known) / len(known) if known else None
 
     def rate(name: str) -> float:
         """The mean of a rate, weighted by time."""
         if seconds <= 0.0:
             return 0.0
-        return math.fsum(getattr(step, name) * step.seconds_per_iteration for step in steps) / seconds
+        return math.fsum((getattr(step, name) or 0.0) * step.seconds_per_iteration for step in steps) / seconds
 
     return dataclasses.replace(
         last,
@@ -274,12 +263,17 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
         z_loss=mean("z_loss"),
         sample_loss=mean("sample_loss"),
         order_loss=mean("order_loss"),
+        distillation_loss=mean("distillation_loss"),
         routing=mean_routing([step.routing for step in kept if step.routing is not None]),
         skipped_iterations=sum(step.skipped_iterations for step in steps),
         nan_iterations=sum(step.nan_iterations for step in steps),
         samples_per_second=rate("samples_per_second"),
         tokens_per_second=rate("tokens_per_second"),
         teraflops_per_device=rate("teraflops_per_device"),
+        model_flops_utilization_ratio=rate("model_flops_utilization_ratio") if last_ratio is not None else None,
+        data_wait_seconds=mean("data_wait_seconds", steps),
+        communication_seconds=mean("communication_seconds", steps),
+        transfer_seconds=mean("transfer_seconds", steps),
     )
 
 
@@ -311,26 +305,9 @@ class Interval:
         return mean_of(steps) if steps else None
 
 
-def flops_per_sample(
-    model: ModelConfig, sequence_length: int, recomputes: bool = False, predicted_share: float = 1.0
-) -> float:
-    """FLOPs of training on one sequence: 3 times those of the blocks in a forward pass, or 4 times with recompute.
-
-    For GPT-2's network this is upstream's 24 * 3 * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)), which counts attention
-    to all s tokens, and 3/4 of the output head's passes, which it assumes not to be recomputed; so does this, for
-    encoders, whose tokens do attend to all, as well. Of the experts, a token counts those it goes to.
-
-    Args:
-        predicted_share: share of the positions that pass through the heads.
-
-    Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; Narayanan et al. 2021 (arXiv 2104.04473),
-    appendix.
-    """
-    costs = [block_cost(model, layer) for layer in range(model.num_layers)]
-    per_token = sum(cost.flops_per_token + sequence_length * cost.flops_per_token_pair for cost in costs)
-    passes = 4 if recomputes else 3
-    head = bert_head_cost(model) if model.bidirectional else head_cost(model)
-    return passes * sequence_length * (per_token + 0.75 * predicted_share * head.flops_per_token)
+def _per_token(outcome: StepOutcome, name: str) -> float | None:
+    """The mean over tokens of a metric that is a sum over them; None if the step has none."""
+    return outcome.metrics[name][0] / max(outcome.token_count, 1) if name in outcome.metrics else None
 
 
 def _mean(pair: Sequence[float] | None) -> float | None:

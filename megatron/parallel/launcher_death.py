@@ -18,7 +18,7 @@ from megatron.errors import PeerLostError
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 # Words in a launcher's command line. They distinguish a launcher that is process 1 of a container from an init process
 # that adopted the rank.
-_LAUNCHER_WORDS = ("torch", "deepspeed", "mpi", "orte", "prte", "hydra", "pmi_proxy", "slurm", "srun")
+_LAUNCHER_WORDS = ("torch", "deepspeed", "launch.py", "mpi", "orte", "prte", "hydra", "pmi_proxy", "slurm", "srun")
 # Processes besides process 1 that adopt a child whose parent has ended.
 _ADOPTERS = ("systemd", "init", "tini", "dumb-init", "catatonit", "containerd-shim", "docker-init")
 

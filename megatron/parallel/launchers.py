@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.errors import LaunchError
+from megatron.launch.hostlist import expand_hostlist
+from megatron.launch.node import LAUNCH_VARIABLE
 
 _DEFAULT_PORT = 29500  # torch's own
 _LOWEST_JOB_PORT, _JOB_PORTS = 10_000, 20_000  # below Linux's ephemeral ports (32768 and up)
@@ -41,7 +41,8 @@ class Ranks:
     """This process's rank, the number of ranks, and the address where they meet.
 
     Args:
-        launcher: torchrun, deepspeed, srun, mpirun, environment (variables set by hand) or none.
+        launcher: torchrun, deepspeed, launch (tools/launch.py), srun, mpirun, environment (variables set by hand) or
+            none.
         is_one_node: whether all ranks are known to run on this machine.
     """
 
@@ -56,46 +57,7 @@ class Ranks:
     @property
     def has_parent_launcher(self) -> bool:
         """Whether the parent process is a launcher, which the rank must not outlive; a shell is not."""
-        return self.launcher in ("torchrun", "deepspeed", "srun", "mpirun")
-
-
-@dataclass(frozen=True)
-class SlurmJob:
-    """The nodes that Slurm gave to a job, as its batch script or shell sees them.
-
-    Args:
-        hosts: in Slurm's order; rank 0 runs on the first.
-        tasks_per_node: as asked for, else one for each GPU of this node, else one.
-        master_address: the value of MASTER_ADDR, if it is set.
-    """
-
-    job: str
-    hosts: tuple[str, ...]
-    tasks_per_node: int
-    master_address: str | None
-
-    @property
-    def command(self) -> str:
-        """What starts a rank for each task."""
-        return f"srun --nodes={len(self.hosts)} --ntasks-per-node={self.tasks_per_node} python -u"
-
-
-def find_slurm_job(environ: Mapping[str, str]) -> SlurmJob | None:
-    """The job around this process; None outside of one.
-
-    Raises:
-        LaunchError: the node list or a number cannot be read.
-    """
-    nodelist = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
-    if not nodelist:
-        return None
-    tasks_name = next((name for name in ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE") if _given(environ, name)), None)
-    return SlurmJob(
-        environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "?",
-        tuple(expand_nodelist(nodelist)),
-        1 if tasks_name is None else _number(environ, tasks_name),
-        environ.get("MASTER_ADDR") or None,
-    )
+        return self.launcher in ("torchrun", "deepspeed", "launch", "srun", "mpirun")
 
 
 def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None, parent_process_id: int = 0) -> Ranks:
@@ -126,33 +88,13 @@ def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None,
     return Ranks(0, 1, 0, "127.0.0.1", _DEFAULT_PORT, "none", is_one_node=True)
 
 
-def expand_nodelist(nodelist: str) -> list[str]:
-    """Expands Slurm's shorthand for host names: `node[003-004,011],login` is node003, node004, node011, login.
-
-    Raises:
-        LaunchError: unmatched brackets or a malformed range.
-
-    Source: the hostlist expressions of `scontrol show hostnames`.
-    """
-    hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist):
-        pieces = re.split(r"\[([^\[\]]*)\]", item)
-        choices = [_expand_range(piece, nodelist) if index % 2 else [piece] for index, piece in enumerate(pieces)]
-        hosts.extend("".join(parts) for parts in itertools.product(*choices))
-    if (
-        not hosts
-        or nodelist.count("[") != nodelist.count("]")
-        or re.search(r"\[[^\]]*\[|\][^\[]*\]|^[^\[]*\]", nodelist)
-    ):
-        raise LaunchError(
-            f"Cannot read the node list {nodelist!r} (SLURM_STEP_NODELIST or SLURM_JOB_NODELIST). It must look like "
-            f"node[003-007,011]; set MASTER_ADDR to the host of rank 0 instead."
-        )
-    return hosts
-
-
 def _from_environment(environ: Mapping[str, str], flag: int | None) -> Ranks:
     rank = _number(environ, "RANK")
+    if rank > 0 and not _given(environ, "WORLD_SIZE"):
+        raise LaunchError(
+            f"RANK={rank} is set but WORLD_SIZE is not, so the number of ranks is not known. Start the ranks with "
+            f"torchrun, deepspeed, srun or mpirun, or set WORLD_SIZE; unset RANK for a single process."
+        )
     world_size = _number(environ, "WORLD_SIZE") if _given(environ, "WORLD_SIZE") else 1
     _check_rank(rank, world_size, "RANK", "WORLD_SIZE")
     if world_size > 1 and not _given(environ, "MASTER_ADDR"):
@@ -162,6 +104,8 @@ def _from_environment(environ: Mapping[str, str], flag: int | None) -> Ranks:
         )
     if _given(environ, "TORCHELASTIC_RUN_ID"):
         launcher = "torchrun"
+    elif _given(environ, LAUNCH_VARIABLE):
+        launcher = "launch"
     else:
         launcher = "deepspeed" if _given(environ, "CROSS_SIZE") else "environment"
     local = _local_rank(environ, flag, rank, world_size)
@@ -221,22 +165,8 @@ def _slurm_job(environ: Mapping[str, str]) -> str | None:
 def _first_slurm_host(environ: Mapping[str, str]) -> str | None:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if _given(environ, name):
-            return expand_nodelist(environ[name])[0]
+            return expand_hostlist(environ[name])[0]
     return None
-
-
-def _expand_range(piece: str, nodelist: str) -> list[str]:
-    numbers: list[str] = []
-    for part in piece.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(first) > int(last):
-            raise LaunchError(
-                f"Cannot read the range {part!r} in the node list {nodelist!r}. It must look like 003-007; set "
-                f"MASTER_ADDR to the host of rank 0 instead."
-            )
-        numbers.extend(f"{value:0{len(first)}d}" for value in range(int(first), int(last) + 1))
-    return numbers
 
 
 def _local_rank(environ: Mapping[str, str], flag: int | None, rank: int, world_size: int) -> int:
@@ -278,11 +208,23 @@ def _port(environ: Mapping[str, str], job: str | None = None) -> int:
 
 
 def _check_rank(rank: int, world_size: int, rank_name: str, size_name: str) -> None:
+    if world_size < 1:
+        raise LaunchError(
+            f"{size_name}={world_size} is no number of ranks. It must be at least 1; unset {rank_name} and {size_name} "
+            f"for a single process."
+        )
     if not 0 <= rank < world_size:
+        advice = "set both variables, or use torchrun, which does"
+        if rank_name != "RANK":
+            advice = f"unset both if another job left them behind, and start the ranks with {_starter(rank_name)}"
         raise LaunchError(
             f"{rank_name}={rank} does not fit {size_name}={world_size}. A rank must be between 0 and {world_size - 1}; "
-            f"set both variables, or use torchrun, which does."
+            f"{advice}."
         )
+
+
+def _starter(rank_name: str) -> str:
+    return "srun" if rank_name.startswith("SLURM") else "mpirun"
 
 
 def _check_world_size(environ: Mapping[str, str], world_size: int, size_name: str) -> None:
@@ -299,6 +241,11 @@ def _given(environ: Mapping[str, str], name: str) -> bool:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
+    if not text:
+        raise LaunchError(
+            f"{name} is not set, although other variables say that a launcher started this process. Start it with that "
+            f"launcher, or unset the variables if another job left them behind."
+        )
     try:
         return int(text)
     except ValueError:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from megatron.parallel.shard_spec import ShardSpec
+from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
 Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq"]
 
@@ -69,6 +69,19 @@ def filling(
     """
     for key, target in targets:
         yield key, _filler(target)
+
+
+def filling_weights(
+    parameters: Iterable[torch.Tensor],
+) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
+    """This rank's shard of every weight, with the function that copies it into place; padding rows are left
+    unchanged. The copy of a weight whose original lies on another pipeline stage asks for the original.
+    """
+    return filling(
+        (PieceKey.of(spec, parameter.global_name, "weight"), parameter.detach().view(-1)[: spec.box_numel])  # type: ignore[attr-defined]
+        for parameter in parameters
+        if (spec := shard_spec_of(parameter)).box_numel
+    )
 
 
 def _filler(target: torch.Tensor) -> Callable[[torch.Tensor], None]:

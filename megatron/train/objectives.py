@@ -69,8 +69,9 @@ def step_settings(config: RunConfig) -> StepSettings:
         has_predicted=masked,
         dtype=getattr(torch, config.precision.dtype_name),
         explicit_attention=not config.kernels.fused_attention,
-        # ZeRO-3 takes the weight of the head apart again before the losses are computed.
-        factored_logits=not masked and config.parallel.effective_zero_stage < 3,
+        # ZeRO-3 takes the weight of the head apart again before the losses are computed; a teacher's logits are
+        # compared with those of the network, which then have to be there.
+        factored_logits=not (masked or config.distillation.is_on or config.parallel.effective_zero_stage == 3),
     )
 
 

@@ -182,7 +182,7 @@ def load_tensors(control: ControlConfig, engine: Engine, saved: SavedRun | None)
     """
     if saved is None:
         return None, Progress()
-    with_optimizer = not (control.finetune or control.no_load_optim)
+    with_optimizer = control.takes_optimizer_state
     if with_optimizer and not saved.record.has_optimizer_state:
         raise CheckpointError(
             f"the checkpoint in {control.load} was saved with --no-save-optim and holds no optimizer state. Resume "
@@ -204,7 +204,8 @@ def load_tensors(control: ControlConfig, engine: Engine, saved: SavedRun | None)
     if with_optimizer:
         engine.restore_loss_scale(record.loss_scale)
     if control.finetune:
-        log.info(f"finetuning the weights of {loaded.path} from iteration 0")
+        what = "weights and optimizer state" if with_optimizer else "weights"
+        log.info(f"finetuning the {what} of {loaded.path} from iteration 0")
         return record, Progress()
     engine.gate.restore(record.recent)
     progress = record.progress
@@ -336,7 +337,8 @@ def _own_finetuning(control: ControlConfig, base: SavedRun, secondary: Path | No
 def _resuming_itself(control: ControlConfig) -> ControlConfig:
     """The flags of a fine-tuning that has saved before, as those of a resume; what named the base does not apply."""
     log.info(f"this fine-tuning has saved before (--save {control.save}) and continues from there")
-    changes: Mapping[str, Any] = {"finetune": False, "no_load_optim": False, "ckpt_step": None, "load_tag": None}
+    switches = dict.fromkeys(("finetune", "reset_iteration", "no_load_optim"), False)
+    changes: Mapping[str, Any] = {**switches, "ckpt_step": None, "load_tag": None}
     return dataclasses.replace(control, load=control.save, **changes)
 
 

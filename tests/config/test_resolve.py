@@ -117,6 +117,16 @@ def test_backend() -> None:
     assert resolved("--distributed-backend gloo", device="cuda").parallel.distributed_backend == "gloo"
 
 
+def test_the_optimizer_leaves_a_gpu_only() -> None:
+    here, there = resolved("--cpu-optimizer"), resolved("--cpu-optimizer", device="cuda")
+    assert (here.parallel.offloads_optimizer, there.parallel.offloads_optimizer) == (False, True)
+    sentence = "--cpu-optimizer: this machine has no GPU, so the optimizer's state is in its memory already."
+    assert here.notices == (sentence,) and there.notices == ()
+    assert not resolved(device="cuda").parallel.offloads_optimizer
+    with pytest.raises(ConfigError, match=r"--cpu-optimizer does not go with --zero-stage 0.* Use --zero-stage 1"):
+        resolved("--cpu-optimizer --zero-stage 0", device="cuda")
+
+
 @pytest.mark.parametrize(("text", "stage", "notices"), [("", 0, 0), ("--bf16", 1, 1), ("--fp16", 1, 1)])
 def test_half_precision_has_no_stage_0(text: str, stage: int, notices: int) -> None:
     config = resolved(f"--zero-stage 0 {text}", fp16=True)

@@ -30,7 +30,7 @@ def resolved(text: str = "", drop: str = "") -> RunConfig:
 
 def test_a_request_and_a_run_have_the_same_sections() -> None:
     asked, decided = sections_of(RunRequest), sections_of(RunConfig)
-    assert list(asked) == list(decided) and len(asked) == 15
+    assert list(asked) == list(decided) and len(asked) == 16
     assert all(issubclass(decided[name], asked[name]) for name in asked)
     assert (asked["model"], decided["model"]) == (ModelRequest, ModelConfig)
 

@@ -34,9 +34,9 @@ FP16 = {
 }
 
 
-def run(text: str = "", world_size: int = 1) -> RunConfig:
+def run(text: str = "", world_size: int = 1, device_type: str = "cpu") -> RunConfig:
     """The small command line, resolved on a machine that can do every dtype."""
-    return resolve(small(text), Machine("cpu", world_size, True, True), TokenizerFacts(1000, 999, "f"))
+    return resolve(small(text), Machine(device_type, world_size, True, True), TokenizerFacts(1000, 999, "f"))
 
 
 def written(folder: Path, content: Any) -> str:
@@ -180,10 +180,20 @@ def test_what_does_not_fit_the_run_is_refused(
         deepspeed_config(config)
 
 
+def test_the_optimizer_moves_to_the_host_where_there_is_a_device_to_leave(tmp_path: Path) -> None:
+    def zero(text: str, device_type: str) -> Any:
+        return deepspeed_config(run(text, device_type=device_type))["zero_optimization"]
+
+    offloaded = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    assert zero("--cpu-optimizer", "cuda") == offloaded and zero("--cpu-optimizer", "cpu") == {"stage": 1}
+    pinned = written(tmp_path, {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True}}})
+    assert zero(f"--cpu-optimizer {pinned}", "cuda")["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+
+
 def test_a_file_that_is_changed_for_the_worse_after_the_start_is_refused(tmp_path: Path) -> None:
     config = run(written(tmp_path, {}))
-    written(tmp_path, {"optimizer": {"type": "Adam"}, "scheduler": {"type": "x"}, "warp_drive": 2})
-    with pytest.raises(ConfigError, match=r'"optimizer" cannot be set here: .*--optimizer') as caught:
+    written(tmp_path, {"optimizer": {"type": "Lamb"}, "scheduler": {"type": "x"}, "warp_drive": 2})
+    with pytest.raises(ConfigError, match=r'"optimizer.type" must be one of Adam') as caught:
         deepspeed_config(config)
     assert len(caught.value.problems) == 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.errors import LaunchError
-from megatron.parallel.launchers import discover_ranks, expand_nodelist, find_slurm_job
+from megatron.parallel.launchers import discover_ranks
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -39,6 +39,7 @@ HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
     ("environ", "flag", "expected"),
     [
         (TORCHRUN, None, (3, 4, 1, "head", 1234, "torchrun")),
+        ({**BY_HAND, "LOCAL_RANK": "1", "MEGATRON_LAUNCH": "1"}, None, (1, 2, 1, "h", 29500, "launch")),
         (DEEPSPEED, None, (1, 2, 1, "127.0.0.1", 29500, "deepspeed")),
         (DEEPSPEED, 0, (1, 2, 1, "127.0.0.1", 29500, "deepspeed")),
         ({**TORCHRUN, **SRUN}, None, (3, 4, 1, "head", 1234, "torchrun")),
@@ -65,7 +66,7 @@ def test_every_launcher_is_read(environ: dict[str, str], flag: int | None, expec
     assert (found.rank, found.world_size, found.local_rank) == (rank, world_size, local_rank)
     assert (found.master_address, found.launcher) == (address, launcher)
     assert port is None or found.master_port == port
-    assert found.has_parent_launcher == (launcher in ("torchrun", "deepspeed", "srun", "mpirun"))
+    assert found.has_parent_launcher == (launcher in ("torchrun", "deepspeed", "launch", "srun", "mpirun"))
 
 
 def test_port_is_the_jobs_own() -> None:
@@ -90,7 +91,8 @@ def test_a_single_node_is_recognized() -> None:
     ("environ", "flag", "words"),
     [
         ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "h"}, None, "RANK=4 does not fit WORLD_SIZE=4"),
-        ({"RANK": "1"}, None, "RANK=1 does not fit WORLD_SIZE=1"),
+        ({"RANK": "1"}, None, "RANK=1 is set but WORLD_SIZE is not, so the number of ranks is not known"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, None, "WORLD_SIZE=0 is no number of ranks. It must be at least 1"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, None, "MASTER_ADDR is not"),
         ({"RANK": "zero"}, None, "RANK='zero' is not a whole number"),
         ({"WORLD_SIZE": "2"}, None, "WORLD_SIZE=2 is set but RANK is not"),
@@ -102,53 +104,11 @@ def test_a_single_node_is_recognized() -> None:
         ({**OPEN_MPI, "WORLD_SIZE": "4"}, None, "WORLD_SIZE=4 contradicts OMPI_COMM_WORLD_SIZE=2"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None,
          "mpirun -x MASTER_ADDR=HOST"),
-        ({**SRUN, "SLURM_PROCID": "8"}, None, "SLURM_PROCID=8 does not fit SLURM_STEP_NUM_TASKS=8"),
+        ({**SRUN, "SLURM_PROCID": "8"}, None, "SLURM_PROCID=8 does not fit SLURM_STEP_NUM_TASKS=8.*ranks with srun"),
         ({**SRUN, "SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, None, "neither SLURM_STEP_NODELIST nor"),
-        ({**SRUN, "SLURM_LOCALID": ""}, None, "SLURM_LOCALID='' is not a whole number"),
+        ({**SRUN, "SLURM_LOCALID": ""}, None, "SLURM_LOCALID is not set, although other variables"),
     ],
 )  # fmt: skip
 def test_contradictions_are_rejected(environ: dict[str, str], flag: int | None, words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         discover_ranks(environ, local_rank=flag)
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "hosts"),
-    [
-        ("node1", ["node1"]),
-        ("node[003-005,011]", ["node003", "node004", "node005", "node011"]),
-        ("a,b[1-2],c-d", ["a", "b1", "b2", "c-d"]),
-        ("r[1-2]n[09-10]", ["r1n09", "r1n10", "r2n09", "r2n10"]),
-        ("n[1-2]-ib.cluster", ["n1-ib.cluster", "n2-ib.cluster"]),
-        ("n[98-101]", ["n98", "n99", "n100", "n101"]),
-    ],
-)
-def test_nodelist_expands(nodelist: str, hosts: list[str]) -> None:
-    assert expand_nodelist(nodelist) == hosts
-
-
-def test_a_slurm_job_is_read() -> None:
-    batch = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[003-007,011]"}
-    assert find_slurm_job({}) is None
-    job = find_slurm_job({**batch, "SLURM_GPUS_ON_NODE": "4"})
-    assert job is not None and (job.job, job.hosts[0], len(job.hosts), job.master_address) == ("77", "node003", 6, None)
-    assert job.command == "srun --nodes=6 --ntasks-per-node=4 python -u"
-    asked = find_slurm_job({**batch, "SLURM_GPUS_ON_NODE": "4", "SLURM_NTASKS_PER_NODE": "2", "MASTER_ADDR": "x"})
-    assert asked is not None and (asked.tasks_per_node, asked.master_address) == (2, "x")
-
-
-def test_a_slurm_number_that_is_none_is_refused() -> None:
-    with pytest.raises(LaunchError, match="SLURM_NTASKS_PER_NODE='two' is not a whole number"):
-        find_slurm_job({"SLURM_JOB_NODELIST": "a", "SLURM_NTASKS_PER_NODE": "two"})
-
-
-@pytest.mark.parametrize("nodelist", ["", "node[1-2", "node1-2]", "node[[1]]"])
-def test_broken_nodelist_is_refused(nodelist: str) -> None:
-    with pytest.raises(LaunchError, match="Cannot read the node list"):
-        expand_nodelist(nodelist)
-
-
-@pytest.mark.parametrize("nodelist", ["node[5-3]", "node[a-b]", "node[]"])
-def test_broken_range_is_refused(nodelist: str) -> None:
-    with pytest.raises(LaunchError, match="Cannot read the range"):
-        expand_nodelist(nodelist)

@@ -181,6 +181,17 @@ def test_finetuning_takes_only_the_weights(
     assert "finetuning the weights" in capsys.readouterr().err
 
 
+def test_a_reset_iteration_takes_the_moments_as_well(
+    engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    control = control_config(load=str(saved(tmp_path / "c")), reset_iteration=True)
+    assert control.finetune and not control_config(reset_iteration=True, no_load_optim=True).takes_optimizer_state
+    record, progress = load_tensors(control, engine, saved_run())
+    assert (record, progress) == (RECORD, Progress())
+    assert (engine.asked, engine.updates, engine.loss_scales) == ([True], [4], [{"cur_scale": 8.0}])
+    assert "finetuning the weights and optimizer state" in capsys.readouterr().err
+
+
 def test_training_continues_without_optimizer_state(engine: FakeEngine, tmp_path: Path) -> None:
     control = control_config(load=str(saved(tmp_path / "c")), no_load_optim=True)
     _, progress = load_tensors(control, engine, saved_run())
@@ -319,7 +330,7 @@ def test_a_run_is_not_continued_into_the_folder_of_another(tmp_path: Path) -> No
 @pytest.mark.parametrize("run_id", [ONE, ""], ids=["run", "weights"])
 def test_a_fine_tuning_continues_its_own_progress(tmp_path: Path, run_id: str) -> None:
     base, own = saved(tmp_path / "base", 4, run_id=run_id), tmp_path / "own"
-    flags = {"load": str(base), "finetune": True}
+    flags = {"load": str(base), "finetune": True, "reset_iteration": True}
     first = started(own, **flags)
     assert first.control.finetune and first.saved is not None and first.identity.run_id not in (ONE, "")
     again = started(own, **flags, no_load_optim=True)
@@ -330,6 +341,7 @@ def test_a_fine_tuning_continues_its_own_progress(tmp_path: Path, run_id: str) -
             (own / "run.json").unlink()
         resumed = started(own, **flags, no_load_optim=True, ckpt_step=4)
         assert resumed.identity == first.identity == read_identity(own)
+        assert not resumed.control.reset_iteration
         assert (resumed.control.finetune, resumed.control.load, resumed.control.load_step) == (False, str(own), None)
         assert not resumed.control.no_load_optim
         assert resumed.saved is not None and resumed.saved.record.progress.step == 2

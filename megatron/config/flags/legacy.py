@@ -84,7 +84,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("mlp_type:str=standard",),
     ),
     ("it is an older router. Use --num-experts with --moe-router-topk 1.", ("num_experts_switch:int",)),
-    ("distillation is not supported. Train without a teacher: drop the flag.", ("kd", "mos", "load_teacher:str")),
     (
         "all weights have one learning rate. Use --lr, or --use-mup for learning rates by kind of parameter.",
         ("decoupled_lr:float", "decoupled_min_lr:float"),
@@ -102,9 +101,9 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     (
-        "weights and optimizer state stay on the device. Use --zero-stage 3 or --tensor-model-parallel-size for "
-        "models that do not fit.",
-        ("remote_device:str=none", "cpu_optimizer"),
+        "it names a place for weights. Use --cpu-optimizer for the optimizer's state, and for weights --zero-stage 3 "
+        "with an offload_param section in a --deepspeed_config file.",
+        ("remote_device:str=none",),
     ),
     (
         "8-bit optimizer state is not supported. Use --optimizer adam with --zero-stage 1 or more.",
@@ -119,9 +118,11 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "every epoch is shuffled already, and there is only one loader. Drop the flag.",
         ("dataloader_type:str=single",),
     ),
+    ("every layer sees every token. Drop the flag to train without dropped tokens.", ("random_ltd",)),
     (
-        "curricula and dropped tokens are not supported. Drop the flag.",
-        ("random_ltd", "data_efficiency_curriculum_learning"),
+        "samples are not ordered by what DeepSpeed's data analyzer found in them. Drop the flag, or use "
+        "--curriculum-learning for a curriculum by sequence length.",
+        ("data_efficiency_curriculum_learning",),
     ),
     (
         "the order of samples follows from the data and the seed, and index files are found by their content. Use "
@@ -145,10 +146,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "flags are not read from a checkpoint. Repeat the command, or give --config RUN_DIR/config.json of the run "
         "that saved it.",
         ("use_checkpoint_args", "use_mp_args_from_checkpoint_args"),
-    ),
-    (
-        "the step count cannot restart without the data. Use --finetune, which takes the weights and starts at step 0.",
-        ("reset_iteration",),
     ),
     (
         "the trainer does not generate text. Use tools/generate_samples_gpt.py to generate text.",
@@ -244,9 +241,9 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "contigious_checkpointing",
             "checkpoint_in_cpu",
             "synchronize_each_layer",
-            "profile_backward",
         ),
     ),
+    ("--profile records what is recomputed with everything else.", ("profile_backward",)),
     ("torch's fused AdamW is the default.", ("cpu_torch_adam", "ds_fused_adam")),
     # experts
     (
@@ -334,13 +331,6 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "inference_batch_times_seqlen_threshold:int=512",
             "max_tokens_to_oom:int=12000",
             "bert_embedder_type:str=megatron",
-            "kd_alpha_ce:float=1",
-            "kd_beta_ce:float=1",
-            "kd_temp:float=1.0",
-            "num_experts_teacher:int*=1",
-            "num_layers_teacher:int",
-            "hidden_size_teacher:int",
-            "num_attention_heads_teacher:int",
             "use_dataset_only",
             "classes_fraction:float=1.0",
             "data_per_class_fraction:float=1.0",
@@ -386,16 +376,6 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("it saves memory and changes no result; --checkpoint-activations saves more.", ("sequence_parallel",)),
     ("every block is recomputed alike; which are kept changes memory, not results.", ("recompute_method:str=uniform",)),
-    (
-        "no profile is written; run the command under a profiler.",
-        (
-            "profile:str*",
-            "profile_steps:str=2,3",
-            "profile_ranks:int*",
-            "profile_step_start:int",
-            "profile_step_end:int",
-        ),
-    ),
     ("every operation used can be exported, and there is no exporter to ONNX.", ("onnx_safe",)),
     ("no code of a tokenizer's author is run; a tokenizer.json needs none.", ("trust_remote_code",)),
     (
@@ -430,7 +410,6 @@ _SPELLED: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
         "cpu_torch_adam": ("--cpu_torch_adam",),
         "ds_fused_adam": ("--ds_fused_adam",),
         "deepspeed_mpi": ("--deepspeed_mpi",),
-        "profile_steps": ("--profile_steps",),
         "zero_contigious_gradients": ("--zero-contiguous-gradients",),
         "contigious_checkpointing": ("--contiguous-checkpointing",),
     }
@@ -462,10 +441,7 @@ def _read(spec: str, status: str, reason: str) -> Legacy:
     name, _, kind = written.partition(":")
     many = kind.endswith("*")
     element = _TYPES[kind.rstrip("*")]
-    values = tuple(
-        element(word)
-        for word in (harmless.split(",") if harmless and name != "profile_steps" else [harmless] if harmless else [])
-    )
+    values = tuple(element(word) for word in (harmless.split(",") if harmless else []))
     facts = FlagFacts(help=reason, spelled=_SPELLED.get(name, ()), numeric=True)
     default = False if element is bool else values[0] if values else None
     return Legacy(

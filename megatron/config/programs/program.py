@@ -45,10 +45,15 @@ class ProgramFlags(ConfigSection, ABC):
 Flags = TypeVar("Flags", bound=ProgramFlags)
 
 
-def read_program(cls: type[Flags], argv: Sequence[str], prog: str, description: str) -> tuple[Flags, list[str]]:
+def read_program(
+    cls: type[Flags], argv: Sequence[str], prog: str, description: str, *, unnamed: str | None = None
+) -> tuple[Flags, list[str]]:
     """Reads a program's command line; prints the help and exits for `--help`.
 
     A flag of the trainer is not available under a spelling that the program uses itself.
+
+    Args:
+        unnamed: the flag that words before the first flag belong to.
 
     Returns:
         the program's own flags, and the words of the trainer's flags as they were given.
@@ -57,6 +62,8 @@ def read_program(cls: type[Flags], argv: Sequence[str], prog: str, description: 
         ConfigError: with everything that is wrong with the program's own flags and unknown or unreadable flags, at
             once. The rules of the trainer's flags are checked where its words are parsed.
     """
+    if unnamed is not None and argv and not argv[0].startswith("-"):
+        argv = [unnamed, *argv]
     own = {_OWN + flag.field: flag for flag in flags_of(cls)}
     taken = {spelling for flag in own.values() for spelling in flag.spellings}
     fields = field_flags()

@@ -34,6 +34,7 @@ class ControlConfig(ConfigSection):
     load_tag: str | None = flag(None, "the same as a name, such as iter_0000500 or global_step500")
     no_load_optim: bool = flag(False, "take the weights of a checkpoint but not its optimizer state")
     finetune: bool = flag(False, "take only the weights of a checkpoint and start at step 0")
+    reset_iteration: bool = flag(False, "as --finetune, but with the optimizer state of the checkpoint")
     from_scratch: bool = flag(False, "start at step 0 although --load or --save holds checkpoints")
     exit_on_missing_checkpoint: bool = flag(False, "stop with an error if --load holds no checkpoint")
     log_interval: int = flag(100, "steps between log lines", at_least=1)
@@ -47,6 +48,12 @@ class ControlConfig(ConfigSection):
         None,
         "YAML or JSON file of tasks (see docs/evaluation.md) that every evaluation also runs; results join the metrics",
     )
+    sample_prompts: str | None = flag(
+        None,
+        "text file with one prompt a line; every evaluation continues them greedily and writes samples.jsonl into the "
+        "run folder",
+    )
+    sample_tokens: int = flag(32, "most new tokens of each sample of --sample-prompts", at_least=1)
     eval_only: bool = flag(False, "evaluate the loaded checkpoint and exit", spelled=("--skip-train",), numeric=True)
     exit_interval: int | None = flag(None, "save and exit when the step is a multiple of this", at_least=1)
     exit_duration_in_mins: int | None = flag(None, "save and exit after this many minutes", at_least=0)
@@ -122,6 +129,11 @@ class ControlConfig(ConfigSection):
         return tuple(merged)
 
     @property
+    def takes_optimizer_state(self) -> bool:
+        """Whether the moments of the checkpoint in --load are taken over with its weights."""
+        return not self.no_load_optim and (self.reset_iteration or not self.finetune)
+
+    @property
     def load_step(self) -> int | None:
         """The step of the checkpoint that is asked for; None for the newest."""
         named = None if self.load_tag is None else _TAG.fullmatch(self.load_tag)
@@ -135,6 +147,10 @@ class ControlConfig(ConfigSection):
             yield f"--load-tag {self.load_tag} and --ckpt-step {self.ckpt_step} name two steps. Drop one of them."
         if self.load_step is not None and self.load is None:
             yield f"--ckpt-step {self.load_step} needs --load, the folder that holds that checkpoint."
+
+    def complete(self) -> None:
+        if self.reset_iteration:
+            self.set_derived("finetune", True)
 
     def problems(self) -> Iterator[str]:
         yield from self._step_problems()

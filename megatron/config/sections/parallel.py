@@ -22,6 +22,12 @@ class ParallelRequest(ConfigSection):
         "what is sharded over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights",
         choices=(0, 1, 2, 3),
     )
+    elastic: bool = flag(
+        False, "if the layout does not fit the number of processes, choose one that does and keeps the global batch"
+    )
+    cpu_optimizer: bool = flag(
+        False, "keep the optimizer's state, and update, in the memory of the host; the GPUs hold weights and gradients"
+    )
     pp_partition_method: str | None = flag(None, "how blocks are spread over pipeline stages; evenly if unset")
     distributed_backend: str | None = flag(
         None, "communication library; nccl on CUDA and gloo on CPU if unset", choices=("nccl", "gloo")
@@ -87,3 +93,6 @@ class ParallelConfig(ParallelRequest):
     world_size: int = derived("processes of the run")
     data_parallel_size: int = derived("replicas of the model")
     effective_zero_stage: int = derived("the ZeRO stage DeepSpeed is given")
+    offloads_optimizer: bool = derived(
+        "whether the optimizer's state is moved from the device to the host", default=False
+    )

@@ -42,7 +42,7 @@ def find_freezing(
     Raises:
         ConfigError: a pattern matches nothing, or nothing is left to train.
     """
-    continued = None if record is None or control.finetune or control.no_load_optim else record
+    continued = record if control.takes_optimizer_state else None
     before = () if continued is None else _patterns(continued.config)
     began_at = {} if continued is None else continued.began_at
     if not finetuning.freeze and not before and not began_at:

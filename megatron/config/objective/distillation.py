@@ -1,0 +1,76 @@
+"""Distillation: training towards the outputs of a trained network as well as towards the labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection
+
+
+@dataclass(frozen=True)
+class DistillationConfig(ConfigSection):
+    """The teacher, and how much its outputs count.
+
+    The architecture of the teacher is in its checkpoint. The flags that describe it as well are checked against that.
+
+    Source of the flags: deepspeedai Megatron-DeepSpeed `megatron/arguments.py`, `_add_distillation_args`. There the end
+    of the distillation has no flag: the run is started again without --mos.
+    """
+
+    kd: bool = flag(False, "distill: train towards the outputs of a teacher as well (--load-teacher)")
+    mos: bool = flag(False, "the same under another name: a mixture of students, usually for --kd-iters steps")
+    load_teacher: str | None = flag(
+        None, "the teacher: a folder of checkpoints, of which the newest that verifies is taken, or one checkpoint"
+    )
+    kd_alpha_ce: float = flag(1.0, "weight of the loss on the labels, which upstream always has at 1", at_least=0)
+    kd_beta_ce: float = flag(1.0, "weight of the divergence from the teacher", at_least=0)
+    kd_temp: float = flag(1.0, "temperature of both distributions in the divergence", above=0)
+    kd_iters: int | None = flag(
+        None,
+        "distill for this many iterations from the start and train on the labels alone after; all if unset",
+        at_least=1,
+    )
+    num_layers_teacher: int | None = flag(
+        None, "transformer blocks of the teacher, if they are to be checked", at_least=1
+    )
+    hidden_size_teacher: int | None = flag(None, "width of the teacher, if it is to be checked", at_least=1)
+    num_attention_heads_teacher: int | None = flag(
+        None, "attention heads of the teacher, if they are to be checked", at_least=1
+    )
+    num_experts_teacher: int | None = flag(
+        None, "feed-forward networks per layer of the teacher, if they are to be checked", at_least=1, repeated=True
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a teacher is used at all."""
+        return self.kd or self.mos
+
+    @property
+    def teacher_shape(self) -> dict[str, int]:
+        """What was given of the teacher's architecture, by field of the architecture."""
+        given = {
+            "num_layers": self.num_layers_teacher,
+            "hidden_size": self.hidden_size_teacher,
+            "num_attention_heads": self.num_attention_heads_teacher,
+            "num_experts": self.num_experts_teacher,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def is_over(self, step: int) -> bool:
+        """Whether a run that has made so many steps is to go on without the teacher."""
+        return not self.is_on or (self.kd_iters is not None and step >= self.kd_iters)
+
+    def problems(self) -> Iterator[str]:
+        if self.is_on and self.load_teacher is None:
+            name = "--kd" if self.kd else "--mos"
+            yield f"{name} needs --load-teacher, the folder of the checkpoint of the teacher."
+        if self.load_teacher is not None and not self.is_on:
+            yield (
+                f"--load-teacher {self.load_teacher} is given without --kd or --mos, so nothing would be learned from "
+                "the teacher. Add --kd, or drop --load-teacher."
+            )
+        if self.is_on and self.kd_alpha_ce == self.kd_beta_ce == 0:
+            yield "--kd-alpha-ce 0 and --kd-beta-ce 0 leave nothing to minimize. Give at least one of them a weight."

@@ -1,0 +1,150 @@
+"""How a request is laid out over a number of processes: whether it fits them, and for --elastic a layout that does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from megatron.config.layout import divisors, layout_problems, nearest_layouts
+from megatron.config.run import RunRequest
+from megatron.config.sections.optim import OptimRequest
+from megatron.errors import ConfigError
+
+
+def world_problems(request: RunRequest, world_size: int) -> list[str]:
+    """One sentence for everything about a request that does not fit so many processes.
+
+    Batches are only looked at if the layout fits, since without one there is no number of replicas to share them, and
+    if their sizes do not contradict each other already.
+    """
+    model, parallel = request.model, request.parallel
+    misfits = layout_problems(
+        world_size,
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        split_sizes=(model.num_attention_heads, *model.widths.values()),
+        most_stages=1 if parallel.zero_stage >= 2 else model.num_layers,
+    )
+    found = list(misfits)
+    if found or any(request.optim.all_problems()):
+        return found
+    return batch_sizes(request.optim, world_size // parallel.model_parallel_size)[2]
+
+
+def batch_sizes(optim: OptimRequest, replicas: int) -> tuple[int, int, list[str]]:
+    """The micro-batch, the global batch, and what is wrong with them."""
+    micro, batch = optim.micro_batch_size, optim.global_batch_size
+    if batch is None:
+        size = micro or 1
+        return size, size * replicas, []
+    if micro is None:
+        return _whole_share(optim, batch, replicas)
+    problems = []
+    unit = micro * replicas
+    if batch % unit:
+        lower = batch // unit * unit
+        problems.append(
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x {replicas} data-parallel "
+            f"replicas = {unit}. Use {f'{lower} or ' if lower else ''}{lower + unit}."
+        )
+    ramp = optim.rampup_batch_size
+    if ramp is not None and (ramp[0] % unit or ramp[1] % unit):
+        problems.append(
+            f"--rampup-batch-size {ramp[0]} {ramp[1]} {ramp[2]}: start and increment must be multiples of "
+            f"--micro-batch-size {micro} x {replicas} data-parallel replicas = {unit}. Use multiples of {unit} or "
+            "fewer processes."
+        )
+    return micro, batch, problems
+
+
+def fit_layout(request: RunRequest, world_size: int) -> tuple[RunRequest, Sequence[str]]:
+    """Changes the layout of a run of --elastic that does not fit so many processes; leaves all others alone.
+
+    Tensor parallelism is kept if a legal layout has it, else pipeline parallelism, else the nearest layout is taken.
+    The global batch stays the same, so the losses do, too. If no layout shares it in whole micro-batches, these are
+    made smaller.
+
+    Returns:
+        the request, and what the user should know.
+
+    Raises:
+        ConfigError: no layout is legal.
+    """
+    optim = request.optim
+    if not request.parallel.elastic or not world_problems(request, world_size):
+        return request, ()
+    found = _legal_request(request, world_size)
+    if found is not None:
+        return found, (_choice(request, found, world_size),)
+    fewer = next(size for size in range(world_size - 1, 0, -1) if _legal_request(request, size) is not None)
+    raise ConfigError(
+        f"--elastic finds no layout for {world_size} processes that shares --global-batch-size "
+        f"{optim.global_batch_size} evenly and divides {request.model.num_attention_heads} heads and "
+        f"{request.model.num_layers} layers. Start {fewer} processes, or use a global batch with more divisors."
+    )
+
+
+def _whole_share(optim: OptimRequest, batch: int, replicas: int) -> tuple[int, int, list[str]]:
+    """The same where each replica takes its share of every global batch in one forward pass."""
+    sizes = [batch, *(optim.rampup_batch_size or ())[:2]]
+    problems = [
+        f"a global batch of {size} (--global-batch-size, --rampup-batch-size) cannot be shared by {replicas} "
+        f"data-parallel replicas. Use a multiple of {replicas}, or another number of processes."
+        for size in sizes
+        if size % replicas
+    ]
+    return max(1, math.gcd(*sizes) // replicas), batch, problems
+
+
+def _legal_request(request: RunRequest, world_size: int) -> RunRequest | None:
+    """The request with the most welcome layout that is legal; one process always has one."""
+    asked, micro = request.parallel, request.optim.micro_batch_size
+    smaller: Sequence[int | None] = [None] if micro is None else divisors(micro)[::-1]
+    for size in smaller:
+        for tp, pp in _preferred(world_size, asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size):
+            found = _with_layout(request, tp, pp, size)
+            if found is not None and not world_problems(found, world_size):
+                return found
+    return None
+
+
+def _preferred(world_size: int, tp_size: int, pp_size: int) -> Iterator[tuple[int, int]]:
+    """The layouts of a world, the most welcome first."""
+    nearest = nearest_layouts(world_size, tp_size, pp_size)
+    yield from sorted(nearest, key=lambda pair: (pair[0] != tp_size, pair[1] != pp_size))
+
+
+def _with_layout(request: RunRequest, tp_size: int, pp_size: int, micro: int | None) -> RunRequest | None:
+    """The request with another layout; None if a rule between its flags forbids it."""
+    try:
+        parallel = dataclasses.replace(
+            request.parallel, tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
+        )
+        optim = dataclasses.replace(request.optim, micro_batch_size=micro)
+        return dataclasses.replace(request, parallel=parallel, optim=optim)
+    except ConfigError:
+        return None
+
+
+def _choice(asked: RunRequest, chosen: RunRequest, world_size: int) -> str:
+    """What was chosen, and why."""
+    before, after = asked.parallel, chosen.parallel
+    kept = [
+        name
+        for name, is_kept in (
+            ("tensor", before.tensor_model_parallel_size == after.tensor_model_parallel_size),
+            ("pipeline", before.pipeline_model_parallel_size == after.pipeline_model_parallel_size),
+        )
+        if is_kept
+    ]
+    reason = f"it keeps the {' and '.join(kept)} size" if kept else "it is the nearest that is legal"
+    micro = chosen.optim.micro_batch_size
+    smaller = f"; --micro-batch-size becomes {micro}" if micro != asked.optim.micro_batch_size else ""
+    return (
+        f"--elastic: {before.tensor_model_parallel_size} tensor x {before.pipeline_model_parallel_size} pipeline ranks "
+        f"do not fit {world_size} {'process' if world_size == 1 else 'processes'}; using "
+        f"{after.tensor_model_parallel_size} x {after.pipeline_model_parallel_size} x "
+        f"{world_size // after.model_parallel_size} data: {reason}. The global batch stays "
+        f"{chosen.optim.global_batch_size}{smaller}."
+    )

@@ -1,0 +1,145 @@
+"""Carries out what was asked of the launcher: checks the run, then prints its commands or runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron import log
+from megatron.errors import ConfigError, ExitCode
+from megatron.launch.checks import check_program
+from megatron.launch.hostfile import Host, named_hosts, read_hostfile
+from megatron.launch.node import Node, rank_commands, run_node
+from megatron.launch.plan import Plan, choose_devices, choose_hosts, passed_environment, slurm_hosts
+from megatron.launch.remote import become_srun, free_port, run_by_ssh
+from megatron.launch.request import LaunchRequest
+from megatron.launch.supervise import Patience
+
+_PORT = 29500  # torch's own; shown by --dry-run, where no host is asked for a free one
+
+
+def launch(request: LaunchRequest, program: Sequence[str], launcher: str) -> int:
+    """Runs a program as asked, or prints what would be run.
+
+    Args:
+        program: its path and its flags.
+        launcher: the path of `tools/launch.py` on every host.
+
+    Returns:
+        the exit code of the run.
+
+    Raises:
+        ConfigError: the flags of the launcher or of the program, with all problems at once.
+        LaunchError: the layout does not fit, hosts are missing, or something cannot be started.
+    """
+    if not program:
+        raise ConfigError("no program is given. Put it after --, for example: -- pretrain_gpt.py --num-layers 24 ...")
+    if request.slurm or request.ssh is not None or request.hosts is not None:
+        return _run_on_hosts(request, program, launcher)
+    return _run_here(request, program)
+
+
+def _run_here(request: LaunchRequest, program: Sequence[str]) -> int:
+    """Runs this machine's share of the run."""
+    nodes, devices = request.nodes or 1, request.devices_per_node or 1
+    _check(request, program, nodes * devices)
+    port = request.master_port
+    if nodes > 1 and (request.master_address is None or port is None):
+        raise ConfigError(
+            f"--local with --nodes {nodes} needs --master-address and --master-port, the same on every node: where the "
+            f"first node is found. Give them, or start all nodes from one place with --ssh or --slurm."
+        )
+    if port is None:
+        port = _PORT if request.dry_run else _free_port_here()
+    node = Node(_node_rank(request, nodes), nodes, devices, request.master_address or "127.0.0.1", port)
+    command = [request.python, "-u", *program]
+    if request.dry_run:
+        for text in rank_commands(node, command):
+            log.line(text)
+        return ExitCode.DONE
+    if request.directory is not None:
+        os.chdir(request.directory)
+    patience = Patience(request.settle_seconds, request.grace_seconds)
+    return run_node(node, command, os.environ, patience, sys.stdin if request.follow_input else None)
+
+
+def _run_on_hosts(request: LaunchRequest, program: Sequence[str], launcher: str) -> int:
+    """Runs the whole run on other machines."""
+    offered, source = _offered_hosts(request)
+    hosts = choose_hosts(offered, request.nodes, source)
+    # The tasks of a Slurm job are launchers here, and no limit to the ranks that each of them starts.
+    is_free = request.slurm and request.devices_per_node is not None
+    devices = choose_devices([] if is_free else hosts, request.devices_per_node)
+    environment = passed_environment(os.environ, request.env)
+    _check(request, program, len(hosts) * devices)
+    plan = Plan(
+        hosts=hosts,
+        devices=devices,
+        launcher=launcher,
+        python=request.python,
+        folder=request.directory or os.getcwd(),
+        words=tuple(program),
+        environment=environment,
+        master_address=request.master_address or hosts[0].address,
+        master_port=request.master_port or _PORT,
+        patience=Patience(request.settle_seconds, request.grace_seconds),
+    )
+    if request.dry_run:
+        for text in _shown(plan, by_slurm=request.slurm):
+            log.line(text)
+        return ExitCode.DONE
+    if request.master_port is None:
+        port = free_port(plan.port_command(by_slurm=request.slurm), hosts[0].name)
+        plan = dataclasses.replace(plan, master_port=port)
+    if request.slurm:
+        become_srun(plan)
+    return run_by_ssh(plan)
+
+
+def _check(request: LaunchRequest, program: Sequence[str], world_size: int) -> None:
+    for notice in () if request.skip_check else check_program(program, world_size):
+        log.info(notice)
+
+
+def _offered_hosts(request: LaunchRequest) -> tuple[list[Host], str]:
+    """The hosts that there are, and what names them."""
+    if request.hosts is not None:
+        return named_hosts(request.hosts), f"--hosts {request.hosts}"
+    if request.ssh is not None:
+        return read_hostfile(Path(request.ssh)), f"--ssh {request.ssh}"
+    return slurm_hosts(os.environ), f"Slurm job {os.environ.get('SLURM_JOB_ID', '?')}"
+
+
+def _node_rank(request: LaunchRequest, nodes: int) -> int:
+    """Which node this is."""
+    if request.node_rank is not None or nodes == 1:
+        return request.node_rank or 0
+    number = os.environ.get("SLURM_NODEID", "")
+    if not number.isdigit() or int(number) >= nodes:
+        raise ConfigError(
+            f"--local with --nodes {nodes} needs --node-rank: which of them this one is, from 0 to {nodes - 1}. (Under "
+            f"srun it is SLURM_NODEID, which is {number!r}.)"
+        )
+    return int(number)
+
+
+def _shown(plan: Plan, *, by_slurm: bool) -> Iterator[str]:
+    """The command of each node, as a shell takes it."""
+    if by_slurm:
+        yield f"# {', '.join(host.name for host in plan.hosts)}"
+        yield shlex.join(plan.srun_command())
+        return
+    for index, host in enumerate(plan.hosts):
+        yield f"# {host.name}: ranks {index * plan.devices} to {(index + 1) * plan.devices - 1}"
+        yield shlex.join(plan.ssh_command(index))
+
+
+def _free_port_here() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])

@@ -1,0 +1,130 @@
+"""Watches the processes of a run: passes signals on, and ends all of them when one fails."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from megatron import log
+from megatron.launch.exit_codes import combined_code
+
+# SIGHUP: the terminal or the connection is gone.
+_PASSED_ON = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process of the run.
+
+    Attributes:
+        name: as messages call it.
+        send: sends it a signal, in whatever way it is reached.
+    """
+
+    name: str
+    process: subprocess.Popen[bytes]
+    send: Callable[[signal.Signals], None]
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long processes have to end.
+
+    Attributes:
+        settle_seconds: from the first failure, so that each can say what it saw of it, until SIGTERM.
+        grace_seconds: from SIGTERM until SIGKILL.
+    """
+
+    settle_seconds: float = 10.0
+    grace_seconds: float = 30.0
+
+
+class Supervisor:
+    """Waits for processes, and for what may end them early.
+
+    SIGTERM, SIGUSR1 and the first Ctrl-C are passed on (the latter as SIGTERM), and the processes then have all the
+    time they need: they may be saving. A second Ctrl-C kills them. A failure of one, or `abandon`, ends the others.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running: dict[int, Child] = {}
+        self._codes: list[int] = []
+        self._due: list[tuple[float, signal.Signals]] = []  # what is sent when, soonest first
+        self._interrupts = 0
+
+    def pass_on(self, number: signal.Signals) -> None:
+        """Sends a signal to all processes, from any thread."""
+        self._events.put(lambda: self._send(number))
+
+    def abandon(self) -> None:
+        """Ends all processes, from any thread: with SIGTERM, and SIGKILL after the grace period."""
+        self._events.put(lambda: self._end_all(0.0))
+
+    def run(self, children: Sequence[Child]) -> int:
+        """Waits until all processes have ended.
+
+        Returns:
+            the exit code of the run, see `combined_code`.
+        """
+        self._running = dict(enumerate(children))
+        for number in self._running:
+            threading.Thread(target=self._wait_for, args=(number,), daemon=True).start()
+        with self._handlers():
+            while self._running:
+                try:
+                    self._events.get(timeout=max(0.0, self._due[0][0] - time.monotonic()) if self._due else None)()
+                except queue.Empty:
+                    self._send(self._due.pop(0)[1])
+        return combined_code(self._codes)
+
+    def _wait_for(self, number: int) -> None:
+        code = self._running[number].process.wait()
+        self._events.put(lambda: self._ended(number, code))
+
+    def _ended(self, number: int, code: int) -> None:
+        child = self._running.pop(number)
+        self._codes.append(code)
+        if code and self._running and not self._due and not self._interrupts:
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+            log.warning(f"{child.name} ended {how}; the others are being stopped")
+            self._end_all(self._patience.settle_seconds)
+
+    def _end_all(self, seconds: float) -> None:
+        """Has SIGTERM sent after so many seconds, and SIGKILL after the grace period."""
+        at = time.monotonic() + seconds
+        self._due = [(at, signal.SIGTERM), (at + self._patience.grace_seconds, signal.SIGKILL)]
+
+    def _send(self, number: signal.Signals) -> None:
+        for child in self._running.values():
+            child.send(number)
+
+    def _interrupt(self) -> None:
+        self._interrupts += 1
+        if self._interrupts == 1:
+            log.info("stopping: the ranks finish their step and save; Ctrl-C again kills them")
+        self._send(signal.SIGTERM if self._interrupts == 1 else signal.SIGKILL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self._events.put(self._interrupt)
+        else:
+            self.pass_on(_PASSED_ON[signal.Signals(number)])
+
+    @contextmanager
+    def _handlers(self) -> Iterator[None]:
+        former: dict[int, Any] = {number: signal.signal(number, self._note) for number in (signal.SIGINT, *_PASSED_ON)}
+        try:
+            yield
+        finally:
+            for number, before in former.items():
+                signal.signal(number, before)

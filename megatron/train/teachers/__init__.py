@@ -1,0 +1,1 @@
+"""The networks that a run learns from beside its data."""

@@ -1,0 +1,46 @@
+"""Hosts that are reached through ssh or srun, and those that are not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import LaunchError
+from megatron.launch.hostfile import Host
+from megatron.launch.plan import FREE_PORT, Plan
+from megatron.launch.remote import become_srun, free_port, run_by_ssh
+from megatron.launch.supervise import Patience
+from tests.helpers.fake_ssh import FakeSsh
+
+PLAN = Plan((Host("a"), Host("b")), 1, "launch.py", sys.executable, "/", ("p.py",), {}, "a", 1234, Patience(0, 5))
+
+
+def test_a_free_port() -> None:
+    assert 1024 < free_port([sys.executable, "-c", FREE_PORT], "here") < 65536
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["/no/ssh"], r"a cannot be asked for a free port: /no/ssh cannot be started: No such file.*--master-port"),
+        (["sh", "-c", "echo denied >&2; exit 255"], "a cannot be asked for a free port: denied"),
+        (["sh", "-c", "echo welcome"], "it printed no number"),
+    ],
+)
+def test_a_host_that_names_no_port(command: list[str], words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        free_port(command, "a")
+
+
+def test_hosts_that_cannot_be_reached_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh = FakeSsh(tmp_path / "other", monkeypatch)
+    ssh.breaks_after(0)
+    with pytest.raises(LaunchError, match=r"ssh failed for a, b; its message is above. Check that `ssh a` works"):
+        run_by_ssh(PLAN)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="ssh cannot be started: No such file"):
+        run_by_ssh(PLAN)
+    with pytest.raises(LaunchError, match="srun cannot be started: No such file"):
+        become_srun(PLAN)

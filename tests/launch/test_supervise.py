@@ -1,0 +1,83 @@
+"""Processes that are watched: signals reach them, and one that fails ends the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from megatron.launch.supervise import Child, Patience, Supervisor
+
+# Ends with its first word; or, at SIGTERM, with its second, and at SIGUSR1 with its third.
+WAITING = "import signal, sys, time; codes = sys.argv[1:]; print(flush=True)"
+STUBBORN = f"{WAITING}; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+OBEDIENT = (
+    f"{WAITING}; signal.signal(signal.SIGTERM, lambda n, f: sys.exit(75)); "
+    "signal.signal(signal.SIGUSR1, lambda n, f: sys.exit(74)); print(flush=True); time.sleep(60)"
+)
+
+
+def child(program: str, name: str = "one") -> Child:
+    """A process that has installed its handlers."""
+    process = subprocess.Popen([sys.executable, "-IS", "-c", program], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    if "SIGTERM" in program:
+        process.stdout.readline()
+    return Child(name, process, process.send_signal)
+
+
+def test_all_codes_are_waited_for() -> None:
+    assert Supervisor(Patience()).run([child("print()"), child("print()")]) == 0
+
+
+def test_a_failure_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    children = [child("print(flush=True); raise SystemExit(77)", "rank 1"), child(OBEDIENT), child(STUBBORN)]
+    assert Supervisor(Patience(0.1, 0.3)).run(children) == 77
+    assert [one.process.returncode for one in children] == [77, 75, -signal.SIGKILL]
+    assert "rank 1 ended with code 77; the others are being stopped" in capsys.readouterr().err
+
+
+def test_a_killed_process_makes_the_run_one_to_start_again(capsys: pytest.CaptureFixture[str]) -> None:
+    kill_oneself = "print(flush=True); import os; os.kill(os.getpid(), 9)"
+    assert Supervisor(Patience(0, 30)).run([child(kill_oneself), child(OBEDIENT)]) == 75
+    assert "one ended by SIGKILL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [((signal.SIGUSR1,), 74), ((signal.SIGTERM,), 75), ((signal.SIGINT,), 75), ((signal.SIGHUP,), 75)],
+)
+def test_signals_are_passed_on(signals: tuple[signal.Signals, ...], code: int) -> None:
+    children = [child(OBEDIENT)]
+    threading.Timer(0.1, os.kill, (os.getpid(), signals[0])).start()
+    before = signal.getsignal(signal.SIGTERM)
+    assert Supervisor(Patience(0, 0)).run(children) == code
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_second_interrupt_kills(capsys: pytest.CaptureFixture[str]) -> None:
+    children = [child(STUBBORN), child(STUBBORN)]
+
+    def interrupt_twice() -> None:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        assert children[0].process.poll() is None
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt_twice).start()
+    assert Supervisor(Patience(0, 30)).run(children) == 137
+    assert "Ctrl-C again kills them" in capsys.readouterr().err
+
+
+def test_abandoned_processes_get_the_grace_period() -> None:
+    supervisor, children = Supervisor(Patience(30, 0.2)), [child(OBEDIENT), child(STUBBORN)]
+    threading.Timer(0.1, supervisor.abandon).start()
+    assert supervisor.run(children) == 75
+    assert children[1].process.returncode == -signal.SIGKILL
