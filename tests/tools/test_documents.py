@@ -74,7 +74,8 @@ def test_every_test_that_is_named_reads_its_document() -> None:
 def test_a_page_begins_with_its_title_and_what_the_reader_gets(document: str) -> None:
     title, _, first = (ROOT / document).read_text(encoding="utf-8").partition("\n")
     assert re.fullmatch(r"# \S.+", title)
-    assert re.match(r"\n[^#<|-].{40,}", first) and not first.startswith("\n```"), f"{document}: the first sentence says what the page is for"
+    begins = re.match(r"\n[^#<|-].{40,}", first) and not first.startswith("\n```")
+    assert begins, f"{document}: the first sentence says what the reader gets"
 
 
 def test_the_configuration_of_the_neox_page_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

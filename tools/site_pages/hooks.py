@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,24 @@ _SEARCH_WEIGHTS = ((TROUBLESHOOTING, 4), ("reference/flags.md", 2), ("reference/
 
 def _root(config: Any) -> Path:
     return Path(config.config_file_path).resolve().parent
+
+
+def on_config(config: Any) -> Any:
+    """Adds pages of docs/ that the navigation does not name yet at its end, so that none is out of reach."""
+    named = set(_paths(config.nav))
+    left = [path.relative_to(config.docs_dir).as_posix() for path in sorted(Path(config.docs_dir).rglob("*.md"))]
+    left = [path for path in left if path not in named]
+    if left:
+        config.nav.append({"More": left})
+    return config
+
+
+def _paths(nav: Any) -> Iterator[str]:
+    """The pages that a part of the navigation names."""
+    if isinstance(nav, str):
+        yield nav
+    for part in nav.values() if isinstance(nav, dict) else nav if isinstance(nav, list) else ():
+        yield from _paths(part)
 
 
 def on_files(files: Any, *, config: Any) -> Any:
