@@ -32,6 +32,7 @@ DOCUMENTS = (
 )
 # Every command of these is run, by the test beside each.
 RUN_BY_THEIR_GUIDES = {
+    "docs/coming_from/gpt_neox.md": "test_documents.py",  # which reads the file of flags that the page writes
     "docs/kernels.md": "test_build_kernels.py",
     "docs/evaluation.md": "test_evaluation_guide.py",
     "docs/finetuning.md": "test_finetuning_guide.py",
