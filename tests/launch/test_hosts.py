@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,8 @@ def test_a_run_that_loses_a_host_goes_on_in_another_layout(hosts: Cluster, proje
     expected = uninterrupted(hosts, corpus, project)
     run, layout = project / "elastic", ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     (project / "gate.py").write_text(GATE)
-    program = [hosts.python, *TORCHRUN, "gate.py", *command(corpus, run, *layout, "--elastic")]
+    program = [sys.executable, *TORCHRUN, "--no-python", hosts.python, "gate.py"]
+    program += command(corpus, run, *layout, "--elastic")
     logs = {host: project / f"{host}.log" for host in HOSTS}
     agents = {host: hosts.start(host, program, output=logs[host]) for host in HOSTS}
 
