@@ -41,20 +41,12 @@ RUN_BY_THEIR_GUIDES = {
     "docs/serving.md": "test_serving_guide.py",
     "docs/tutorial_deepspeed.md": "../seeds/test_003_5.py",
 }
-LAUNCH_SCRIPTS = (
-    "examples/pretrain_gpt.sh",
-    "examples/pretrain_gpt_single_node.sh",
-    "examples/pretrain_gpt_distributed.sh",
-    "examples/pretrain_gpt.slurm",
-)
+LAUNCH_SCRIPTS = ("examples/pretrain_gpt.slurm",)
 SHELL_FILES = (
     *LAUNCH_SCRIPTS,
-    "examples/pretrain_bert.sh",
-    "examples/quickstart.sh",
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*.sh")),
     "benchmarks/gpu/run.sh",
-    "examples/chat.sh",
     "examples/turkish/run.sh",
-    "examples/environment.sh",
     "tests/run.sh",
     "tests/check.sh",
     "tests/other_pythons.sh",
@@ -225,11 +217,6 @@ def launched(script: str, folder: Path, *flags: str, **variables: str) -> RunReq
         if any("pretrain_gpt.py" in word for word in words)
     ]
     return parse(command[command.index("pretrain_gpt.py") + 1 :])
-
-
-def test_the_single_node_script_on_a_cpu(tmp_path: Path) -> None:
-    config = launched("examples/pretrain_gpt_single_node.sh", tmp_path, "--exit-interval", "1", PRECISION="--bf16")
-    assert config.precision.bf16 and not config.precision.fp16
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (75, True), (77, False)])
