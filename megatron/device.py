@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -102,6 +105,68 @@ def memory_allocated_bytes() -> int:
 def peak_memory_allocated_bytes() -> int:
     """The most bytes allocated to tensors on the GPU so far; 0 on CPU."""
     return torch.cuda.max_memory_allocated() if device_type() == "cuda" else 0
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process has held: allocated to tensors on the GPU, or resident on a CPU.
+
+    Source: getrusage(2); macOS counts bytes, Linux KiB.
+    """
+    if device_type() == "cuda":
+        return peak_memory_allocated_bytes()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Stopwatch:
+    """Adds up how long parts of a step take, without waiting for a GPU.
+
+    There the time between two events of the current stream counts: what the stream did in between, or waited for.
+    """
+
+    def __init__(self) -> None:
+        self._is_cuda = device_type() == "cuda"
+        self._elapsed = Elapsed()
+
+    @contextlib.contextmanager
+    def running(self, kind: str = "") -> Iterator[None]:
+        """Counts what the block takes, as time of this kind."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._elapsed.parts.append((kind, began, self._now()))
+
+    def take(self) -> Elapsed:
+        """What has been counted since the last call."""
+        elapsed, self._elapsed = self._elapsed, Elapsed()
+        return elapsed
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Elapsed:
+    """The parts that a `Stopwatch` has counted."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[str, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+
+    def seconds(self, kind: str | None = None) -> float:
+        """The sum of those of one kind, or of all; waits until a GPU has done them."""
+        total = 0.0
+        for part_kind, began, ended in self.parts:
+            if kind not in (None, part_kind):
+                continue
+            if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+                ended.synchronize()
+                total += began.elapsed_time(ended) / 1e3
+            elif isinstance(began, float) and isinstance(ended, float):
+                total += ended - began
+        return total
 
 
 def copy_to_device(array: np.ndarray, target: torch.device) -> torch.Tensor:

@@ -5,6 +5,8 @@ Afterwards one rank prints `info` and one prints `line`; every rank prints `warn
 `copy_to` appends the messages of this process to a file, including result lines that another rank prints. A copy that
 cannot be written ends nothing; nor, after `make_optional`, do the standard streams.
 Characters that steer a terminal, which a text from a file may hold, are written as escapes.
+`open_status` reserves the last line of a terminal for a text that changes, such as a progress bar; messages appear
+above it.
 `exit_with` ends a program, and `end_process` ends it from a thread; both first show the error that was the reason. A
 program whose reader went away (`program | head`) ends without a word, as one that SIGPIPE ends.
 """
@@ -36,6 +38,7 @@ _FIRST_RANK_SECONDS = 2.0
 # Control characters other than tab and line feed, marks that reverse the direction of writing, and lone surrogates,
 # which no output takes. As JSON's escapes they mean the same in a line that is JSON.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_ERASE = "\r\x1b[K"
 _READER_IS_GONE = 128 + signal.SIGPIPE
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
@@ -71,6 +74,31 @@ class _Copy:
 
 
 @dataclass
+class _Status:
+    """The last line of the terminal, which rank 0 draws.
+
+    Attributes:
+        is_own: whether this process draws it.
+        took_lines: whether this process prints result lines only, or does not print them, because of it.
+        text: what the line shows.
+    """
+
+    is_own: bool
+    took_lines: bool
+    text: str = ""
+
+    def erase(self) -> None:
+        """Empties the line, also where another process has drawn it."""
+        if self.text or not self.is_own:
+            _flush(sys.stderr, _ERASE)
+
+    def draw(self) -> None:
+        """Shows the text again below what was printed."""
+        if self.text:
+            _flush(sys.stderr, _ERASE + self.text)
+
+
+@dataclass
 class _Output:
     """What this process prints: its rank, and the least severe level shown."""
 
@@ -84,6 +112,7 @@ class _Output:
     shown: BaseException | None = None
     is_program: bool = False
     is_optional: bool = False
+    status: _Status | None = None
     lost: int = 0
     reason: str = ""
 
@@ -137,9 +166,46 @@ def line(text: str) -> None:
         _append(_visible(text))
 
 
+def record(text: str) -> None:
+    """Adds a message to the copy alone."""
+    _append(_visible(text))
+
+
+def open_status(*, with_lines: bool) -> None:
+    """Rank 0 draws a line below all messages on the terminal from now on; called on every rank.
+
+    Args:
+        with_lines: whether result lines go to the same terminal, so that rank 0 prints them, too.
+    """
+    is_own = is_first_rank()
+    _OUTPUT.status = _Status(is_own, with_lines and _OUTPUT.prints_lines is not is_own)
+    _OUTPUT.prints_lines ^= _OUTPUT.status.took_lines
+
+
+def status(text: str) -> None:
+    """Draws the line of `open_status`: one line of text, which may contain escape sequences."""
+    if _OUTPUT.status is not None and _OUTPUT.status.is_own:
+        _OUTPUT.status.text = text
+        _OUTPUT.status.draw()
+
+
+def close_status() -> None:
+    """Leaves the line of `open_status` on the terminal as it is, and ends it; idempotent."""
+    found, _OUTPUT.status = _OUTPUT.status, None
+    if found is not None:
+        _OUTPUT.prints_lines ^= found.took_lines
+        if found.text:
+            _flush(sys.stderr, "\n")
+
+
+def shows_info() -> bool:
+    """Whether this process prints `info`."""
+    return _OUTPUT.prints_info and _OUTPUT.level <= _LEVELS["info"]
+
+
 def info(text: str) -> None:
     """Prints a message to standard error, from rank 0 only."""
-    if _OUTPUT.prints_info and _OUTPUT.level <= _LEVELS["info"]:
+    if shows_info():
         _write(sys.stderr, text)
 
 
@@ -161,7 +227,20 @@ def error(text: str, rank: int | None = None) -> None:
     Args:
         rank: the rank whose error it is; this one if left out.
     """
+    if _OUTPUT.status is not None:
+        _OUTPUT.status.erase()
+        _OUTPUT.status = None  # what ends the process is the last that is seen
     _write(sys.stderr, f"{_rank_prefix(rank)}error: {text}")
+
+
+def is_terminal(name: str) -> bool:
+    """Whether a standard stream, stdout or stderr, is a terminal."""
+    return bool(getattr(sys, name).isatty())
+
+
+def takes_unicode(name: str) -> bool:
+    """Whether a standard stream, stdout or stderr, is encoded in UTF-8."""
+    return (getattr(sys, name).encoding or "").lower().startswith("utf")
 
 
 def terminal_writer() -> Callable[[str], object] | None:
@@ -215,6 +294,9 @@ def show_failure(failure: BaseException) -> int:
     code, text = _describe(failure)
     if _OUTPUT.shown is not failure:
         _OUTPUT.shown = failure
+        if _OUTPUT.rank and isinstance(failure, MegatronError) and failure.is_on_all_ranks:
+            time.sleep(_FIRST_RANK_SECONDS)  # rank 0 shows it before the launcher hears of this rank
+            return code
         _show(code, text, is_shown=code == _READER_IS_GONE)
     return code
 
@@ -316,7 +398,11 @@ def _rank_prefix(rank: int | None = None) -> str:
 def _write(stream: TextIO, text: str) -> None:
     text = _visible(text)
     text = text if text.endswith("\n") else text + "\n"
+    if _OUTPUT.status is not None:
+        _OUTPUT.status.erase()
     _OUTPUT.lost += not _flush(stream, text)
+    if _OUTPUT.status is not None:
+        _OUTPUT.status.draw()
     _append(text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -89,3 +90,31 @@ def test_copies_from_a_gpu_hold_values_from_before_the_next_kernels() -> None:
     values.zero_()
     copies.wait()
     assert target.is_pinned() and bool((target == 1).all())
+
+
+def test_a_stopwatch_adds_up_what_was_timed_since_it_was_last_asked() -> None:
+    watch = device.Stopwatch()
+    with watch.running():
+        time.sleep(0.002)
+    with pytest.raises(ValueError), watch.running("transfer"):
+        raise ValueError
+    found = watch.take()
+    assert [kind for kind, *_ in found.parts] == ["", "transfer"]
+    assert found.seconds("") >= 0.002 and found.seconds("transfer") > 0.0
+    assert found.seconds() == found.seconds("") + found.seconds("transfer")
+    assert watch.take().seconds() == 0.0
+
+
+@pytest.mark.gpu
+def test_a_stopwatch_times_the_stream_of_a_gpu() -> None:
+    watch = device.Stopwatch()
+    matrix = torch.ones(4096, 4096, device="cuda")
+    with watch.running():
+        for _ in range(20):
+            matrix = matrix @ matrix
+    assert watch.take().seconds() > 0.0
+
+
+def test_the_memory_of_a_process_on_a_cpu_is_what_was_resident() -> None:
+    before = device.peak_memory_bytes()
+    assert 2**24 < before <= device.peak_memory_bytes() < 2**40

@@ -181,7 +181,9 @@ def test_an_error_that_a_listener_shows_is_not_shown_here(capsys: pytest.Capture
     assert "RuntimeError: odd" in shows.told[0][1]
 
 
-def test_a_rank_that_is_ended_meanwhile_repeats_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_ended_meanwhile_repeats_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All ranks have the same wrong flag: the launcher ends the others as soon as rank 0 has shown it."""
     waits: list[float] = []
     monkeypatch.setattr(log.time, "sleep", waits.append)
@@ -192,6 +194,15 @@ def test_a_rank_that_is_ended_meanwhile_repeats_no_error(monkeypatch: pytest.Mon
         log.set_rank(1, 2)
         log.show_failure(DataError("wrong"))
         assert waits == [log._FIRST_RANK_SECONDS]
+        assert capsys.readouterr().err.count("wrong") == 2
+        alike = DataError("alike")
+        alike.is_on_all_ranks = True
+        assert log.show_failure(alike) == 65
+        assert waits == [log._FIRST_RANK_SECONDS] * 2, "rank 0 shows it before this rank ends"
+        assert capsys.readouterr().err == ""
+        log.set_rank(0, 2)
+        assert log.show_failure(DataError("alike")) == 65
+        assert "alike" in capsys.readouterr().err
     finally:
         log.set_rank(0, 1)
 
@@ -234,3 +245,68 @@ def test_the_error_of_another_rank_carries_its_number(
     log.error("bad data", rank=3)
     log.error("bad data")
     assert capsys.readouterr().err == "[rank 3] error: bad data\n[rank 0] error: bad data\n"
+
+
+ERASE = "\r\x1b[K"
+
+
+@pytest.fixture
+def no_status() -> Iterator[None]:
+    """Ends what a test leaves on the last line."""
+    yield
+    log.close_status()
+    log.set_rank(0, 1)
+
+
+@pytest.mark.usefixtures("no_status")
+def test_messages_appear_above_the_last_line(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.open_status(with_lines=True)
+    log.info("nothing is drawn yet")
+    log.status("10 %")
+    log.warning("careful")
+    log.line("result")
+    log.status("20 %")
+    log.close_status()
+    log.info("after")
+    out, err = capsys.readouterr()
+    assert out == "result\n"
+    assert err == (
+        f"nothing is drawn yet\n{ERASE}10 %{ERASE}warning: careful\n{ERASE}10 %{ERASE}{ERASE}10 %{ERASE}20 %\nafter\n"
+    )
+    assert copy.read_text() == "nothing is drawn yet\nwarning: careful\nresult\nafter\n"
+
+
+@pytest.mark.usefixtures("no_status")
+def test_an_error_removes_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    log.open_status(with_lines=False)
+    log.status("10 %")
+    log.error("disk full")
+    log.status("20 %")
+    log.close_status()
+    assert capsys.readouterr().err == f"{ERASE}10 %{ERASE}error: disk full\n"
+
+
+@pytest.mark.usefixtures("no_status")
+@pytest.mark.parametrize(("with_lines", "first_prints"), [(True, True), (False, False)])
+def test_rank_0_prints_results_where_they_go_to_the_terminal_of_its_last_line(
+    with_lines: bool, first_prints: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        log.set_rank(rank, 2)
+        log.open_status(with_lines=with_lines)
+        log.status("10 %")
+        log.line(f"from {rank}")
+        log.warning("hm")
+        log.close_status()
+        log.line(f"after from {rank}")
+        out, err = capsys.readouterr()
+        assert ("from 0\n" in out.splitlines(True)) is (first_prints and rank == 0)
+        assert ("from 1\n" in out.splitlines(True)) is (not first_prints and rank == 1)
+        assert ("after from 1\n" in out) is (rank == 1)
+        assert f"{ERASE}[rank {rank}] warning: hm\n" in err  # another rank first erases what rank 0 has drawn
+        assert ("10 %" in err) is (rank == 0)
+
+
+def test_a_record_goes_to_the_copy_alone(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.record(" iteration 1")
+    assert copy.read_text() == " iteration 1\n" and capsys.readouterr() == ("", "")

@@ -26,6 +26,7 @@ from megatron.config.sections.random import RandomConfig
 from megatron.config.sections.recompute import RecomputeConfig
 from megatron.config.sections.safety import SafetyConfig, SafetyRequest
 from megatron.config.sections.saving import SavingConfig
+from megatron.config.sections.watching import WatchingConfig
 
 __all__ = [
     "ConfigSection",
@@ -52,6 +53,7 @@ __all__ = [
     "SafetyRequest",
     "SavingConfig",
     "TokenizerFacts",
+    "WatchingConfig",
     "WeightedGroup",
     "WeightedPath",
     "check_resume",

@@ -1,4 +1,6 @@
-"""Initializes DeepSpeed on the mesh's process groups with a torch optimizer, and silences its set-up output."""
+"""Initializes DeepSpeed on the mesh's process groups with a torch optimizer, silences its set-up output, and times its
+messages.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from torch import nn
 
 from megatron import log
 from megatron.config import OptimConfig
+from megatron.device import Stopwatch
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.errors import ConfigError
@@ -28,6 +31,11 @@ from megatron.parallel.shard_spec import shard_spec_of
 _NO_CLIPPING = 1.0e30
 
 _PLACEHOLDER = "placeholder_"
+
+# The kind of time that sends and receives of pipeline stages take.
+TRANSFER = "transfer"
+_TRANSFERS = frozenset({"send", "recv", "isend", "irecv"})
+_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce", "broadcast")
 
 # Warnings that torch prints at every step of some layouts because of how DeepSpeed uses it: pipeline stages exchange
 # activations inside a backward pass (gradients cross stages explicitly, so none is lost; tests/parity checks that), and
@@ -188,6 +196,39 @@ def zero_placeholder_gradients(module: nn.Module) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         if name.startswith(_PLACEHOLDER):
             parameter.grad = torch.zeros_like(parameter)
+
+
+@contextlib.contextmanager
+def timed_messages(stopwatch: Stopwatch | None) -> Iterator[None]:
+    """Times what DeepSpeed sends and receives in the block: sends and receives of stages as "transfer"."""
+    backend = deepspeed.comm.comm.cdb
+    if stopwatch is None or backend is None:
+        yield
+        return
+    deepspeed.comm.comm.cdb = _TimedBackend(backend, stopwatch)
+    try:
+        yield
+    finally:
+        deepspeed.comm.comm.cdb = backend
+
+
+class _TimedBackend:
+    """DeepSpeed's way to `torch.distributed`, with a stopwatch around each message."""
+
+    def __init__(self, backend: Any, stopwatch: Stopwatch) -> None:
+        self._backend = backend
+        self._stopwatch = stopwatch
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._backend, name)
+        if name not in _TRANSFERS and not name.startswith(_COLLECTIVES):
+            return found
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            with self._stopwatch.running(TRANSFER if name in _TRANSFERS else ""):
+                return found(*arguments, **options)
+
+        return timed
 
 
 @contextlib.contextmanager

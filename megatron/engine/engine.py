@@ -21,6 +21,7 @@ from megatron.engine.deepspeed_setup import (
     join_deepspeed,
     set_learning_rate,
     set_weight_decay,
+    timed_messages,
     zero_placeholder_gradients,
 )
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
@@ -88,6 +89,7 @@ class Engine:
         self._last_norm: torch.Tensor | float = 0.0
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
+        self._length: int | None = None
         join_deepspeed()
         hooks = StageHooks(self._pipeline_loss, self._backward_scale, self._take_auxiliary)
         self.module = build_module(network, mesh, settings, steps, seed, hooks, freezing.frozen)
@@ -156,6 +158,14 @@ class Engine:
                 if name in state:
                     setattr(scaler, name, state[name])
 
+    def expect_length(self, length: int) -> None:
+        """Tells the stages of a pipeline that the samples that follow have so many tokens: their buffers are for one
+        shape.
+        """
+        if self.is_pipelined and self._length not in (None, length):
+            self.deepspeed.reset_activation_shape()
+        self._length = length
+
     def train_batch(
         self, micro_batches: Sequence[MicroBatch | None], learning_rate: float, weight_decay: float | None = None
     ) -> StepResult:
@@ -178,10 +188,11 @@ class Engine:
         self.gate.expect(self._figures)
         self.module.train()
         zero_placeholder_gradients(self.module)
-        if self.is_pipelined:
-            self.deepspeed.train_batch(data_iter=_pipeline_input(batches))
-        else:
-            self._train_plain(batches)
+        with timed_messages(self.mesh.stopwatch):
+            if self.is_pipelined:
+                self.deepspeed.train_batch(data_iter=_pipeline_input(batches))
+            else:
+                self._train_plain(batches)
         skipped = self.precision.fp16 and not self.deepspeed.was_step_applied()
         self.update_count += int(not skipped and not self.gate.is_bad)
         return StepResult(

@@ -47,6 +47,13 @@ def experts_cost(config: ModelConfig) -> LayerCost:
     )
 
 
+def idle_expert_parameters(config: ModelConfig) -> int:
+    """Parameters of the experts that a token does not go to, over all layers."""
+    expert = (3 if config.gated_linear_unit else 2) * config.hidden_size * config.moe_ffn_hidden_size
+    layers = sum(config.has_experts(layer) for layer in range(config.num_layers))
+    return layers * (config.num_experts - config.moe_router_topk) * expert if layers else 0
+
+
 def head_cost(config: ModelConfig) -> LayerCost:
     """Parameters and operations of the output head; a shared matrix counts with the embedding."""
     own = config.untie_embeddings_and_output_weights * config.vocab_size * config.hidden_size

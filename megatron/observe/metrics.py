@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.checkpoint.record import Progress
-from megatron.config import ModelConfig
-from megatron.model.costs import bert_head_cost, block_cost, head_cost
 from megatron.objective.distillation import DISTILLATION_LOSS
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.objective.masked import ORDER_LOSS
 from megatron.observe.routing import RoutingFigures, mean_routing, routing_figures
+from megatron.observe.speed.waits import Waits
+from megatron.observe.speed.workload import Workload
 
 
 class StepOutcome(Protocol):
@@ -95,49 +95,6 @@ class SourceLoss:
 
 
 @dataclass(frozen=True)
-class Workload:
-    """The constants of a run that convert samples and seconds into rates.
-
-    Attributes:
-        tokens_per_sample: sequence length.
-        flops_per_sample: FLOPs per sample for forward, backward and recompute.
-        device_count: number of devices.
-        replica_count: number of data-parallel replicas.
-        parameters_without_embeddings: parameters of the whole network without embeddings.
-    """
-
-    tokens_per_sample: int
-    flops_per_sample: float
-    device_count: int = 1
-    replica_count: int = 1
-    parameters_without_embeddings: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        model: ModelConfig,
-        sequence_length: int,
-        *,
-        recomputes: bool = False,
-        device_count: int,
-        replica_count: int,
-        parameters_without_embeddings: int = 0,
-        predicted_share: float = 1.0,
-    ) -> Workload:
-        """The workload of a resolved model on `device_count` devices.
-
-        Args:
-            predicted_share: share of the positions whose logits are computed.
-        """
-        flops = flops_per_sample(model, sequence_length, recomputes, predicted_share)
-        return cls(sequence_length, flops, device_count, replica_count, parameters_without_embeddings)
-
-    def gigaflops_without_embeddings(self, tokens: int) -> float:
-        """GFLOPs for training on `tokens` tokens, by the 6 N rule, without embeddings and recompute."""
-        return 6.0 * tokens * self.parameters_without_embeddings / 1e9
-
-
-@dataclass(frozen=True)
 class Metrics:
     """The metrics of one training step, or their mean over several.
 
@@ -166,6 +123,13 @@ class Metrics:
             `lm_loss`; None without a teacher.
         order_loss: mean sentence-order loss per sample, over the same steps as `lm_loss`; None without such a head.
         routing: what the routers did, over the same steps; None without experts.
+        model_flops_utilization_ratio: see `Workload.utilization_ratio`; None where the device's peak is not known.
+        data_wait_seconds: how long a step waited for its batch, on the process that records.
+        communication_seconds: how long a step's messages took there, see `Waits`; None if that was not measured.
+        transfer_seconds: of these, those between pipeline stages; None without a pipeline.
+        bubble_ratio: the idle share of an ideal pipeline, see `Workload.bubble_ratio`; None without one.
+        memory_bytes: the most memory that process has held, see `device.peak_memory_bytes`.
+        eta_seconds: estimated time to the end of the run, evaluations and saves included; None at first.
     """
 
     iteration: int
@@ -190,6 +154,13 @@ class Metrics:
     order_loss: float | None = None
     distillation_loss: float | None = None
     routing: RoutingFigures | None = None
+    model_flops_utilization_ratio: float | None = None
+    data_wait_seconds: float | None = None
+    communication_seconds: float | None = None
+    transfer_seconds: float | None = None
+    bubble_ratio: float | None = None
+    memory_bytes: int | None = None
+    eta_seconds: float | None = None
 
 
 def measure(
@@ -202,6 +173,8 @@ def measure(
     seconds: float,
     loss_scale: float | None = None,
     source_names: Sequence[str] = (),
+    waits: Waits | None = None,
+    eta_seconds: float | None = None,
 ) -> Metrics:
     """Builds the record of one step.
 
@@ -214,7 +187,10 @@ def measure(
         seconds: wall time of the step.
         loss_scale: the loss scale; fp16 only.
         source_names: names of the data sources in the outcome's metrics.
+        waits: what the step waited for; None if that is not known.
+        eta_seconds: estimated time to the end of the run.
     """
+    waits = waits or Waits()
     samples_per_second = outcome.sample_count / seconds if seconds > 0.0 else 0.0
     return Metrics(
         iteration=progress.step,
@@ -239,6 +215,13 @@ def measure(
         sample_loss=_mean(outcome.metrics.get(SAMPLE_LOSS)),
         order_loss=_mean(outcome.metrics.get(ORDER_LOSS)),
         routing=routing_figures(outcome.metrics),
+        model_flops_utilization_ratio=workload.utilization_ratio(samples_per_second),
+        data_wait_seconds=waits.data_seconds,
+        communication_seconds=waits.communication_seconds,
+        transfer_seconds=waits.transfer_seconds,
+        bubble_ratio=workload.bubble_ratio(outcome.sample_count),
+        memory_bytes=waits.memory_bytes,
+        eta_seconds=eta_seconds,
     )
 
 
@@ -252,24 +235,25 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
     """Combines the records of consecutive steps, as the log line shows them.
 
     The loss is the mean over the steps that were not skipped, so a single NaN makes it NaN. Rates are totals divided by
-    total time. Learning rate, batch size, loss scale, norm and consumed counts are those of the last step; skipped and
-    NaN steps are counted.
+    total time. Learning rate, batch size, loss scale, norm and consumed counts are those of the last step, and so are
+    memory and remaining time; skipped and NaN steps are counted.
     """
     last = steps[-1]
     kept = [step for step in steps if not step.skipped_iterations]
     losses = [step.lm_loss for step in kept]
+    last_ratio = last.model_flops_utilization_ratio
     seconds = math.fsum(step.seconds_per_iteration for step in steps)
 
-    def mean(name: str) -> float | None:
-        """The mean of a loss that not every run has."""
-        known = [value for value in (getattr(step, name) for step in kept) if value is not None]
+    def mean(name: str, over: Sequence[Metrics] = kept) -> float | None:
+        """The mean of a figure that not every run has."""
+        known = [value for value in (getattr(step, name) for step in over) if value is not None]
         return sum(known) / len(known) if known else None
 
     def rate(name: str) -> float:
         """The mean of a rate, weighted by time."""
         if seconds <= 0.0:
             return 0.0
-        return math.fsum(getattr(step, name) * step.seconds_per_iteration for step in steps) / seconds
+        return math.fsum((getattr(step, name) or 0.0) * step.seconds_per_iteration for step in steps) / seconds
 
     return dataclasses.replace(
         last,
@@ -286,6 +270,10 @@ def mean_of(steps: Sequence[Metrics]) -> Metrics:
         samples_per_second=rate("samples_per_second"),
         tokens_per_second=rate("tokens_per_second"),
         teraflops_per_device=rate("teraflops_per_device"),
+        model_flops_utilization_ratio=rate("model_flops_utilization_ratio") if last_ratio is not None else None,
+        data_wait_seconds=mean("data_wait_seconds", steps),
+        communication_seconds=mean("communication_seconds", steps),
+        transfer_seconds=mean("transfer_seconds", steps),
     )
 
 
@@ -315,28 +303,6 @@ class Interval:
         """Returns the mean over the steps since the last call, None if there were none, and resets."""
         steps, self._steps = self._steps, []
         return mean_of(steps) if steps else None
-
-
-def flops_per_sample(
-    model: ModelConfig, sequence_length: int, recomputes: bool = False, predicted_share: float = 1.0
-) -> float:
-    """FLOPs of training on one sequence: 3 times those of the blocks in a forward pass, or 4 times with recompute.
-
-    For GPT-2's network this is upstream's 24 * 3 * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)), which counts attention
-    to all s tokens, and 3/4 of the output head's passes, which it assumes not to be recomputed; so does this, for
-    encoders, whose tokens do attend to all, as well. Of the experts, a token counts those it goes to.
-
-    Args:
-        predicted_share: share of the positions that pass through the heads.
-
-    Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; Narayanan et al. 2021 (arXiv 2104.04473),
-    appendix.
-    """
-    costs = [block_cost(model, layer) for layer in range(model.num_layers)]
-    per_token = sum(cost.flops_per_token + sequence_length * cost.flops_per_token_pair for cost in costs)
-    passes = 4 if recomputes else 3
-    head = bert_head_cost(model) if model.bidirectional else head_cost(model)
-    return passes * sequence_length * (per_token + 0.75 * predicted_share * head.flops_per_token)
 
 
 def _per_token(outcome: StepOutcome, name: str) -> float | None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class Pace:
-    """Times the run between its log lines, with everything that a run does: steps, evaluations, saves.
+    """Times the run from step to step, with everything that a run does: steps, evaluations, saves.
 
-    The first interval holds one-off costs (compilation, memory, the first read of files), so it counts only until there
-    is another.
+    The first step holds one-off costs (compilation, memory, the first read of files), so it counts only until there is
+    another.
 
     Args:
         clock: seconds from any origin.
@@ -21,11 +21,11 @@ class Pace:
         self._marks: list[tuple[int, float]] = []
 
     def mark(self, step: int) -> None:
-        """Notes that so many steps are complete; called when training starts and at each log line."""
+        """Notes that so many steps are complete; called when training starts and after each step."""
         now = self._clock()
         if self._marks and self._marks[-1][0] == step:
             return
-        # The first two marks bound the first interval; of all later ones only the newest is needed.
+        # The first two marks bound the first step; of all later ones only the newest is needed.
         del self._marks[2:]
         self._marks.append((step, now))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from megatron import log
 from megatron.checkpoint.record import Progress
@@ -17,13 +17,22 @@ from megatron.config.schedule import planned_iterations
 from megatron.errors import StorageError
 from megatron.observe.console import task_lines
 from megatron.observe.line_style import LineStyle, Moment
-from megatron.observe.metrics import Interval, Metrics, StepOutcome, TaskOutcome, Workload, measure
+from megatron.observe.metrics import Interval, Metrics, StepOutcome, TaskOutcome, measure
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.pace import Pace
 from megatron.observe.run_directory import RunDirectory
 from megatron.observe.safeguard import Destination, Safeguard
+from megatron.observe.speed.waits import Waits
+from megatron.observe.speed.workload import Workload
 from megatron.observe.tensorboard import TensorBoard, check_tensorboard
 from megatron.observe.weights_and_biases import WeightsAndBiases, check_wandb
+
+
+class Bar(Protocol):
+    """What draws the progress on a terminal."""
+
+    def step(self, metrics: Metrics) -> None:
+        """Called after every step."""
 
 
 class Report:
@@ -42,6 +51,8 @@ class Report:
         arguments: every argument by name, for destinations that show them.
         destinations: the destinations besides the console; empty on ranks that write nothing.
         source_names: names of the data sources whose losses are reported; empty for none.
+        bar: the bar that this process draws; None for none.
+        hides_lines: whether the lines of steps are kept in log.txt alone, since rank 0 draws a bar in their place.
     """
 
     def __init__(
@@ -57,6 +68,8 @@ class Report:
         arguments: Mapping[str, Any] | None = None,
         destinations: Sequence[Destination] = (),
         source_names: Sequence[str] = (),
+        bar: Bar | None = None,
+        hides_lines: bool = False,
     ) -> None:
         self.control = control
         self.optim = optim
@@ -67,13 +80,17 @@ class Report:
         self.arguments = dict(arguments or {})
         self.destinations = tuple(Safeguard(destination) for destination in destinations)
         self.source_names = tuple(source_names)
+        self._bar = bar
+        self._hides_lines = hides_lines
         self._interval = Interval()
         self._pace = pace or Pace()
         self._train_iterations = planned_iterations(optim)
 
     def started(self, progress: Progress) -> None:
         """Reports that training starts or resumes."""
-        self._train_iterations = planned_iterations(self.optim, progress.step, progress.consumed_samples)
+        self._train_iterations = planned_iterations(
+            self.optim, progress.step, progress.consumed_samples, progress.consumed_tokens
+        )
         self._pace.mark(progress.step)
         for destination in self.destinations:
             destination.start(progress, self.arguments)
@@ -84,6 +101,7 @@ class Report:
         outcome: StepOutcome,
         learning_rate: float,
         seconds: float,
+        waits: Waits | None = None,
     ) -> Metrics:
         """Reports one step, and prints a line at the end of each --log-interval.
 
@@ -92,7 +110,9 @@ class Report:
             outcome: what the engine returned.
             learning_rate: the rate that was applied.
             seconds: wall time of the step.
+            waits: what it waited for; None if that is not known.
         """
+        self._pace.mark(progress.step)
         metrics = measure(
             progress,
             outcome,
@@ -102,9 +122,13 @@ class Report:
             seconds=seconds,
             loss_scale=outcome.loss_scale if self.shows_loss_scale else None,
             source_names=self.source_names,
+            waits=waits,
+            eta_seconds=self._pace.seconds_left(progress.step, self._train_iterations),
         )
         for destination in self.destinations:
             destination.step(metrics)
+        if self._bar is not None:
+            self._bar.step(metrics)
         self._interval.add(metrics)
         if self.control.log_interval and progress.step % self.control.log_interval == 0:
             self.flush()
@@ -161,15 +185,15 @@ class Report:
         metrics = self._interval.close()
         if metrics is None:
             return
-        self._pace.mark(metrics.iteration)
         for text in self.style.iteration_lines(metrics, self._moment(metrics.iteration, metrics.consumed_samples)):
-            log.line(text)
+            (log.record if self._hides_lines else log.line)(text)
         for destination in self.destinations:
             destination.interval(metrics)
 
     def close(self) -> None:
         """Prints remaining steps, closes every destination, and says what is missing in them."""
         self.flush()
+        log.close_status()
         for destination in self.destinations:
             destination.close()
         self.destinations = ()

@@ -16,7 +16,8 @@ from megatron.checkpoint.record import Progress
 from megatron.config import ControlConfig
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.console import perplexity
-from megatron.observe.metrics import Metrics, TaskOutcome, Workload
+from megatron.observe.metrics import Metrics, TaskOutcome
+from megatron.observe.speed.workload import Workload
 
 # By --log-style: the tags under which its users look for the training and the validation loss, beside upstream's.
 _OTHER_TAGS: Mapping[str, tuple[str, str]] = types.MappingProxyType({"all_in_one": ("loss_train", "loss_valid")})
@@ -140,14 +141,21 @@ def step_scalars(metrics: Metrics, control: ControlConfig, workload: Workload) -
     for name, value in (metrics.routing.by_label if metrics.routing is not None else {}).items():
         found |= _on_axes(f"routing/{name}", value, progress, workload)
     if control.log_timers_to_tensorboard:
-        rates = {
+        rates: dict[str, float | None] = {
             "samples per second": metrics.samples_per_second,
             "samples per second per replica": metrics.samples_per_second / workload.replica_count,
             "tokens per second": metrics.tokens_per_second,
             "tokens per second per replica": metrics.tokens_per_second / workload.replica_count,
             "TFLOPs per gpu (estimated)": metrics.teraflops_per_device,
+            "model FLOPs utilization": metrics.model_flops_utilization_ratio,
+            "data wait": metrics.data_wait_seconds,
+            "communication": metrics.communication_seconds,
+            "transfers between stages": metrics.transfer_seconds,
+            "pipeline bubble": metrics.bubble_ratio,
+            "memory (GiB)": None if metrics.memory_bytes is None else metrics.memory_bytes / 2**30,
         }
-        found |= {f"iteration-time/{name}": (value, progress.step) for name, value in rates.items()}
+        known = {name: value for name, value in rates.items() if value is not None}
+        found |= {f"iteration-time/{name}": (value, progress.step) for name, value in known.items()}
     if control.log_style in _OTHER_TAGS:
         found[_OTHER_TAGS[control.log_style][0]] = (metrics.lm_loss, progress.step)
     return found

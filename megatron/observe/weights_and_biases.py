@@ -113,6 +113,13 @@ def interval_values(metrics: Metrics) -> dict[str, float]:
         "samples-per-second": metrics.samples_per_second,
         "tokens-per-second": metrics.tokens_per_second,
         "tflops-per-gpu": metrics.teraflops_per_device,
+        "model-flops-utilization": metrics.model_flops_utilization_ratio,
+        "data-wait-seconds": metrics.data_wait_seconds,
+        "communication-seconds": metrics.communication_seconds,
+        "transfer-seconds": metrics.transfer_seconds,
+        "pipeline-bubble-ratio": metrics.bubble_ratio,
+        "memory-bytes": metrics.memory_bytes,
+        "eta-seconds": metrics.eta_seconds,
     }
     values |= {f"lm-loss-training/{name}": source.lm_loss for name, source in (metrics.source_losses or {}).items()}
     if metrics.routing is not None:

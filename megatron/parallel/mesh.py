@@ -7,10 +7,12 @@ some roles, so that a new axis joins the right sums by saying its role. Nothing 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.config.layout import layout_problems
+from megatron.device import Stopwatch
 from megatron.errors import LaunchError
 from megatron.kernels.choice import TORCH_KERNELS, Kernels
 
@@ -62,6 +65,7 @@ class Axis:
         rank: this process's position on the axis.
         ranks: the global ranks on the axis, in order.
         group: their process group; None only where no process group was opened.
+        stopwatch: times the messages between them, where somebody wants to know.
     """
 
     name: str
@@ -69,6 +73,11 @@ class Axis:
     size: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
+    stopwatch: Stopwatch | None = field(default=None, compare=False, repr=False)
+
+    def timed(self) -> AbstractContextManager[None]:
+        """Around each message between the ranks of the axis."""
+        return contextlib.nullcontext() if self.stopwatch is None else self.stopwatch.running()
 
     @classmethod
     def single(cls, name: str, rank: int = 0) -> Axis:
@@ -147,6 +156,18 @@ class ParallelMesh:
     def single(cls, device: torch.device | str = "cpu") -> ParallelMesh:
         """A mesh of this process alone, without a process group."""
         return cls.at(standard_axes(1), 0, device)
+
+    def timed_by(self, stopwatch: Stopwatch) -> ParallelMesh:
+        """The same mesh, whose messages are timed, but for those of all ranks that steer the run."""
+        names = [name for name, *_ in _derived_groups()]
+        found: dict[str, Any] = {name: dataclasses.replace(getattr(self, name), stopwatch=stopwatch) for name in names}
+        axes = tuple(dataclasses.replace(axis, stopwatch=stopwatch) for axis in self.axes)
+        return dataclasses.replace(self, axes=axes, **found)
+
+    @property
+    def stopwatch(self) -> Stopwatch | None:
+        """What times the messages, if anything does."""
+        return self.model.stopwatch
 
     def axis(self, name: str) -> Axis:
         """The axis of that name; of size 1 where the mesh was built without it."""

@@ -27,21 +27,24 @@ _LOST_PEER_TEXTS = (
 def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sums `tensor` over the axis, in place, and returns it."""
     if axis.size > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group)
+        with axis.timed():
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group)
     return tensor
 
 
 def all_reduce_max(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Takes the element-wise maximum of `tensor` over the axis, in place, and returns it."""
     if axis.size > 1:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
+        with axis.timed():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=axis.group)
     return tensor
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, source: int = 0) -> torch.Tensor:
     """Overwrites `tensor` with that of rank `source` of the axis, and returns it."""
     if axis.size > 1:
-        dist.broadcast(tensor, src=axis.ranks[source], group=axis.group)
+        with axis.timed():
+            dist.broadcast(tensor, src=axis.ranks[source], group=axis.group)
     return tensor
 
 

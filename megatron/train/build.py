@@ -46,15 +46,19 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
 from megatron.model.interface.network import LayerKind
 from megatron.model.networks import network_layers
+from megatron.observe.activity.activity import Activity
 from megatron.observe.console import argument_lines, size_line, trained_line
-from megatron.observe.metrics import Workload
 from megatron.observe.naming.reserving import with_run_name
+from megatron.observe.profiling.step_profiler import StepProfiler, check_profile_ranks, profile_notices
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
+from megatron.observe.speed.peaks import peak_flops_per_second
+from megatron.observe.speed.workload import Workload
 from megatron.observe.styles.choice import style_named
+from megatron.observe.terminal.progress_bar import ProgressBar, has_colour, wants_bar
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh, rendezvous
-from megatron.parallel.kernels import agreed_kernels, kernels_line
+from megatron.parallel.kernels import agreed_kernels
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum, is_lost_peer
 from megatron.parallel.watch.limits import Limits
@@ -69,7 +73,9 @@ from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
+from megatron.train.start_up.facts import build_summary, training_shares
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
+from megatron.train.tasks.completing import open_prompts
 from megatron.train.tasks.opening import open_tasks
 from megatron.train.teachers.opening import distilled
 from megatron.train.watchdog import Watch
@@ -110,7 +116,8 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         mesh = open_mesh(config.parallel)
         closing.callback(close_mesh, mesh)
         mesh = dataclasses.replace(mesh, kernels=agreed_kernels(config.requested_kernels, mesh))
-        log.info(kernels_line(mesh.kernels))
+        mesh = mesh if mesh.world.size == 1 else mesh.timed_by(device.Stopwatch())
+        check_profile_ranks(config.watching, mesh.world.size)
         run_on_first(mesh, lambda: check_packages(config.control))
         config = dataclasses.replace(_with_epochs(config, mesh, tokenizer), control=with_run_name(config.control, mesh))
         _show_notices(config.notices, mesh)
@@ -122,11 +129,16 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
             sweep_at_start(Path(save), mesh)
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history, watch)
         if run.writer is not None:
+            run.writer.after_commit = run.after_commit
             closing.enter_context(run.writer).beat = lambda: watch.beat("save")
         run.watch, run.engine.on_phase = watch, watch.enter
+        if mesh.world.rank == 0 and watch.report_folder is not None:
+            run.activity.open(watch.report_folder, [(axis.name, axis.size) for axis in mesh.sizes], watch.ranks)
         closing.callback(run.close)
+        closing.callback(run.profiler.close)
         closing.callback(run.report.close)
         closing.callback(watch.enter, END)
+        closing.enter_context(run.activity.until_end(lambda: run.progress.step))
         yield run
 
 
@@ -175,21 +187,24 @@ def _build(
         config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
     tasks = open_tasks(config.control.eval_tasks, tokenizer, config.model, mesh)
+    prompts = open_prompts(config.control, tokenizer, config.model, mesh)
     engine, sizes = _open_engine(config, mesh, saved.record if saved else None)
     writer = open_writer(config.control, config.saving, engine, lock, is_required=config.was_given("saving.async_save"))
     record, progress = load_tensors(config.control, engine, saved)
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
         warn_if_done(config.optim, progress)
-    keeping = Keeping(config.saving, progress.step if is_resume else None, lambda: watch.beat("save"))
-    if writer is not None:
-        writer.after_commit = keeping
+    activity = Activity()
+    resumed_step = progress.step if is_resume else None
+    after_commit = activity.before(Keeping(config.saving, resumed_step, lambda: watch.beat("save")))
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
     student = build_objective(config, mesh, source_count=len(names))
     has_teacher = not (config.control.eval_only or config.distillation.is_over(progress.step))
     engine.objective = distilled(student, config, engine.steps, mesh, tokenizer) if has_teacher else student
+    report = _open_report(config, mesh, sizes[1], names, watch, plan, is_resume=record is not None or start.is_restart)
+    profiler = _show_start(config, engine, sizes, datasets, plan, progress, watch, is_loaded=record is not None)
     return Run(
         config=config,
         mesh=mesh,
@@ -198,23 +213,44 @@ def _build(
         datasets=with_prefixes(datasets, config, tokenizer),
         plan=plan,
         options=batch_options(config, tokenizer),
-        report=_open_report(
-            config, mesh, sizes[1], names, watch, plan, is_resume=record is not None or start.is_restart
-        ),
+        report=report,
         rules=StopRules(config.control, signals, started_at=started_at, watches_file=mesh.world.rank == 0),
         lock=lock,
         progress=progress,
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
-        saved_step=progress.step if is_resume else None,
+        saved_step=resumed_step,
         writer=writer,
-        after_commit=keeping,
+        after_commit=after_commit,
         identity=start.identity,
         history=history,
         passes=passes,
         student=student if has_teacher else None,
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
         tasks=tasks,
+        profiler=profiler,
+        prompts=prompts,
+        activity=activity,
     )
+
+
+def _show_start(
+    config: RunConfig,
+    engine: Engine,
+    sizes: tuple[int, int, int],
+    datasets: SplitDatasets,
+    plan: DataPlan,
+    progress: Progress,
+    watch: Watch,
+    *,
+    is_loaded: bool,
+) -> StepProfiler:
+    """Shows the summary of the run, and prepares what --profile asks for; collective over the mesh."""
+    folder = watch.report_folder or Path()
+    shares = training_shares(datasets, plan)
+    summary = build_summary(config, engine, sizes, shares, progress, folder, is_loaded=is_loaded)
+    notices = profile_notices(config.watching, progress.step, summary.length.steps, folder)
+    log.info("\n".join([*summary.lines(), *notices]))
+    return StepProfiler(config.watching, folder, engine.mesh.world.rank, progress.step)
 
 
 def _open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) -> tuple[Engine, tuple[int, int, int]]:
@@ -268,7 +304,7 @@ def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: 
 
 def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
     """Warns that a resumed run has nothing left to train."""
-    if is_done(optim, progress.step, progress.consumed_samples):
+    if is_done(optim, progress.step, progress.consumed_samples, (), progress.consumed_tokens):
         log.info(
             f"warning: the checkpoint is at iteration {progress.step} ({progress.consumed_samples} samples) and the "
             f"run ends at iteration {optim.train_iters}: nothing is left to train. Raise --train-iters, "
@@ -312,7 +348,8 @@ def _open_data(
     passes: Sequence[int],
 ) -> tuple[SplitDatasets, DataPlan]:
     """Opens the datasets; one process per node first writes missing index files, then the others read them."""
-    train, valid, test = planned_samples(config.optim, config.control, progress.step, progress.consumed_samples)
+    consumed = progress.consumed_samples, progress.consumed_tokens
+    train, valid, test = planned_samples(config.optim, config.control, progress.step, *consumed)
     train += sum(step > progress.step for step in passes) * config.optim.global_batch_size
     samples = (0 if config.control.eval_only else train, valid, test)
 
@@ -357,20 +394,12 @@ def _open_report(
     is_resume: bool,
 ) -> Report:
     """Opens the report: the last rank prints the console lines, as in upstream; rank 0 writes all files."""
-    workload = Workload.of(
-        config.model,
-        config.data.seq_length,
-        recomputes=config.recompute.checkpoint_activations,
-        device_count=mesh.world.size,
-        replica_count=mesh.batch.size,
-        parameters_without_embeddings=parameters_without_embeddings,
-        predicted_share=config.masking.mask_prob if config.loss.objective == MASKED else 1.0,
-    )
+    workload = _workload(config, mesh, parameters_without_embeddings)
     arguments = config.flat()
 
     destinations: list[Destination] = []
 
-    def open_files() -> str:
+    def open_files() -> list[Any]:
         opened = open_run_directory(
             config.control.run_dir,
             config.to_json(),
@@ -383,10 +412,13 @@ def _open_report(
         if config.control.log_path:
             write_arguments(config.control.log_path, argument_lines(arguments))
         destinations.extend(open_destinations(config.control, workload, opened, is_resume=is_resume))
-        return str(opened.path)
+        has_bar = wants_bar(config.watching, config.control)
+        return [str(opened.path), has_bar, has_bar and log.is_terminal("stdout")]
 
-    watch.report_folder = Path(run_on_first(mesh, open_files))
-    log.info(f"run directory: {watch.report_folder}")
+    folder, has_bar, hides_lines = run_on_first(mesh, open_files)
+    watch.report_folder = Path(folder)
+    if has_bar:
+        log.open_status(with_lines=hides_lines)
     return Report(
         config.control,
         config.optim,
@@ -397,6 +429,28 @@ def _open_report(
         arguments=arguments,
         destinations=destinations,
         source_names=source_names,
+        bar=ProgressBar(has_colour=has_colour()) if has_bar and mesh.world.rank == 0 else None,
+        hides_lines=hides_lines,
+    )
+
+
+def _workload(config: RunConfig, mesh: ParallelMesh, parameters_without_embeddings: int) -> Workload:
+    """What a step consists of, and what the devices could do."""
+    return Workload.of(
+        config.model,
+        config.data.seq_length,
+        recomputes=config.recompute.checkpoint_activations,
+        predicted_share=config.masking.mask_prob if config.loss.objective == MASKED else 1.0,
+        device_count=mesh.world.size,
+        replica_count=mesh.batch.size,
+        parameters_without_embeddings=parameters_without_embeddings,
+        peak_flops_per_second=peak_flops_per_second(
+            device.device_name(),
+            is_half_precision=config.precision.dtype_name != "float32",
+            given_teraflops=config.watching.peak_tflops,
+        ),
+        stages=mesh.pp.size,
+        micro_batch_size=config.optim.micro_batch_size,
     )
 
 

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.config.schedule import learning_rate, weight_decay
+from megatron.device import Elapsed, peak_memory_bytes
+from megatron.engine.deepspeed_setup import TRANSFER
 from megatron.errors import ExitCode
 from megatron.observe.metrics import StepOutcome
+from megatron.observe.speed.waits import Waits
 from megatron.train.checkpoints import hear_of_save, raise_failed_save, save_run
 from megatron.train.evaluation import evaluate
 from megatron.train.numerics import check_numbers, check_replicas
@@ -26,12 +29,16 @@ class TrainedStep:
         progress: after the step.
         learning_rate: the learning rate that was used.
         seconds: wall time of the step.
+        data_seconds: of these, until its batch was read.
+        messages: what its messages took; None with one rank, which sends none.
     """
 
     progress: Progress
     result: StepOutcome
     learning_rate: float
     seconds: float
+    data_seconds: float
+    messages: Elapsed | None
 
 
 def run_to_end(run: Run | None) -> ExitCode:
@@ -68,14 +75,22 @@ def train_steps(run: Run) -> Verdict:
         run.end_distillation()
         run.history.at(run.progress.step + 1)
         started_at = time.monotonic()
-        optim, consumed = run.config.optim, run.progress.consumed_samples
-        rate = learning_rate(optim, consumed)
+        optim, consumed, length = run.config.optim, run.progress.consumed_samples, run.next_length
+        rate = learning_rate(optim, consumed, run.progress.consumed_tokens)
+        decay = weight_decay(optim, consumed, run.progress.consumed_tokens)
         run.watch.enter("data", run.progress.step + 1)
-        step = run.engine.train_batch(run.train_batches(), rate, weight_decay(optim, consumed))
-        tokens = step.sample_count * run.config.data.seq_length
+        batches = run.train_batches()
+        data_seconds = time.monotonic() - started_at
+        run.take_messages()  # those of what came before the step
+        run.profiler.before(run.progress.step + 1)
+        run.engine.expect_length(length)
+        step = run.engine.train_batch(batches, rate, decay)
+        tokens = step.sample_count * length
         run.progress = run.progress.after(step.sample_count, tokens, step.skipped, step.bad_in_a_row > 0)
         ends_epoch = run.completed_epoch(consumed)
-        trained.append(TrainedStep(run.progress, step, rate, time.monotonic() - started_at))
+        seconds = time.monotonic() - started_at
+        trained.append(TrainedStep(run.progress, step, rate, seconds, data_seconds, run.take_messages()))
+        run.profiler.after(run.progress.step)
         report_steps(run, trained, keep=run.steps_in_flight)
         if run.is_due(run.config.safety.check_replicas_interval):
             check_replicas(run)
@@ -108,8 +123,19 @@ def report_steps(run: Run, trained: deque[TrainedStep], keep: int = 0) -> None:
     """
     while len(trained) > keep:
         step = trained.popleft()
-        run.report.step(step.progress, step.result, step.learning_rate, step.seconds)
+        run.report.step(step.progress, step.result, step.learning_rate, step.seconds, waits_of(run, step))
         check_numbers(run, step.progress, step.result)
+
+
+def waits_of(run: Run, step: TrainedStep) -> Waits:
+    """What a step waited for; its metrics have arrived, so nothing waits for a GPU any more."""
+    messages = step.messages
+    return Waits(
+        data_seconds=step.data_seconds,
+        communication_seconds=None if messages is None else messages.seconds(),
+        transfer_seconds=None if messages is None or run.mesh.pp.size == 1 else messages.seconds(TRANSFER),
+        memory_bytes=peak_memory_bytes(),
+    )
 
 
 def finish(run: Run) -> ExitCode:
@@ -124,7 +150,9 @@ def finish(run: Run) -> ExitCode:
 def stop(run: Run, verdict: Verdict) -> ExitCode:
     """Ends a run early, at a step on which all ranks agreed."""
     run.report.flush()
-    log.line(run.rules.message(verdict, run.progress.step))
+    message = run.rules.message(verdict, run.progress.step)
+    log.line(message)
+    run.activity.stopping(message)
     return verdict.exit_code
 
 

@@ -8,6 +8,7 @@ PACKAGE_PLACES = {
     "secret_text": 0,
     "log": 1,
     "device": 2,
+    "cuda_driver": 2,
     "config": 3,
     "kernels": 4,
     "launch": 4,
@@ -63,11 +64,13 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "megatron.config": ("flags", "architecture", "objective", "sections", "files", ".", "programs"),
     "megatron.kernels": (".", "attention", "native"),
-    "megatron.observe": ("naming", ".", "styles", "sync"),
+    "megatron.observe": (
+        *("naming", "speed", "start_up", "profiling", ".", "terminal", "activity", "dashboard", "styles", "sync"),
+    ),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
     "megatron.checkpoint": ("checks", ".", "keeping", "background", "analysis"),
-    "megatron.train": ("restarts", "tasks", "teachers", ".", "memory"),
+    "megatron.train": ("preflight", "restarts", "tasks", "teachers", "start_up", ".", "memory"),
     "megatron.engine": (".", "memory"),
     "megatron.inference": ("sampling", ".", "beams", "generation", "serve", "harness"),
     "megatron.inference.serve": ("requests", "running", "."),
@@ -88,6 +91,7 @@ HOMES = {
     "torch.distributed": ("megatron/parallel/",),
     "os.environ": (
         "megatron/device.py",
+        "megatron/cuda_driver.py",
         "megatron/launch/launching.py",
         "megatron/parallel/joining.py",
         "megatron/parallel/rank_start.py",
@@ -164,7 +168,8 @@ STATEFUL_FILES = ("megatron/log.py",)
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (
     "megatron/config/",
-    *(f"megatron/train/{name}.py" for name in ("build", "objectives", "run")),
+    *(f"megatron/train/{name}.py" for name in ("build", "objectives", "run", "start_up/facts")),
+    "megatron/train/preflight/",
     "megatron/engine/ds_config.py",
     "megatron/engine/estimate.py",
     "megatron/inference/loading.py",  # a checkpoint holds the configuration of its run

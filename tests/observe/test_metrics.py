@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,34 +10,9 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.objective.language_model import SAMPLE_LOSS, SOURCE_LOSS, SOURCE_TOKENS, Z_LOSS
 from megatron.objective.masked import ORDER_LOSS
-from megatron.observe.metrics import Interval, SourceLoss, Workload, flops_per_sample, mean_of, measure
-from tests.train.samples import WORKLOAD, Outcome, metrics, model_config
-
-
-def test_flops_computed_by_hand() -> None:
-    # s 36, L 2, h 12, V 96: 1 + 36/72 + 96/384 = 1.75; 36 * 2 * 144 = 10368
-    assert flops_per_sample(model_config(), 36) == 24 * 3 * 10368 * 1.75
-    assert flops_per_sample(model_config(), 36, recomputes=True) == 24 * 4 * 10368 * 1.75
-
-
-def test_heads_of_an_encoder_compute_predicted_positions_only() -> None:
-    model = model_config(bidirectional=True, masked_lm_head=True)
-    blocks = 24 * 3 * 10368 * 1.5  # the same as of a GPT, without the 1/4 of its output head
-    hidden, vocabulary = model.hidden_size, model.padded_vocab_size
-    head = 3 * 36 * 0.75 * (2 * hidden * hidden + 2 * hidden * vocabulary)
-    assert flops_per_sample(model, 36, predicted_share=0.25) == blocks + 0.25 * head
-
-
-def test_flops_of_a_network_with_experts_are_those_of_the_chosen_ones() -> None:
-    # 4 attention matrices, a router of 8 rows, 2 gated experts of width 5, attention; 3/4 of the head
-    model = model_config(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=5, gated_linear_unit=True)
-    block = 2 * (4 * 12 * 12 + 8 * 12 + 2 * 3 * 12 * 5) + 4 * 12 * 36
-    assert flops_per_sample(model, 36) == 3 * 36 * (2 * block + 0.75 * 2 * 96 * 12)
-
-
-def test_workload_of_a_model() -> None:
-    workload = Workload.of(model_config(), 36, device_count=4, replica_count=2, parameters_without_embeddings=10)
-    assert workload == Workload(36, 24 * 3 * 10368 * 1.75, 4, 2, 10)
+from megatron.observe.metrics import Interval, SourceLoss, mean_of, measure
+from megatron.observe.speed.waits import Waits
+from tests.train.samples import WORKLOAD, Outcome, metrics
 
 
 def test_measured_step() -> None:
@@ -104,6 +80,33 @@ def test_losses_per_sample_are_means_over_samples() -> None:
     assert (steps[0].sample_loss, mean_of(steps).sample_loss) == (1.5, 2.25)
     assert (steps[0].order_loss, mean_of(steps).order_loss) == (1.5, 2.25)
     assert mean_of([metrics()]).sample_loss is None and mean_of([metrics()]).order_loss is None
+
+
+def test_what_a_step_waited_for_and_how_well_it_used_the_devices() -> None:
+    workload = dataclasses.replace(WORKLOAD, model_flops_per_sample=1e12, peak_flops_per_second=8e12, stages=3)
+    waits = [Waits(0.1, 0.2, 0.05, 1000), Waits(0.3, 0.4, 0.15, 3000)]
+    steps = [
+        measure(
+            Progress(1, 8, 128),
+            Outcome(),
+            workload,
+            train_iterations=9,
+            learning_rate=0.1,
+            seconds=seconds,
+            waits=wait,
+            eta_seconds=9.0 * seconds,
+        )
+        for wait, seconds in zip(waits, (1.0, 2.0), strict=True)
+    ]
+    assert steps[0].model_flops_utilization_ratio == 8 / 4 / 8  # samples a second on 4 devices, of 8 at most
+    assert steps[0].bubble_ratio == 2 / (4 + 2)  # 3 stages; 8 samples in micro-batches of 1 on 2 replicas
+    mean = mean_of(steps)
+    assert mean.data_wait_seconds == pytest.approx(0.2) and mean.communication_seconds == pytest.approx(0.3)
+    assert mean.transfer_seconds == pytest.approx(0.1)
+    assert mean.model_flops_utilization_ratio == pytest.approx(16 / 3 / 4 / 8)
+    assert (mean.memory_bytes, mean.eta_seconds, mean.bubble_ratio) == (3000, 18.0, 2 / 6)
+    unknown = mean_of([metrics(), metrics()])
+    assert unknown.data_wait_seconds is None and unknown.model_flops_utilization_ratio is None
 
 
 def test_rates_of_an_interval_are_totals_over_total_time() -> None:

@@ -20,7 +20,7 @@ def test_nothing_is_known_before_a_step_was_timed() -> None:
     assert pace.seconds_left(0, 10) is None
 
 
-def test_the_first_interval_counts_until_there_is_another() -> None:
+def test_the_first_step_counts_until_there_is_another() -> None:
     clock = Clock()
     pace = Pace(clock)
     pace.mark(100)
@@ -32,7 +32,7 @@ def test_the_first_interval_counts_until_there_is_another() -> None:
     assert pace.seconds_left(120, 200) == 80 * 1.0
 
 
-def test_all_later_intervals_count_with_what_lies_between_them() -> None:
+def test_all_later_steps_count_with_what_lies_between_them() -> None:
     clock = Clock()
     pace = Pace(clock)
     for step, seconds in enumerate([30.0, 1.0, 1.0, 4.0, 2.0]):

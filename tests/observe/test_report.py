@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, StorageError
 from megatron.observe.metrics import Metrics, TaskOutcome
@@ -19,6 +20,7 @@ from megatron.observe.metrics_file import read_records, read_steps
 from megatron.observe.pace import Pace
 from megatron.observe.report import Report, check_packages, open_destinations
 from megatron.observe.run_directory import RunDirectory
+from megatron.observe.speed.waits import Waits
 from megatron.observe.styles import jax_lm, megatron
 from tests.train.samples import WORKLOAD, Measured, Outcome, control_config, optim_config
 
@@ -253,7 +255,7 @@ def test_wandb_receives_one_point_per_interval(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_style_is_told_the_epoch_and_the_remaining_time(capsys: pytest.CaptureFixture[str]) -> None:
-    times = iter([0.0, 10.0, 14.0])
+    times = iter([0.0, 7.0, 9.0, 11.0, 13.0])
     report = Report(
         control_config(log_interval=2, log_style="jax_lm"),
         optim_config(train_iters=6),
@@ -267,7 +269,33 @@ def test_the_style_is_told_the_epoch_and_the_remaining_time(capsys: pytest.Captu
         report.step(progress_at(step), Outcome(loss=1.0), 0.1, 0.5)
     report.evaluation(progress_at(4), "valid", "iteration 4", 2.0)
     assert capsys.readouterr().out.splitlines() == [
-        "[TRAIN] epoch: 0 step: 2/6 loss: 1.0000 ppl: 2.72 ETA 0:00:20",
+        "[TRAIN] epoch: 0 step: 2/6 loss: 1.0000 ppl: 2.72 ETA 0:00:08",
         "[TRAIN] epoch: 1 step: 4/6 loss: 1.0000 ppl: 2.72 ETA 0:00:04",
         "[EVAL] epoch: 1 step: 4/6 loss: 2.0000 ppl: 7.39",
     ]
+
+
+def test_a_bar_takes_the_place_of_the_lines_of_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    seen: list[tuple[int, float | None]] = []
+    bar = SimpleNamespace(step=lambda metrics: seen.append((metrics.iteration, metrics.eta_seconds)))
+    times = iter([0.0, 10.0, 12.0])
+    report = Report(
+        control_config(log_interval=2),
+        optim_config(train_iters=4),
+        WORKLOAD,
+        megatron,
+        pace=Pace(lambda: next(times)),
+        bar=bar,
+        hides_lines=True,
+    )
+    log.copy_to(tmp_path / "log.txt")
+    report.started(Progress())
+    for step in (1, 2):
+        report.step(progress_at(step), Outcome(), 0.1, 0.5, Waits(0.25, memory_bytes=7))
+    report.evaluation(progress_at(2), "valid", "iteration 2", 1.0)
+    report.close()
+    log.copy_to(None)
+    assert seen == [(1, 30.0), (2, 4.0)]
+    shown, kept = capsys.readouterr().out, (tmp_path / "log.txt").read_text()
+    assert "valid loss at iteration 2" in shown and "iteration        2" not in shown
+    assert " iteration        2/       4 | " in kept and "| ETA: 0:00:04 |" in kept

@@ -44,6 +44,17 @@ def test_tags_of_a_run_with_everything() -> None:
     assert set(step_scalars(full, control, WORKLOAD)) == ALWAYS | OPTIONAL
 
 
+def test_what_is_known_of_waits_and_the_use_of_devices_is_a_curve() -> None:
+    control = control_config(log_timers_to_tensorboard=True)
+    known = metrics(model_flops_utilization_ratio=0.4, data_wait_seconds=0.1, bubble_ratio=0.2, memory_bytes=2**31)
+    found = step_scalars(known, control, WORKLOAD)
+    assert found["iteration-time/model FLOPs utilization"] == (0.4, 7)
+    assert found["iteration-time/data wait"] == (0.1, 7)
+    assert found["iteration-time/pipeline bubble"] == (0.2, 7)
+    assert found["iteration-time/memory (GiB)"] == (2.0, 7)
+    assert "iteration-time/communication" not in found
+
+
 def test_optional_tags_can_be_switched_off() -> None:
     control = control_config(log_learning_rate_to_tensorboard=False, log_loss_scale_to_tensorboard=False)
     found = step_scalars(metrics(loss_scale=2.0, gradient_norm=None), control, WORKLOAD)

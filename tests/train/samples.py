@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import ControlConfig, ModelConfig, OptimConfig
-from megatron.observe.metrics import Metrics, Workload
+from megatron.observe.metrics import Metrics
+from megatron.observe.speed.workload import Workload
 
 
 def optim_config(**changes: Any) -> OptimConfig:

@@ -10,8 +10,12 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.config.sections.safety import SafetyConfig
+from megatron.device import Elapsed
+from megatron.engine.deepspeed_setup import TRANSFER
 from megatron.errors import ExitCode, NumericsError
-from megatron.parallel.mesh import ParallelMesh
+from megatron.observe.profiling.step_profiler import StepProfiler
+from megatron.observe.speed.waits import Waits
+from megatron.parallel.mesh import ParallelMesh, standard_axes
 from megatron.train import loop
 from megatron.train.loop import run_to_end
 from megatron.train.restarts.history import History
@@ -41,16 +45,29 @@ class FakeRun:
         self.steps_in_flight = 0
         self.history = History()
         self.mesh = ParallelMesh.single()
+        self.waits: list[Waits] = []
+        self.messages: list[Elapsed] = []
+        self.profiler = StepProfiler.idle()
         self.engine = SimpleNamespace(train_batch=self._train)
         self.watch = Watch()
         self.report = SimpleNamespace(
             started=lambda progress: self.events.append(("started", progress.step)),
-            step=lambda progress, step, rate, seconds: self.events.append(("report", progress.step)),
+            step=self._report,
             flush=lambda: self.events.append("flush"),
         )
         self.rules = SimpleNamespace(
             message=lambda verdict, step: f"stopped by {verdict.name} at {step}", signals=StopSignals()
         )
+
+    def _report(self, progress: Progress, step: Outcome, rate: float, seconds: float, waits: Waits) -> None:
+        self.events.append(("report", progress.step))
+        self.waits.append(waits)
+
+    def end_distillation(self) -> None:
+        """This run has no teacher."""
+
+    def take_messages(self) -> Elapsed | None:
+        return self.messages.pop(0) if self.messages else None
 
     def _train(self, batches: Any, rate: float, weight_decay: float) -> Outcome:
         assert weight_decay == self.config.optim.weight_decay
@@ -121,6 +138,26 @@ def test_a_whole_run_in_order() -> None:
         *END,
     ]
     assert run.progress == Progress(3, 24, 240)
+
+
+def test_the_messages_of_a_step_are_those_since_it_began() -> None:
+    run = FakeRun(train_iters=1, eval_interval=100)
+    before, during = Elapsed(), Elapsed()
+    before.parts.append(("", 0.0, 100.0))
+    during.parts += [("", 1.0, 1.5), (TRANSFER, 2.0, 2.25)]
+    run.messages = [before, during]
+    run_to_end(run)
+    (waits,) = run.waits
+    assert waits.communication_seconds == 0.75 and waits.transfer_seconds is None  # there is one stage
+    assert waits.data_seconds is not None and waits.memory_bytes is not None and waits.memory_bytes > 2**20
+    run = FakeRun(train_iters=1, eval_interval=100)
+    run.mesh = ParallelMesh.at(standard_axes(2, pp=2), 0)
+    run.messages = [before, during]
+    run_to_end(run)
+    assert run.waits[0].transfer_seconds == 0.25
+    run = FakeRun(train_iters=1, eval_interval=100)
+    run_to_end(run)
+    assert run.waits[0].communication_seconds is None  # one rank sends nothing
 
 
 def test_an_epoch_ends_with_an_evaluation_and_a_checkpoint_if_asked() -> None:

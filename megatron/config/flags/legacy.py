@@ -118,9 +118,11 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "every epoch is shuffled already, and there is only one loader. Drop the flag.",
         ("dataloader_type:str=single",),
     ),
+    ("every layer sees every token. Drop the flag to train without dropped tokens.", ("random_ltd",)),
     (
-        "curricula and dropped tokens are not supported. Drop the flag.",
-        ("random_ltd", "data_efficiency_curriculum_learning"),
+        "samples are not ordered by what DeepSpeed's data analyzer found in them. Drop the flag, or use "
+        "--curriculum-learning for a curriculum by sequence length.",
+        ("data_efficiency_curriculum_learning",),
     ),
     (
         "the order of samples follows from the data and the seed, and index files are found by their content. Use "
@@ -239,9 +241,9 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "contigious_checkpointing",
             "checkpoint_in_cpu",
             "synchronize_each_layer",
-            "profile_backward",
         ),
     ),
+    ("--profile records what is recomputed with everything else.", ("profile_backward",)),
     ("torch's fused AdamW is the default.", ("cpu_torch_adam", "ds_fused_adam")),
     # experts
     (
@@ -374,16 +376,6 @@ _IGNORED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("it saves memory and changes no result; --checkpoint-activations saves more.", ("sequence_parallel",)),
     ("every block is recomputed alike; which are kept changes memory, not results.", ("recompute_method:str=uniform",)),
-    (
-        "no profile is written; run the command under a profiler.",
-        (
-            "profile:str*",
-            "profile_steps:str=2,3",
-            "profile_ranks:int*",
-            "profile_step_start:int",
-            "profile_step_end:int",
-        ),
-    ),
     ("every operation used can be exported, and there is no exporter to ONNX.", ("onnx_safe",)),
     ("no code of a tokenizer's author is run; a tokenizer.json needs none.", ("trust_remote_code",)),
     (
@@ -418,7 +410,6 @@ _SPELLED: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
         "cpu_torch_adam": ("--cpu_torch_adam",),
         "ds_fused_adam": ("--ds_fused_adam",),
         "deepspeed_mpi": ("--deepspeed_mpi",),
-        "profile_steps": ("--profile_steps",),
         "zero_contigious_gradients": ("--zero-contiguous-gradients",),
         "contigious_checkpointing": ("--contiguous-checkpointing",),
     }
@@ -450,10 +441,7 @@ def _read(spec: str, status: str, reason: str) -> Legacy:
     name, _, kind = written.partition(":")
     many = kind.endswith("*")
     element = _TYPES[kind.rstrip("*")]
-    values = tuple(
-        element(word)
-        for word in (harmless.split(",") if harmless and name != "profile_steps" else [harmless] if harmless else [])
-    )
+    values = tuple(element(word) for word in (harmless.split(",") if harmless else []))
     facts = FlagFacts(help=reason, spelled=_SPELLED.get(name, ()), numeric=True)
     default = False if element is bool else values[0] if values else None
     return Legacy(

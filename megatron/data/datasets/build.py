@@ -33,7 +33,7 @@ from megatron.data.order.old_index import read_old_index
 from megatron.data.order.plan import DataPlan, GroupPlan, Member, Phase, Segment, SourcePlan
 from megatron.data.order.resumed_plan import resumed_plan
 from megatron.data.order.splits import fraction_range, split_boundaries
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, MegatronError, joined
 from megatron.secret_text import masked
 from megatron.tokenizers.tokenizer import Tokenizer
 
@@ -186,17 +186,24 @@ def token_file_prefixes(data: DataConfig) -> list[str]:
     return [part for prefix in data_prefixes(data) for part in token_files(prefix)]
 
 
-def check_sources(data: DataConfig, sequence_length: int, objective: str = CAUSAL, needed_by: str = "") -> None:
-    """Checks that the sources exist, so that a wrong one is refused before anything heavy is imported or built.
+def check_sources(data: DataConfig, sequence_length: int | None, objective: str = CAUSAL, needed_by: str = "") -> None:
+    """Checks that the sources exist, so that wrong ones are refused before anything heavy is imported or built.
 
     Args:
+        sequence_length: tokens of a sample; None if it is not known.
         needed_by: a flag that was given and is only for examples; empty if there is none.
 
     Raises:
-        ConfigError, DataError: see `check_source`.
+        MegatronError: with all problems at once, see `check_source`.
     """
+    failures = []
     for prefix in data_prefixes(data):
-        check_source(prefix, sequence_length, objective, needed_by)
+        try:
+            check_source(prefix, sequence_length, objective, needed_by)
+        except MegatronError as failure:
+            failures.append(failure)
+    if failures:
+        raise joined(failures)
 
 
 def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
@@ -212,27 +219,59 @@ def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
     ]
 
 
-def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> Iterator[str]:
-    """The lines of a group's last phase; its sources' epochs count what earlier phases took."""
+@dataclass(frozen=True)
+class TakenSource:
+    """What the newest phase of a plan takes from one source.
+
+    Attributes:
+        name: the source's name in the log.
+        weight: the share that was asked for.
+        before: samples that earlier phases took.
+        count: samples that this phase takes.
+        ratio: the share that this is.
+        epochs: passes over the source at the end, earlier phases included.
+    """
+
+    source: SourcePlan
+    name: str
+    weight: float
+    before: int
+    count: int
+    ratio: float
+    epochs: float
+
+
+def taken_sources(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> list[TakenSource]:
+    """What the newest phase of a group takes from each of its sources."""
     phase = group.phases[-1]
     newest = dataset.newest if isinstance(dataset, PhasedDataset) else dataset
     taken = newest.taken if isinstance(newest, BlendedDataset) else (group.length_of(-1),)
     names = group.source_names()
-    name = f"{group.name} from sample {phase.first:,} on" if phase.first else group.name
+    found = []
     for member, count in zip(phase.members, taken, strict=True):
         source, before = group.sources[member.source], phase.consumed_of(member.source)
         epochs = (before + count) * sequence_length / source.tokens
-        logged = names[member.source]
+        ratio = count / max(sum(taken), 1)
+        found.append(TakenSource(source, names[member.source], member.weight, before, count, ratio, epochs))
+    return found
+
+
+def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> Iterator[str]:
+    """The lines of a group's last phase."""
+    phase = group.phases[-1]
+    name = f"{group.name} from sample {phase.first:,} on" if phase.first else group.name
+    for taken in taken_sources(group, dataset, sequence_length):
+        source = taken.source
         size = f"{source.last - source.first:,} rows" if source.is_rows else f"{source.tokens:,} tokens"
         if source.is_mapped:
             size = f"{source.pass_samples(sequence_length):,} samples"
         yield (
             f"{name}: {source.prefix}"
-            + (f" (in the log: {logged})" if logged != PurePath(source.prefix).name else "")
-            + f" [{source.first}, {source.last}): {count:,} samples "
-            f"({count / max(sum(taken), 1):.2%}, asked {member.weight:.2%})"
-            + (f" after {before:,}" if before else "")
-            + f", {epochs:.2f} epochs of {size}"
+            + (f" (in the log: {taken.name})" if taken.name != PurePath(source.prefix).name else "")
+            + f" [{source.first}, {source.last}): {taken.count:,} samples "
+            f"({taken.ratio:.2%}, asked {taken.weight:.2%})"
+            + (f" after {taken.before:,}" if taken.before else "")
+            + f", {taken.epochs:.2f} epochs of {size}"
         )
 
 

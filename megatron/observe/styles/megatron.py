@@ -1,14 +1,18 @@
 """Megatron's lines, the default.
 
 Users' scripts parse them, so fields, order and number formats are upstream's, BERT's sentence-order loss (`sop loss`)
-included. There are five additions: tokens per second, the losses of --log-per-source-loss, the mean over samples of
---loss-mean samples, the z-loss of --z-loss-coeff, and the routing of a network with experts. The loss is always shown;
-upstream omits it if it is NaN or not above 0.
+included. There are additions: tokens per second, the losses of --log-per-source-loss, the mean over samples of
+--loss-mean samples, the z-loss of --z-loss-coeff, the routing of a network with experts, and at the end the utilization
+of devices whose peak is known and the remaining time. The loss is always shown; upstream omits it if it is NaN or not
+above 0. TFLOPs have more digits where upstream's two would all be 0.
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py and megatron/checkpointing.py.
 """
 
 from __future__ import annotations
+
+import datetime
+import math
 
 from megatron.checkpoint.saving import MEGATRON_LINES
 from megatron.observe.console import perplexity
@@ -49,8 +53,13 @@ def iteration_lines(metrics: Metrics, moment: Moment) -> list[str]:
         f"number of nan iterations: {metrics.nan_iterations:3d}",
         f"samples per second: {metrics.samples_per_second:.3f}",
         f"tokens per second: {metrics.tokens_per_second:.1f}",
-        f"TFLOPs: {metrics.teraflops_per_device:.2f}",
     ]
+    if metrics.teraflops_per_device > 0.0:
+        fields.append(f"TFLOPs: {_teraflops(metrics.teraflops_per_device)}")
+    if metrics.model_flops_utilization_ratio is not None:
+        fields.append(f"MFU: {metrics.model_flops_utilization_ratio:.1%}")
+    if moment.seconds_left is not None:
+        fields.append(f"ETA: {datetime.timedelta(seconds=round(moment.seconds_left))}")
     return [" | ".join(fields) + " |"]
 
 
@@ -65,3 +74,9 @@ def evaluation_lines(group: str, prefix: str, loss: float, moment: Moment) -> li
     text = f"{group} loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
     dashes = "-" * (len(text) + 1)
     return [dashes, text, dashes]
+
+
+def _teraflops(value: float) -> str:
+    """Two decimals, and of a smaller figure two digits that are not 0; never with an exponent."""
+    decimals = 2 if value >= 0.1 else 1 - math.floor(math.log10(value))
+    return f"{value:.{decimals}f}"

@@ -35,7 +35,8 @@ def gather_from(x: torch.Tensor, axis: Axis, dimension: int = -1) -> torch.Tenso
 
 def _summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     total = x.contiguous()
-    dist.all_reduce(total, group=axis.group)
+    with axis.timed():
+        dist.all_reduce(total, group=axis.group)
     return total
 
 
@@ -69,7 +70,8 @@ class _GatherFrom(torch.autograd.Function):
         ctx.axis, ctx.dimension = axis, dimension
         own = x.contiguous()
         parts = [torch.empty_like(own) for _ in range(axis.size)]
-        dist.all_gather(parts, own, group=axis.group)
+        with axis.timed():
+            dist.all_gather(parts, own, group=axis.group)
         return torch.cat(parts, dim=dimension)
 
     @staticmethod

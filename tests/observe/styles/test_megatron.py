@@ -28,6 +28,23 @@ def test_iteration_line_has_upstreams_fields_in_upstreams_order() -> None:
     )
 
 
+def test_what_is_known_of_the_devices_and_the_end_comes_last() -> None:
+    values = metrics(teraflops_per_device=123.456, model_flops_utilization_ratio=0.4123)
+    (line,) = megatron.iteration_lines(values, Moment(7, 20, seconds_left=93_784.6))
+    assert line.endswith("| TFLOPs: 123.46 | MFU: 41.2% | ETA: 1 day, 2:03:05 |")
+
+
+@pytest.mark.parametrize(
+    ("teraflops", "text"), [(8.0, "8.00"), (0.1, "0.10"), (0.0999, "0.100"), (0.0123, "0.012"), (2.8e-7, "0.00000028")]
+)
+def test_a_small_rate_is_not_shown_as_zero(teraflops: float, text: str) -> None:
+    assert line_of(metrics(teraflops_per_device=teraflops)).endswith(f"| TFLOPs: {text} |")
+
+
+def test_a_rate_that_was_not_measured_is_left_out() -> None:
+    assert line_of(metrics(teraflops_per_device=0.0)).endswith("| tokens per second: 256.0 |")
+
+
 def test_optional_fields_are_where_upstream_puts_them() -> None:
     line = line_of(metrics(loss_scale=65536.0))
     assert " | loss scale: 65536.0 | grad norm: 1.235 | number of skipped" in line

@@ -1,0 +1,1 @@
+"""Profiles of single steps, written into the run folder."""

@@ -1,0 +1,123 @@
+"""What a step consists of, in tokens and floating-point operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config import ModelConfig
+from megatron.model.costs import bert_head_cost, block_cost, head_cost
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The constants of a run that convert samples and seconds into rates.
+
+    Attributes:
+        tokens_per_sample: sequence length.
+        flops_per_sample: FLOPs per sample for forward, backward and recompute, by upstream's formula.
+        device_count: number of devices.
+        replica_count: number of data-parallel replicas.
+        parameters_without_embeddings: parameters of the whole network without embeddings.
+        model_flops_per_sample: FLOPs per sample that training takes without recompute, see `model_flops_per_sample`.
+        peak_flops_per_second: what a device could do at most; None where that is not known.
+        stages: number of pipeline stages.
+        micro_batch_size: samples of a micro-batch.
+    """
+
+    tokens_per_sample: int
+    flops_per_sample: float
+    device_count: int = 1
+    replica_count: int = 1
+    parameters_without_embeddings: int = 0
+    model_flops_per_sample: float = 0.0
+    peak_flops_per_second: float | None = None
+    stages: int = 1
+    micro_batch_size: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        sequence_length: int,
+        *,
+        recomputes: bool = False,
+        predicted_share: float = 1.0,
+        **constants: float | None,
+    ) -> Workload:
+        """The workload of a resolved model.
+
+        Args:
+            predicted_share: share of the positions whose logits are computed.
+            **constants: the other attributes.
+        """
+        upstreams = flops_per_sample(model, sequence_length, recomputes, predicted_share)
+        own = model_flops_per_sample(model, sequence_length, predicted_share)
+        return cls(sequence_length, upstreams, model_flops_per_sample=own, **constants)  # type: ignore[arg-type]
+
+    def gigaflops_without_embeddings(self, tokens: int) -> float:
+        """GFLOPs for training on `tokens` tokens, by the 6 N rule, without embeddings and recompute."""
+        return 6.0 * tokens * self.parameters_without_embeddings / 1e9
+
+    def utilization_ratio(self, samples_per_second: float) -> float | None:
+        """Model FLOPs utilization: the share of the devices' peak that training without recompute would take.
+
+        Source: Chowdhery et al., "PaLM", 2022, appendix B.
+        """
+        if not self.peak_flops_per_second or samples_per_second <= 0.0:
+            return None
+        return samples_per_second * self.model_flops_per_sample / self.device_count / self.peak_flops_per_second
+
+    def bubble_ratio(self, global_batch_size: int) -> float | None:
+        """The share of a step that a stage of a pipeline has nothing to do, if all passes take equally long.
+
+        (p - 1) / (m + p - 1) for p stages and m micro-batches; None without a pipeline. Transfers between stages,
+        uneven stages and what follows the last backward pass are not in it.
+
+        Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, of the ideal time; here of the whole time.
+        """
+        if self.stages == 1:
+            return None
+        micro_batches = global_batch_size // (self.micro_batch_size * self.replica_count)
+        return (self.stages - 1) / (micro_batches + self.stages - 1)
+
+
+def flops_per_sample(
+    model: ModelConfig, sequence_length: int, recomputes: bool = False, predicted_share: float = 1.0
+) -> float:
+    """FLOPs of training on one sequence: 3 times those of the blocks in a forward pass, or 4 times with recompute.
+
+    For GPT-2's network this is upstream's 24 * 3 * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)), which counts attention
+    to all s tokens, and 3/4 of the output head's passes, which it assumes not to be recomputed; so does this, for
+    encoders, whose tokens do attend to all, as well. Of the experts, a token counts those it goes to.
+
+    Args:
+        predicted_share: share of the positions that pass through the heads.
+
+    Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; Narayanan et al. 2021 (arXiv 2104.04473),
+    appendix.
+    """
+    blocks, head = _forward_flops_per_token(model, sequence_length)
+    return (4 if recomputes else 3) * sequence_length * (blocks + 0.75 * predicted_share * head)
+
+
+def model_flops_per_sample(model: ModelConfig, sequence_length: int, predicted_share: float = 1.0) -> float:
+    """FLOPs of forward and backward on one sequence, without recompute: 3 times those of a forward pass.
+
+    That is 6 for each parameter of a matrix and token, and 12 L h s for each token's attention to all s tokens. Of the
+    experts, a token counts those it goes to.
+
+    Args:
+        predicted_share: share of the positions that pass through the heads.
+
+    Source: Chowdhery et al., "PaLM", 2022, appendix B.
+    """
+    blocks, head = _forward_flops_per_token(model, sequence_length)
+    return 3 * sequence_length * (blocks + predicted_share * head)
+
+
+def _forward_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[float, float]:
+    """FLOPs of a forward pass for one token: of the blocks and of the heads."""
+    costs = [block_cost(model, layer) for layer in range(model.num_layers)]
+    blocks = sum(cost.flops_per_token + sequence_length * cost.flops_per_token_pair for cost in costs)
+    head = bert_head_cost(model) if model.bidirectional else head_cost(model)
+    return blocks, head.flops_per_token

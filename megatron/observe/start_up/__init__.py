@@ -1,0 +1,1 @@
+"""What a run shows before its first step: its size, its ranks, its data and where it writes."""

@@ -1,0 +1,1 @@
+"""Gathers what a run shows before its first step."""

@@ -1,0 +1,41 @@
+"""What DeepSpeed's messages take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import pytest
+
+from megatron.device import Stopwatch
+from megatron.engine.deepspeed_setup import TRANSFER, timed_messages
+
+
+def test_messages_are_timed_in_the_block_and_everything_else_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[Any, ...]] = []
+
+    def note(*arguments: Any, **options: Any) -> str:
+        sent.append((arguments, options))
+        return "handle"
+
+    backend = SimpleNamespace(all_reduce=note, send=note, get_rank=lambda group=None: 3)
+    monkeypatch.setattr(deepspeed.comm.comm, "cdb", backend)
+    watch = Stopwatch()
+    with timed_messages(watch):
+        timed = deepspeed.comm.comm.cdb
+        assert timed is not backend and timed.get_rank() == 3
+        assert timed.all_reduce("gradient", async_op=True) == timed.send("hidden", 1) == "handle"
+    assert sent == [(("gradient",), {"async_op": True}), (("hidden", 1), {})]
+    assert [kind for kind, *_ in watch.take().parts] == ["", TRANSFER]
+    assert deepspeed.comm.comm.cdb is backend
+    with timed_messages(None):
+        assert deepspeed.comm.comm.cdb is backend
+
+
+def test_the_backend_is_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = SimpleNamespace()
+    monkeypatch.setattr(deepspeed.comm.comm, "cdb", backend)
+    with pytest.raises(RuntimeError, match="peer"), timed_messages(Stopwatch()):
+        raise RuntimeError("peer")
+    assert deepspeed.comm.comm.cdb is backend

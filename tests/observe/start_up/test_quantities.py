@@ -1,0 +1,23 @@
+"""Numbers as a person reads them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.observe.start_up.quantities import short_bytes, short_count
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"), (950, "950"), (999.6, "1.0K"), (5_300_000, "5.3M"), (99_940, "99.9K"), (99_960, "100K"),
+        (10.5e9, "10.5B"), (175e9, "175B"), (1.2e12, "1.2T"), (1e24, "1000000Qi"),
+    ],
+)  # fmt: skip
+def test_counts(number: float, text: str) -> None:
+    assert short_count(number) == text
+
+
+@pytest.mark.parametrize(("number", "text"), [(12, "12 B"), (312 * 2**20, "312 MiB"), (1.3 * 2**30, "1.3 GiB")])
+def test_bytes(number: float, text: str) -> None:
+    assert short_bytes(number) == text
