@@ -228,3 +228,11 @@ class OptimConfig(OptimRequest):
     def given_iters(self) -> int | None:
         """The steps of --train-iters; `train_iters` are those that are planned."""
         return self.most_iters if self.train_tokens is not None else self.train_iters
+
+    def length_of_step(self, step: int) -> int:
+        """Tokens of each sample in step number `step`, counted from 1."""
+        return self.length_at(step, self.tokens_per_sample)
+
+    def last_step_of_length(self, step: int) -> int | None:
+        """The last step with the length of step number `step`; None if the length stays."""
+        return self.last_step_with_length(step, self.tokens_per_sample)

@@ -34,6 +34,13 @@ def test_a_checkpoint_that_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert said("--load", f"{tmp_path}/a", "--finetune") == []
 
 
+def test_a_teacher(tmp_path: Path) -> None:
+    (text,) = said("--kd", "--load-teacher", f"{tmp_path}/none")
+    assert text.startswith(f"--load-teacher {tmp_path}/none does not exist, and --kd needs a checkpoint from it; the")
+    (tmp_path / "manifest.json").touch()
+    assert said("--kd", "--load-teacher", str(tmp_path)) == []
+
+
 def test_a_file_of_tasks(tmp_path: Path) -> None:
     (tmp_path / "tasks.yaml").touch()
     assert said("--eval-tasks", f"{tmp_path}/tasks.yaml") == []
