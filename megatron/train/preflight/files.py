@@ -22,49 +22,44 @@ def file_failures(request: RunRequest) -> Iterator[MegatronError]:
         yield ConfigError(f"--eval-tasks {tasks} is not a file. Give the path of a YAML or JSON file of tasks.")
     if log.is_first_rank() and request.saving.save_secondary is None:
         yield from _load_failures(request.control)
-    teacher = request.distillation.load_teacher
-    if log.is_first_rank() and teacher is not None:
-        yield from _folder_failures("--load-teacher", teacher, "--load-teacher")
+    distillation = request.distillation
+    is_read = (
+        distillation.load_teacher is not None and distillation.kd_iters is None
+    )  # a phase of iterations may be over
+    if log.is_first_rank() and is_read and not request.control.eval_only:
+        yield from _folder_failures("--load-teacher", str(distillation.load_teacher), "distillation needs one")
 
 
 def _load_failures(control: ControlConfig) -> Iterator[MegatronError]:
     """A checkpoint that a run cannot do without; others may be missing."""
     needed = {
-        f"--ckpt-step {control.load_step}": control.load_step is not None,
-        "--eval-only": control.eval_only,
-        "--finetune": control.finetune,
-        "--exit-on-missing-checkpoint": control.exit_on_missing_checkpoint,
+        f"--ckpt-step {control.load_step} is one of its steps": control.load_step is not None,
+        "--eval-only needs the weights of one": control.eval_only,
+        "--finetune needs the weights of one": control.finetune,
+        "--exit-on-missing-checkpoint is set": control.exit_on_missing_checkpoint,
     }
-    flag = next((name for name, is_given in needed.items() if is_given), None)
-    if control.load is None or flag is None or control.from_scratch:
+    reason = next((name for name, is_given in needed.items() if is_given), None)
+    if control.load is None or reason is None or control.from_scratch:
         return
-    yield from _folder_failures("--load", control.load, flag)
+    yield from _folder_failures("--load", control.load, reason)
 
 
-def _folder_failures(name: str, folder: str, needed_by: str) -> Iterator[MegatronError]:
+def _folder_failures(name: str, folder: str, reason: str) -> Iterator[MegatronError]:
     """What keeps a folder from holding a checkpoint.
 
     Args:
         name: the flag that gives the folder.
-        needed_by: the flag that needs a checkpoint from it.
+        reason: why it has to hold one.
     """
-    needs = f"{needed_by} needs a checkpoint from it" if needed_by != name else "it must hold a checkpoint"
     try:
-        names = os.listdir(folder)
+        found = "it is empty" if not os.listdir(folder) else ""
     except FileNotFoundError:
         there = next(parent for parent in Path(folder).absolute().parents if os.path.isdir(parent))
-        yield CheckpointError(
-            f"{name} {folder} does not exist, and {needs}; the nearest folder that exists is {there}. Give the folder "
-            "of an earlier run's checkpoints."
-        )
+        found = f"it does not exist, the nearest folder that does is {there}"
     except OSError as failure:
+        found = f"it cannot be listed ({failure.strerror})"
+    if found:
         yield CheckpointError(
-            f"{name} {folder} cannot be listed: {failure.strerror}, and {needs}. Give a folder of checkpoints that this "
-            "user can read."
+            f"{name} {folder} holds no checkpoint and {reason}: {found}. Give the folder of an earlier run's "
+            "checkpoints."
         )
-    else:
-        if not names:
-            yield CheckpointError(
-                f"{name} {folder} holds no checkpoint, it is empty, and {needs}. Give the folder of an earlier run's "
-                "checkpoints."
-            )

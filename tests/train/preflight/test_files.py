@@ -20,15 +20,22 @@ def test_a_checkpoint_that_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (full / "iter_0000004").mkdir(parents=True)
     empty.mkdir()
     file.touch()
-    for flag in ("--finetune", "--eval-only", "--exit-on-missing-checkpoint"):
+    reasons = {
+        "--finetune": "--finetune needs the weights of one",
+        "--eval-only": "--eval-only needs the weights of one",
+    }
+    reasons["--exit-on-missing-checkpoint"] = "--exit-on-missing-checkpoint is set"
+    for flag, reason in reasons.items():
         (missing,) = said("--load", f"{tmp_path}/a/b", flag)
-        assert missing.startswith(f"--load {tmp_path}/a/b does not exist, and {flag} needs a checkpoint from it; the")
-        assert f"nearest folder that exists is {tmp_path}. " in missing
-        assert "it is empty" in said("--load", str(empty), flag)[0]
-        assert "cannot be listed: Not a directory" in said("--load", str(file), flag)[0]
+        assert missing.startswith(
+            f"--load {tmp_path}/a/b holds no checkpoint and {reason}: it does not exist, the near"
+        )
+        assert f"nearest folder that does is {tmp_path}. " in missing
+        assert f"{reason}: it is empty. " in said("--load", str(empty), flag)[0]
+        assert f"{reason}: it cannot be listed (Not a directory). " in said("--load", str(file), flag)[0]
         assert said("--load", str(full), flag) == []
         assert said("--load", str(empty), flag, "--save-secondary", str(full)) == [], "copies may be there"
-    assert "--ckpt-step 4 needs a checkpoint" in said("--load", f"{tmp_path}/a", "--load-tag", "iter_0000004")[0]
+    assert "--ckpt-step 4 is one of its steps: " in said("--load", f"{tmp_path}/a", "--load-tag", "iter_0000004")[0]
     assert said("--load", f"{tmp_path}/a") == []
     monkeypatch.setattr(log, "is_first_rank", lambda: False)
     assert said("--load", f"{tmp_path}/a", "--finetune") == []
@@ -36,7 +43,9 @@ def test_a_checkpoint_that_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_teacher(tmp_path: Path) -> None:
     (text,) = said("--kd", "--load-teacher", f"{tmp_path}/none")
-    assert text.startswith(f"--load-teacher {tmp_path}/none does not exist, and it must hold a checkpoint; the nearest")
+    assert text.startswith(f"--load-teacher {tmp_path}/none holds no checkpoint and distillation needs one: it")
+    for may_do_without in (("--kd-iters", "3"), ("--eval-only",)):
+        assert said("--kd", "--load-teacher", f"{tmp_path}/none", *may_do_without) == []
     (tmp_path / "manifest.json").touch()
     assert said("--kd", "--load-teacher", str(tmp_path)) == []
 
