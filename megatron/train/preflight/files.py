@@ -20,14 +20,15 @@ def file_failures(request: RunRequest) -> Iterator[MegatronError]:
     tasks = request.control.eval_tasks
     if tasks is not None and not os.path.isfile(tasks):
         yield ConfigError(f"--eval-tasks {tasks} is not a file. Give the path of a YAML or JSON file of tasks.")
-    if log.is_first_rank() and request.saving.save_secondary is None:
+    if not log.is_first_rank():
+        return
+    if request.saving.save_secondary is None:
         yield from _load_failures(request.control)
-    distillation = request.distillation
-    is_read = (
-        distillation.load_teacher is not None and distillation.kd_iters is None
-    )  # a phase of iterations may be over
-    if log.is_first_rank() and is_read and not request.control.eval_only:
-        yield from _folder_failures("--load-teacher", str(distillation.load_teacher), "distillation needs one")
+    how = request.distillation
+    is_needed = how.is_on and how.kd_iters is None and not request.control.eval_only  # it may be over
+    if is_needed and how.load_teacher is not None:
+        reason = f"{'--kd' if how.kd else '--mos'} needs the weights of one"
+        yield from _folder_failures("--load-teacher", how.load_teacher, reason, "the teacher's run")
 
 
 def _load_failures(control: ControlConfig) -> Iterator[MegatronError]:
@@ -41,15 +42,16 @@ def _load_failures(control: ControlConfig) -> Iterator[MegatronError]:
     reason = next((name for name, is_given in needed.items() if is_given), None)
     if control.load is None or reason is None or control.from_scratch:
         return
-    yield from _folder_failures("--load", control.load, reason)
+    yield from _folder_failures("--load", control.load, reason, "an earlier run")
 
 
-def _folder_failures(name: str, folder: str, reason: str) -> Iterator[MegatronError]:
-    """What keeps a folder from holding a checkpoint.
+def _folder_failures(name: str, folder: str, reason: str, owner: str) -> Iterator[CheckpointError]:
+    """What keeps a folder from holding a checkpoint, without a look into those that it may hold.
 
     Args:
         name: the flag that gives the folder.
         reason: why it has to hold one.
+        owner: whose checkpoints are meant.
     """
     try:
         found = "it is empty" if not os.listdir(folder) else ""
@@ -60,6 +62,5 @@ def _folder_failures(name: str, folder: str, reason: str) -> Iterator[MegatronEr
         found = f"it cannot be listed ({failure.strerror})"
     if found:
         yield CheckpointError(
-            f"{name} {folder} holds no checkpoint and {reason}: {found}. Give the folder of an earlier run's "
-            "checkpoints."
+            f"{name} {folder} holds no checkpoint and {reason}: {found}. Give the folder of the checkpoints of {owner}."
         )

@@ -41,18 +41,25 @@ def test_a_checkpoint_that_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert said("--load", f"{tmp_path}/a", "--finetune") == []
 
 
-def test_a_teacher(tmp_path: Path) -> None:
-    (text,) = said("--kd", "--load-teacher", f"{tmp_path}/none")
-    assert text.startswith(f"--load-teacher {tmp_path}/none holds no checkpoint and distillation needs one: it")
-    for may_do_without in (("--kd-iters", "3"), ("--eval-only",)):
-        assert said("--kd", "--load-teacher", f"{tmp_path}/none", *may_do_without) == []
-    (tmp_path / "manifest.json").touch()
-    assert said("--kd", "--load-teacher", str(tmp_path)) == []
-
-
 def test_a_file_of_tasks(tmp_path: Path) -> None:
     (tmp_path / "tasks.yaml").touch()
     assert said("--eval-tasks", f"{tmp_path}/tasks.yaml") == []
     assert said("--eval-tasks", str(tmp_path)) == [
         f"--eval-tasks {tmp_path} is not a file. Give the path of a YAML or JSON file of tasks."
     ]
+
+
+def test_a_teacher_is_looked_for_unless_its_time_may_be_over(tmp_path: Path) -> None:
+    def sentences(more: str) -> list[str]:
+        return said("--load-teacher", f"{tmp_path}/t", *more.split())
+
+    (missing,) = sentences("--kd")
+    assert missing.startswith(
+        f"--load-teacher {tmp_path}/t holds no checkpoint and --kd needs the weights of one: it does"
+    )
+    assert missing.endswith("Give the folder of the checkpoints of the teacher's run.")
+    assert len(sentences("--mos")) == 1 and sentences("--mos --kd-iters 5") == []
+    (tmp_path / "t").mkdir()
+    assert "holds no checkpoint and --mos needs the weights of one: it is empty" in sentences("--mos")[0]
+    (tmp_path / "t" / "latest").write_text("")
+    assert sentences("--kd") == []
