@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from megatron import log
-from megatron.config import parse
+from megatron.config.parse import read_flags
 from megatron.parallel.rank_start import begin_rank
 from megatron.train.signals import StopSignals
 
@@ -33,17 +33,15 @@ def train(
 
     Args:
         argv: the trainer's command line, of a process that `begin_rank` has prepared.
-        decided: what a program for one objective gives itself, see `megatron.config.parse`.
+        decided: what a program for one objective gives itself, see `megatron.config.parse.read_flags`.
         defaults: what a program prefers to the trainer's own defaults, see there as well.
     """
-    request = parse(argv, decided=decided, defaults=defaults)
+    reading = read_flags(argv, decided=decided, defaults=defaults)
     signals = StopSignals()
-    with signals.installed() if request.control.exit_on_signal else nullcontext():
-        from megatron.data.datasets.build import check_sources
-        from megatron.data.datasets.examples.options import ExampleOptions
+    with signals.installed() if reading.unchecked().control.exit_on_signal else nullcontext():
+        from megatron.train.preflight.checks import checked_request
 
-        needed_by = ExampleOptions.of(request.finetuning, request.loss, request.data).needed_by
-        check_sources(request.data, request.data.seq_length, request.loss.objective, needed_by)
+        request = checked_request(reading)  # without torch
         from megatron import device
 
         device.choose_accelerator()

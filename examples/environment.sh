@@ -90,7 +90,7 @@ make_venv() {
 # Runs pip in the environment, whatever it was made with.
 install_packages() {
     if "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip --default-pip >/dev/null 2>&1; then
-        "$PYTHON" -m pip install --disable-pip-version-check --no-input --no-compile --quiet "$@" >&2
+        "$PYTHON" -m pip install --disable-pip-version-check --no-input --no-compile -qq --root-user-action ignore "$@" >&2
     elif command -v uv >/dev/null 2>&1; then
         uv pip install --python "$PYTHON" --quiet "$@" >&2
     else

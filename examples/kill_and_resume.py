@@ -4,12 +4,16 @@
 
 Trains a small GPT as 2 tensor-parallel x 2 pipeline ranks, kills the launcher (SIGKILL) some steps after a save,
 resumes the checkpoint in a single process, and compares, step by step, the losses of the resumed run with those that
-the killed run had logged after its last save. Always runs on the CPU, so that the result is the same everywhere.
+the killed run had logged after its last save. It ends with text that the network writes.
+
+On GPUs the network is larger, and the first run has as many ranks as there are GPUs, up to the four; on the CPU, which
+`--device cpu` chooses as well, there are always four.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -28,10 +32,28 @@ from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import MegatronError, StorageError
 
 ROOT = Path(__file__).resolve().parent.parent
-PROMPTS = ("def ", "import ", '    """Return ')
+PROMPTS = ("Return the", "This method is", "If the argument is")
 SECONDS_TO_DIE = 10.0
-# Summing the same numbers in a different order changes the last bits, and training propagates the difference.
-LOSS_TOLERANCE, NORM_TOLERANCE = "1e-5", "1e-3"
+# Summing the same numbers in a different order changes the last bits, and training propagates the difference. Those of
+# a GPU are wide because its kernels for a whole and a split matrix may differ in more than the order.
+TOLERANCES = {"cpu": ("1e-5", "1e-3"), "cuda": ("1e-2", "1e-1")}
+_LAYOUTS = {1: (1, 1), 2: (2, 1), 4: (2, 2)}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A network and how it is trained."""
+
+    steps: int
+    num_layers: int
+    hidden_size: int
+    seq_length: int
+    global_batch_size: int
+    lr: float
+
+
+# Two CPU cores train the first in two minutes, to where it writes sentences.
+SIZES = {"cpu": Size(240, 4, 192, 128, 32, 5e-3), "cuda": Size(600, 8, 512, 256, 64, 1e-3)}
 
 
 @dataclass(frozen=True)
@@ -39,37 +61,61 @@ class DemoFlags(ConfigSection):
     """Flags of this program."""
 
     work_dir: str = flag("runs/quickstart", "folder for data, checkpoints and runs; data of an earlier run is reused")
-    steps: int = flag(
-        120, "total training steps; the run saves after half of them and is killed an eighth later", at_least=8
+    device: str | None = flag(None, "what to train on; if unset the GPUs that are there", choices=("cpu", "cuda"))
+    steps: int | None = flag(
+        None,
+        f"training steps, {SIZES['cpu'].steps} on a CPU; saves after half of them, is killed an eighth later",
+        at_least=8,
     )
-    num_layers: int = flag(4, "transformer blocks", at_least=2)
-    hidden_size: int = flag(256, "width of the model", at_least=4)
-    seq_length: int = flag(256, "tokens per sample", at_least=8)
-    vocab_size: int = flag(8000, "size of the trained vocabulary", at_least=300)
+    num_layers: int | None = flag(None, f"transformer blocks, {SIZES['cpu'].num_layers} on a CPU", at_least=2)
+    hidden_size: int | None = flag(None, f"width of the network, {SIZES['cpu'].hidden_size} on a CPU", at_least=4)
+    seq_length: int | None = flag(None, f"tokens per sample, {SIZES['cpu'].seq_length} on a CPU", at_least=8)
+    vocab_size: int = flag(2000, "size of the trained vocabulary", at_least=300)
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
-        if self.hidden_size % 4:
+        if self.hidden_size is not None and self.hidden_size % 4:
             yield f"--hidden-size {self.hidden_size} cannot be split into 4 heads. Use a multiple of 4."
+
+    def size(self, device: str) -> Size:
+        """The network on a device, with what the flags say otherwise."""
+        given = {field.name: getattr(self, field.name, None) for field in dataclasses.fields(Size)}
+        return dataclasses.replace(SIZES[device], **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)
 class Demo:
-    """The folders and commands of the demonstration."""
+    """The folders and commands of the demonstration.
+
+    Args:
+        ranks: how many processes the first run has.
+    """
 
     flags: DemoFlags
     data: Path
     run: Path
+    device: str = "cpu"
+    ranks: int = 4
+
+    @property
+    def size(self) -> Size:
+        """The network and its training."""
+        return self.flags.size(self.device)
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """Tensor and pipeline size of the first run."""
+        return _LAYOUTS[self.ranks]
 
     @property
     def save_step(self) -> int:
         """The step whose checkpoint the run is resumed from."""
-        return self.flags.steps // 2
+        return self.size.steps // 2
 
     @property
     def kill_step(self) -> int:
         """The step after whose log line the run is killed."""
-        return self.save_step + max(2, self.flags.steps // 8)
+        return self.save_step + max(2, self.size.steps // 8)
 
     @property
     def checkpoints(self) -> Path:
@@ -93,7 +139,7 @@ class Demo:
         vocabulary = ["--output-prefix", prefix, "--vocab-size", self.flags.vocab_size]
         output = ["--output-prefix", prefix, "--dataset-impl", "mmap", "--append-eod", "--workers", 2]
         return [
-            tool("build_demo_corpus.py", "--output", corpus),
+            tool("build_demo_corpus.py", "--lang", "english", "--output", corpus),
             tool("train_tokenizer.py", "--input", corpus, *vocabulary),
             tool("preprocess_data.py", "--input", corpus, *output, *self.tokenizer_flags),
         ]
@@ -106,74 +152,90 @@ class Demo:
 
     def training_flags(self, run_name: str) -> list[object]:
         """The training flags of both runs, which differ only in layout and run directory."""
-        flags = self.flags
+        size = self.size
         return [
-            *("--num-layers", flags.num_layers, "--hidden-size", flags.hidden_size, "--num-attention-heads", 4),
-            *(
-                "--seq-length",
-                flags.seq_length,
-                "--max-position-embeddings",
-                flags.seq_length,
-                "--global-batch-size",
-                8,
-            ),
-            *("--train-iters", flags.steps, "--lr", 1e-3, "--min-lr", 1e-4, "--lr-decay-style", "cosine"),
-            *("--lr-warmup-fraction", 0.1, "--hidden-dropout", 0.1, "--attention-dropout", 0, "--split", "969,30,1"),
+            *("--num-layers", size.num_layers, "--hidden-size", size.hidden_size, "--num-attention-heads", 4),
+            *("--seq-length", size.seq_length, "--position-embedding-type", "rope", "--normalization", "RMSNorm"),
+            *("--swiglu", "--no-add-bias-linear", "--global-batch-size", size.global_batch_size),
+            *("--train-iters", size.steps, "--lr", size.lr, "--min-lr", size.lr / 10, "--lr-decay-style", "cosine"),
+            *("--lr-warmup-fraction", 0.1, "--adam-beta2", 0.95, "--weight-decay", 0.1, "--hidden-dropout", 0),
+            *("--attention-dropout", 0, "--split", "969,30,1"),
             *("--data-path", self.data / "demo_text_document", *self.tokenizer_flags),
             *("--save", self.checkpoints, "--load", self.checkpoints, "--save-interval", self.save_step),
-            *(
-                "--log-interval",
-                5,
-                "--eval-interval",
-                10 * flags.steps,
-                "--eval-iters",
-                2,
-                "--run-dir",
-                self.run / run_name,
-            ),
+            *("--log-interval", 5, "--eval-interval", 10 * size.steps, "--eval-iters", 2),
+            *("--run-dir", self.run / run_name),
         ]
 
-    def start_on_four_ranks(self) -> subprocess.Popen[bytes]:
-        """Starts training with TP 2 x PP 2 under torchrun."""
+    def start_first_run(self) -> subprocess.Popen[bytes]:
+        """Starts training with TP 2 x PP 2, or as much of it as there are GPUs for, under torchrun."""
         launcher = [
-            *("-m", "torch.distributed.run", "--nproc-per-node", 4, "--master-addr", "127.0.0.1"),
+            *("-m", "torch.distributed.run", "--nproc-per-node", self.ranks, "--master-addr", "127.0.0.1"),
             *("--master-port", free_port(), ROOT / "pretrain_gpt.py"),
         ]
-        layout = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--micro-batch-size", 2]
-        command = python(1, *launcher, *layout, *self.training_flags("killed"))
+        command = python(1, *launcher, *self.layout_flags(*self.layout), *self.training_flags("killed"))
         show(command)
         return subprocess.Popen(command, cwd=ROOT)
 
     def resume_on_one_rank(self) -> None:
         """Resumes from the checkpoint in one process, without a launcher."""
-        layout = ["--tensor-model-parallel-size", 1, "--pipeline-model-parallel-size", 1, "--micro-batch-size", 8]
-        call(python(core_count(), ROOT / "pretrain_gpt.py", *layout, *self.training_flags("resumed")))
+        call(python(core_count(), ROOT / "pretrain_gpt.py", *self.layout_flags(1, 1), *self.training_flags("resumed")))
+
+    def layout_flags(self, tensor: int, pipeline: int) -> list[object]:
+        """The flags of a layout; a pipeline has as many micro batches as keep its stages busy."""
+        micro_batch_size = self.size.global_batch_size // (4 if pipeline > 1 else 1)
+        sizes = ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
+        return [*sizes, "--micro-batch-size", micro_batch_size]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demonstration."""
     words = sys.argv[1:] if argv is None else argv
     flags = parse_flags(DemoFlags, words, prog="kill_and_resume.py", description=__doc__ or "")
+    device, ranks = place(flags.device)
     work_dir = Path(flags.work_dir).resolve()
-    demo = Demo(flags, work_dir / f"data-{flags.vocab_size}", work_dir / time.strftime("run-%Y%m%d-%H%M%S"))
+    data, run = work_dir / f"english-{flags.vocab_size}", work_dir / time.strftime("run-%Y%m%d-%H%M%S")
+    demo = Demo(flags, data, run, device, ranks)
     demo.run.mkdir(parents=True)
+    tensor, pipeline = demo.layout
 
     with phase("Text to tokens"):
         demo.prepare_data()
-    with phase(f"Training on 4 ranks (TP 2 x PP 2), killed after step {demo.kill_step}"):
+    title = f"Training on {tensor * pipeline} ranks (TP {tensor} x PP {pipeline})"
+    with phase(f"{title}, killed after step {demo.kill_step} of {demo.size.steps}"):
         train_and_kill(demo)
     with phase(f"Resuming the checkpoint of step {demo.save_step} on 1 rank (TP 1 x PP 1)"):
         demo.resume_on_one_rank()
     with phase("Comparing the losses that the killed run logged after its last save with those of the resumed run"):
-        bounds = ["--tolerance", LOSS_TOLERANCE, "--norm-tolerance", NORM_TOLERANCE]
+        loss_tolerance, norm_tolerance = TOLERANCES[device]
+        bounds = ["--tolerance", loss_tolerance, "--norm-tolerance", norm_tolerance]
         call(tool("compare_runs.py", demo.run / "killed", demo.run / "resumed", "--after", demo.save_step, *bounds))
     with phase("Loss curve"):
         picture = demo.run / "loss.png"
         call(tool("plot_run.py", demo.run / "killed", demo.run / "resumed", "--output", picture))
-    with phase("Generated text"):
+    with phase("What the network writes"):
         show_samples(demo)
     say(f"\nEverything is in {demo.run}\n  loss curve   {picture}\n  checkpoints  {demo.checkpoints}")
     return 0
+
+
+def place(wanted: str | None) -> tuple[str, int]:
+    """The device to train on, and how many ranks the first run has there.
+
+    Raises:
+        DemoError: GPUs are asked for and there are none.
+    """
+    if wanted == "cpu" or os.environ.get("DS_ACCELERATOR") == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        return "cpu", 4
+    from megatron import device
+
+    if device.device_type() == "cuda":
+        count = min(4, device.device_count())
+        return "cuda", 2 if count == 3 else count
+    if wanted == "cuda":
+        raise DemoError("--device cuda: PyTorch sees no GPU here. Leave the flag out to train on the CPU.")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    return "cpu", 4
 
 
 def train_and_kill(demo: Demo) -> None:
@@ -186,7 +248,7 @@ def train_and_kill(demo: Demo) -> None:
 
     metrics = demo.run / "killed" / "metrics.jsonl"
     saved = demo.checkpoints / f"iter_{demo.save_step:07d}"
-    launcher = demo.start_on_four_ranks()
+    launcher = demo.start_first_run()
     try:
         while not (saved.exists() and max(read_steps(metrics), default=0) >= demo.kill_step):
             if launcher.poll() is not None:
@@ -223,7 +285,7 @@ def show_samples(demo: Demo) -> None:
     call(
         tool(
             *("generate_samples_gpt.py", "--load", demo.checkpoints, "--sample-input-file", prompts),
-            *("--out-seq-length", 48, "--top_p", 0.9, "--temperature", 0.8),
+            *("--out-seq-length", 40, "--top_p", 0.9, "--temperature", 0.6, "--repetition-penalty", 1.1),
         )
     )
     for line in prompts.with_name("prompts.txt.out").read_text(encoding="utf-8").splitlines():
@@ -250,11 +312,10 @@ def say(text: str) -> None:
 
 
 def python(threads: int, *words: object) -> list[str]:
-    """A command that runs this interpreter on the CPU with `threads` threads."""
+    """A command that runs this interpreter with `threads` threads on the CPU."""
     settings = [
         f"OMP_NUM_THREADS={threads}",
         "OMP_WAIT_POLICY=passive",
-        "DS_ACCELERATOR=cpu",
         "TOKENIZERS_PARALLELISM=false",
     ]
     return ["env", *settings, sys.executable, *map(str, words)]

@@ -25,9 +25,14 @@ class ExitCode(IntEnum):
 
 
 class MegatronError(Exception):
-    """Base class of the errors that are shown as text, without a traceback."""
+    """Base class of the errors that are shown as text, without a traceback.
+
+    Attributes:
+        is_on_all_ranks: every rank has the same error, so that only one needs to show it.
+    """
 
     exit_code = ExitCode.HUMAN
+    is_on_all_ranks = False
 
 
 _MOST_LETTERS = 4000
@@ -125,6 +130,24 @@ class NumericsError(MegatronError):
     def __init__(self, text: str, step: int | None = None) -> None:
         self.step = step
         super().__init__(text)
+
+
+def joined(failures: Sequence[MegatronError]) -> MegatronError:
+    """One error with the texts of several, each on a line of its own and none twice.
+
+    It is of their type if they share it. Else the flags decide the exit code, before data and then storage: what is
+    wrong with them makes the same command fail again.
+    """
+    texts = list(dict.fromkeys(line for failure in failures for line in str(failure).splitlines()))
+    kinds = {type(failure) for failure in failures}
+    codes = {failure.exit_code for failure in failures}
+    if kinds == {LaunchError}:
+        return LaunchError("\n".join(texts))
+    if ExitCode.USAGE in codes:
+        return ConfigError(texts)
+    if len(kinds) == 1:
+        return kinds.pop()("\n".join(texts))
+    return DataError("\n".join(texts)) if ExitCode.DATA in codes else StorageError("\n".join(texts))
 
 
 class FailureReport(NamedTuple):

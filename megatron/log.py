@@ -294,6 +294,9 @@ def show_failure(failure: BaseException) -> int:
     code, text = _describe(failure)
     if _OUTPUT.shown is not failure:
         _OUTPUT.shown = failure
+        if _OUTPUT.rank and isinstance(failure, MegatronError) and failure.is_on_all_ranks:
+            time.sleep(_FIRST_RANK_SECONDS)  # rank 0 shows it before the launcher hears of this rank
+            return code
         _show(code, text, is_shown=code == _READER_IS_GONE)
     return code
 

@@ -7,12 +7,16 @@ import json
 import pytest
 
 from megatron.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
+    ExitCode,
     FailureReport,
+    LaunchError,
     MegatronError,
     StorageError,
     describe_failure,
+    joined,
     printable,
     raise_on_all_ranks,
     rebuild_failure,
@@ -100,3 +104,15 @@ def test_a_problem_that_repeats_a_huge_value_keeps_its_beginning_and_its_end() -
     assert len(shown) < 5000
     assert shown.startswith("--load-tag aaa") and shown.endswith("names no step. Write it like iter_0000500.")
     assert ConfigError(["short", problem]).problems == ["short", shown]
+
+
+def test_several_failures_are_one_error_with_each_line_once() -> None:
+    lost, damaged, wrong = StorageError("no disk"), DataError("no data\nand none there"), ConfigError(["flag", "other"])
+    assert joined([lost]).exit_code == ExitCode.STORAGE
+    both = joined([lost, damaged, DataError("no data")])
+    assert (type(both), str(both)) == (DataError, "no disk\nno data\nand none there")
+    flags = joined([damaged, wrong, LaunchError("flag")])
+    assert (type(flags), str(flags)) == (ConfigError, "no data\nand none there\nflag\nother")
+    assert type(joined([LaunchError("a"), LaunchError("b")])) is LaunchError
+    assert type(joined([CheckpointError("a"), CheckpointError("b")])) is CheckpointError
+    assert type(joined([CheckpointError("a"), lost])) is StorageError

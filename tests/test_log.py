@@ -181,7 +181,9 @@ def test_an_error_that_a_listener_shows_is_not_shown_here(capsys: pytest.Capture
     assert "RuntimeError: odd" in shows.told[0][1]
 
 
-def test_a_rank_that_is_ended_meanwhile_repeats_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_ended_meanwhile_repeats_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """All ranks have the same wrong flag: the launcher ends the others as soon as rank 0 has shown it."""
     waits: list[float] = []
     monkeypatch.setattr(log.time, "sleep", waits.append)
@@ -192,6 +194,15 @@ def test_a_rank_that_is_ended_meanwhile_repeats_no_error(monkeypatch: pytest.Mon
         log.set_rank(1, 2)
         log.show_failure(DataError("wrong"))
         assert waits == [log._FIRST_RANK_SECONDS]
+        assert capsys.readouterr().err.count("wrong") == 2
+        alike = DataError("alike")
+        alike.is_on_all_ranks = True
+        assert log.show_failure(alike) == 65
+        assert waits == [log._FIRST_RANK_SECONDS] * 2, "rank 0 shows it before this rank ends"
+        assert capsys.readouterr().err == ""
+        log.set_rank(0, 2)
+        assert log.show_failure(DataError("alike")) == 65
+        assert "alike" in capsys.readouterr().err
     finally:
         log.set_rank(0, 1)
 

@@ -1,11 +1,13 @@
 """Writes a small corpus without a download: the Python installation's own text, or Turkish text made by rule.
 
     python tools/build_demo_corpus.py --output demo.jsonl
+    python tools/build_demo_corpus.py --lang english --output english.jsonl
     python tools/build_demo_corpus.py --lang tr --output tr.jsonl --held-out held-out.txt --questions questions.jsonl
 
 Each line is {"text": ..., "src": ...}. Without --lang it is the sources and docstrings of the Python installation, and
-the same interpreter always produces the same bytes. With --lang tr it is stories, descriptions and talks, whose bytes
-depend on --documents and --seed alone.
+the same interpreter always produces the same bytes. With --lang english it is the paragraphs of these, and of the
+manual, that are running text. With --lang tr it is stories, descriptions and talks, whose bytes depend on --documents
+and --seed alone.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ class DemoCorpusFlags(ConfigSection):
     """Flags of this tool."""
 
     output: str = flag(help="jsonl file to write")
-    lang: str = flag("python", "python: sources and docstrings; tr: generated Turkish", choices=("python", "tr"))
+    lang: str = flag(
+        "python",
+        "python: sources and docstrings; english: sentences of manual, docstrings and comments; tr: generated Turkish",
+        choices=("python", "english", "tr"),
+    )
     megabytes: float | None = flag(
         None,
         f"python: size limit in megabytes (1 MB = 10^6 bytes), {_MEGABYTES:g} unless given; installed packages "
@@ -45,8 +51,9 @@ class DemoCorpusFlags(ConfigSection):
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
-        others = ("megabytes",) if self.lang == "tr" else ("documents", "seed", "held_out", "questions")
-        for name in others:
+        turkish = ("documents", "seed", "held_out", "questions")
+        others = {"tr": ("megabytes",), "python": turkish, "english": ("megabytes", *turkish)}
+        for name in others[self.lang]:
             if (value := getattr(self, name)) is not None:
                 yield f"--{name.replace('_', '-')} {value} has no effect with --lang {self.lang}; remove it."
 
@@ -58,9 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.lang == "tr":
         _write_turkish(flags)
         return 0
-    from megatron.corpus.inputs.demo import write_demo_corpus
+    if flags.lang == "english":
+        from megatron.corpus.inputs.prose import write_prose
 
-    corpus = write_demo_corpus(Path(flags.output), int((flags.megabytes or _MEGABYTES) * 1e6))
+        corpus = write_prose(Path(flags.output))
+    else:
+        from megatron.corpus.inputs.demo import write_demo_corpus
+
+        corpus = write_demo_corpus(Path(flags.output), int((flags.megabytes or _MEGABYTES) * 1e6))
     log.info(f"Wrote {flags.output}: {corpus.documents} documents, {corpus.size_bytes / 1e6:.1f} MB.")
     return 0
 

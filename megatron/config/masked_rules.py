@@ -53,6 +53,10 @@ def foreign_problems(
             control.eval_tasks is not None,
             "scores continuations of a text, which an encoder does not have",
         ),
+        "--sample-prompts": (
+            control.sample_prompts is not None,
+            "asks for continuations of a text, which an encoder does not have",
+        ),
     }
     for option, (is_asked, reason) in asked.items():
         if is_asked and loss.objective == MASKED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.architecture.attention import AttentionFields
@@ -18,13 +19,19 @@ from megatron.config.files.preset_files import preset_path
 from megatron.config.flags.command_line import read_command_line
 from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.flags.legacy import DEPRECATED, IGNORED, REFUSED, SUPPORTED, Legacy, legacy_flags
-from megatron.config.flags.section import build_unchecked, missing_problems, relevant_problems
+from megatron.config.flags.section import (
+    bound_problems,
+    build_unchecked,
+    missing_problems,
+    relevant_problems,
+)
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.idle import idle_fields
 from megatron.config.masked_rules import foreign_problems, masked_problems, masking_notices
 from megatron.config.request_rules import request_problems
 from megatron.config.run import DEFAULT, FILE, GIVEN, PRESET, RunRequest, cross_problems, sections_of
 from megatron.config.sections.model import ModelRequest
+from megatron.config.sections.optim import OptimRequest
 from megatron.errors import ConfigError
 
 # The parts of the architecture in the order of the help; a class shows the flags that no class before it has.
@@ -83,6 +90,40 @@ _ALTERNATIVES = (
 )
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What flags and files say, whether or not a run can be made of it.
+
+    Attributes:
+        sections: of a `RunRequest`, by name; where there are problems, values may be missing, wrong or contradictory.
+        problems: everything that is wrong, one sentence each.
+        wrong: names of fields without a value that can be used: missing, unreadable, or out of bounds.
+    """
+
+    sections: Mapping[str, Any]
+    provenance: Mapping[str, str]
+    problems: tuple[str, ...]
+    notices: tuple[str, ...]
+    wrong: frozenset[str]
+
+    def unchecked(self) -> RunRequest:
+        """What was read in the form of a request, of which only fields that are not `wrong` may be used."""
+        request = object.__new__(RunRequest)
+        for name, value in {**self.sections, "provenance": self.provenance, "notices": self.notices}.items():
+            object.__setattr__(request, name, value)
+        return request
+
+    def request(self) -> RunRequest:
+        """The request that was read.
+
+        Raises:
+            ConfigError: with all problems at once.
+        """
+        if self.problems:
+            raise ConfigError(self.problems)
+        return RunRequest(**self.sections, provenance=self.provenance, notices=self.notices)
+
+
 def field_flags() -> dict[str, Flag]:
     """Every flag that sets a field, by its destination "section.field"."""
     return {
@@ -96,7 +137,21 @@ def parse(
     decided: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> RunRequest:
-    """Reads the trainer's command line, and the file of `--config` if one is given.
+    """Reads the trainer's command line, and the file of `--config` if one is given; see `read_flags`.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    return read_flags(argv, prog, decided, defaults).request()
+
+
+def read_flags(
+    argv: Sequence[str],
+    prog: str | None = None,
+    decided: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Reading:
+    """Reads the trainer's command line, and the file of `--config` if one is given, and lists what is wrong with it.
 
     Looks at nothing but the words and the files they name: no torch, no environment, no network. Prints the help and
     exits for `--help`.
@@ -106,7 +161,7 @@ def parse(
         defaults: values that the program prefers to the trainer's defaults; a preset, a file or a flag wins.
 
     Raises:
-        ConfigError: with all problems at once.
+        ConfigError: a file of flags cannot be read.
     """
     own, legacy, shorthands = field_flags(), legacy_flags(), shorthand_flags()
     flags = {**own, **{name: entry.flag for table in (shorthands, legacy) for name, entry in table.items()}}
@@ -130,7 +185,7 @@ def parse(
     governed = DeepSpeedReading()
     if "parallel.deepspeed_config" in values:
         governed = governed_values(values["parallel.deepspeed_config"], own, values)
-        values, broken = {**governed.values, **values}, broken | governed.broken
+        given, values, broken = governed.applied(given, values, broken)
         problems += governed.problems
     sources = {**dict.fromkeys(values, FILE), **dict.fromkeys(by_preset, PRESET), **dict.fromkeys(by_file, FILE)}
     sources.update(dict.fromkeys(given, GIVEN))
@@ -143,13 +198,13 @@ def parse(
         values[name], provenance[name] = word, GIVEN
     values, group_problems = read_group_files(values)
     values = _with_positions(values)
-    sections, section_problems = _build_sections(own, values, provenance, broken)
+    sections, section_problems, wrong = _build_sections(own, values, provenance, broken)
     problems += [*refusals, *group_problems, *section_problems]
-    if problems:
-        raise ConfigError(problems)
-    notices += [*_ignored_notices(own, values), *_idle_notices(sections["model"], values)]
-    notices += masking_notices(sections["loss"], sections["masking"], values)
-    return RunRequest(**sections, provenance=provenance, notices=tuple(notices))
+    if not problems:
+        notices += [*_ignored_notices(own, values), *_idle_notices(sections["model"], values)]
+        notices += masking_notices(sections["loss"], sections["masking"], values)
+        notices += _decay_notices(sections["optim"])
+    return Reading(sections, provenance, tuple(problems), tuple(notices), frozenset(wrong))
 
 
 def flag_table() -> list[tuple[str, str, str, str]]:
@@ -201,8 +256,10 @@ def _disagreement(flag: Flag, decided: str, asked: Any) -> list[str]:
 
 def _build_sections(
     own: Mapping[str, Flag], values: Mapping[str, Any], provenance: Mapping[str, str], broken: set[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Builds every section and lists what is wrong with them, leaving out values that are refused already."""
+) -> tuple[dict[str, Any], list[str], set[str]]:
+    """Builds every section, and lists what is wrong with them but for values that are refused already, and the fields
+    that have no usable value.
+    """
     missing = [flag for name, flag in own.items() if flag.required and name not in values]
     problems = missing_problems(missing, {}, broken)
     sections: dict[str, Any] = {}
@@ -220,7 +277,9 @@ def _build_sections(
     ]
     given = {name.partition(".")[2] for name in values}
     refused = broken | {flag.field for flag in missing}
-    return sections, problems + relevant_problems(list(sections.values()), given, refused, rules)
+    found = relevant_problems(list(sections.values()), given, refused, rules)
+    outside = {name for section in sections.values() for name, _ in bound_problems(section)}
+    return sections, problems + found, refused | outside
 
 
 def _read_preset(name: str | None, flags: Mapping[str, Flag]) -> FileReading:
@@ -279,6 +338,13 @@ def _idle_notices(model: ModelRequest, values: Mapping[str, Any]) -> Iterator[st
             f"--seq-length {values['data.seq_length']} is more than --max-position-embeddings "
             f"{model.max_position_embeddings}, the context that the network is made for."
         )
+
+
+def _decay_notices(optim: OptimRequest) -> Iterator[str]:
+    """A sentence for a length of the decay beside one in tokens, which scripts of the forks pass both."""
+    for name, value in (("--lr-decay-iters", optim.lr_decay_iters), ("--lr-decay-samples", optim.lr_decay_samples)):
+        if value is not None and optim.lr_decay_tokens is not None:
+            yield f"{name} {value} has no effect beside --lr-decay-tokens {optim.lr_decay_tokens}, which holds."
 
 
 def _deprecated_notices(spellings: Any) -> Iterator[str]:

@@ -60,6 +60,11 @@ def _epochs_problems(optim: OptimRequest, epochs: int) -> Iterator[str]:
     for name, value in lengths.items():
         if value is not None:
             yield f"--epochs {epochs} and {name} {value} are both given. A run has one length; drop one of them."
+    if optim.curriculum_learning:
+        yield (
+            f"--epochs {epochs} does not go with --curriculum-learning, which uses a part of each sample only. Give "
+            "--train-iters, or drop --curriculum-learning."
+        )
     in_steps = {"--lr-warmup-iters": optim.lr_warmup_iters, "--lr-decay-iters": optim.lr_decay_iters}
     for name, value in in_steps.items():
         if value:

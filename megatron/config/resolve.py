@@ -13,6 +13,7 @@ from megatron.config.schedule import planned_iterations, ranges_at_the_end, sche
 from megatron.config.sections.model import ModelConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
+from megatron.config.sections.precision import PrecisionConfig
 from megatron.config.sections.safety import SafetyConfig
 from megatron.config.world import batch_sizes, fit_layout, world_problems
 from megatron.errors import ConfigError
@@ -28,6 +29,7 @@ class Machine:
     world_size: int
     supports_fp16: bool
     supports_bf16: bool
+    device_reason: str = ""  # why there is no CUDA, where that is known
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
         ConfigError: with all problems at once.
     """
     request, elastic_notices = fit_layout(request, machine.world_size)
-    problems = [*_dtype_problems(request, machine), *world_problems(request, machine.world_size)]
+    problems = [*dtype_problems(request.precision, machine), *world_problems(request, machine.world_size)]
     vocabulary, provenance, vocabulary_notices = _vocabulary(request, tokenizer)
     problems.extend(_vocabulary_problems(vocabulary, tokenizer))
     padded, found = padded_vocab_size(request.parallel, vocabulary)
@@ -94,6 +96,20 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
             ),
         }
     )
+
+
+def machine_problems(request: RunRequest, machine: Machine) -> list[str]:
+    """What `resolve` would refuse on a machine whatever the tokenizer is, but for the dtype."""
+    try:
+        request, _ = fit_layout(request, machine.world_size)
+    except ConfigError as failure:
+        return failure.problems
+    problems = world_problems(request, machine.world_size)
+    if not problems:
+        micro, batch, _ = batch_sizes(request.optim, machine.world_size // request.parallel.model_parallel_size)
+        optim = resolve_optim(request.optim, batch, request.data.seq_length, micro)
+        problems.extend(_length_problems(request.optim, optim))
+    return [*problems, *_hang_timeout_problems(request, machine)]
 
 
 def resolve_epochs(config: RunConfig, epoch_samples: int) -> RunConfig:
@@ -194,11 +210,13 @@ def _resolved(cls: type[Resolved], request: ConfigSection, **values: Any) -> Res
     return cls(**{**same, **values})
 
 
-def _dtype_problems(request: RunRequest, machine: Machine) -> Iterator[str]:
-    if request.precision.fp16 and not machine.supports_fp16:
-        yield f"--fp16 does not train on this machine ({machine.device_type}). Use --bf16, or drop --fp16 for float32."
-    if request.precision.bf16 and not machine.supports_bf16:
-        yield f"--bf16 does not train on this machine ({machine.device_type}). Use --fp16, or drop --bf16 for float32."
+def dtype_problems(precision: PrecisionConfig, machine: Machine) -> Iterator[str]:
+    """A sentence for a dtype that the machine does not train in."""
+    device = f"{machine.device_type}: {machine.device_reason}" if machine.device_reason else machine.device_type
+    if precision.fp16 and not machine.supports_fp16:
+        yield f"--fp16 does not train on this machine ({device}). Use --bf16, or drop --fp16 for float32."
+    if precision.bf16 and not machine.supports_bf16:
+        yield f"--bf16 does not train on this machine ({device}). Use --fp16, or drop --bf16 for float32."
 
 
 def _length_problems(request: OptimRequest, optim: OptimConfig) -> Iterator[str]:

@@ -12,6 +12,7 @@ from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH
 from megatron.config.flags.section import build_unchecked
 from megatron.config.idle import idle_fields
 from megatron.config.run import CHECKPOINT, RunConfig, fields_of, frozen, plain, saved_fields, sections_of
+from megatron.config.sections.curriculum import CurriculumFields
 from megatron.config.sections.model import ModelConfig, ModelRequest
 from megatron.config.sections.optim import OptimConfig
 from megatron.errors import ConfigError, printable
@@ -51,6 +52,7 @@ _NOTABLE = frozenset(
         "kd_temp",
         "kd_iters",
         "load_teacher",
+        *(field.name for field in fields_of(CurriculumFields)),
     }
 )
 

@@ -243,6 +243,7 @@ def cross_problems(
             f"--max-position-embeddings {rows} is less than --seq-length {data.seq_length}. "
             f"Every position needs a row; use --max-position-embeddings {data.seq_length} or shorter samples."
         )
+    yield from curriculum_problems(optim, data.seq_length, loss.objective)
     ranks, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     if model.num_attention_heads > 0 and ranks > 0:
         yield from heads_problems(model.num_attention_heads, ranks)
@@ -275,6 +276,25 @@ def cross_problems(
         yield (
             f"--bidirectional does not go with --objective {loss.objective}: a token would see the one it predicts. "
             "Use --objective masked, or pretrain_bert.py."
+        )
+
+
+def curriculum_problems(optim: OptimRequest, sequence_length: int, objective: str) -> Iterator[str]:
+    """What does not fit a curriculum by sequence length."""
+    if not optim.curriculum_learning:
+        return
+    lengths = {
+        "--curriculum-min-length": optim.curriculum_min_length,
+        "--curriculum-max-length": optim.curriculum_max_length,
+        "--curriculum-lengths": max(optim.curriculum_lengths, default=None),
+    }
+    for name, length in lengths.items():
+        if length is not None and length > sequence_length > 0:
+            yield f"{name} {length} is more than --seq-length {sequence_length}, a whole sample. Use at most that."
+    if objective == MASKED:
+        yield (
+            "--curriculum-learning does not go with --objective masked: the places to predict are drawn for whole "
+            "samples. Drop it."
         )
 
 

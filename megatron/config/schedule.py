@@ -1,9 +1,9 @@
 """The arithmetic of a run: learning rate, batch sizes, and the number of its steps and samples.
 
 Everything here is a pure function of the configuration and of what was consumed, so a resumed run needs no scheduler
-state. Two things differ from upstream on purpose: a step that is skipped because of an overflow consumed its samples
-and so advances the schedule, and the rate that is reported is the one that was applied (upstream prints the next
-step's).
+state. Consumed tokens that are left out are samples x sequence length; a curriculum by length makes them fewer. Two
+things differ from upstream on purpose: a step that is skipped because of an overflow consumed its samples and so
+advances the schedule, and the rate that is reported is the one that was applied (upstream prints the next step's).
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/microbatches.py, megatron/learning_rates.py and
 megatron/training.py.
@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron.config.curriculum import last_step_of_length, length_of_step
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.optim import OptimConfig
 
@@ -58,26 +59,51 @@ def schedule(optim: OptimConfig) -> Schedule:
     return Schedule(warmup, decay)
 
 
-def learning_rate(optim: OptimConfig, consumed_samples: int) -> float:
-    """Learning rate of the step that starts after so many consumed samples.
+def learning_rate(optim: OptimConfig, consumed_samples: int, consumed_tokens: int | None = None) -> float:
+    """Learning rate of the step that starts after so many consumed samples and tokens.
 
-    The first step of a run with warm-up therefore runs at rate 0, as upstream's does.
+    The first step of a run with warm-up therefore runs at rate 0, as upstream's does. Parts of the schedule that are
+    given in tokens go by consumed tokens, the others by consumed samples.
     """
     course = schedule(optim)
     peak, floor = optim.lr, optim.min_lr
-    if course.warmup_samples > 0 and consumed_samples <= course.warmup_samples:
-        return peak * consumed_samples / course.warmup_samples
+    whole: float = consumed_samples  # consumed tokens in samples of full length
+    if optim.curriculum_learning and consumed_tokens is not None:
+        whole = consumed_tokens / optim.tokens_per_sample
+    warming = whole if optim.warms_up_in_tokens else consumed_samples
+    if course.warmup_samples > 0 and warming <= course.warmup_samples:
+        return peak * warming / course.warmup_samples
     if optim.lr_decay_style == "constant":
         return peak
-    if consumed_samples > course.decay_samples:
+    decaying = whole if optim.decays_in_tokens else consumed_samples
+    if decaying > course.decay_samples:
         return floor
-    ratio = (consumed_samples - course.warmup_samples) / (course.decay_samples - course.warmup_samples)
+    warmup = _warmup_of_decay(optim, course)
+    ratio = (decaying - warmup) / (course.decay_samples - warmup)
     remaining = 1.0 - ratio if optim.lr_decay_style == "linear" else 0.5 * (math.cos(math.pi * ratio) + 1.0)
     return floor + remaining * (peak - floor)
 
 
-def weight_decay(optim: OptimConfig, consumed_samples: int) -> float:
-    """Weight decay of the step that starts after so many consumed samples.
+def _warmup_of_decay(optim: OptimConfig, course: Schedule) -> float:
+    """The warm-up in the measure of the decay, which is another one under a curriculum if only one is in tokens."""
+    if not optim.curriculum_learning or optim.warms_up_in_tokens == optim.decays_in_tokens:
+        return course.warmup_samples
+    samples, tokens = 0.0, 0.0
+    for steps, size, length in stretches(optim):
+        share = length / optim.tokens_per_sample
+        passed = course.warmup_samples - samples
+        if optim.warms_up_in_tokens:
+            passed = (course.warmup_samples - tokens) / share
+        if steps is not None:
+            passed = min(passed, steps * size)
+        samples, tokens = samples + passed, tokens + passed * share
+        if steps is None or passed < steps * size:
+            break
+    return tokens if optim.decays_in_tokens else samples
+
+
+def weight_decay(optim: OptimConfig, consumed_samples: int, consumed_tokens: int | None = None) -> float:
+    """Weight decay of the step that starts after so many consumed samples and tokens.
 
     Source: deepspeedai's Megatron-DeepSpeed `megatron/optimizer_param_scheduler.py`, `get_wd`.
     """
@@ -87,7 +113,10 @@ def weight_decay(optim: OptimConfig, consumed_samples: int) -> float:
     length: float = (optim.given_iters or 0) * optim.global_batch_size
     if optim.is_counted_in_samples:
         length = optim.train_samples or (optim.train_tokens or 0) / optim.tokens_per_sample
-    ratio = min(1.0, consumed_samples / length) if length > 0 else 1.0
+    consumed: float = consumed_samples
+    if optim.is_counted_in_samples and optim.train_samples is None and consumed_tokens is not None:
+        consumed = consumed_tokens / optim.tokens_per_sample
+    ratio = min(1.0, consumed / length) if length > 0 else 1.0
     if optim.weight_decay_incr_style == "cosine":
         ratio = 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
     return start + ratio * (end - start)
@@ -129,7 +158,29 @@ def samples_after(optim: OptimConfig, steps: int, consumed_samples: int = 0) -> 
     return consumed_samples + steps * optim.global_batch_size
 
 
-def is_done(optim: OptimConfig, step: int, consumed_samples: int, ranges: Sequence[StepRange] = ()) -> bool:
+def stretches(optim: OptimConfig, step: int = 0, consumed_samples: int = 0) -> Iterator[tuple[int | None, int, int]]:
+    """The steps that follow, in stretches that have one batch size and one length of samples.
+
+    Returns:
+        Of each stretch the number of steps, None for the last one, which has no end; the samples of a step, and the
+        tokens of a sample.
+    """
+    for size in ramp_up_batches(optim, consumed_samples):
+        step += 1
+        yield 1, size, length_of_step(optim, step)
+    while (last := last_step_of_length(optim, step + 1)) is not None:
+        yield last - step, optim.global_batch_size, length_of_step(optim, step + 1)
+        step = last
+    yield None, optim.global_batch_size, length_of_step(optim, step + 1)
+
+
+def is_done(
+    optim: OptimConfig,
+    step: int,
+    consumed_samples: int,
+    ranges: Sequence[StepRange] = (),
+    consumed_tokens: int | None = None,
+) -> bool:
     """Whether the planned steps, samples or tokens are used up.
 
     A batch that would exceed --train-samples is not started; --train-tokens is reached by the last step, which may
@@ -137,10 +188,12 @@ def is_done(optim: OptimConfig, step: int, consumed_samples: int, ranges: Sequen
 
     Source: deepspeedai's Megatron-DeepSpeed `megatron/training.py`, `train`, for tokens.
     """
+    tokens = consumed_samples * optim.tokens_per_sample if consumed_tokens is None else consumed_tokens
     skipped = range_to_skip(ranges, step)
     if skipped is not None and optim.is_limited_by_data:
-        consumed_samples = samples_after(optim, skipped[1] - skipped[0] + 1, consumed_samples)
-    if optim.train_tokens is not None and consumed_samples * optim.tokens_per_sample >= optim.train_tokens:
+        before, consumed_samples = consumed_samples, samples_after(optim, skipped[1] - skipped[0] + 1, consumed_samples)
+        tokens += (consumed_samples - before) * length_of_step(optim, step + 1)
+    if optim.train_tokens is not None and tokens >= optim.train_tokens:
         return True
     if not optim.is_counted_in_samples:
         return step >= (optim.given_iters or 0)
@@ -148,7 +201,9 @@ def is_done(optim: OptimConfig, step: int, consumed_samples: int, ranges: Sequen
     return optim.train_samples is not None and following > optim.train_samples
 
 
-def planned_iterations(optim: OptimConfig, step: int = 0, consumed_samples: int = 0) -> int:
+def planned_iterations(
+    optim: OptimConfig, step: int = 0, consumed_samples: int = 0, consumed_tokens: int | None = None
+) -> int:
     """Steps at the end of training: those already taken plus those that the remaining samples or tokens allow.
 
     Source: bigscience Megatron-DeepSpeed `megatron/training.py`, `update_train_iters`; unlike there, a run that ends
@@ -156,18 +211,17 @@ def planned_iterations(optim: OptimConfig, step: int = 0, consumed_samples: int 
     """
     if optim.train_tokens is None and optim.train_samples is None:
         return optim.train_iters
-    for size in ramp_up_batches(optim, consumed_samples):
-        if is_done(optim, step, consumed_samples):
-            return step
-        consumed_samples += size
-        step += 1
-    batch = optim.global_batch_size
-    left = [] if optim.most_iters is None else [optim.most_iters - step]
-    if optim.train_samples is not None:
-        left.append((optim.train_samples - consumed_samples) // batch)
-    if optim.train_tokens is not None:
-        tokens = optim.train_tokens - consumed_samples * optim.tokens_per_sample
-        left.append(-(-tokens // (batch * optim.tokens_per_sample)))
+    tokens = consumed_samples * optim.tokens_per_sample if consumed_tokens is None else consumed_tokens
+    left = [0]
+    for steps, size, length in stretches(optim, step, consumed_samples):
+        left = [] if optim.most_iters is None else [optim.most_iters - step]
+        if optim.train_samples is not None:
+            left.append((optim.train_samples - consumed_samples) // size)
+        if optim.train_tokens is not None:
+            left.append(-((tokens - optim.train_tokens) // (size * length)))
+        if steps is None or min(left) < steps:
+            break
+        step, consumed_samples, tokens = step + steps, consumed_samples + steps * size, tokens + steps * size * length
     return step + max(0, min(left))
 
 
@@ -179,7 +233,11 @@ def samples_per_epoch(epochs: int | None, optim: OptimConfig) -> int | None:
 
 
 def planned_samples(
-    optim: OptimConfig, control: ControlConfig, step: int = 0, consumed_samples: int = 0
+    optim: OptimConfig,
+    control: ControlConfig,
+    step: int = 0,
+    consumed_samples: int = 0,
+    consumed_tokens: int | None = None,
 ) -> tuple[int, int | None, int | None]:
     """Samples that training, validation and test need over the whole run; what the index files are built for.
 
@@ -194,12 +252,13 @@ def planned_samples(
         control: length of evaluation, and the ranges of steps to skip.
         step: where the run resumes.
         consumed_samples: likewise, so that a changed batch size still gives enough samples.
+        consumed_tokens: likewise.
     """
     batch = optim.global_batch_size
     if optim.train_samples is not None:
         train = optim.train_samples
     else:
-        last = optim.given_iters or planned_iterations(optim, step, consumed_samples)
+        last = optim.given_iters or planned_iterations(optim, step, consumed_samples, consumed_tokens)
         steps = last - step
         train = samples_after(optim, max(0, steps), consumed_samples)
     if not optim.is_counted_in_samples:

@@ -15,7 +15,8 @@ from megatron.errors import ConfigError
 def world_problems(request: RunRequest, world_size: int) -> list[str]:
     """One sentence for everything about a request that does not fit so many processes.
 
-    Batches are only looked at if the layout fits: without one there is no number of replicas to share them.
+    Batches are only looked at if the layout fits, since without one there is no number of replicas to share them, and
+    if their sizes do not contradict each other already.
     """
     model, parallel = request.model, request.parallel
     misfits = layout_problems(
@@ -25,7 +26,10 @@ def world_problems(request: RunRequest, world_size: int) -> list[str]:
         split_sizes=(model.num_attention_heads, *model.widths.values()),
         most_stages=1 if parallel.zero_stage >= 2 else model.num_layers,
     )
-    return list(misfits) or batch_sizes(request.optim, world_size // parallel.model_parallel_size)[2]
+    found = list(misfits)
+    if found or any(request.optim.all_problems()):
+        return found
+    return batch_sizes(request.optim, world_size // parallel.model_parallel_size)[2]
 
 
 def batch_sizes(optim: OptimRequest, replicas: int) -> tuple[int, int, list[str]]:

@@ -151,8 +151,8 @@ def _learn_tokenizer(inputs: tuple[str, ...], path: Path, recipe: TextRecipe) ->
         vocabulary, merges = train_byte_level(texts, entries, special=recipe.special)
     except DataError as failure:
         raise DataError(
-            f"{', '.join(inputs)}: the text is too short to learn a tokenizer from. Give more of it ({recipe.flag}), or "
-            "a --tokenizer."
+            f"{', '.join(inputs)}: the text is too short to learn a tokenizer from. Give more of it "
+            f"({recipe.flag}), or a --tokenizer."
         ) from failure
     _write(path, byte_level_files(vocabulary, merges, recipe.special)["-tokenizer.json"])
 

@@ -6,6 +6,7 @@ only distribute them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -46,6 +47,15 @@ class Batch:
     token_types: np.ndarray | None = None
     predicted: np.ndarray | None = None
     swapped: np.ndarray | None = None
+
+    def shortened(self, length: int) -> Batch:
+        """The batch with only the first `length` tokens of each sample; its labels still tell the token behind them."""
+        fields = ("tokens", "labels", "loss_mask", "segment_ids", "prefix_mask", "token_types")
+        arrays = {name: getattr(self, name) for name in fields}
+        return dataclasses.replace(
+            self,
+            **{name: np.ascontiguousarray(array[:, :length]) for name, array in arrays.items() if array is not None},
+        )
 
 
 @dataclass(frozen=True)

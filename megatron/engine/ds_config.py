@@ -38,6 +38,8 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
         raise ConfigError(problems)
     base = _base(config)
     older = extra.pop("bfloat16", {})
+    for done_here in ("curriculum_learning", "data_efficiency", "optimizer"):
+        extra.pop(done_here, None)  # DeepSpeed gets an optimizer, and samples of the length that they are to have
     merged = _merge(base, {**extra, "bf16": {**older, **extra.get("bf16", {})}})
     for place in GOVERNED:
         _keep(merged, base, place)

@@ -89,6 +89,7 @@ class Engine:
         self._last_norm: torch.Tensor | float = 0.0
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
+        self._length: int | None = None
         join_deepspeed()
         hooks = StageHooks(self._pipeline_loss, self._backward_scale, self._take_auxiliary)
         self.module = build_module(network, mesh, settings, steps, seed, hooks, freezing.frozen)
@@ -156,6 +157,14 @@ class Engine:
             for name in _SCALER_COUNTERS:  # nothing else of it may be set by a record
                 if name in state:
                     setattr(scaler, name, state[name])
+
+    def expect_length(self, length: int) -> None:
+        """Tells the stages of a pipeline that the samples that follow have so many tokens: their buffers are for one
+        shape.
+        """
+        if self.is_pipelined and self._length not in (None, length):
+            self.deepspeed.reset_activation_shape()
+        self._length = length
 
     def train_batch(
         self, micro_batches: Sequence[MicroBatch | None], learning_rate: float, weight_decay: float | None = None

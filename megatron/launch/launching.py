@@ -72,7 +72,9 @@ def _run_on_hosts(request: LaunchRequest, program: Sequence[str], launcher: str)
     """Runs the whole run on other machines."""
     offered, source = _offered_hosts(request)
     hosts = choose_hosts(offered, request.nodes, source)
-    devices = choose_devices(hosts, request.devices_per_node)
+    # The tasks of a Slurm job are launchers here, and no limit to the ranks that each of them starts.
+    is_free = request.slurm and request.devices_per_node is not None
+    devices = choose_devices([] if is_free else hosts, request.devices_per_node)
     environment = passed_environment(os.environ, request.env)
     _check(request, program, len(hosts) * devices)
     plan = Plan(

@@ -88,7 +88,9 @@ class Report:
 
     def started(self, progress: Progress) -> None:
         """Reports that training starts or resumes."""
-        self._train_iterations = planned_iterations(self.optim, progress.step, progress.consumed_samples)
+        self._train_iterations = planned_iterations(
+            self.optim, progress.step, progress.consumed_samples, progress.consumed_tokens
+        )
         self._pace.mark(progress.step)
         for destination in self.destinations:
             destination.start(progress, self.arguments)
@@ -100,6 +102,7 @@ class Report:
         learning_rate: float,
         seconds: float,
         waits: Waits | None = None,
+        sample_tokens: int | None = None,
     ) -> Metrics:
         """Reports one step, and prints a line at the end of each --log-interval.
 
@@ -109,6 +112,7 @@ class Report:
             learning_rate: the rate that was applied.
             seconds: wall time of the step.
             waits: what it waited for; None if that is not known.
+            sample_tokens: tokens of each sample; None for those of the workload.
         """
         self._pace.mark(progress.step)
         metrics = measure(
@@ -121,6 +125,7 @@ class Report:
             loss_scale=outcome.loss_scale if self.shows_loss_scale else None,
             source_names=self.source_names,
             waits=waits,
+            sample_tokens=sample_tokens,
             eta_seconds=self._pace.seconds_left(progress.step, self._train_iterations),
         )
         for destination in self.destinations:

@@ -15,8 +15,9 @@ from megatron.config import ParallelRequest
 from megatron.errors import LaunchError, PeerLostError
 from megatron.launch.slurm_job import SlurmJob, find_slurm_job
 from megatron.parallel.launcher_death import die_with_deepspeed_runner, die_with_launcher
-from megatron.parallel.launchers import Ranks, discover_ranks
+from megatron.parallel.launchers import Ranks
 from megatron.parallel.mesh import ParallelMesh, build_mesh, standard_axes
+from megatron.parallel.rank_start import launched_ranks
 
 _LOOKUP_TRIES = 3  # one second apart
 
@@ -32,7 +33,7 @@ def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
         LaunchError: the launcher's variables contradict each other, tp x pp does not fit the world, or there are not
         enough GPUs.
     """
-    ranks = discover_ranks(os.environ, local_rank=parallel.local_rank, parent_process_id=os.getppid())
+    ranks = launched_ranks(parallel.local_rank)
     tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     sizes = standard_axes(ranks.world_size, tp=tp_size, pp=pp_size)
     if ranks.has_parent_launcher:
@@ -57,7 +58,7 @@ def count_ranks(parallel: ParallelRequest) -> int:
     Raises:
         LaunchError: the launcher's variables contradict each other.
     """
-    ranks = discover_ranks(os.environ, local_rank=parallel.local_rank, parent_process_id=os.getppid())
+    ranks = launched_ranks(parallel.local_rank)
     log.set_rank(ranks.rank, ranks.world_size)
     return ranks.world_size
 

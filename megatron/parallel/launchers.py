@@ -90,6 +90,11 @@ def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None,
 
 def _from_environment(environ: Mapping[str, str], flag: int | None) -> Ranks:
     rank = _number(environ, "RANK")
+    if rank > 0 and not _given(environ, "WORLD_SIZE"):
+        raise LaunchError(
+            f"RANK={rank} is set but WORLD_SIZE is not, so the number of ranks is not known. Start the ranks with "
+            f"torchrun, deepspeed, srun or mpirun, or set WORLD_SIZE; unset RANK for a single process."
+        )
     world_size = _number(environ, "WORLD_SIZE") if _given(environ, "WORLD_SIZE") else 1
     _check_rank(rank, world_size, "RANK", "WORLD_SIZE")
     if world_size > 1 and not _given(environ, "MASTER_ADDR"):
@@ -203,11 +208,23 @@ def _port(environ: Mapping[str, str], job: str | None = None) -> int:
 
 
 def _check_rank(rank: int, world_size: int, rank_name: str, size_name: str) -> None:
+    if world_size < 1:
+        raise LaunchError(
+            f"{size_name}={world_size} is no number of ranks. It must be at least 1; unset {rank_name} and {size_name} "
+            f"for a single process."
+        )
     if not 0 <= rank < world_size:
+        advice = "set both variables, or use torchrun, which does"
+        if rank_name != "RANK":
+            advice = f"unset both if another job left them behind, and start the ranks with {_starter(rank_name)}"
         raise LaunchError(
             f"{rank_name}={rank} does not fit {size_name}={world_size}. A rank must be between 0 and {world_size - 1}; "
-            f"set both variables, or use torchrun, which does."
+            f"{advice}."
         )
+
+
+def _starter(rank_name: str) -> str:
+    return "srun" if rank_name.startswith("SLURM") else "mpirun"
 
 
 def _check_world_size(environ: Mapping[str, str], world_size: int, size_name: str) -> None:
@@ -224,6 +241,11 @@ def _given(environ: Mapping[str, str], name: str) -> bool:
 
 def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
+    if not text:
+        raise LaunchError(
+            f"{name} is not set, although other variables say that a launcher started this process. Start it with that "
+            f"launcher, or unset the variables if another job left them behind."
+        )
     try:
         return int(text)
     except ValueError:

@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron import log
 from megatron.errors import LaunchError
 from megatron.parallel.launcher_death import die_with_launcher
-from megatron.parallel.launchers import discover_ranks
+from megatron.parallel.launchers import Ranks, discover_ranks
 
 
 def begin_rank() -> None:
@@ -30,12 +30,24 @@ def begin_rank() -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         log.on_failure(functools.partial(write_error_file, Path(error_file)), only_if_shown=True)
-    # What is wrong with the launcher's variables is reported by `open_mesh`, which also knows the flags.
+    # What is wrong with the launcher's variables is reported together with what is wrong with the flags.
     with contextlib.suppress(LaunchError):
-        ranks = discover_ranks(os.environ, parent_process_id=os.getppid())
+        ranks = launched_ranks()
         log.set_rank(ranks.rank, ranks.world_size)
         if ranks.has_parent_launcher:
             die_with_launcher()
+
+
+def launched_ranks(local_rank: int | None = None) -> Ranks:
+    """This process's rank and the number of ranks, by the launcher's variables; needs no contact with the others.
+
+    Args:
+        local_rank: the value of `--local_rank`.
+
+    Raises:
+        LaunchError: the variables contradict each other.
+    """
+    return discover_ranks(os.environ, local_rank=local_rank, parent_process_id=os.getppid())
 
 
 def write_error_file(path: Path, code: int, text: str) -> bool:

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, printable
+
+_FIRST_BYTES = 4096
 
 
 def read_tokenizer_file(path: str | Path, what: str) -> str:
@@ -25,15 +27,34 @@ def read_tokenizer_file(path: str | Path, what: str) -> str:
         ) from failure
 
 
-def read_tokenizer_bytes(path: str | Path, what: str) -> bytes:
+def check_tokenizer_file(path: str | Path, what: str, beginning: bytes = b"") -> None:
+    """Checks that a tokenizer file can be read, and begins as its format does after white space.
+
+    Raises:
+        ConfigError: there is no such file.
+        DataError: it cannot be read, or is of another format.
+    """
+    content = read_tokenizer_bytes(path, what, most_bytes=_FIRST_BYTES).lstrip()
+    if not content.startswith(beginning):
+        begins = f"begins with {printable(content[:20].decode(errors='replace'))}" if content else "is empty"
+        raise DataError(
+            f"{path} ({what}) {begins}; it must begin with {beginning.decode()}. Fetch or write the file again."
+        )
+
+
+def read_tokenizer_bytes(path: str | Path, what: str, most_bytes: int = -1) -> bytes:
     """Reads a tokenizer file.
+
+    Args:
+        most_bytes: how much of it; all if negative.
 
     Raises:
         ConfigError: there is no such file.
         DataError: it cannot be read.
     """
     try:
-        return Path(path).read_bytes()
+        with Path(path).open("rb") as stream:
+            return stream.read(most_bytes)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as failure:
         raise ConfigError(f"{what} {path} is not a file. Give the path of an existing one.") from failure
     except OSError as failure:

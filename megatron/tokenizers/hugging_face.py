@@ -54,6 +54,16 @@ def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | N
 
 def _hugging_face_files(source: str) -> dict[str, Path]:
     """Paths of the tokenizer's files that exist, by name: from a folder, beside a tokenizer.json, or from the hub."""
+    found = local_files(source)
+    return _hub_files(source) if found is None else found
+
+
+def local_files(source: str) -> dict[str, Path] | None:
+    """Paths of the tokenizer's files that exist here, by name; None if only the hub can have them.
+
+    Raises:
+        ConfigError: they are not here, and the source is no name of the hub.
+    """
     path = Path(source)
     if path.is_file():
         beside = {name: path.parent / name for name in _HF_FILES[1:] if (path.parent / name).is_file()}
@@ -62,7 +72,7 @@ def _hugging_face_files(source: str) -> dict[str, Path]:
         return {name: path / name for name in _HF_FILES if (path / name).is_file()}
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith((".json", ".model")):
         raise ConfigError(f"--tokenizer-name-or-path {source} is neither a file nor a folder here, and not a hub name.")
-    return _hub_files(source)
+    return None
 
 
 def _hub_files(source: str) -> dict[str, Path]:

@@ -27,7 +27,6 @@ from megatron.config import (
     resolve,
     resolve_epochs,
 )
-from megatron.config.objective.loss import MASKED
 from megatron.config.schedule import is_done, planned_samples
 from megatron.data.datasets.build import (
     SplitDatasets,
@@ -46,13 +45,13 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
 from megatron.model.interface.network import LayerKind
 from megatron.model.networks import network_layers
+from megatron.objective.language_model import LanguageModelObjective
+from megatron.observe.activity.activity import Activity
 from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.naming.reserving import with_run_name
-from megatron.observe.profiling.step_profiler import StepProfiler, check_profile_ranks, profile_notices
+from megatron.observe.profiling.step_profiler import check_profile_ranks
 from megatron.observe.report import Destination, Report, check_packages, open_destinations
 from megatron.observe.run_directory import open_run_directory, write_arguments
-from megatron.observe.speed.peaks import peak_flops_per_second
-from megatron.observe.speed.workload import Workload
 from megatron.observe.styles.choice import style_named
 from megatron.observe.terminal.progress_bar import ProgressBar, has_colour, wants_bar
 from megatron.parallel.agreement import run_on_all, run_on_first
@@ -72,8 +71,9 @@ from megatron.train.restarts.history import History
 from megatron.train.restore import Start, check_tokenizer, find_start, load_tensors
 from megatron.train.run import Run
 from megatron.train.signals import StopSignals
-from megatron.train.start_up.facts import build_summary, training_shares
+from megatron.train.start_up.facts import show_start, workload_of
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
+from megatron.train.tasks.completing import open_prompts
 from megatron.train.tasks.opening import open_tasks
 from megatron.train.teachers.opening import distilled
 from megatron.train.watchdog import Watch
@@ -127,12 +127,16 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
             sweep_at_start(Path(save), mesh)
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history, watch)
         if run.writer is not None:
+            run.writer.after_commit = run.after_commit
             closing.enter_context(run.writer).beat = lambda: watch.beat("save")
         run.watch, run.engine.on_phase = watch, watch.enter
+        if mesh.world.rank == 0 and watch.report_folder is not None:
+            run.activity.open(watch.report_folder, [(axis.name, axis.size) for axis in mesh.sizes], watch.ranks)
         closing.callback(run.close)
         closing.callback(run.profiler.close)
         closing.callback(run.report.close)
         closing.callback(watch.enter, END)
+        closing.enter_context(run.activity.until_end(lambda: run.progress.step))
         yield run
 
 
@@ -181,23 +185,21 @@ def _build(
         config = check_resume(saved.record.config, config)
         _show_notices(config.notices[known:], mesh)
     tasks = open_tasks(config.control.eval_tasks, tokenizer, config.model, mesh)
+    prompts = open_prompts(config.control, tokenizer, config.model, mesh)
     engine, sizes = _open_engine(config, mesh, saved.record if saved else None)
     writer = open_writer(config.control, config.saving, engine, lock, is_required=config.was_given("saving.async_save"))
     record, progress = load_tensors(config.control, engine, saved)
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
         warn_if_done(config.optim, progress)
-    keeping = Keeping(config.saving, progress.step if is_resume else None, lambda: watch.beat("save"))
-    if writer is not None:
-        writer.after_commit = keeping
+    activity = Activity()
+    resumed_step = progress.step if is_resume else None
+    after_commit = activity.before(Keeping(config.saving, resumed_step, lambda: watch.beat("save")))
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
-    names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
-    student = build_objective(config, mesh, source_count=len(names))
-    has_teacher = not (config.control.eval_only or config.distillation.is_over(progress.step))
-    engine.objective = distilled(student, config, engine.steps, mesh, tokenizer) if has_teacher else student
+    names, student = _set_objective(config, engine, plan, tokenizer, progress)
     report = _open_report(config, mesh, sizes[1], names, watch, plan, is_resume=record is not None or start.is_restart)
-    profiler = _show_start(config, engine, sizes, datasets, plan, progress, watch, is_loaded=record is not None)
+    profiler = show_start(config, engine, sizes, datasets, plan, progress, watch, is_loaded=record is not None)
     return Run(
         config=config,
         mesh=mesh,
@@ -211,37 +213,30 @@ def _build(
         lock=lock,
         progress=progress,
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
-        saved_step=progress.step if is_resume else None,
+        saved_step=resumed_step,
         writer=writer,
-        after_commit=keeping,
+        after_commit=after_commit,
         identity=start.identity,
         history=history,
         passes=passes,
-        student=student if has_teacher else None,
+        student=student,
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
         tasks=tasks,
         profiler=profiler,
+        prompts=prompts,
+        activity=activity,
     )
 
 
-def _show_start(
-    config: RunConfig,
-    engine: Engine,
-    sizes: tuple[int, int, int],
-    datasets: SplitDatasets,
-    plan: DataPlan,
-    progress: Progress,
-    watch: Watch,
-    *,
-    is_loaded: bool,
-) -> StepProfiler:
-    """Shows the summary of the run, and prepares what --profile asks for; collective over the mesh."""
-    folder = watch.report_folder or Path()
-    shares = training_shares(datasets, plan)
-    summary = build_summary(config, engine, sizes, shares, progress, folder, is_loaded=is_loaded)
-    notices = profile_notices(config.watching, progress.step, summary.length.steps, folder)
-    log.info("\n".join([*summary.lines(), *notices]))
-    return StepProfiler(config.watching, folder, engine.mesh.world.rank, progress.step)
+def _set_objective(
+    config: RunConfig, engine: Engine, plan: DataPlan, tokenizer: Tokenizer, progress: Progress
+) -> tuple[tuple[str, ...], LanguageModelObjective | None]:
+    """Gives the engine its objective; returns the sources whose losses it measures, and what follows a teacher."""
+    names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
+    student = build_objective(config, engine.mesh, source_count=len(names))
+    has_teacher = not (config.control.eval_only or config.distillation.is_over(progress.step))
+    engine.objective = distilled(student, config, engine.steps, engine.mesh, tokenizer) if has_teacher else student
+    return names, student if has_teacher else None
 
 
 def _open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) -> tuple[Engine, tuple[int, int, int]]:
@@ -295,7 +290,7 @@ def check_history(config: RunConfig, mesh: ParallelMesh, start: Start, history: 
 
 def warn_if_done(optim: OptimConfig, progress: Progress) -> None:
     """Warns that a resumed run has nothing left to train."""
-    if is_done(optim, progress.step, progress.consumed_samples):
+    if is_done(optim, progress.step, progress.consumed_samples, (), progress.consumed_tokens):
         log.info(
             f"warning: the checkpoint is at iteration {progress.step} ({progress.consumed_samples} samples) and the "
             f"run ends at iteration {optim.train_iters}: nothing is left to train. Raise --train-iters, "
@@ -339,7 +334,8 @@ def _open_data(
     passes: Sequence[int],
 ) -> tuple[SplitDatasets, DataPlan]:
     """Opens the datasets; one process per node first writes missing index files, then the others read them."""
-    train, valid, test = planned_samples(config.optim, config.control, progress.step, progress.consumed_samples)
+    consumed = progress.consumed_samples, progress.consumed_tokens
+    train, valid, test = planned_samples(config.optim, config.control, progress.step, *consumed)
     train += sum(step > progress.step for step in passes) * config.optim.global_batch_size
     samples = (0 if config.control.eval_only else train, valid, test)
 
@@ -384,7 +380,7 @@ def _open_report(
     is_resume: bool,
 ) -> Report:
     """Opens the report: the last rank prints the console lines, as in upstream; rank 0 writes all files."""
-    workload = _workload(config, mesh, parameters_without_embeddings)
+    workload = workload_of(config, mesh, parameters_without_embeddings)
     arguments = config.flat()
 
     destinations: list[Destination] = []
@@ -421,26 +417,6 @@ def _open_report(
         source_names=source_names,
         bar=ProgressBar(has_colour=has_colour()) if has_bar and mesh.world.rank == 0 else None,
         hides_lines=hides_lines,
-    )
-
-
-def _workload(config: RunConfig, mesh: ParallelMesh, parameters_without_embeddings: int) -> Workload:
-    """What a step consists of, and what the devices could do."""
-    return Workload.of(
-        config.model,
-        config.data.seq_length,
-        recomputes=config.recompute.checkpoint_activations,
-        predicted_share=config.masking.mask_prob if config.loss.objective == MASKED else 1.0,
-        device_count=mesh.world.size,
-        replica_count=mesh.batch.size,
-        parameters_without_embeddings=parameters_without_embeddings,
-        peak_flops_per_second=peak_flops_per_second(
-            device.device_name(),
-            is_half_precision=config.precision.dtype_name != "float32",
-            given_teraflops=config.watching.peak_tflops,
-        ),
-        stages=mesh.pp.size,
-        micro_batch_size=config.optim.micro_batch_size,
     )
 
 

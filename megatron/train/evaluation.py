@@ -8,8 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from megatron import log
 from megatron.data.datasets.sample import SampleDataset
+from megatron.errors import printable
 from megatron.train.run import Run
+
+_SHOWN_CHARACTERS = 120
 
 
 def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, float]:
@@ -33,6 +37,7 @@ def evaluate(run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, flo
         run.report.evaluation(run.progress, name, prefix, losses[name])
     if split == "valid":
         evaluate_tasks(run, prefix)
+        write_samples(run, prefix)
     if losses and split == "valid":
         run.validation = (run.progress.step, math.fsum(losses.values()) / len(losses))
     return losses
@@ -45,10 +50,22 @@ def evaluate_tasks(run: Run, prefix: str) -> None:
         run.report.task(run.progress, prefix, task.run(run.scorer()))
 
 
+def write_samples(run: Run, prefix: str) -> None:
+    """Continues the prompts of --sample-prompts with the network as it is, and shows and records the texts."""
+    if run.prompts is None:
+        return
+    run.watch.enter("evaluation", run.progress.step)
+    texts = run.prompts.complete(run.scorer(), run.tokenizer)
+    for prompt, text in zip(run.prompts.texts, texts, strict=True):
+        log.info(f"sample at {prefix}: {printable(prompt, _SHOWN_CHARACTERS)} -> {printable(text, _SHOWN_CHARACTERS)}")
+    run.activity.sampled(run.progress.step, run.prompts.texts, texts)
+
+
 def mean_loss(run: Run, dataset: SampleDataset, count: int) -> float:
     """Mean loss per token over the first `count` samples; the last global batch may be incomplete."""
     loss_sum, token_count = 0.0, 0
     batch_size = run.config.optim.global_batch_size
+    run.engine.expect_length(run.config.data.seq_length)
     with run.loader(dataset) as loader:
         for first in range(0, count, batch_size):
             run.watch.beat()

@@ -31,6 +31,7 @@ class TrainedStep:
         seconds: wall time of the step.
         data_seconds: of these, until its batch was read.
         messages: what its messages took; None with one rank, which sends none.
+        sample_tokens: tokens of each sample; in a curriculum they grow.
     """
 
     progress: Progress
@@ -39,6 +40,7 @@ class TrainedStep:
     seconds: float
     data_seconds: float
     messages: Elapsed | None
+    sample_tokens: int
 
 
 def run_to_end(run: Run | None) -> ExitCode:
@@ -75,19 +77,21 @@ def train_steps(run: Run) -> Verdict:
         run.end_distillation()
         run.history.at(run.progress.step + 1)
         started_at = time.monotonic()
-        optim, consumed = run.config.optim, run.progress.consumed_samples
-        rate = learning_rate(optim, consumed)
+        optim, consumed, length = run.config.optim, run.progress.consumed_samples, run.next_length
+        rate = learning_rate(optim, consumed, run.progress.consumed_tokens)
+        decay = weight_decay(optim, consumed, run.progress.consumed_tokens)
         run.watch.enter("data", run.progress.step + 1)
         batches = run.train_batches()
         data_seconds = time.monotonic() - started_at
         run.take_messages()  # those of what came before the step
         run.profiler.before(run.progress.step + 1)
-        step = run.engine.train_batch(batches, rate, weight_decay(optim, consumed))
-        tokens = step.sample_count * run.config.data.seq_length
+        run.engine.expect_length(length)
+        step = run.engine.train_batch(batches, rate, decay)
+        tokens = step.sample_count * length
         run.progress = run.progress.after(step.sample_count, tokens, step.skipped, step.bad_in_a_row > 0)
         ends_epoch = run.completed_epoch(consumed)
         seconds = time.monotonic() - started_at
-        trained.append(TrainedStep(run.progress, step, rate, seconds, data_seconds, run.take_messages()))
+        trained.append(TrainedStep(run.progress, step, rate, seconds, data_seconds, run.take_messages(), length))
         run.profiler.after(run.progress.step)
         report_steps(run, trained, keep=run.steps_in_flight)
         if run.is_due(run.config.safety.check_replicas_interval):
@@ -121,7 +125,8 @@ def report_steps(run: Run, trained: deque[TrainedStep], keep: int = 0) -> None:
     """
     while len(trained) > keep:
         step = trained.popleft()
-        run.report.step(step.progress, step.result, step.learning_rate, step.seconds, waits_of(run, step))
+        waits = waits_of(run, step)
+        run.report.step(step.progress, step.result, step.learning_rate, step.seconds, waits, step.sample_tokens)
         check_numbers(run, step.progress, step.result)
 
 
@@ -148,7 +153,9 @@ def finish(run: Run) -> ExitCode:
 def stop(run: Run, verdict: Verdict) -> ExitCode:
     """Ends a run early, at a step on which all ranks agreed."""
     run.report.flush()
-    log.line(run.rules.message(verdict, run.progress.step))
+    message = run.rules.message(verdict, run.progress.step)
+    log.line(message)
+    run.activity.stopping(message)
     return verdict.exit_code
 
 

@@ -13,6 +13,7 @@ from megatron.checkpoint.background.writer import BackgroundWriter
 from megatron.checkpoint.record import Progress
 from megatron.checkpoint.saving import AfterCommit
 from megatron.config import RunConfig
+from megatron.config.curriculum import length_of_step
 from megatron.config.schedule import global_batch_size, is_done, samples_per_epoch
 from megatron.data.datasets.build import SplitDatasets
 from megatron.data.datasets.sample import SampleDataset
@@ -22,6 +23,7 @@ from megatron.data.read_ahead import ReadAhead
 from megatron.device import Elapsed
 from megatron.engine.engine import Engine
 from megatron.objective.language_model import LanguageModelObjective
+from megatron.observe.activity.activity import Activity
 from megatron.observe.profiling.step_profiler import StepProfiler
 from megatron.observe.report import Report
 from megatron.parallel.mesh import ParallelMesh
@@ -31,6 +33,7 @@ from megatron.train.restarts.history import History
 from megatron.train.restarts.identity import RunIdentity
 from megatron.train.skip import PassedBatch, pass_batches, skip_data
 from megatron.train.stop import StopRules, Verdict
+from megatron.train.tasks.completing import SamplePrompts
 from megatron.train.tasks.opening import TrainingTask
 from megatron.train.tasks.scorer import EngineScorer
 from megatron.train.watchdog import Watch
@@ -55,6 +58,8 @@ class Run:
         tasks: those of --eval-tasks.
         student: the objective to go on with when the distillation ends; None if the run has no teacher.
         profiler: records the steps of --profile.
+        prompts: those of --sample-prompts.
+        activity: what the run tells those who watch it.
     """
 
     config: RunConfig
@@ -83,6 +88,8 @@ class Run:
     passed_batches: tuple[PassedBatch, ...] = ()
     tasks: tuple[TrainingTask, ...] = ()
     student: LanguageModelObjective | None = None
+    prompts: SamplePrompts | None = None
+    activity: Activity = field(default_factory=Activity)
     watch: Watch = field(default_factory=Watch)
     _loader: BatchLoader | None = None
     _verdicts: deque[PendingMaximum] = field(default_factory=deque)
@@ -90,8 +97,13 @@ class Run:
     @property
     def is_done(self) -> bool:
         """Whether the planned training is finished."""
-        ranges = self.config.control.skip_ranges
-        return is_done(self.config.optim, self.progress.step, self.progress.consumed_samples, ranges)
+        ranges, done = self.config.control.skip_ranges, self.progress
+        return is_done(self.config.optim, done.step, done.consumed_samples, ranges, done.consumed_tokens)
+
+    @property
+    def next_length(self) -> int:
+        """Tokens of each sample in the next step; fewer than --seq-length early in a curriculum."""
+        return length_of_step(self.config.optim, self.progress.step + 1)
 
     def train_batches(self) -> Sequence[Batch | None]:
         """This rank's micro-batches of the next global batch; None for each on middle pipeline stages."""
@@ -101,7 +113,10 @@ class Run:
             options = dataclasses.replace(self.options, sources=self.config.control.log_per_source_loss)
             self._loader = self.loader(self.datasets.train, options)
         size = global_batch_size(self.config.optim, self.progress.consumed_samples)
-        return self._loader.micro_batches(self.progress.consumed_samples, size)
+        batches = self._loader.micro_batches(self.progress.consumed_samples, size)
+        if self.next_length == self.config.data.seq_length:
+            return batches
+        return [None if batch is None else batch.shortened(self.next_length) for batch in batches]
 
     def loader(self, dataset: SampleDataset, options: BatchOptions | None = None) -> BatchLoader:
         """A loader of this rank's shard of a dataset; `options` defaults to the run's."""
@@ -117,7 +132,7 @@ class Run:
 
     def skip_data_ranges(self) -> None:
         """Skips the data of `--skip-train-iteration-range`, and that of failed starts, without training on it."""
-        ranges, length = self.config.control.skip_ranges, self.config.data.seq_length
+        ranges, length = self.config.control.skip_ranges, self.next_length
         self.progress = skip_data(self.progress, self.config.optim, ranges, length)
         self.progress, passed = pass_batches(self.progress, self.config.optim, self.passes, length)
         self.passed_batches += passed

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 from megatron import log
 from megatron.errors import ExitCode
@@ -145,6 +145,16 @@ class Watch:
     def seconds_without_progress(self) -> float:
         """Seconds since the main thread of this rank entered a phase or made progress in one."""
         return time.monotonic() - self._position.at_seconds
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """Where each rank was when it last said so; for rank 0, which without a channel knows only itself."""
+        found = [] if self._channel is None else self._channel.ranks()
+        if found:
+            return found
+        position = self._position
+        idle_seconds = round(time.monotonic() - position.at_seconds, 3)
+        own = {"phase": position.phase, "step": position.step, "idle_seconds": idle_seconds}
+        return [{"rank": 0, "state": "here", "heard_seconds": 0.0, **own}]
 
     def longest_seconds(self) -> float:
         """The longest that this rank went without progress after start-up before it made some again, in seconds."""

@@ -151,7 +151,6 @@ REFUSALS = [
         r"5 does not go with --train-tokens.*decay-tokens",
     ),
     ("--train-tokens 99 --lr-warmup-iters 5", "--train-iters", r"-iters 5 does not go with --train-tokens"),
-    ("--lr-decay-tokens 99 --lr-decay-iters 5", "", r"--lr-decay-iters 5 and --lr-decay-tokens 99 are both given"),
     ("--lr-warmup-tokens 9 --lr-warmup-iters 5", "", r"--lr-warmup-iters 5 and --lr-warmup-tokens 9 are both given"),
     ("--lr-warmup-tokens 9 --lr-warmup-fraction .1", "", r"-fraction 0.1 and --lr-warmup-tokens 9 are both given"),
     ("--start-weight-decay 0.1", "", r"--start-weight-decay 0.1 does not go with --weight-decay-incr-style constant"),

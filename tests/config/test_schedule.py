@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.curriculum import length_of_step
 from megatron.config.resolve import resolve_optim
 from megatron.config.schedule import (
     Schedule,
@@ -25,6 +26,7 @@ from megatron.config.schedule import (
     samples_per_epoch,
     schedule,
     skipped_steps,
+    stretches,
     weight_decay,
 )
 from megatron.config.sections.optim import OptimRequest
@@ -367,3 +369,60 @@ def test_weight_decay_rises_over_the_run(style: str, decays: list[float], length
     )
     assert [weight_decay(optim, 8 * step) for step in range(6)] == pytest.approx(decays, abs=1e-4)
     assert weight_decay(optim_config(weight_decay=7.0), 8) == 7.0
+
+
+@given(
+    steps=st.integers(1, 30),
+    tokens=st.integers(1, 4000),
+    limit=st.none() | st.integers(1, 60),
+    ramp=st.none() | st.tuples(st.just(2), st.sampled_from([2, 6]), st.integers(0, 40)),
+)
+def test_a_curriculum_is_planned_by_the_tokens_that_it_takes(
+    steps: int, tokens: int, limit: int | None, ramp: tuple[int, int, int] | None
+) -> None:
+    optim = optim_config(
+        **TOKENS, train_tokens=tokens, most_iters=limit, train_samples=None if limit else 10**6, rampup_batch_size=ramp,
+        curriculum_learning=True, curriculum_min_length=8, curriculum_steps=steps, lr_decay_tokens=2000,
+    )  # fmt: skip
+    planned = planned_iterations(optim)
+    step, samples, used = 0, 0, 0
+    lengths = [(size, length) for many, size, length in stretches(optim) for _ in range(min(many or 99, 99))]
+    while not is_done(optim, step, samples, (), used):
+        assert planned_iterations(optim, step, samples, used) == planned
+        size = global_batch_size(optim, samples)
+        assert lengths[step] == (size, length_of_step(optim, step + 1))
+        assert learning_rate(optim, samples, used) == pytest.approx(max(0.0, 1.0 - used / 2000))
+        used += size * length_of_step(optim, step + 1)
+        step, samples = step + 1, samples + size
+    assert step == planned
+    if not limit:
+        assert used >= tokens
+        assert planned_samples(optim, control_config())[0] == 10**6
+
+
+def test_a_warm_up_in_samples_before_a_decay_in_tokens() -> None:
+    """The warm-up ends after 20 samples: 8 of 16 tokens, 8 of 24 and 4 of 32."""
+    course = {"lr_warmup_samples": 20, "lr_decay_tokens": 888, "train_samples": 1000}
+    growth = {"curriculum_learning": True, "curriculum_min_length": 8, "curriculum_steps": 3}
+    optim = optim_config(**TOKENS, **course, **growth)
+    assert [length_of_step(optim, step) for step in (1, 2, 3, 4)] == [16, 24, 32, 32]
+    warm = 8 * 16 + 8 * 24 + 4 * 32
+    assert learning_rate(optim, 16, 320) == 16 / 20
+    assert learning_rate(optim, 24, 576) == pytest.approx(1 - (576 - warm) / (888 - warm))
+    turned = optim_config(**TOKENS, **growth, lr_warmup_tokens=warm, lr_decay_samples=100, train_samples=1000)
+    assert learning_rate(turned, 16, 320) == 320 / warm
+    assert learning_rate(turned, 24, 576) == pytest.approx(1 - (24 - 20) / (100 - 20))
+    late = dataclasses.replace(optim, lr_warmup_samples=64)  # within the last stretch, which has no end
+    assert learning_rate(late, 72, 2112) == 0.0
+
+
+def test_data_passed_over_counts_with_the_length_of_the_next_step() -> None:
+    growth = {"curriculum_learning": True, "curriculum_min_length": 8, "curriculum_steps": 3}
+    optim = optim_config(**TOKENS, **growth, train_tokens=500)
+    assert not is_done(optim, 1, 8, ((2, 2),), 128) and is_done(optim, 1, 8, ((2, 3),), 128)
+
+
+def test_a_weight_decay_by_tokens() -> None:
+    course = {"start_weight_decay": 0.0, "end_weight_decay": 1.0, "weight_decay_incr_style": "linear"}
+    optim = optim_config(**TOKENS, **course, train_tokens=3200)
+    assert weight_decay(optim, 50) == 0.5 and weight_decay(optim, 50, 800) == 0.25

@@ -280,3 +280,15 @@ def test_a_blend_that_requests_too_many_samples_is_rejected(dataset):
     count = len(dataset) + 1
     with pytest.raises(DataError, match=f"takes {count} samples of .*corpus, which has {count - 1} planned"):
         BlendedDataset([dataset], np.zeros(count, np.uint8), np.arange(count))
+
+
+def test_a_shortened_batch_keeps_the_first_tokens_and_what_follows_each(dataset):
+    (batch,) = MicroBatches(
+        dataset, first_sample=0, global_batch_size=2, micro_batch_size=2, options=BatchOptions(eod_id=1, segments=True)
+    )
+    short = batch.shortened(3)
+    for name in ("tokens", "labels", "loss_mask", "segment_ids"):
+        assert getattr(short, name).shape == (2, 3) and getattr(short, name).flags.c_contiguous
+        assert (getattr(short, name) == getattr(batch, name)[:, :3]).all()
+    assert (short.labels[:, -1] == batch.tokens[:, 3]).all() and (short.sample_ids == batch.sample_ids).all()
+    assert short.prefix_mask is None and short.token_types is None

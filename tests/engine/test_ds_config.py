@@ -192,8 +192,8 @@ def test_the_optimizer_moves_to_the_host_where_there_is_a_device_to_leave(tmp_pa
 
 def test_a_file_that_is_changed_for_the_worse_after_the_start_is_refused(tmp_path: Path) -> None:
     config = run(written(tmp_path, {}))
-    written(tmp_path, {"optimizer": {"type": "Adam"}, "scheduler": {"type": "x"}, "warp_drive": 2})
-    with pytest.raises(ConfigError, match=r'"optimizer" cannot be set here: .*--optimizer') as caught:
+    written(tmp_path, {"optimizer": {"type": "Lamb"}, "scheduler": {"type": "x"}, "warp_drive": 2})
+    with pytest.raises(ConfigError, match=r'"optimizer.type" must be one of Adam') as caught:
         deepspeed_config(config)
     assert len(caught.value.problems) == 3
 

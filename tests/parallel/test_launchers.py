@@ -91,7 +91,8 @@ def test_a_single_node_is_recognized() -> None:
     ("environ", "flag", "words"),
     [
         ({"RANK": "4", "WORLD_SIZE": "4", "MASTER_ADDR": "h"}, None, "RANK=4 does not fit WORLD_SIZE=4"),
-        ({"RANK": "1"}, None, "RANK=1 does not fit WORLD_SIZE=1"),
+        ({"RANK": "1"}, None, "RANK=1 is set but WORLD_SIZE is not, so the number of ranks is not known"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, None, "WORLD_SIZE=0 is no number of ranks. It must be at least 1"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, None, "MASTER_ADDR is not"),
         ({"RANK": "zero"}, None, "RANK='zero' is not a whole number"),
         ({"WORLD_SIZE": "2"}, None, "WORLD_SIZE=2 is set but RANK is not"),
@@ -103,9 +104,9 @@ def test_a_single_node_is_recognized() -> None:
         ({**OPEN_MPI, "WORLD_SIZE": "4"}, None, "WORLD_SIZE=4 contradicts OMPI_COMM_WORLD_SIZE=2"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, None,
          "mpirun -x MASTER_ADDR=HOST"),
-        ({**SRUN, "SLURM_PROCID": "8"}, None, "SLURM_PROCID=8 does not fit SLURM_STEP_NUM_TASKS=8"),
+        ({**SRUN, "SLURM_PROCID": "8"}, None, "SLURM_PROCID=8 does not fit SLURM_STEP_NUM_TASKS=8.*ranks with srun"),
         ({**SRUN, "SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, None, "neither SLURM_STEP_NODELIST nor"),
-        ({**SRUN, "SLURM_LOCALID": ""}, None, "SLURM_LOCALID='' is not a whole number"),
+        ({**SRUN, "SLURM_LOCALID": ""}, None, "SLURM_LOCALID is not set, although other variables"),
     ],
 )  # fmt: skip
 def test_contradictions_are_rejected(environ: dict[str, str], flag: int | None, words: str) -> None:

@@ -91,7 +91,7 @@ def test_bash_and_an_interactive_zsh_start_the_same_commands(tmp_path: Path) -> 
 
 
 def started(shell: list[str], commands: str, folder: Path) -> list[str]:
-    """The words of each command, which a function that writes them down stands in for."""
+    """The words of each command, sorted; a function that writes them down stands in for it."""
     (folder / "data").mkdir(parents=True)
     record = folder / "record"
     stand_ins = [
@@ -101,4 +101,4 @@ def started(shell: list[str], commands: str, folder: Path) -> list[str]:
     subprocess.run(
         shell, input=program, cwd=folder, env={**os.environ, "HISTFILE": ""}, capture_output=True, text=True, timeout=60
     )
-    return record.read_text(encoding="utf-8").splitlines()
+    return sorted(record.read_text(encoding="utf-8").splitlines())  # one may run in the background

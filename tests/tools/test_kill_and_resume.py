@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from examples import kill_and_resume
+from megatron import device
 from megatron.errors import ConfigError, MegatronError
 from tests.helpers.programs import forking_python
 
@@ -36,7 +37,7 @@ def test_a_small_demonstration(
     monkeypatch.setattr(kill_and_resume, "python", python)
     monkeypatch.setattr(kill_and_resume, "show", shown)
     size = ["--num-layers", "2", "--hidden-size", "32", "--seq-length", "32", "--vocab-size", "400", "--steps", "8"]
-    code = kill_and_resume.main(["--work-dir", str(tmp_path), *size])
+    code = kill_and_resume.main(["--work-dir", str(tmp_path), "--device", "cpu", *size])
     said, errors = capfd.readouterr()
     assert code == 0, said[-4000:] + errors[-4000:]
     assert "sent SIGKILL to the launcher" in said
@@ -47,7 +48,7 @@ def test_a_small_demonstration(
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "killed" / "metrics.jsonl").exists() and (run / "resumed" / "metrics.jsonl").exists()
     assert sorted(path.name for path in (run / "checkpoints").glob("iter_*")) == ["iter_0000004", "iter_0000008"]
-    assert said.count("\ndef ") >= 1, "the sample of text is shown"
+    assert all(f"\n{prompt}" in said for prompt in kill_and_resume.PROMPTS), "what it writes is shown"
 
 
 def test_invalid_flags_of_the_demonstration() -> None:
@@ -79,8 +80,25 @@ def test_children_are_found_and_their_end_is_detected() -> None:
 
 
 def test_the_two_runs_differ_only_in_layout_and_run_directory(tmp_path: Path) -> None:
-    flags = kill_and_resume.DemoFlags()
-    demo = kill_and_resume.Demo(flags, tmp_path, tmp_path)
+    demo = kill_and_resume.Demo(kill_and_resume.DemoFlags(), tmp_path, tmp_path)
     killed, resumed = demo.training_flags("killed"), demo.training_flags("resumed")
     assert [one for one, other in zip(killed, resumed, strict=True) if one != other] == [tmp_path / "killed"]
-    assert demo.save_step < demo.kill_step < flags.steps
+    assert demo.save_step < demo.kill_step < demo.size.steps
+    assert demo.layout_flags(2, 2)[-1] == 8 and demo.layout_flags(1, 1)[-1] == 32
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (2, 2), (3, 2), (4, 4), (8, 4)])
+def test_gpus_are_used_as_far_as_they_go(gpus: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "device_type", lambda: "cuda")
+    monkeypatch.setattr(device, "device_count", lambda: gpus)
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    assert kill_and_resume.place(None) == ("cuda", ranks)
+    assert kill_and_resume.place("cpu") == ("cpu", 4)
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "device_type", lambda: "cpu")
+    monkeypatch.setenv("DS_ACCELERATOR", "")
+    with pytest.raises(MegatronError, match="--device cuda: PyTorch sees no GPU here"):
+        kill_and_resume.place("cuda")
+    assert kill_and_resume.place(None) == ("cpu", 4)

@@ -105,6 +105,7 @@ def _title(section: type) -> str:
         "Loss": "Objective and loss",
         "Masking": "Masked samples",
         "Finetuning": "Fine-tuning",
+        "Distillation": "Distillation",
         "Random": "Random numbers",
         "Kernel": "Kernels",
         "Parallel": "Layout",

@@ -29,12 +29,22 @@ GOVERNED: Mapping[tuple[str, ...], str] = types.MappingProxyType(
         ("fp16", "loss_scale_window"): "precision.loss_scale_window",
         ("fp16", "min_loss_scale"): "precision.min_loss_scale",
         ("fp16", "hysteresis"): "precision.hysteresis",
+        ("curriculum_learning", "enabled"): "optim.curriculum_learning",
+        ("curriculum_learning", "schedule_type"): "optim.curriculum_schedule",
+        ("curriculum_learning", "min_difficulty"): "optim.curriculum_min_length",
+        ("curriculum_learning", "max_difficulty"): "optim.curriculum_max_length",
+        ("curriculum_learning", "schedule_config", "total_curriculum_step"): "optim.curriculum_steps",
+        ("curriculum_learning", "schedule_config", "difficulty_step"): "optim.curriculum_length_step",
+        ("curriculum_learning", "schedule_config", "root_degree"): "optim.curriculum_root_degree",
+        ("curriculum_learning", "schedule_config", "difficulty"): "optim.curriculum_lengths",
+        ("curriculum_learning", "schedule_config", "max_step"): "optim.curriculum_max_steps",
     }
 )
 
 
 # A section that says `"enabled": false` is not compared with flags, nor is anything else in it.
-_SWITCHES = frozenset({"fp16", "bf16", "bfloat16"})
+_SWITCHES = frozenset({"fp16", "bf16", "bfloat16", "curriculum_learning"})
+_DYNAMIC = ("fp16", "loss_scale")
 
 
 def read_settings(path: str) -> dict[str, Any]:
@@ -65,6 +75,16 @@ class DeepSpeedReading:
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)  # fields whose entry could not be read
     notices: list[str] = field(default_factory=list)
+    overruled: set[str] = field(default_factory=set)  # destinations whose given value the file replaces
+
+    def applied(
+        self, given: Mapping[str, Any], values: Mapping[str, Any], broken: set[str]
+    ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+        """The given values, all values, and the fields that could not be read, with what the file says."""
+        given, values = (
+            {name: found[name] for name in found if name not in self.overruled} for found in (given, values)
+        )
+        return dict(given), {**self.values, **values}, broken | self.broken
 
 
 def governed_values(path: str, flags: Mapping[str, Flag], given: Mapping[str, Any]) -> DeepSpeedReading:
@@ -92,7 +112,13 @@ def governed_values(path: str, flags: Mapping[str, Flag], given: Mapping[str, An
             continue
         flag, key = flags[destination], ".".join(place)
         value = _as_flag_value(flag, place, entry)
-        if destination in given and given[destination] != value:
+        if destination in given and place == _DYNAMIC and value is None:
+            reading.overruled.add(destination)
+            reading.notices.append(
+                f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there, so the scale is dynamic: '
+                f"{flag.positive_name} {given[destination]} is not used, as upstream."
+            )
+        elif destination in given and given[destination] != value:
             if value is False and place[0] in _SWITCHES:
                 reading.notices.append(
                     f'--deepspeed_config {path}: "{key}" is false there, and {flag.positive_name} was given: the flag '

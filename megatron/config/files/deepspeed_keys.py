@@ -142,13 +142,21 @@ def _checked_value(row: DeepSpeedKey, value: Any, name: str, found: CheckedSetti
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return value
         expected = "a list of strings"
+    elif kind == "wholes":
+        if isinstance(value, list) and all(_lies_within(item, bounds, is_whole=True) for item in value):
+            return [int(item) for item in value]
+        expected = f"a list of whole numbers from {bounds.replace('..', ' to ')}"
     else:
-        least, most = bounds.split("..")
-        if _is_number(value, is_whole=kind == "whole") and float(least) <= value <= float(most):
+        if _lies_within(value, bounds, is_whole=kind == "whole"):
             return int(value) if kind == "whole" else value if abs(value) < _LARGEST_WHOLE else float(value)
-        expected = f"a {'whole ' if kind == 'whole' else ''}number from {least} to {most}"
+        expected = f"a {'whole ' if kind == 'whole' else ''}number from {bounds.replace('..', ' to ')}"
     found.problems.append(_wrong(name, row, expected, value))
     return None
+
+
+def _lies_within(value: Any, bounds: str, *, is_whole: bool) -> bool:
+    least, most = map(float, bounds.split(".."))
+    return _is_number(value, is_whole) and least <= value <= most
 
 
 def _is_number(value: Any, is_whole: bool) -> bool:

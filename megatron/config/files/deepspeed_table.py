@@ -6,8 +6,8 @@ named in a notice; *refused* ones stop the run with the reason. A key that is ig
 value turns something on: null, "auto", false, 0, an empty value, a section with `"enabled": false` and the value that
 the row names are accepted in silence. A section that is ignored or refused stands for everything in it.
 
-Values: `bool`, `whole 1..9`, `number 0..1`, `one of a, b`, `texts` (a list), `section`; `off x` in rows that are
-ignored or refused.
+Values: `bool`, `whole 1..9`, `number 0..1`, `one of a, b`, `texts` (a list), `wholes 1..9` (a list), `section`; `off x`
+in rows that are ignored or refused.
 
 Source: DeepSpeed 0.19.8 (`runtime/config.py`, `runtime/constants.py`, `runtime/precision_config.py`, `zero/config.py`
 and the configurations of its other parts), with the keys that older releases had.
@@ -33,6 +33,9 @@ _REASONS: Mapping[str, str] = types.MappingProxyType(
         "@masters": "the optimizer's weights and moments are float32, which checkpoints rely on",
         "@dtype": "the precision is chosen by --fp16 or --bf16",
         "@loader": "the data order is fixed by the seed and the samples planned",
+        "@difficulty": "samples are not ordered by what DeepSpeed's data analyzer found in them; a curriculum by "
+        'length is "curriculum_learning" with "curriculum_type": "seqlen"',
+        "@kernels": "kernels are chosen by --no-apex and the other kernel flags",
         "@report": "reports come from --tensorboard-dir, --wandb-project, --run-dir and the log",
         "@flops": "the log shows the TFLOPs of each interval",
         "@checkpoints": "checkpoints are written by this framework (--save, --load)",
@@ -49,7 +52,7 @@ train_batch_size | governed | whole 1..1000000000 | --global-batch-size
 train_micro_batch_size_per_gpu | governed | whole 1..1000000000 | --micro-batch-size
 gradient_accumulation_steps | governed | whole 1..1000000000 | the batch sizes and the data-parallel ranks
 gradient_clipping | governed | number 0..1e30 | --clip-grad
-optimizer | refused | | the optimizer is chosen by --optimizer, --lr, --weight-decay and the --adam-* flags
+optimizer | supported | section |
 scheduler | refused | | the learning rate is a function of consumed samples (--lr-decay-style and the --lr-* flags)
 fp16 | supported | section |
 bf16 | supported | section |
@@ -77,8 +80,8 @@ torch_autocast | refused | | @dtype
 sparse_gradients | refused | | gradients of embeddings are dense; @removed
 sparse_attention | refused | | attention is dense or within a window (--window-size); @removed
 progressive_layer_drop | refused | | every layer is trained at each step; @removed
-curriculum_learning | refused | | sequence-length curricula are not supported; @removed
-data_efficiency | refused | | @loader
+curriculum_learning | supported | section |
+data_efficiency | supported | section |
 compression_training | refused | | compression is not supported; @removed
 quantize_training | refused | | quantized training is not supported; @removed
 weight_quantization | refused | | quantized weights are not supported
@@ -217,6 +220,24 @@ timers.throughput | supported | section |
 timers.throughput.enabled | supported | bool |
 timers.throughput.synchronized | supported | bool |
 comms_logger.enabled | supported | bool |
+optimizer.type | supported | one of Adam, AdamW |
+optimizer.params | ignored | | the optimizer's values are those of the flags, as upstream (--lr, --weight-decay ...)
+optimizer.legacy_fusion | ignored | | @kernels
+curriculum_learning.enabled | governed | bool | --curriculum-learning
+curriculum_learning.curriculum_type | supported | one of seqlen |
+curriculum_learning.min_difficulty | governed | whole 1..2147483647 | --curriculum-min-length
+curriculum_learning.max_difficulty | governed | whole 1..2147483647 | --curriculum-max-length
+curriculum_learning.schedule_type | governed | one of fixed_linear, fixed_root, fixed_discrete | --curriculum-schedule
+curriculum_learning.schedule_config | supported | section |
+curriculum_learning.schedule_config.total_curriculum_step | governed | whole 1..1000000000000 | --curriculum-steps
+curriculum_learning.schedule_config.difficulty_step | governed | whole 1..2147483647 | --curriculum-length-step
+curriculum_learning.schedule_config.root_degree | governed | number 1..1000 | --curriculum-root-degree
+curriculum_learning.schedule_config.difficulty | governed | wholes 1..2147483647 | --curriculum-lengths
+curriculum_learning.schedule_config.max_step | governed | wholes 1..1000000000000 | --curriculum-max-steps
+data_efficiency.enabled | ignored | off true | its parts are switched on by themselves
+data_efficiency.seed | ignored | | the order of samples follows from --seed
+data_efficiency.data_routing | refused | | every layer sees every token (no random-LTD)
+data_efficiency.data_sampling | refused | | @difficulty
 comms_logger.prof_all | supported | bool |
 comms_logger.prof_ops | supported | texts |
 comms_logger.verbose | supported | bool |

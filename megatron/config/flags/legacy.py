@@ -118,9 +118,11 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "every epoch is shuffled already, and there is only one loader. Drop the flag.",
         ("dataloader_type:str=single",),
     ),
+    ("every layer sees every token. Drop the flag to train without dropped tokens.", ("random_ltd",)),
     (
-        "curricula and dropped tokens are not supported. Drop the flag.",
-        ("random_ltd", "data_efficiency_curriculum_learning"),
+        "samples are not ordered by what DeepSpeed's data analyzer found in them. Drop the flag, or use "
+        "--curriculum-learning for a curriculum by sequence length.",
+        ("data_efficiency_curriculum_learning",),
     ),
     (
         "the order of samples follows from the data and the seed, and index files are found by their content. Use "

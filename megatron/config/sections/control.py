@@ -48,6 +48,12 @@ class ControlConfig(ConfigSection):
         None,
         "YAML or JSON file of tasks (see docs/evaluation.md) that every evaluation also runs; results join the metrics",
     )
+    sample_prompts: str | None = flag(
+        None,
+        "text file with one prompt a line; every evaluation continues them greedily and writes samples.jsonl into the "
+        "run folder",
+    )
+    sample_tokens: int = flag(32, "most new tokens of each sample of --sample-prompts", at_least=1)
     eval_only: bool = flag(False, "evaluate the loaded checkpoint and exit", spelled=("--skip-train",), numeric=True)
     exit_interval: int | None = flag(None, "save and exit when the step is a multiple of this", at_least=1)
     exit_duration_in_mins: int | None = flag(None, "save and exit after this many minutes", at_least=0)

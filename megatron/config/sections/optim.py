@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import RUN_MUST_MATCH, SMALLEST_FLOAT32, derived, flag
-from megatron.config.flags.section import ConfigSection
+from megatron.config.sections.curriculum import CurriculumFields
 
 _MOST_RAMP_UP_STEPS = 1_000_000  # each is counted where the length of a run is planned
 
 
 @dataclass(frozen=True)
-class OptimRequest(ConfigSection):
-    """Optimizer, schedule, batch sizes and the length of training, as they were asked for."""
+class OptimRequest(CurriculumFields):
+    """Optimizer, schedule, batch sizes, curriculum and the length of training, as they were asked for."""
 
     micro_batch_size: int | None = flag(
         None,
@@ -96,6 +96,7 @@ class OptimRequest(ConfigSection):
         yield from self._weight_decay_problems()
         yield from self._rampup_problems()
         yield from self._schedule_problems()
+        yield from self.curriculum_problems()
 
     def _weight_decay_problems(self) -> Iterator[str]:
         ends = {"--start-weight-decay": self.start_weight_decay, "--end-weight-decay": self.end_weight_decay}
@@ -158,7 +159,7 @@ class OptimRequest(ConfigSection):
             yield f"--rampup-batch-size {shown} does not go with --train-iters. Use --train-samples."
         warmup = self.lr_warmup_samples if by_samples else self.lr_warmup_iters
         given_decay = self.lr_decay_samples if by_samples else self.lr_decay_iters
-        yield from self._repeated_problems(unit, warmup, given_decay)
+        yield from self._repeated_problems(unit, warmup)
         if length is None or self.lr_decay_tokens is not None:
             return  # in tokens: compared where the sequence length is known
         decay, source = (given_decay, f"--lr-decay-{unit}") if given_decay else (length, f"--train-{unit}")
@@ -168,23 +169,35 @@ class OptimRequest(ConfigSection):
                 f"it. Use a shorter warm-up or a longer --lr-decay-{unit}."
             )
 
-    def _repeated_problems(self, unit: str, warmup: int, decay: int | None) -> Iterator[str]:
-        """The warm-up and the decay may each have one length."""
+    def _repeated_problems(self, unit: str, warmup: int) -> Iterator[str]:
+        """The warm-up has one length; of those of the decay, one in tokens holds, as upstream."""
         warmups = {
             "--lr-warmup-fraction": self.lr_warmup_fraction,
             f"--lr-warmup-{unit}": warmup or None,
             "--lr-warmup-tokens": self.lr_warmup_tokens,
         }
-        decays = {f"--lr-decay-{unit}": decay, "--lr-decay-tokens": self.lr_decay_tokens}
-        for part, lengths in (("warm-up", warmups), ("decay", decays)):
-            given = [f"{name} {value}" for name, value in lengths.items() if value is not None]
-            if len(given) > 1:
-                yield f"{' and '.join(given[:2])} are both given. The {part} has one length; drop one of them."
+        given = [f"{name} {value}" for name, value in warmups.items() if value is not None]
+        if len(given) > 1:
+            yield f"{' and '.join(given[:2])} are both given. The warm-up has one length; drop one of them."
 
     @property
     def given_iters(self) -> int | None:
         """The steps of --train-iters."""
         return self.train_iters
+
+    @property
+    def decays_in_tokens(self) -> bool:
+        """Whether the decay of the learning rate is measured in tokens."""
+        if self.lr_decay_tokens is not None or not self.is_counted_in_samples:
+            return self.lr_decay_tokens is not None
+        return self.lr_decay_samples is None and self.train_samples is None
+
+    @property
+    def warms_up_in_tokens(self) -> bool:
+        """Whether its warm-up is."""
+        if self.lr_warmup_tokens is not None or self.lr_warmup_fraction is None:
+            return self.lr_warmup_tokens is not None
+        return self.decays_in_tokens
 
     @property
     def is_limited_by_data(self) -> bool:

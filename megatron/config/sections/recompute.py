@@ -19,7 +19,7 @@ class RecomputeConfig(ConfigSection):
     checkpoint_num_layers: int = flag(
         1,
         "blocks per recompute chunk",
-        spelled=("--recompute-num-layers",),
+        spelled=("--recompute-num-layers", "--activations-checkpoint-num-layers"),
         at_least=1,
         ignored="every block is recomputed on its own, the finest and fastest choice; it keeps one input per block",
     )
@@ -27,6 +27,9 @@ class RecomputeConfig(ConfigSection):
         None, "full: the same as --checkpoint-activations; selective: attention only", choices=("full", "selective")
     )
     recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
+    activations_checkpoint_method: str | None = flag(
+        None, "uniform: the same as --checkpoint-activations", choices=("uniform",)
+    )
 
     @property
     def recomputes_attention(self) -> bool:
@@ -36,7 +39,7 @@ class RecomputeConfig(ConfigSection):
     def complete(self) -> None:
         if self.recompute_activations and self.recompute_granularity is None:
             self.set_derived("recompute_granularity", "selective")
-        if self.recompute_granularity == "full":
+        if self.recompute_granularity == "full" or self.activations_checkpoint_method is not None:
             self.set_derived("checkpoint_activations", True)
 
     def problems(self) -> Iterator[str]:

@@ -33,7 +33,7 @@ from megatron.data.order.old_index import read_old_index
 from megatron.data.order.plan import DataPlan, GroupPlan, Member, Phase, Segment, SourcePlan
 from megatron.data.order.resumed_plan import resumed_plan
 from megatron.data.order.splits import fraction_range, split_boundaries
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, MegatronError, joined
 from megatron.secret_text import masked
 from megatron.tokenizers.tokenizer import Tokenizer
 
@@ -186,17 +186,24 @@ def token_file_prefixes(data: DataConfig) -> list[str]:
     return [part for prefix in data_prefixes(data) for part in token_files(prefix)]
 
 
-def check_sources(data: DataConfig, sequence_length: int, objective: str = CAUSAL, needed_by: str = "") -> None:
-    """Checks that the sources exist, so that a wrong one is refused before anything heavy is imported or built.
+def check_sources(data: DataConfig, sequence_length: int | None, objective: str = CAUSAL, needed_by: str = "") -> None:
+    """Checks that the sources exist, so that wrong ones are refused before anything heavy is imported or built.
 
     Args:
+        sequence_length: tokens of a sample; None if it is not known.
         needed_by: a flag that was given and is only for examples; empty if there is none.
 
     Raises:
-        ConfigError, DataError: see `check_source`.
+        MegatronError: with all problems at once, see `check_source`.
     """
+    failures = []
     for prefix in data_prefixes(data):
-        check_source(prefix, sequence_length, objective, needed_by)
+        try:
+            check_source(prefix, sequence_length, objective, needed_by)
+        except MegatronError as failure:
+            failures.append(failure)
+    if failures:
+        raise joined(failures)
 
 
 def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:

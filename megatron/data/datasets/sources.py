@@ -23,7 +23,7 @@ from megatron.data.datasets.parquet_rows import ParquetRows, check_window_length
 from megatron.data.datasets.rows import RowSource
 from megatron.data.datasets.sample import SourceDataset
 from megatron.data.datasets.store_rows import DocumentEncoder, StoreRows, store_fingerprint
-from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.indexed import IndexedDataset, check_pair
 from megatron.data.formats.windows import WindowFile, expand_windows, names_windows
 from megatron.data.order.index_cache import IndexCache
 from megatron.data.order.plan import SourcePlan
@@ -211,10 +211,12 @@ def names_examples(prefix: str) -> bool:
     return holds_pairs(StoreAddress.of(prefix)) if is_store_address(prefix) else names_example_files(prefix)
 
 
-def check_source(prefix: str, sequence_length: int, objective: str = CAUSAL, needed_by: str = "") -> None:
-    """Checks that the files of a source exist and fit the objective, and the length of windows in their first file.
+def check_source(prefix: str, sequence_length: int | None, objective: str = CAUSAL, needed_by: str = "") -> None:
+    """Checks that the files of a source exist, begin as their formats do and fit the objective, and the length of
+    windows in their first file.
 
     Args:
+        sequence_length: tokens of a sample; None if it is not known.
         needed_by: a flag that was given and is only for examples.
 
     Raises:
@@ -236,11 +238,11 @@ def check_source(prefix: str, sequence_length: int, objective: str = CAUSAL, nee
         check_first_records(prefix)
     elif _is_windows(prefix):
         with WindowFile(expand_windows([prefix])[0]) as file:
-            check_window_length(prefix, file.sequence_length, sequence_length)
+            check_window_length(prefix, file.sequence_length, sequence_length or file.sequence_length)
     elif names_pairs(prefix):
         TokenPairs(prefix)
-    elif not all(Path(prefix + suffix).is_file() for suffix in (".idx", ".bin")):
-        IndexedDataset(prefix)  # raises the error
+    else:
+        check_pair(prefix)
 
 
 @functools.lru_cache(maxsize=1024)

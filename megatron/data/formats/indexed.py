@@ -32,7 +32,13 @@ from megatron.data.formats.atomic_files import (
 from megatron.data.formats.exact import read_exactly
 from megatron.data.formats.index_layout import IndexLayout
 from megatron.data.formats.sidecar import Sidecar, is_sidecar, sidecar_path, write_temporary_sidecar
-from megatron.data.formats.token_index import CODE_OF_DTYPE, LONGEST_SEQUENCE_TOKENS, read_token_index
+from megatron.data.formats.token_index import (
+    CODE_OF_DTYPE,
+    LONGEST_MAGIC_BYTES,
+    LONGEST_SEQUENCE_TOKENS,
+    check_magic,
+    read_token_index,
+)
 from megatron.errors import DataError, StorageError
 
 _NARROW_VOCABULARY_LIMIT = 65500
@@ -448,6 +454,23 @@ def _chunks(stream: IO[bytes], entry_bytes: int) -> Iterable[bytes]:
     stream.seek(0)
     while chunk := stream.read(_COPY_ENTRIES * entry_bytes):
         yield chunk
+
+
+def check_pair(prefix: str) -> None:
+    """Checks that the two files of a pair exist and can be read, and that the index begins as one does.
+
+    Raises:
+        DataError: it is not so.
+    """
+    index, tokens = Path(prefix + ".idx"), Path(prefix + ".bin")
+    for path in (index, tokens):
+        if not path.is_file():
+            raise DataError(_missing_file_text(prefix, path))
+    try:
+        with tokens.open("rb"), index.open("rb") as stream:
+            check_magic(index, stream.read(LONGEST_MAGIC_BYTES), index.stat().st_size)
+    except OSError as failure:
+        raise DataError(f"Cannot read {failure.filename or index}: {failure.strerror}.") from failure
 
 
 def _missing_file_text(prefix: str, path: Path) -> str:

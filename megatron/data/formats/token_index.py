@@ -24,6 +24,7 @@ MMAP_MAGIC = b"MMIDIDX\x00\x00"
 MMAP_HEADER = struct.Struct("<9sQBQQ")
 CACHED_MAGIC = b"TNTIDX\x00\x00"
 CACHED_HEADER = struct.Struct("<8sQQQQQQ")
+LONGEST_MAGIC_BYTES = len(MMAP_MAGIC)
 FORMAT_VERSION = 1
 LONGEST_SEQUENCE_TOKENS = 2**31 - 1
 
@@ -118,14 +119,24 @@ def read_token_index(path: Path, bin_path: Path, bin_bytes: int) -> TokenIndex:
         else:  # a map would hold the file open, and a blend of hundreds of small sources has many
             stream.seek(0)
             raw = memoryview(stream.read())
-    if bytes(raw[: len(MMAP_MAGIC)]) == MMAP_MAGIC:
+    beginning = bytes(raw[:LONGEST_MAGIC_BYTES])
+    check_magic(path, beginning, size)
+    if beginning == MMAP_MAGIC:
         return _read_mmap_layout(path, raw, bin_path, bin_bytes)
-    if bytes(raw[: len(CACHED_MAGIC)]) == CACHED_MAGIC:
-        return _read_cached_layout(path, raw, bin_path, bin_bytes)
-    raise DataError(
-        f"{path}: the file ({size} bytes) begins with {bytes(raw[:9])!r}; a token index begins with {MMAP_MAGIC!r} "
-        f"or {CACHED_MAGIC!r}. It is not an index, or its beginning is damaged: preprocess the corpus again."
-    )
+    return _read_cached_layout(path, raw, bin_path, bin_bytes)
+
+
+def check_magic(path: Path, beginning: bytes, size: int) -> None:
+    """Checks by its first bytes that a file is an index of either layout.
+
+    Raises:
+        DataError: it is not.
+    """
+    if not beginning.startswith((MMAP_MAGIC, CACHED_MAGIC)):
+        raise DataError(
+            f"{path}: the file ({size} bytes) begins with {beginning!r}; a token index begins with {MMAP_MAGIC!r} or "
+            f"{CACHED_MAGIC!r}. It is not an index, or its beginning is damaged: preprocess the corpus again."
+        )
 
 
 def _read_mmap_layout(path: Path, raw: memoryview, bin_path: Path, bin_bytes: int) -> TokenIndex:

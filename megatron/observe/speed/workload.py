@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from megatron.config import ModelConfig
@@ -53,6 +54,18 @@ class Workload:
         upstreams = flops_per_sample(model, sequence_length, recomputes, predicted_share)
         own = model_flops_per_sample(model, sequence_length, predicted_share)
         return cls(sequence_length, upstreams, model_flops_per_sample=own, **constants)  # type: ignore[arg-type]
+
+    def shortened(self, tokens_per_sample: int) -> Workload:
+        """The workload of shorter samples; the FLOPs of attention are then counted as if they fell in proportion."""
+        if tokens_per_sample == self.tokens_per_sample:
+            return self
+        ratio = tokens_per_sample / self.tokens_per_sample
+        return dataclasses.replace(
+            self,
+            tokens_per_sample=tokens_per_sample,
+            flops_per_sample=ratio * self.flops_per_sample,
+            model_flops_per_sample=ratio * self.model_flops_per_sample,
+        )
 
     def gigaflops_without_embeddings(self, tokens: int) -> float:
         """GFLOPs for training on `tokens` tokens, by the 6 N rule, without embeddings and recompute."""

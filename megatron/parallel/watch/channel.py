@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron import log
 from megatron.errors import ExitCode
@@ -112,6 +112,10 @@ class Channel:
     def has_first_hub(self) -> bool:
         """Whether the first hub is on another rank and can be reached, so that the run does not need this rank."""
         return any(link.hub == 0 and link.is_open for link in self._links)
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """What the hub on this rank knows of each rank; nothing without one. Any thread may call it."""
+        return [] if self._hub is None else self._hub.ranks(time.monotonic())
 
     def leave(self) -> None:
         """Says that this rank ends as planned, and waits for the thread."""

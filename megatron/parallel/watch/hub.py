@@ -10,6 +10,7 @@ import dataclasses
 import hmac
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.errors import ExitCode
 from megatron.parallel.processes import ProcessIdentity
@@ -155,6 +156,20 @@ class Hub:
         """Tells all ranks to end."""
         message = {"code": verdict.code, "rank": verdict.rank, "silent": list(verdict.silent)[:1024]}
         self._send({"kind": "end", **message, "text": verdict.text[: MESSAGE_BYTES // 8]})
+
+    def ranks(self, now: float) -> list[dict[str, Any]]:
+        """Where each rank was when it was last heard of, for people: reads only, so that any thread may call it."""
+        return [
+            {
+                "rank": member.rank,
+                "state": "here" if member.is_present else "left" if member.has_left else "lost",
+                "phase": member.sample.phase,
+                "step": member.sample.step,
+                "idle_seconds": member.sample.idle_seconds,
+                "heard_seconds": round(max(0.0, now - member.heard_at), 3),
+            }
+            for member in self.members
+        ]
 
     @property
     def is_busy(self) -> bool:

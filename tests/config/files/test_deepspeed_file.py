@@ -38,6 +38,38 @@ def test_what_was_not_given_comes_from_the_file(tmp_path: Path) -> None:
     assert config.provenance["optim.clip_grad"] == "file"
 
 
+def test_a_curriculum_comes_from_the_file(tmp_path: Path) -> None:
+    schedule = {"total_curriculum_step": 9, "difficulty_step": 4, "root_degree": 3}
+    section = {
+        "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 4, "max_difficulty": 32,
+        "schedule_type": "fixed_root", "schedule_config": schedule,
+    }  # fmt: skip
+    optim = with_file(tmp_path, {"curriculum_learning": section}).optim
+    assert (optim.curriculum_learning, optim.curriculum_schedule) == (True, "fixed_root")
+    assert (optim.curriculum_min_length, optim.curriculum_max_length, optim.curriculum_steps) == (4, 32, 9)
+    assert (optim.curriculum_length_step, optim.curriculum_root_degree) == (4, 3.0)
+    parts = {"difficulty": [8, 32], "max_step": [5]}
+    section = {"enabled": True, "schedule_type": "fixed_discrete", "schedule_config": parts}
+    optim = with_file(tmp_path, {"curriculum_learning": section}).optim
+    assert (optim.curriculum_lengths, optim.curriculum_max_steps) == ((8, 32), (5,))
+    assert not with_file(tmp_path, {"curriculum_learning": {**section, "enabled": False}}).optim.curriculum_learning
+
+
+def test_what_deepspeed_decides_upstream_is_not_asked_of_flags(tmp_path: Path) -> None:
+    tree = {
+        "fp16": {"enabled": True, "loss_scale": 0},
+        "optimizer": {"type": "Adam", "params": {"lr": 9.0}},
+    }
+    config = with_file(tmp_path, tree, "--fp16 --loss-scale 12 --lr-decay-tokens 90 --lr-decay-iters 5")
+    assert (config.precision.loss_scale, config.optim.lr) == (None, 1e-3)
+    assert [text.partition(": ")[2] for text in config.notices if "deepspeed_config" in text] == [
+        '"optimizer.params" is ignored: the optimizer\'s values are those of the flags, as upstream (--lr, '
+        "--weight-decay ...).",
+        '"fp16.loss_scale" is 0 there, so the scale is dynamic: --loss-scale 12.0 is not used, as upstream.',
+    ]
+    assert "--lr-decay-iters 5 has no effect beside --lr-decay-tokens 90, which holds." in config.notices
+
+
 def test_auto_and_equal_values_are_fine(tmp_path: Path) -> None:
     tree = {
         "train_batch_size": 8,
@@ -60,7 +92,7 @@ def test_auto_and_equal_values_are_fine(tmp_path: Path) -> None:
         ({"gradient_clipping": 0.3}, "--clip-grad 1", r'"gradient_clipping" is 0\.3 there, and --clip-grad is 1\.0'),
         ({"bf16": {"enabled": True}}, "--no-bf16", r'"bf16\.enabled" is true there, and --bf16 is False'),
         ({"bfloat16": {"enabled": True}}, "--fp16", "--fp16 and --bf16 are both given"),
-        ({"fp16": {"loss_scale": 0}}, "--loss-scale 8", r'"fp16\.loss_scale" is 0 there, and --loss-scale is 8\.0'),
+        ({"fp16": {"loss_scale": 16}}, "--loss-scale 8", r'"fp16\.loss_scale" is 16 there, and --loss-scale is 8\.0'),
         (
             {"zero_optimization": {"stage": "two"}},
             "",

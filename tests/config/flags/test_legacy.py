@@ -103,8 +103,8 @@ DONE_IN_CONFIG = {
     "bias_dropout_fusion", "masked_softmax_fusion", "bias_swiglu_fusion", "rope_fusion", "persist_layer_norm",
     "make_vocab_size_divisible_by", "pad_vocab_size_to", "recompute_activations", "pp_partition_method",
     "override_lr_scheduler", "use_checkpoint_lr_scheduler", "data_impl", "config", "deepspeed", "recompute_granularity",
-    "skip_train_iteration_range", "model_preset", "ckpt_step", "load_tag",
-    "mos", "kd_iters", "cpu_optimizer",
+    "skip_train_iteration_range", "model_preset", "ckpt_step", "load_tag", "activations_checkpoint_method",
+    "mos", "kd_iters", "cpu_optimizer", "elastic",
     *(f"{size}_teacher" for size in ("num_layers", "hidden_size", "num_attention_heads", "num_experts")),
     *(f"{split}_{kind}" for split in ("train", "valid", "test")
       for kind in ("weighted_split_paths", "weighted_split_paths_path", "data_path")),
@@ -116,7 +116,7 @@ def test_a_supported_flag_is_read_somewhere() -> None:
     files = [*root.glob("megatron/**/*.py"), *root.glob("pretrain_*.py"), *root.glob("finetune_*.py")]
     config = root / "megatron" / "config"
     files = [file for file in files if config not in file.parents]
-    files += [config / "schedule.py", *(config / "architecture").glob("*.py")]
+    files += [config / "schedule.py", config / "curriculum.py", *(config / "architecture").glob("*.py")]
     texts = [file.read_text(encoding="utf-8") for file in files]
     read = {name for text in texts for name in re.findall(r"[.\"](\w+)", text)}
     supported = {one.field for one in field_flags().values() if not one.facts.ignored}

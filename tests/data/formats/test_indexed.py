@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies
 
 from megatron.data.formats import indexed, token_index
-from megatron.data.formats.indexed import IndexedDataset, IndexedWriter, width_for
+from megatron.data.formats.indexed import IndexedDataset, IndexedWriter, check_pair, width_for
 from megatron.errors import DataError, StorageError
 from tests.data.corpora import write_corpus
 from tests.data.formats.golden_pairs import GOLDEN_BIN, GOLDEN_CACHED_IDX, GOLDEN_IDX, altered, store
@@ -295,3 +295,16 @@ def test_written_data_is_read_back(tmp_path_factory, documents):
     dataset = IndexedDataset(prefix)
     assert [row.tolist() for row in dataset[:]] == [sequence for document in documents for sequence in document]
     assert np.diff(dataset.documents).tolist() == [len(document) for document in documents]
+
+
+def test_a_pair_is_recognized_without_reading_its_tables(tmp_path, monkeypatch):
+    for idx in (GOLDEN_IDX, GOLDEN_CACHED_IDX):
+        check_pair(store(tmp_path, idx, GOLDEN_BIN))
+    prefix = store(tmp_path, b"PK\x03\x04 and more", GOLDEN_BIN)
+    with pytest.raises(DataError, match=r"pair.idx: the file \(13 bytes\) begins with b'PK.*a token index begins"):
+        check_pair(prefix)
+    with pytest.raises(DataError, match=r"none.idx does not exist \(data prefix "):
+        check_pair(str(tmp_path / "none"))
+    monkeypatch.setattr(Path, "open", lambda path, mode: (_ for _ in ()).throw(PermissionError(13, "no", str(path))))
+    with pytest.raises(DataError, match=r"Cannot read .*pair.bin: no"):
+        check_pair(prefix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,12 +39,18 @@ def tasks_file(corpus: TinyCorpus) -> Path:
     return path
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_results_join_the_metrics_and_leave_training_as_it_was(
     corpus: TinyCorpus, tasks_file: Path, tmp_path: Path
 ) -> None:
     settings = {"eval_interval": 4, "attention_dropout": 0}
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-    asked = {**settings, "eval_tasks": tasks_file}
+    prompts = tasks_file.with_name("prompts.txt")
+    prompts.write_text("a text that is\n\nsome words and\n")
+    asked = {**settings, "eval_tasks": tasks_file, "sample_prompts": prompts, "sample_tokens": 5}
     assert train(corpus.flags(folder=tmp_path / "without", **settings)) == (0, "")
     assert train(corpus.flags(folder=tmp_path / "with", **asked)) == (0, "")
     assert train(corpus.flags(folder=tmp_path / "split", **asked, **layout), 4) == (0, "")
@@ -59,6 +66,17 @@ def test_results_join_the_metrics_and_leave_training_as_it_was(
     assert single[1]["count"] == 5 and set(single[1]["figures"]) >= {"acc", "acc_norm"}
     for one, other in zip(single, split, strict=True):
         assert one["figures"] == pytest.approx(other["figures"], rel=1e-4)
+    samples = {name: read_lines(tmp_path / name / "run/samples.jsonl") for name in ("with", "split")}
+    assert [one["iteration"] for one in samples["with"]] == [4, 8, 8]
+    assert [one["samples"] for one in samples["with"]] == [one["samples"] for one in samples["split"]]
+    assert [one["prompt"] for one in samples["with"][0]["samples"]] == ["a text that is", "some words and"]
+    assert samples["with"][0]["samples"] != samples["with"][1]["samples"] == samples["with"][2]["samples"]
+    assert not (tmp_path / "without/run/samples.jsonl").exists()
+    events = read_lines(tmp_path / "split/run/events.jsonl")
+    assert [(one["kind"], one["iteration"]) for one in events] == [("save", 4), ("save", 8), ("finished", 8)]
+    beats = json.loads((tmp_path / "split/run/heartbeats.json").read_text())
+    assert {"pp": 2, "tp": 2}.items() <= dict(beats["axes"]).items()
+    assert [rank["rank"] for rank in beats["ranks"]] == [0, 1, 2, 3]
 
 
 def test_tasks_are_checked_before_training(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""A curriculum by sequence length: how much of each sample the steps train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection
+
+FIXED_LINEAR, FIXED_ROOT, FIXED_DISCRETE = "fixed_linear", "fixed_root", "fixed_discrete"
+
+
+@dataclass(frozen=True)
+class CurriculumFields(ConfigSection):
+    """Steps train on the first tokens of each sample: few at first, then more, finally all; the rest is not used.
+
+    Source: the entries of DeepSpeed's section `curriculum_learning` (DeepSpeed 0.14,
+    `runtime/data_pipeline/curriculum_scheduler.py`), which the flags have the names of.
+    """
+
+    curriculum_learning: bool = flag(
+        False, "train on the first tokens of each sample, more of them from step to step; the rest is not used"
+    )
+    curriculum_schedule: str = flag(
+        FIXED_LINEAR,
+        "how the length grows from --curriculum-min-length to --curriculum-max-length over --curriculum-steps: in "
+        "proportion to the steps, or to a root of them; or fixed_discrete: --curriculum-lengths",
+        choices=(FIXED_LINEAR, FIXED_ROOT, FIXED_DISCRETE),
+    )
+    curriculum_min_length: int | None = flag(None, "tokens of a sample at the first step", at_least=1)
+    curriculum_max_length: int | None = flag(
+        None, "tokens of a sample at the end of the curriculum; --seq-length if unset", at_least=1
+    )
+    curriculum_steps: int | None = flag(None, "steps of the curriculum", at_least=1)
+    curriculum_length_step: int = flag(8, "lengths are multiples of this number", at_least=1)
+    curriculum_root_degree: float = flag(2.0, "of --curriculum-schedule fixed_root: 2 is the square root", at_least=1)
+    curriculum_lengths: tuple[int, ...] = flag(
+        (), "tokens of a sample in each part of the run, in ascending order", nargs="+", at_least=1
+    )
+    curriculum_max_steps: tuple[int, ...] = flag(
+        (), "the last step of each of these parts, but for the last one, which has no end", nargs="+", at_least=1
+    )
+
+    def curriculum_problems(self) -> Iterator[str]:
+        """One sentence for every broken rule between these fields."""
+        if not self.curriculum_learning:
+            yield from self._idle_problems()
+        elif self.curriculum_schedule == FIXED_DISCRETE:
+            yield from self._discrete_problems()
+        else:
+            yield from self._growth_problems()
+
+    def _idle_problems(self) -> Iterator[str]:
+        values = {
+            "--curriculum-min-length": self.curriculum_min_length,
+            "--curriculum-max-length": self.curriculum_max_length,
+            "--curriculum-steps": self.curriculum_steps,
+            "--curriculum-lengths": " ".join(map(str, self.curriculum_lengths)),
+            "--curriculum-max-steps": " ".join(map(str, self.curriculum_max_steps)),
+        }
+        for name, value in values.items():
+            if value:
+                yield f"{name} {value} has no effect without --curriculum-learning. Add it, or drop {name}."
+
+    def _growth_problems(self) -> Iterator[str]:
+        schedule = f"--curriculum-schedule {self.curriculum_schedule}"
+        if self.curriculum_min_length is None:
+            yield f"--curriculum-min-length is required by {schedule}: tokens of a sample at the first step."
+        elif self.curriculum_min_length < self.curriculum_length_step:
+            yield (
+                f"--curriculum-min-length {self.curriculum_min_length} is less than --curriculum-length-step "
+                f"{self.curriculum_length_step}, of which lengths are multiples. Use at least "
+                f"{self.curriculum_length_step}, or smaller steps."
+            )
+        if self.curriculum_steps is None:
+            yield f"--curriculum-steps is required by {schedule}: steps until the samples have their full length."
+        low, high = self.curriculum_min_length, self.curriculum_max_length
+        if low is not None and high is not None and low > high:
+            yield (
+                f"--curriculum-min-length {low} is more than --curriculum-max-length {high}. The length grows; swap "
+                "them."
+            )
+
+    def _discrete_problems(self) -> Iterator[str]:
+        lengths, ends = self.curriculum_lengths, self.curriculum_max_steps
+        if not lengths or len(ends) != len(lengths) - 1:
+            yield (
+                f"--curriculum-schedule {FIXED_DISCRETE} has {len(lengths)} --curriculum-lengths and {len(ends)} "
+                "--curriculum-max-steps. Every length but the last needs the step that it ends with."
+            )
+        for name, values in (("--curriculum-lengths", lengths), ("--curriculum-max-steps", ends)):
+            if sorted(set(values)) != list(values):
+                yield f"{name} {' '.join(map(str, values))} must be in ascending order, each value once."

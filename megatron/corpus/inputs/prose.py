@@ -1,0 +1,103 @@
+"""The English of a Python installation: paragraphs of its manual, docstrings and comments that are running text.
+
+Standard library only. One subject and one style, so that a network that trains for two minutes writes sentences.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron.corpus.inputs.demo import DemoCorpus, corpus_documents
+from megatron.data.formats.atomic_files import check_writable, storage_error, write_atomically
+from megatron.errors import DataError
+
+LEAST_BYTES, ENOUGH_BYTES = 500_000, 1_400_000
+_LEAST_LETTERS, _LEAST_SPACES, _LEAST_SHARE = 60, 9, 0.93
+_PLAIN = frozenset(" ,.'-\n")
+_CODE = (">>>", "::")
+_COMMENT = re.compile(r"\s*#+ ?(.*)$")
+_ITEM = re.compile(r"^[-*] ")
+
+
+def write_prose(path: Path) -> DemoCorpus:
+    """Writes jsonl lines {"text", "src"}, a document for each page of the manual and each source file.
+
+    Raises:
+        DataError: this Python carries hardly any text.
+        StorageError: the file cannot be written; checked before the work where possible.
+    """
+    check_writable(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise storage_error(path, failure) from failure
+    corpus = DemoCorpus()
+    write_atomically(path, lambda stream: _write(stream, corpus))
+    return corpus
+
+
+def prose_documents() -> Iterator[tuple[str, list[str]]]:
+    """(source, paragraphs), each paragraph once, of the manual and then of the standard library."""
+    seen: set[str] = set()
+    for source, text in _texts():
+        found = [paragraph for paragraph in paragraphs(text) if paragraph not in seen]
+        found = list(dict.fromkeys(found))
+        seen.update(found)
+        if found:
+            yield source, found
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """The paragraphs of a text that are sentences rather than code, tables or lists of names, each as one line."""
+    for part in re.split(r"\n\s*\n", text):
+        paragraph = _ITEM.sub("", " ".join(inspect.cleandoc(part).split()))
+        if _is_prose(paragraph):
+            yield paragraph
+
+
+def comments(source: str) -> str:
+    """The comments of a source file; blank lines divide those that code divides."""
+    found = [match.group(1) if (match := _COMMENT.match(line)) else "" for line in source.split("\n")]
+    return "\n".join(found)
+
+
+def _texts() -> Iterator[tuple[str, str]]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:  # some distributions leave the manual out
+        topics = {}
+    for name, text in sorted(topics.items()):
+        yield f"manual/{name}", text
+    for source, text in corpus_documents():
+        if not source.startswith("stdlib/"):
+            return
+        yield source, text if source.endswith("#docstrings") else comments(text)
+
+
+def _is_prose(paragraph: str) -> bool:
+    if len(paragraph) < _LEAST_LETTERS or not paragraph[0].isupper() or paragraph[-1] not in ".!?:":
+        return False
+    if paragraph.count(" ") < _LEAST_SPACES or any(mark in paragraph for mark in _CODE):
+        return False
+    plain = sum(letter.isalpha() or letter in _PLAIN for letter in paragraph)
+    return plain > _LEAST_SHARE * len(paragraph)
+
+
+def _write(stream: BinaryIO, corpus: DemoCorpus) -> None:
+    for source, found in prose_documents():
+        line = json.dumps({"text": "\n\n".join(found), "src": source}, ensure_ascii=False)
+        corpus.size_bytes += stream.write(line.encode() + b"\n")
+        corpus.documents += 1
+        if corpus.size_bytes >= ENOUGH_BYTES:
+            return
+    if corpus.size_bytes < LEAST_BYTES:
+        raise DataError(
+            f"The standard library of this Python carries only {corpus.size_bytes} bytes of English; {LEAST_BYTES} are "
+            "needed. Use an interpreter with its full standard library, or train on a text of your own: "
+            "python train_on_text.py my.txt"
+        )

@@ -1,0 +1,51 @@
+"""Whether this process can have a CUDA device at all, told without importing torch, which takes seconds."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+# Device files of NVIDIA's drivers for servers and desktops, for Jetson boards, and of Windows' Linux.
+_DEVICE_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/nvgpu*", "/dev/dxg")
+
+
+def why_no_cuda() -> str:
+    """Why there is certainly no CUDA device for this process; empty where there may be one.
+
+    What is certain is what `torch.cuda.is_available` cannot contradict, so only torch can tell that there is one.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return "DS_ACCELERATOR=cpu"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU"
+    version = _torch_version_file()
+    if version is not None and is_cpu_build(version):
+        return "PyTorch was installed without CUDA"
+    is_rocm = version is None or re.search(r"^hip\b.*= *'", version, re.M) is not None
+    if not is_rocm and sys.platform == "linux" and not any(map(glob.glob, _DEVICE_FILES)):
+        return "no NVIDIA driver, there are no files /dev/nvidia*"
+    return ""
+
+
+def is_cpu_build(version: str) -> bool:
+    """Whether PyTorch was built for no GPU, by the text of its `version.py`.
+
+    Source: pytorch `tools/generate_torch_version.py`, which writes `cuda`, `hip` and, since 2.8, `xpu`.
+    """
+    return all(re.search(rf"^{kind}\b(?:[^=\n]*)= *None$", version, re.M) for kind in ("cuda", "hip"))
+
+
+def _torch_version_file() -> str | None:
+    """The text of the installed `torch/version.py`; None if it cannot be found."""
+    spec = importlib.util.find_spec("torch") if "torch" not in sys.modules else sys.modules["torch"].__spec__
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        return Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None

@@ -1,0 +1,152 @@
+"""Writes the events, samples and heartbeats of a run into its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from megatron import log
+from megatron.checkpoint.manifest import folder_step
+from megatron.checkpoint.saving import AfterCommit
+from megatron.errors import ExitCode
+from megatron.parallel.mesh import ParallelMesh
+from megatron.secret_text import masked
+
+EVENTS_NAME, SAMPLES_NAME, HEARTBEATS_NAME = "events.jsonl", "samples.jsonl", "heartbeats.json"
+FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+_BEAT_SECONDS = 5.0
+_LONGEST_TEXT = 2_000
+
+
+@final
+class Activity:
+    """Writes nothing until `open` is called, which only rank 0 does.
+
+    What the file system refuses is a warning, once.
+    """
+
+    def __init__(self, beat_seconds: float = _BEAT_SECONDS) -> None:
+        self._beat_seconds = beat_seconds
+        self._folder: Path | None = None
+        self._look: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
+        self._axes: tuple[tuple[str, int], ...] = ()
+        self._ending = threading.Lock()
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._reason = ""
+        self._has_warned = False
+
+    def open(
+        self, folder: Path, axes: Sequence[tuple[str, int]], look: Callable[[], Sequence[Mapping[str, Any]]]
+    ) -> None:
+        """Begins with the heartbeats.
+
+        Args:
+            axes: names and sizes of the axes of the mesh, slowest first.
+            look: where each rank is, as JSON objects; called from another thread.
+        """
+        self._folder, self._axes, self._look = folder, tuple(axes), look
+        self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            self._thread.start()
+
+    def before(self, following: AfterCommit) -> AfterCommit:
+        """What follows each save: its record, then `following`. Any thread may call it, on every rank."""
+
+        def follow(path: Path, mesh: ParallelMesh) -> None:
+            step = folder_step(path.name)
+            self._append(EVENTS_NAME, {"kind": "save", "iteration": step, "text": path.name})
+            following(path, mesh)
+
+        return follow
+
+    def sampled(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
+        """Records how the network continues some prompts."""
+        samples = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+        self._append(SAMPLES_NAME, {"iteration": step, "samples": samples})
+
+    def stopping(self, reason: str) -> None:
+        """Notes why the run is about to end before all its samples are consumed."""
+        self._reason = reason
+
+    @contextlib.contextmanager
+    def until_end(self, step: Callable[[], int]) -> Iterator[None]:
+        """Records how the block ends: as planned, as a rule or a signal said, or with an error.
+
+        Args:
+            step: the step that was reached.
+        """
+        forget = log.on_failure(lambda code, text: self._ended(FAILED, step(), text, code))
+        try:
+            yield
+        except BaseException as failure:
+            self._ended(FAILED, step(), str(failure) or type(failure).__name__, None)
+            raise
+        else:
+            kind = STOPPED if self._reason else FINISHED
+            code = None if self._reason else int(ExitCode.DONE)
+            self._ended(kind, step(), self._reason, code)
+        finally:
+            forget()
+            self.close()
+
+    def close(self) -> None:
+        """Ends the heartbeats; idempotent."""
+        self._over.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join(self._beat_seconds)
+
+    def _ended(self, kind: str, step: int, text: str, code: int | None) -> bool:
+        """Of several ends the first one counts. Always False: the error is still to be shown."""
+        if self._folder is not None and self._ending.acquire(blocking=False):
+            values = {"iteration": step, "text": masked(text.strip())[:_LONGEST_TEXT], "code": code}
+            self._append(EVENTS_NAME, {"kind": kind, **values})
+        return False
+
+    def _append(self, name: str, values: Mapping[str, Any]) -> None:
+        """Adds a line with one write; what a crash left of a line before it ends there."""
+        if self._folder is None:
+            return
+        line = json.dumps({"at": time.time(), **values}, ensure_ascii=False) + "\n"
+        try:
+            descriptor = os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            try:
+                size = os.fstat(descriptor).st_size
+                is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+                os.write(descriptor, b"\n" * is_torn + line.encode(errors="replace"))
+            finally:
+                os.close(descriptor)
+        except OSError as failure:
+            self._warn(name, failure)
+
+    def _beat(self) -> None:
+        is_over = False
+        while not is_over:
+            self._write_heartbeats()
+            is_over = self._over.wait(self._beat_seconds)
+        self._write_heartbeats()
+
+    def _write_heartbeats(self) -> None:
+        """Replaces the file as a whole; not synced, as the next one follows at once."""
+        folder = self._folder
+        if folder is None:
+            return
+        content = json.dumps({"at": time.time(), "axes": self._axes, "ranks": list(self._look())})
+        temporary = folder / f".{HEARTBEATS_NAME}.{os.getpid()}"
+        try:
+            temporary.write_text(content)
+            os.replace(temporary, folder / HEARTBEATS_NAME)
+        except OSError as failure:
+            self._warn(HEARTBEATS_NAME, failure)
+
+    def _warn(self, name: str, failure: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(f"{self._folder}/{name} cannot be written: {failure.strerror}. Training goes on without it.")

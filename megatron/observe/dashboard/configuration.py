@@ -1,0 +1,41 @@
+"""The configuration of runs as rows of a table, and in what they differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.secret_text import masked
+
+_LONGEST_VALUE = 2_000
+# Where a run writes and what it is called differ in any two runs.
+_PLACES = frozenset(
+    {"control.run_dir", "control.save", "control.load", "control.wandb_exp_name", "data.data_cache_path"}
+)
+
+
+def rows(config: Mapping[str, Any]) -> dict[str, str]:
+    """The values by "section.field", as text, without the secrets of addresses."""
+    found = {}
+    for section, fields in config.items():
+        if section == "provenance":
+            continue
+        for name, value in fields.items() if isinstance(fields, dict) else [("", fields)]:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            found[f"{section}.{name}".rstrip(".")] = masked(text)[:_LONGEST_VALUE]
+    return found
+
+
+def given(config: Mapping[str, Any]) -> list[str]:
+    """Which fields were set by the user, as "section.field"."""
+    origins = config.get("provenance")
+    entries = origins.items() if isinstance(origins, dict) else []
+    return sorted(name for name, origin in entries if origin not in ("default", "derived"))
+
+
+def differences(tables: Sequence[Mapping[str, str]]) -> list[str]:
+    """The rows in which not all tables agree; the names of folders, which always differ, come last."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    apart = [name for name in names if len({table.get(name) for table in tables}) > 1]
+    return [*(name for name in apart if name not in _PLACES), *(name for name in apart if name in _PLACES)]

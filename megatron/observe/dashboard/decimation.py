@@ -1,0 +1,103 @@
+"""Curves of any length as a few hundred points: smoothed over all values, then the extremes of each interval.
+
+The lowest and the highest value of each interval are kept, so that a spike of one step among a million stays visible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points to draw. Shapes: each `[points]`.
+
+    Attributes:
+        x: where the first value of each interval lies.
+        low, high: the extremes of the interval; NaN where it has no finite value.
+        line: the smoothed value at the end of the interval.
+        extent: the first and last place of the whole curve, not only of the part that was asked for.
+    """
+
+    x: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    line: np.ndarray
+    extent: tuple[float, float]
+
+
+def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
+    """The exponential moving average that gives the past `weight`, as if nothing were before the first value.
+
+    y_i = (Σ_j weight^(i-j) x_j) / (Σ_j weight^(i-j)), over the finite values; others keep their places and stay NaN.
+
+    Shapes: values `[n]` -> `[n]`.
+    """
+    if weight <= 0.0:
+        return values
+    found = np.full(len(values), np.nan, values.dtype)
+    is_finite = np.isfinite(values)
+    known = values[is_finite].astype(np.float64)
+    # Within a block, weight^-j stays far from the largest float.
+    block = max(1, min(512, int(200.0 / -np.log10(weight)))) if weight < 1.0 else 512
+    powers = weight ** np.arange(1, block + 1)
+    averages, total, mass = np.empty(len(known)), 0.0, 0.0
+    for start in range(0, len(known), block):
+        part = known[start : start + block]
+        power = powers[: len(part)]
+        totals = power * (total + np.cumsum(part / power))
+        masses = power * (mass + np.cumsum(1.0 / power))
+        averages[start : start + block] = totals / masses
+        total, mass = totals[-1], masses[-1]
+    found[is_finite] = averages
+    return found
+
+
+def decimated(
+    x: np.ndarray,
+    values: np.ndarray,
+    line: np.ndarray,
+    points: int,
+    between: tuple[float, float] | None = None,
+    *,
+    is_logarithmic: bool = False,
+) -> Curve:
+    """At most about `points` intervals of equal width on the screen, with their extremes.
+
+    Shapes: x, values and line `[n]`, x ascending.
+
+    Args:
+        line: `smoothed` values.
+        between: the part of the axis that is shown, to which the nearest point on either side is added; None for all.
+        is_logarithmic: whether the axis is, so that places that are not above 0 are left out.
+    """
+    start, end = 0, len(x)
+    if is_logarithmic:
+        start = int(np.searchsorted(x, 0.0, side="right"))
+    extent = (float(x[start]), float(x[end - 1])) if start < end else (0.0, 0.0)
+    if between is not None and start < end:
+        first = max(start, int(np.searchsorted(x, between[0], side="left")) - 1)
+        end = min(end, int(np.searchsorted(x, between[1], side="right")) + 1)
+        start = min(first, end)
+    x, values, line = x[start:end], values[start:end], line[start:end]
+    if len(x) <= points:
+        return Curve(x.astype(np.float64), values, values, line, extent)
+    spaced = np.geomspace if is_logarithmic else np.linspace
+    edges = spaced(float(x[0]), float(x[-1]), points + 1)
+    starts = np.unique(np.searchsorted(x, edges[:-1], side="left"))
+    starts = starts[starts < len(x)]
+    ends = np.append(starts[1:], len(x)) - 1
+    if not np.isfinite(values).all():
+        values = np.where(np.isfinite(values), values, np.nan)
+    shown = line[ends] if np.isfinite(line[ends]).all() else _carried(line)[ends]
+    low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
+    return Curve(x[starts].astype(np.float64), low, high, shown, extent)
+
+
+def _carried(values: np.ndarray) -> np.ndarray:
+    """Values with the last finite one in place of those that are not."""
+    rows = np.where(np.isfinite(values), np.arange(len(values)), -1)
+    np.maximum.accumulate(rows, out=rows)
+    return np.where(rows >= 0, values[np.maximum(rows, 0)], np.nan)

@@ -1,0 +1,109 @@
+"""What happened in a run, as sentences in the order of time: starts, resumes, saves, skips, stops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.secret_text import masked
+
+_MOST_SKIPS = 200
+_ENDS = {"finished": "good", "stopped": "notice", "failed": "bad"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        kind: start, resume, save, passed, skip, finished, stopped, failed, or lost.
+        level: good, notice, bad, or nothing.
+        at: seconds since 1970; None if only the step is known.
+        iteration: the step; None if unknown.
+    """
+
+    kind: str
+    text: str
+    level: str = ""
+    at: float | None = None
+    iteration: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as an object."""
+        return {"kind": self.kind, "text": self.text, "level": self.level, "at": self.at, "iteration": self.iteration}
+
+
+def of_records(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
+    """The events that `metrics.jsonl` and `events.jsonl` tell of.
+
+    Args:
+        records: the records of both that are no steps or evaluations.
+    """
+    is_open = False
+    for record in sorted(records, key=lambda record: _number(record.get("at")) or 0.0):
+        kind, at, iteration = record.get("kind"), _number(record.get("at")), _whole(record.get("iteration"))
+        text = masked(str(record.get("text", "")))
+        if kind == "start":
+            step = _whole(record.get("step")) or 0
+            if is_open:
+                yield Event("lost", "The start before this one ended without a word: it was killed.", "bad", at)
+            is_open = True
+            ranks = _whole(record.get("world_size"))
+            on = f" on {ranks} rank{'s' * (ranks != 1)}" if ranks else ""
+            if step:
+                yield Event("resume", f"Resumed after step {step:,}{on}.", "notice", at, step)
+            else:
+                yield Event("start", f"Started{on}.", "", at, 0)
+        elif kind == "save":
+            yield Event("save", f"Saved {text}.", "good", at, iteration)
+        elif kind == "passed":
+            batch = f"samples {record.get('first_sample')} to {record.get('last_sample')}"
+            reason = "on which earlier starts ended in NaN"
+            yield Event("passed", f"Passed over a batch ({batch}) {reason}.", "notice", at, iteration)
+        elif kind in _ENDS:
+            is_open = False
+            yield Event(str(kind), text or f"The run {kind}.", _ENDS[str(kind)], at, iteration)
+
+
+def of_skips(steps: np.ndarray, skipped: np.ndarray, bad: np.ndarray) -> Iterator[Event]:
+    """The steps whose update was skipped, those in a row as one event; of many, the last.
+
+    Shapes: each `[steps]`.
+
+    Args:
+        skipped, bad: the columns `skipped_iterations` and `nan_iterations`.
+    """
+    rows = np.flatnonzero((skipped > 0) | (bad > 0)) if len(skipped) == len(bad) == len(steps) else np.empty(0, int)
+    if not len(rows):
+        return
+    for group in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)[-_MOST_SKIPS:]:
+        first, last = int(steps[group[0]]), int(steps[group[-1]])
+        where = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+        not_finite = int(np.count_nonzero(bad[group] > 0))
+        reason = " The loss or the gradient was not finite." if not_finite else ""
+        counted = "1 update was" if len(group) == 1 else f"{len(group)} updates were"
+        yield Event("skip", f"{counted} skipped at {where}.{reason}", "bad" if not_finite else "notice", None, last)
+
+
+def end_of(records: Sequence[Mapping[str, Any]]) -> str:
+    """How the last start of a run ended: finished, stopped or failed; empty if it has not, or said nothing."""
+    end = ""
+    for record in sorted(records, key=lambda record: _number(record.get("at")) or 0.0):
+        if record.get("kind") == "start":
+            end = ""
+        elif record.get("kind") in _ENDS:
+            end = str(record["kind"])
+    return end
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int else None

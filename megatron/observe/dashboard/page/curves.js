@@ -1,0 +1,219 @@
+// The charts: which are shown, what part of them, and when their curves are asked for again.
+
+import { curves } from "./data.js";
+import { colour, dashes, duration, element, short, titled, whole } from "./format.js";
+import { Plot } from "./plot.js";
+
+const FIRST = ["lm_loss", "gradient_norm", "learning_rate", "tokens_per_second"];
+const LATER = ["consumed_samples", "gigaflops_without_embeddings", "nan_iterations", "skipped_iterations"];
+const AXES = { steps: "Steps", tokens: "Tokens", hours: "Hours" };
+const MOST_POINTS = 60_000; // of a chart, all curves together
+const FEWEST_POINTS = 150; // of a curve
+const LEAST_MILLISECONDS = 500; // between two requests of a chart
+
+export class CurvesView {
+  constructor(state) {
+    this.state = state;
+    this.charts = new Map();
+    this.range = null;
+    this.grid = element("div", { class: "charts" });
+    this.more = element("div", { class: "more" });
+    this.bar = element("div", { class: "bar" });
+    this.node = element("div", {}, this.bar, this.grid, this.more);
+    this.seen = new IntersectionObserver((entries) => {
+      for (const entry of entries) {
+        const chart = [...this.charts.values()].find((one) => one.node === entry.target);
+        if (!chart) continue;
+        chart.isSeen = entry.isIntersecting;
+        if (chart.isSeen) this.#ask(chart);
+      }
+    }, { rootMargin: "300px" });
+    this.#fillBar();
+  }
+
+  show() {
+    this.#fillGrid();
+    for (const chart of this.charts.values()) chart.plot.redraw();
+  }
+
+  /** Some runs were chosen or left out: what is known of the others stays. */
+  chosen() {
+    this.#fillGrid();
+    this.#askAll();
+  }
+
+  /** Some runs have changed. */
+  changed(runs) {
+    this.#fillGrid();
+    for (const chart of this.charts.values()) {
+      for (const run of runs) if (this.state.isChosen(run)) chart.stale.add(run);
+      this.#ask(chart);
+    }
+  }
+
+  recolour() {
+    for (const chart of this.charts.values()) this.#draw(chart);
+  }
+
+  highlight(run) {
+    for (const chart of this.charts.values()) chart.plot.highlight(run);
+  }
+
+  #fillBar() {
+    const { settings } = this.state;
+    const axis = element("span", { class: "choice", role: "radiogroup", "aria-label": "Horizontal axis" },
+      ...Object.entries(AXES).map(([name, title]) => element("label", {},
+        element("input", { type: "radio", name: "axis", value: name, checked: settings.axis === name,
+          onchange: () => { this.state.set({ axis: name }); this.#zoom(null); this.#forgetAll(); } }), title)));
+    const log = element("input", { type: "checkbox", checked: settings.logX,
+      onchange: (event) => { this.state.set({ logX: event.target.checked }); this.#zoom(null); this.#forgetAll(); } });
+    const value = element("output", {});
+    const slider = element("input", { type: "range", min: "0", max: "100", step: "1", value: String(settings.smoothing),
+      "aria-label": "Smoothing" });
+    const show = () => { value.textContent = weightOf(Number(slider.value)).toFixed(3).replace(/0+$/, "").replace(/\.$/, ""); };
+    slider.addEventListener("input", () => { show(); this.state.set({ smoothing: Number(slider.value) }); this.#forgetAll(); });
+    show();
+    this.reset = element("button", { type: "button", disabled: true, onclick: () => this.#zoom(null) }, "Show all");
+    this.bar.replaceChildren(axis, element("label", {}, log, "Log axis"),
+      element("label", {}, "Smoothing", slider, value), element("span", { class: "spacer" }),
+      element("span", { class: "label hint" }, "Drag across a chart to zoom"), this.reset);
+  }
+
+  /** Makes a chart for each metric that is chosen, and keeps those that are there. */
+  #fillGrid() {
+    const known = this.state.metrics();
+    const ordered = [...FIRST, ...known.filter((name) => !FIRST.includes(name) && !LATER.includes(name)), ...LATER]
+      .filter((name) => known.includes(name) || FIRST.includes(name));
+    const shown = ordered.filter((name) => this.state.showsMetric(name, FIRST));
+    const key = `${shown.join()} ${ordered.join()}`;
+    if (key === this.key) return;
+    this.key = key;
+    for (const [metric, chart] of this.charts) {
+      if (shown.includes(metric)) continue;
+      this.seen.unobserve(chart.node);
+      this.charts.delete(metric);
+    }
+    for (const metric of shown) if (!this.charts.has(metric)) this.charts.set(metric, this.#chart(metric));
+    const nodes = shown.map((metric) => this.charts.get(metric).node);
+    if (nodes.some((node, place) => this.grid.children[place] !== node) || this.grid.children.length !== nodes.length) {
+      this.grid.replaceChildren(...nodes);
+    }
+    this.more.replaceChildren("Charts:", ...ordered.map((metric) => element("button", {
+      type: "button", "aria-pressed": String(shown.includes(metric)),
+      onclick: () => { this.state.toggleMetric(metric, FIRST); this.#fillGrid(); },
+    }, titled(metric)[0])));
+  }
+
+  #chart(metric) {
+    const [title, unit] = titled(metric);
+    const plot = new Plot({
+      name: (run) => this.state.name(run),
+      onZoom: (range) => this.#zoom(range),
+      onPoint: (place) => { for (const chart of this.charts.values()) chart.plot.point(place); },
+    });
+    plot.above.setAttribute("aria-label", `${title}. Arrow keys move along the curves, plus and minus zoom.`);
+    const chart = { metric, plot, curves: new Map(), stale: new Set(), isSeen: false, askedAt: 0, version: 0 };
+    const logY = element("button", { type: "button", "aria-pressed": String(this.state.isLogY(metric)),
+      title: "Logarithmic vertical axis", onclick: () => {
+        this.state.toggleLogY(metric);
+        logY.setAttribute("aria-pressed", String(this.state.isLogY(metric)));
+        this.#draw(chart);
+      } }, "log");
+    chart.node = element("section", { class: metric === FIRST[0] ? "card chart wide" : "card chart" },
+      element("div", { class: "head" }, element("h2", {}, title), element("span", { class: "unit" }, unit), logY), plot.node);
+    plot.emptyText = "";
+    this.seen.observe(chart.node);
+    return chart;
+  }
+
+  #zoom(range) {
+    if (range && this.state.settings.axis === "steps" && range[1] - range[0] < 2) return;
+    this.range = range;
+    this.reset.disabled = range === null;
+    for (const chart of this.charts.values()) {
+      this.#draw(chart);
+      chart.isWhole = false;
+    }
+    this.#askAll();
+  }
+
+  /** Everything has to be asked for again; until it is there, what is known stays. */
+  #forgetAll() {
+    for (const chart of this.charts.values()) chart.isWhole = false;
+    this.#askAll();
+  }
+
+  #askAll() {
+    for (const chart of this.charts.values()) this.#ask(chart);
+  }
+
+  /** Asks for what a chart lacks; while a request is under way, the next one waits. */
+  async #ask(chart) {
+    if (!chart.isSeen || chart.isAsking || chart.timer || !this.grid.isConnected) return;
+    const chosen = this.state.chosen();
+    const wanted = chart.isWhole ? chosen.filter((run) => chart.stale.has(run) || !chart.curves.has(run)) : chosen;
+    if (!wanted.length) { this.#draw(chart); return; }
+    const wait = chart.askedAt + Math.max(LEAST_MILLISECONDS, 4 * (chart.took ?? 0)) - performance.now();
+    if (chart.isWhole && wait > 0) {
+      chart.timer = setTimeout(() => { chart.timer = 0; this.#ask(chart); }, wait);
+      return;
+    }
+    chart.isAsking = true;
+    chart.isWhole = true;
+    chart.askedAt = performance.now();
+    for (const run of wanted) chart.stale.delete(run);
+    try {
+      const { settings } = this.state;
+      const found = await curves({
+        metric: chart.metric, axis: settings.axis, scale: settings.logX ? "log" : "linear",
+        weight: weightOf(settings.smoothing).toFixed(4), runs: wanted.join(),
+        points: Math.round(Math.max(FEWEST_POINTS, Math.min(chart.plot.node.clientWidth || 600, MOST_POINTS / chosen.length))),
+        from: this.range?.[0], to: this.range?.[1],
+      });
+      for (const run of wanted) chart.curves.set(run, found.filter((one) => one.run === run));
+      this.state.firstCurvesAt ??= performance.now();
+    } catch (failure) {
+      chart.isWhole = false;
+      chart.plot.emptyText = `The curves cannot be read: ${failure.message}`;
+      chart.askedAt = performance.now() + 2000;
+    }
+    chart.took = performance.now() - chart.askedAt;
+    chart.isAsking = false;
+    this.#draw(chart);
+    if (chart.stale.size || !chart.isWhole) this.#ask(chart);
+  }
+
+  #draw(chart) {
+    const { settings, isDark } = this.state;
+    const series = [];
+    for (const run of this.state.chosen()) {
+      for (const one of chart.curves.get(run) ?? []) {
+        const end = one.extent[1];
+        series.push({ ...one, end, colour: colour(run, isDark), dashes: dashes(run) });
+      }
+    }
+    const { plot } = chart;
+    plot.series = series;
+    plot.emptyText = chart.isAsking || !this.state.chosen().length ? "" : chart.curves.size ? "No values yet." : "";
+    plot.options = {
+      isLogX: settings.logX, isLogY: this.state.isLogY(chart.metric), range: this.range, isSmoothed: settings.smoothing > 0,
+      axisText: (value) => axisText(value, settings.axis), placeText: (value) => placeText(value, settings.axis),
+    };
+    plot.redraw();
+  }
+}
+
+/** The weight of the past for a place of the slider: finer towards 1. */
+export function weightOf(place) {
+  return place <= 0 ? 0 : 1 - 10 ** (-3 * (place / 100));
+}
+
+function axisText(value, axis) {
+  if (axis === "hours") return value < 0.1 ? `${short(value * 60, 3)} min` : `${short(value, 3)} h`;
+  return short(value, 4);
+}
+
+function placeText(value, axis) {
+  if (axis === "steps") return `Step ${whole(value)}`;
+  return axis === "tokens" ? `${short(value, 5)} tokens` : duration(value * 3600);
+}

@@ -1,0 +1,41 @@
+// Where the lines of a grid lie, and the transformation of an axis.
+
+/** Round numbers between two values, about so many. */
+export function linear(low, high, count) {
+  const span = high - low;
+  if (!(span > 0)) return [low];
+  const rough = span / Math.max(1, count);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 2.5, 5, 10].map((one) => one * power).find((one) => one >= rough) ?? 10 * power;
+  const found = [];
+  for (let number = Math.ceil(low / step - 1e-9); number * step <= high + step * 1e-9; number += 1) found.push(number * step);
+  return found;
+}
+
+/** Powers of ten between two values; with 2 and 5 between them where there are few. */
+export function logarithmic(low, high, count) {
+  const first = Math.floor(Math.log10(low));
+  const last = Math.ceil(Math.log10(high));
+  const decades = last - first;
+  if (decades <= 1 && high / low < 4) return linear(low, high, count);
+  const every = Math.max(1, Math.ceil(decades / Math.max(1, count)));
+  const parts = decades <= count / 2 ? [1, 2, 5] : [1];
+  const found = [];
+  for (let power = first; power <= last; power += every) for (const part of parts) found.push(part * 10 ** power);
+  return found.filter((value) => value >= low * 0.999 && value <= high * 1.001);
+}
+
+/** Maps values between two bounds to pixels between two others, and back. */
+export function scale(low, high, from, to, isLog) {
+  const raise = isLog ? Math.log10 : (value) => value;
+  const [start, end] = [raise(low), raise(high)];
+  const factor = (to - from) / (end - start || 1);
+  const place = isLog
+    ? (value) => (value > 0 ? from + (Math.log10(value) - start) * factor : NaN)
+    : (value) => from + (value - start) * factor;
+  place.back = (pixel) => {
+    const value = start + (pixel - from) / factor;
+    return isLog ? 10 ** value : value;
+  };
+  return place;
+}

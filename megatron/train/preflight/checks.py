@@ -1,0 +1,52 @@
+"""All checks before the slow imports, whose refusals are shown together."""
+
+from __future__ import annotations
+
+from megatron.config.parse import Reading
+from megatron.config.run import RunRequest
+from megatron.errors import ConfigError, MegatronError, joined
+from megatron.parallel.launchers import Ranks
+from megatron.train.preflight.files import file_failures
+from megatron.train.preflight.launch import launch_failures
+from megatron.train.preflight.packages import package_failures
+from megatron.train.preflight.places import place_failures
+from megatron.train.preflight.sources import source_failures
+from megatron.train.preflight.tokenizer_files import tokenizer_failures
+
+# These start the same command on every rank, so that rank 0 shows what is wrong with the command.
+_SAME_COMMAND = ("torchrun", "deepspeed", "srun")
+
+
+def checked_request(reading: Reading) -> RunRequest:
+    """The request that flags and files make, if nothing that can be known now speaks against it.
+
+    Of errors that every rank has, rank 0 alone shows the text; the others end with the same code.
+
+    Raises:
+        MegatronError: everything that is wrong; of the type of all failures, or else of the flags, whose exit code is
+            then the right one.
+    """
+    request, wrong = reading.unchecked(), reading.wrong
+    ranks, launch = launch_failures(request, wrong, is_sound=not reading.problems)
+    of_files: list[MegatronError] = [
+        *source_failures(request, wrong),
+        *tokenizer_failures(request, wrong),
+        *file_failures(request),
+        *place_failures(request),
+    ]
+    failures = [*map(ConfigError, reading.problems), *launch, *package_failures(request, wrong), *of_files]
+    if failures:
+        failure = joined(failures)
+        failure.is_on_all_ranks = ranks is not None and _is_shown_by_another(ranks, has_files=bool(of_files))
+        raise failure
+    return reading.request()
+
+
+def _is_shown_by_another(ranks: Ranks, *, has_files: bool) -> bool:
+    """Whether another rank certainly shows the same: rank 0, or where files count the first rank of the node.
+
+    Launchers that end the other ranks of a failed one take care of files themselves.
+    """
+    if ranks.rank == 0 or ranks.launcher not in _SAME_COMMAND:
+        return False
+    return not has_files or (ranks.launcher == "srun" and ranks.local_rank > 0)

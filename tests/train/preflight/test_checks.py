@@ -1,0 +1,189 @@
+"""Everything that can be known before the slow imports is refused then, in one list, and by one rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config.parse import Reading, read_flags
+from megatron.errors import CheckpointError, ConfigError, DataError, ExitCode, LaunchError, MegatronError, StorageError
+from megatron.train.preflight.checks import checked_request
+from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
+
+ROOT = Path(__file__).resolve().parents[3]
+TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2"}
+# Runs the program where torch can be imported and must not be, and says whether it was.
+PROGRAM = """
+import os, sys
+import pretrain_gpt
+from megatron import log
+sys.argv[0] = "pretrain_gpt.py"
+def main():
+    try:
+        return pretrain_gpt.main()
+    finally:
+        heavy = {"torch", "deepspeed", "transformers"} & set(sys.modules)
+        os.write(2, f"imported: {sorted(heavy)}\\n".encode())
+log.exit_with(main)
+"""
+
+
+_REFUSALS = (
+    "--learning-rat is not a flag of this program",
+    "--lr is required",
+    "--fp16 does not train on this machine (cpu: DS_ACCELERATOR=cpu). Use --bf16",
+    "--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1 needs a multiple of 2 processes, and 1 was",
+    "bad.idx: the file (12 bytes) begins with b'garbage12'; a token index begins with",
+    "none/corpus.idx does not exist (data prefix none/corpus).",
+    "vocab.json (--vocab-file) begins with '[1]'; it must begin with {{",
+    "--merge-file none.txt is not a file",
+    "--eval-tasks tasks.yaml is not a file",
+    "--load nowhere does not exist, and --finetune needs a checkpoint from it",
+    "--save file/checkpoints cannot be written: {folder}/file is not a folder",
+    "--tensorboard-dir file/events cannot be written: {folder}/file is not a folder",
+    "--log-path file/arguments cannot be written: {folder}/file is not a folder",
+    "--metrics-file {folder} cannot be written: it is a folder",
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> TinyCorpus:
+    return write_tiny_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(autouse=True)
+def _one_process_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal(reading: Reading) -> MegatronError:
+    with pytest.raises(MegatronError) as caught:
+        checked_request(reading)
+    return caught.value
+
+
+def test_a_request_that_nothing_speaks_against_is_what_was_asked_for(corpus: TinyCorpus, tmp_path: Path) -> None:
+    flags = corpus.flags(folder=tmp_path / "new")
+    assert checked_request(read_flags(flags)) == read_flags(flags).request()
+    assert list(tmp_path.iterdir()) == [], "nothing is made"
+
+
+def test_flags_files_packages_and_processes_are_refused_together_without_torch(
+    corpus: TinyCorpus, tmp_path: Path
+) -> None:
+    for name, text in (("bad.idx", "garbage12345"), ("bad.bin", ""), ("vocab.json", "[1]"), ("file", "")):
+        (tmp_path / name).write_text(text)
+    flags = corpus.flags(
+        *("--fp16", "--finetune", "--learning-rat", "3"),
+        lr=None,
+        data_path=("1", "bad", "1", "none/corpus"),
+        vocab_file="vocab.json",
+        merge_file="none.txt",
+        load="nowhere",
+        save="file/checkpoints",
+        save_interval=2,
+        tensorboard_dir="file/events",
+        log_path="file/arguments",
+        metrics_file=tmp_path,
+        eval_tasks="tasks.yaml",
+        tensor_model_parallel_size=2,
+        tokenizer_type="GPT2BPETokenizer",
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen([sys.executable, *options, *flags], cwd=tmp_path, env={**environment, **more},
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for options, more in (
+            (["-c", PROGRAM], {}),
+            ([str(ROOT / "pretrain_gpt.py")], {**TORCHRUN, "RANK": "1", "LOCAL_RANK": "1"}),
+            ([str(ROOT / "pretrain_bert.py"), "--lr", "1e3000"], {}),
+        )
+    ]  # fmt: skip
+    (alone, second, bert) = ((process.communicate(timeout=120)[1], process.returncode) for process in started)
+    said, code = alone
+    assert code == ExitCode.USAGE
+    assert "imported: []" in said
+    found = [line.partition("error: ")[2] or line for line in said.splitlines()]
+    for words in _REFUSALS:
+        beginning = words.format(folder=tmp_path)
+        assert sum(line.startswith(beginning) for line in found) == 1, beginning
+    assert len(found) == 15, "and the line about imports"
+    said, code = second
+    assert code == ExitCode.USAGE
+    assert said.startswith("[rank 1] error: --learning-rat is not"), "no rank 0 was there to end this one"
+    assert "--save" not in said, "only rank 0 looks at folders"
+    said, code = bert
+    assert code == ExitCode.USAGE
+    assert '--lr takes a number, not "1e3000"' in said
+    assert "--merge-file none.txt is not a file" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "code"),
+    [
+        ({"data_path": "none"}, DataError, ExitCode.DATA),
+        ({"merge_file": "none"}, ConfigError, ExitCode.USAGE),
+        ({"data_path": "none", "merge_file": "none"}, ConfigError, ExitCode.USAGE),
+        ({"load": "none", "ckpt_step": 3}, CheckpointError, ExitCode.STORAGE),
+        ({"log_path": "/dev/null/folder"}, StorageError, ExitCode.STORAGE),
+        ({"data_path": "none", "log_path": "/dev/null/folder"}, DataError, ExitCode.DATA),
+    ],
+)
+def test_the_exit_code_is_that_of_the_failure_or_of_the_flags(
+    corpus: TinyCorpus, changes: dict[str, str], kind: type[MegatronError], code: ExitCode
+) -> None:
+    failure = refusal(read_flags(corpus.flags(**changes)))
+    assert type(failure) is kind
+    assert failure.exit_code == code
+    assert len(str(failure).splitlines()) == len(changes) - ("ckpt_step" in changes)
+
+
+def test_what_is_wrong_with_the_command_is_shown_by_the_first_rank_alone(
+    corpus: TinyCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong_flags, wrong_files = read_flags(corpus.flags(lr=None)), read_flags(corpus.flags(data_path="none"))
+    for rank, are_alike in ((0, False), (1, True)):
+        for name, value in {**TORCHRUN, "RANK": str(rank), "LOCAL_RANK": str(rank)}.items():
+            monkeypatch.setenv(name, value)
+        assert refusal(wrong_flags).is_on_all_ranks is are_alike
+        assert not refusal(wrong_files).is_on_all_ranks, "the files of another node may differ"
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("WORLD_SIZE")
+    srun = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "3"}
+    for name, value in srun.items():
+        monkeypatch.setenv(name, value)
+    for local, is_shown_by_another in (("0", False), ("1", True)):
+        monkeypatch.setenv("SLURM_LOCALID", local)
+        assert refusal(wrong_files).is_on_all_ranks is is_shown_by_another, "srun ends no other task of the node"
+
+
+def test_variables_of_a_launcher_that_contradict_each_other_stand_in_the_list(
+    corpus: TinyCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert type(refusal(read_flags(corpus.flags()))) is LaunchError
+    text = str(refusal(read_flags(corpus.flags(lr=None))))
+    assert text.splitlines()[0].startswith("--lr is required")
+    assert text.splitlines()[1].startswith("RANK=1 is set but WORLD_SIZE is not")
+
+
+def test_sizes_that_contradict_each_other_are_not_compared_with_the_processes(
+    corpus: TinyCorpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    text = str(refusal(read_flags(corpus.flags(global_batch_size=6))))
+    assert "--global-batch-size 6 is not a multiple of --micro-batch-size 2 x 2 data-parallel replicas = 4" in text
+    text = str(refusal(read_flags(corpus.flags(global_batch_size=3))))
+    assert text == "--global-batch-size 3 is not a multiple of --micro-batch-size 2. Use 2 or 4."
+    text = str(refusal(read_flags(corpus.flags(train_iters=None, train_samples=3))))
+    assert text.startswith("--train-samples 3 is less than the first global batch (--global-batch-size 4)")
+    text = str(refusal(read_flags(corpus.flags(tensor_model_parallel_size=0))))
+    assert text == "--tensor-model-parallel-size 0 is out of range. It must be at least 1."

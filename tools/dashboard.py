@@ -1,0 +1,96 @@
+"""Shows the runs of some folders in a browser while they train: curves, samples, ranks, checkpoints, events, logs.
+
+    python tools/dashboard.py runs --port 6007
+
+Reads the files of the runs and changes nothing. The page listens on this machine only (127.0.0.1); to see it from
+another one, forward the port: ssh -L 6007:localhost:6007 HOST. See docs/dashboard.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron import log
+from megatron.config import ConfigSection, flag, parse_flags
+
+if TYPE_CHECKING:
+    from megatron.observe.dashboard.server import DashboardServer
+
+
+@dataclass(frozen=True)
+class DashboardFlags(ConfigSection):
+    """Flags of this program."""
+
+    runs: tuple[str, ...] = flag(
+        ("runs",), "folders of runs, or folders that hold some; the flag's name may be left out", nargs="+"
+    )
+    port: int = flag(6007, "port of the page; 0 takes a free one", at_least=0, at_most=65535)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves the page until Ctrl-C or SIGTERM."""
+    flags = parse_flags(
+        DashboardFlags,
+        sys.argv[1:] if argv is None else argv,
+        description=__doc__ or "",
+        unnamed="--runs",
+    )
+    server = open_server(flags.runs, flags.port)
+    log.interrupt_on_sigterm()
+    count = len(server.board.runs)
+    log.line(f"{count} run{'s' * (count != 1)} in {', '.join(flags.runs)}: {server.address} (Ctrl-C ends it)")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        log.line("stopped")
+    finally:
+        server.board.stop()
+        server.server_close()
+    return 0
+
+
+def open_server(folders: Sequence[str], port: int) -> DashboardServer:
+    """The server of the page, listening, with its runs."""
+    from megatron.inference.serve.access import Access, allowed_hosts
+    from megatron.inference.serve.requests.refusals import Refusal
+    from megatron.observe.dashboard.board import Board
+    from megatron.observe.dashboard.discovery import check_folders
+    from megatron.observe.dashboard.server import ADDRESS, DashboardServer
+
+    board = Board(check_folders(folders))
+    access = Access(hosts=allowed_hosts(ADDRESS, ()), open_paths=frozenset({"/"}))
+
+    def check(path: str, headers: Mapping[str, str]) -> tuple[int, str] | None:
+        try:
+            access.check(path, headers)
+        except Refusal as refusal:
+            return refusal.status, refusal.message
+        return None
+
+    server = DashboardServer(board, port, check, list_checkpoints)
+    board.start()
+    return server
+
+
+def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """The checkpoints of a folder with their state; none if the folder does not exist or cannot be read."""
+    from megatron.checkpoint.keeping.listing import entries_in
+    from megatron.checkpoint.storage import Storage
+    from megatron.errors import StorageError
+
+    if not folder.is_dir():
+        return []
+    try:
+        return [entry.to_json() for entry in entries_in(folder, Storage())]
+    except StorageError:
+        return []
+
+
+if __name__ == "__main__":
+    log.exit_with(main)
