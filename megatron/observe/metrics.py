@@ -175,7 +175,6 @@ def measure(
     source_names: Sequence[str] = (),
     waits: Waits | None = None,
     eta_seconds: float | None = None,
-    sample_tokens: int | None = None,
 ) -> Metrics:
     """Builds the record of one step.
 
@@ -190,10 +189,8 @@ def measure(
         source_names: names of the data sources in the outcome's metrics.
         waits: what the step waited for; None if that is not known.
         eta_seconds: estimated time to the end of the run.
-        sample_tokens: tokens of each sample, which a curriculum shortens; those of the workload if left out.
     """
     waits = waits or Waits()
-    workload = workload if sample_tokens is None else workload.shortened(sample_tokens)
     samples_per_second = outcome.sample_count / seconds if seconds > 0.0 else 0.0
     return Metrics(
         iteration=progress.step,

@@ -112,20 +112,19 @@ class Report:
             learning_rate: the rate that was applied.
             seconds: wall time of the step.
             waits: what it waited for; None if that is not known.
-            sample_tokens: tokens of each sample; None for those of the workload.
+            sample_tokens: tokens of each sample, which a curriculum shortens; None for those of the workload.
         """
         self._pace.mark(progress.step)
         metrics = measure(
             progress,
             outcome,
-            self.workload,
+            self.workload.at_length(self.optim.length_of_step(progress.step)),
             train_iterations=self._train_iterations,
             learning_rate=learning_rate,
             seconds=seconds,
             loss_scale=outcome.loss_scale if self.shows_loss_scale else None,
             source_names=self.source_names,
             waits=waits,
-            sample_tokens=sample_tokens,
             eta_seconds=self._pace.seconds_left(progress.step, self._train_iterations),
         )
         for destination in self.destinations:

@@ -28,7 +28,7 @@ def test_measured_step() -> None:
 
 def test_the_rates_of_shortened_samples_are_those_of_their_tokens() -> None:
     step = measure(
-        Progress(3, 24, 384), Outcome(), WORKLOAD, train_iterations=9, learning_rate=0.1, seconds=0.5, sample_tokens=8
+        Progress(3, 24, 384), Outcome(), WORKLOAD.shortened(8), train_iterations=9, learning_rate=0.1, seconds=0.5
     )
     assert (step.samples_per_second, step.tokens_per_second, step.teraflops_per_device) == (16.0, 128.0, 4.0)
 
