@@ -65,7 +65,8 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.config": ("flags", "architecture", "objective", "sections", "files", ".", "programs"),
     "megatron.kernels": (".", "attention", "native"),
     "megatron.observe": (
-        *("naming", "speed", "start_up", "profiling", ".", "terminal", "activity", "dashboard", "styles", "sync"),
+        *("naming", "speed", "start_up", "profiling", ".", "terminal", "curves", "activity", "dashboard", "styles"),
+        "sync",
     ),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
@@ -155,7 +156,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "starlette": ("megatron/inference/serve/web.py",),
     "uvicorn": ("megatron/inference/serve/network.py",),
     "prometheus_client": ("megatron/inference/serve/metrics.py",),
-    "matplotlib": ("megatron/observe/curves.py",),
+    "matplotlib": ("megatron/observe/curves/image.py",),
     "lm_eval": ("megatron/inference/harness/",),
     "wandb": ("megatron/observe/weights_and_biases.py",),
     "tensorboard": ("megatron/observe/tensorboard.py",),
