@@ -49,7 +49,6 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
 from megatron.model.interface.network import LayerKind
 from megatron.model.networks import network_layers
-from megatron.observe.activity.activity import Activity
 from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.naming.reserving import with_run_name
 from megatron.observe.profiling.step_profiler import StepProfiler, check_profile_ranks, profile_notices
@@ -131,6 +130,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         if save is not None:
             sweep_at_start(Path(save), mesh)
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history, watch)
+        run.after_commit = run.activity.before(run.after_commit)
         if run.writer is not None:
             run.writer.after_commit = run.after_commit
             closing.enter_context(run.writer).beat = lambda: watch.beat("save")
@@ -197,9 +197,7 @@ def _build(
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
         warn_if_done(config.optim, progress)
-    activity = Activity()
     resumed_step = progress.step if is_resume else None
-    after_commit = activity.before(Keeping(config.saving, resumed_step, lambda: watch.beat("save")))
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
@@ -223,7 +221,7 @@ def _build(
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=resumed_step,
         writer=writer,
-        after_commit=after_commit,
+        after_commit=Keeping(config.saving, resumed_step, lambda: watch.beat("save")),
         identity=start.identity,
         history=history,
         passes=passes,
@@ -232,7 +230,6 @@ def _build(
         tasks=tasks,
         profiler=profiler,
         prompts=prompts,
-        activity=activity,
     )
 
 
