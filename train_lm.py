@@ -1,7 +1,7 @@
-"""Trains GPT-2 on windows in Parquet files with the flags of jax-lm-training's `python -m jax_lm.train`.
+r"""Trains GPT-2 on windows in Parquet files with the flags of jax-lm-training's `python -m jax_lm.train`.
 
     python tools/featurize.py --tokenizer-model gpt2 --input corpus.jsonl --output-path dataset/wikitext.train
-    python train_lm.py --model-config-name gpt2 --train-dataset-paths "dataset/wikitext.train**" \\
+    python train_lm.py --model-config-name gpt2 --train-dataset-paths "dataset/wikitext.train**" \
         --eval-dataset-paths "dataset/wikitext.test**" --batch-size 16 --num-epochs 5 --model-save-dir artifacts/
 
 All flags of `pretrain_gpt.py` may follow, and `torchrun --nproc-per-node N` trains on N devices. See

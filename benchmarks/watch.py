@@ -1,28 +1,41 @@
-"""What it costs that the ranks of a run watch each other.
+"""What it costs that the ranks of a run watch each other, and that the run is watched.
 
     python benchmarks/watch.py
 
-Prints one JSON line per measurement: what the main thread of a rank pays to say that it enters a phase; and how much of
-a core the thread of rank 0 takes with so many other ranks, all of them simulated by another process, which report as
-often as real ones do: every second at most.
+Prints one JSON line per measurement: what the main thread of a rank pays to say that it enters a phase, to time a
+message to another rank, and to record a step, in metrics.jsonl and with a progress bar; and how much of a core the
+thread of rank 0 takes with so many other ranks, all of them simulated by another process, which report as often as real
+ones do: every second at most. The last lines need a quiet machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure
-from megatron.config import ConfigSection, flag, parse_flags
+from megatron.checkpoint.record import Progress
+from megatron.config import ConfigSection, ControlConfig, OptimConfig, flag, parse_flags
+from megatron.device import Stopwatch, peak_memory_bytes
+from megatron.observe.metrics_file import MetricsFile
+from megatron.observe.report import Report
+from megatron.observe.speed.waits import Waits
+from megatron.observe.speed.workload import Workload
+from megatron.observe.styles import megatron as megatron_style
+from megatron.observe.terminal.progress_bar import ProgressBar
+from megatron.parallel.mesh import Axis
 from megatron.parallel.processes import ProcessIdentity
 from megatron.parallel.watch.channel import Channel
 from megatron.parallel.watch.hub import Hub
@@ -33,6 +46,19 @@ from megatron.parallel.watch.wire import Connection
 from megatron.train.watchdog import Watch
 
 _TOKEN = "0" * 32
+
+# The result of a step.
+STEP = SimpleNamespace(
+    loss=2.5,
+    token_count=8192,
+    gradient_norm=0.5,
+    sample_count=8,
+    skipped=False,
+    is_spike=False,
+    bad_in_a_row=0,
+    loss_scale=1.0,
+    metrics={},
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     flags = parse_flags(WatchFlags, words, prog="watch.py", description=__doc__ or "")
     print_figure("watch", "enter a phase", round(enter_nanoseconds()), "ns")
+    print_figure("watch", "time a message", round(message_nanoseconds()), "ns")
+    for has_bar in (False, True):
+        name = "record a step, with a progress bar" if has_bar else "record a step"
+        print_figure("watch", name, round(record_microseconds(has_bar), 1), "us")
     for hang_seconds in (10.0, 300.0):
         percent = hub_percent(flags.ranks, Limits(hang_seconds, 600.0), flags.seconds)
         name = f"thread of rank 0, {flags.ranks} other ranks, --hang-timeout-seconds {hang_seconds:g}"
@@ -84,6 +114,42 @@ def enter_nanoseconds(count: int = 200_000) -> float:
         for _ in range(count):
             watch.enter("forward")
         times.append((time.perf_counter() - began_at) / count * 1e9)
+    return min(times)
+
+
+def message_nanoseconds(count: int = 100_000) -> float:
+    """The least processor time of five that a stopwatch takes around a message."""
+    times = []
+    for _ in range(5):
+        axis = Axis("tp", 0, 2, (0, 1), None, Stopwatch())
+        began_at = time.process_time()
+        for _ in range(count):
+            with axis.timed():
+                pass
+        times.append((time.process_time() - began_at) / count * 1e9)
+    return min(times)
+
+
+def record_microseconds(has_bar: bool, count: int = 2000) -> float:
+    """The least processor time of five to report a step, for steps that follow each other without a pause."""
+    times = []
+    optim = OptimConfig(micro_batch_size=1, global_batch_size=8, lr=1.0, train_iters=count)
+    for _ in range(5):
+        with tempfile.TemporaryDirectory() as folder, contextlib.closing(MetricsFile(Path(folder) / "metrics")) as file:
+            report = Report(
+                ControlConfig(log_interval=count + 1),
+                optim,
+                Workload(1024, 1e12, peak_flops_per_second=1e12, stages=2),
+                megatron_style,
+                destinations=[file],
+                bar=ProgressBar(lambda text: None) if has_bar else None,
+            )
+            report.started(Progress())
+            began_at = time.process_time()
+            for step in range(1, count + 1):
+                progress = Progress(step, 8 * step, 8192 * step)
+                report.step(progress, STEP, 1.0, 0.1, Waits(0.01, 0.02, 0.01, peak_memory_bytes()))
+            times.append((time.process_time() - began_at) / count * 1e6)
     return min(times)
 
 

@@ -33,14 +33,19 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--cases` and `--fuzz-seed`: how much `tests/reliability/test_data_fuzz.py` does, and from which seed."""
-    parser.addoption("--cases", type=int, default=DEFAULT_CASES, help="how many damaged files are tried")
+    """`--cases` and `--fuzz-seed`: how much the campaigns do, and from which seed."""
+    parser.addoption(
+        "--cases",
+        type=int,
+        default=DEFAULT_CASES,
+        help="how many random cases are tried; more than by default also runs what is marked `campaign`",
+    )
     parser.addoption("--fuzz-seed", type=int, default=1, help="the same seed and number give the same damaged file")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` where there is none; several workers begin with the tests marked `slow`.
+    """Skips tests marked `gpu` without one, and `campaign` if none is asked for; workers begin with those marked slow.
 
     So no worker is left with a long test while the others have nothing to do. Tests of a file that share something of
     it, such as a trained network, stay on one worker, which makes it once.
@@ -50,6 +55,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("xdist_group") is None and _shares_a_fixture_of_its_file(item):
                 item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    if config.getoption("--cases") <= DEFAULT_CASES:
+        for item in items:
+            if item.get_closest_marker("campaign"):
+                item.add_marker(pytest.mark.skip(reason=f"part of the campaign: --cases {DEFAULT_CASES + 1} or more"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

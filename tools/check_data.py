@@ -1,4 +1,4 @@
-"""Checks preprocessed corpora and shows their contents.
+r"""Checks preprocessed corpora and shows their contents.
 
     python tools/check_data.py my-gpt2_text_document
     python tools/check_data.py my-gpt2_text_document --show 3 --vocab-file vocab.json --merge-file merges.txt \

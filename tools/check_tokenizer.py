@@ -1,4 +1,4 @@
-"""Encodes and decodes texts, and reports round-trip differences, token counts and speed.
+r"""Encodes and decodes texts, and reports round-trip differences, token counts and speed.
 
     python tools/check_tokenizer.py --tokenizer-type GPT2BPETokenizer --vocab-file demo-vocab.json \
         --merge-file demo-merges.txt --input corpus.jsonl

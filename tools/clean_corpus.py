@@ -1,4 +1,4 @@
-"""Cleans raw text before preprocessing: repairs, filters, removes duplicates, and reports what it did and why.
+r"""Cleans raw text before preprocessing: repairs, filters, removes duplicates, and reports what it did and why.
 
     python tools/clean_corpus.py --input raw/*.jsonl --output clean.jsonl --fix-text --language en \
         --min-characters 200 --exact-duplicates --report report.json --workers 8

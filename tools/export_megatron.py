@@ -1,7 +1,7 @@
-"""Writes a checkpoint of any layout as DeepSpeed or Megatron-LM read theirs.
+r"""Writes a checkpoint of any layout as DeepSpeed or Megatron-LM read theirs.
 
     python tools/export_megatron.py --load checkpoints/gpt2 --output universal --format universal
-    python tools/export_megatron.py --load checkpoints/llama --output megatron --format torch \\
+    python tools/export_megatron.py --load checkpoints/llama --output megatron --format torch \
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
 universal is DeepSpeed's format for every layout: weights and moments, one folder a parameter. torch is Megatron-LM's

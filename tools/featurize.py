@@ -1,4 +1,4 @@
-"""Converts texts, or a `.bin/.idx` pair, to fixed-length windows in Parquet shards: `<output-path>-00000-of-0000N`.
+r"""Converts texts, or a `.bin/.idx` pair, to fixed-length windows in Parquet shards: `<output-path>-00000-of-0000N`.
 
     python tools/featurize.py --input corpus.jsonl --tokenizer-model ./my-tokenizer --output-path out/wt.train \
         --min-sequence-length 128 --max-sequence-length 256 --stride 128 --num-workers 2

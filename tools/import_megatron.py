@@ -1,6 +1,6 @@
-"""Makes a checkpoint of one that Megatron-LM, a fork of it, or DeepSpeed wrote; any layout trains on it.
+r"""Makes a checkpoint of one that Megatron-LM, a fork of it, or DeepSpeed wrote; any layout trains on it.
 
-    python tools/import_megatron.py global_step100 --save checkpoints/imported \\
+    python tools/import_megatron.py global_step100 --save checkpoints/imported \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
 The format is found out: DeepSpeed's pipeline and rank files, its universal checkpoints, Megatron-LM's torch and

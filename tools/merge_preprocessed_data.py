@@ -1,4 +1,4 @@
-"""Merges preprocessed corpora: the result is byte for byte that of preprocessing everything at once.
+r"""Merges preprocessed corpora: the result is byte for byte that of preprocessing everything at once.
 
     python tools/merge_preprocessed_data.py --datasets part1_text_document part2_text_document \
         --output-prefix whole_text_document
@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ConfigSection, ParallelRequest, flag, parse_flags
+from megatron.config.flags.output_prefix import prefix_problems
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
 
@@ -40,6 +42,10 @@ class MergeFlags(ConfigSection):
         choices=("gloo", "mpi"),
     )
     local_rank: int | None = flag(None, "local rank of this process on its node", spelled=("--local_rank",))
+
+    def problems(self) -> Iterator[str]:
+        """Rules between the flags."""
+        yield from prefix_problems("--output-prefix", self.output_prefix, ".bin")
 
 
 def main() -> int:

@@ -1,12 +1,13 @@
 """Plots the curves of one or more runs: in the terminal, and as an image with --output.
 
 python tools/plot_run.py runs/gpt-20260101-120000 --output loss.png
+python tools/plot_run.py runs/small runs/large --metric loss lr norm speed --x tokens --smooth 0.9 --output runs.svg
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
+
+_METRICS = {
+    "loss": "lm_loss",
+    "lr": "learning_rate",
+    "norm": "gradient_norm",
+    "speed": "tokens_per_second",
+    "mfu": "model_flops_utilization_ratio",
+    "memory": "memory_bytes",
+}
 
 
 @dataclass(frozen=True)
@@ -24,11 +34,32 @@ class PlotFlags(ConfigSection):
         help="run directories or their metrics.jsonl; the flag's name may be left out", nargs="+"
     )
     output: str | None = flag(None, "image to write; the extension (.png, .svg, .pdf) determines the format")
-    metric: str = flag(
-        "lm_loss", "what to plot: any number in a step record, such as gradient_norm or tokens_per_second"
+    metric: tuple[str, ...] = flag(
+        ("lm_loss",),
+        f"what to plot, one panel each: {', '.join(_METRICS)}, or any number in a step record, such as loss_scale",
+        nargs="+",
+        synonyms=_METRICS,
     )
+    x: str = flag(
+        "steps",
+        "what it is over; hours are those of training steps",
+        choices=("steps", "samples", "tokens", "hours", "flops"),
+    )
+    smooth: float = flag(
+        0.0, "how much of a moving average each further value keeps; the curve stays behind it", at_least=0, below=1
+    )
+    title: str = flag("", "title of the image")
+    names: tuple[str, ...] = flag((), "names of the runs in the legend, in their order; the folders' if left out")
+    log_scale: bool = flag(False, "values of the image on a logarithmic scale")
+    terminal: bool = flag(True, "draw the curves in the terminal")
     width: int = flag(72, "width of the terminal plot in characters", at_least=10)
     height: int = flag(14, "height of the terminal plot in lines", at_least=2)
+
+    def problems(self) -> Iterator[str]:
+        if self.names and len(self.names) != len(self.runs):
+            yield f"--names gives {len(self.names)} names for {len(self.runs)} runs. Give one for each run."
+        if not self.terminal and self.output is None:
+            yield "--no-terminal without --output would draw nothing. Give --output loss.png, or drop it."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,24 +67,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse_flags(
         PlotFlags,
         sys.argv[1:] if argv is None else argv,
-        description="Plots the curves of one or more runs.",
+        description=__doc__ or "",
         unnamed="--runs",
     )
 
-    from megatron.observe.curves import check_plot_path, read_curves, text_plot, write_plot
+    from megatron.observe.curves.image import check_plot_path, write_plot
+    from megatron.observe.curves.reading import read_curves
+    from megatron.observe.curves.text import text_plot
 
     if flags.output is not None:
         check_plot_path(flags.output)
-    curves = [curve for run in flags.runs for curve in read_curves(run, flags.metric)]
-    encoding = (sys.stdout.encoding or "").lower()
-    trained = [curve for curve in curves if not curve.is_evaluation]
-    for text in text_plot(trained, width=flags.width, height=flags.height, unicode=encoding.startswith("utf")):
-        log.line(text)
-    for curve in curves:
-        if curve.is_evaluation:
-            log.line(curve.summary)
+    names = flags.names or (None,) * len(flags.runs)
+    panels = {
+        metric: [
+            curve
+            for run, name in zip(flags.runs, names, strict=True)
+            for curve in read_curves(run, metric, flags.x, name)
+        ]
+        for metric in flags.metric
+    }
+    is_unicode = log.takes_unicode("stdout")
+    for metric, curves in panels.items() if flags.terminal else ():
+        if len(panels) > 1:
+            log.line(metric.replace("_", " "))
+        trained = [curve.smoothed(flags.smooth) for curve in curves if not curve.is_evaluation]
+        for text in text_plot(trained, width=flags.width, height=flags.height, unicode=is_unicode, axis=flags.x):
+            log.line(text)
+        for curve in curves:
+            if curve.is_evaluation:
+                log.line(curve.summary(flags.x))
     if flags.output is not None:
-        write_plot(curves, flags.output, flags.metric)
+        write_plot(
+            panels,
+            flags.output,
+            axis=flags.x,
+            smoothing_ratio=flags.smooth,
+            title=flags.title,
+            log_scale=flags.log_scale,
+        )
         log.line(f"wrote {flags.output}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Converts jsonl, Parquet or text files to the token files that training reads: `<prefix>_<key>_document.bin`, `.idx`.
+r"""Converts jsonl, Parquet or text files to the token files that training reads: `<prefix>_<key>_document.bin`, `.idx`.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix my-gpt2 --vocab-file vocab.json \
         --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod --workers 2
@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import flag, parse_flags
+from megatron.config.flags.output_prefix import prefix_problems
 from megatron.config.sections.data import WORDPIECE_TOKENIZERS
 from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 
@@ -88,6 +89,8 @@ class PreprocessFlags(TokenizerFileFlags):
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
+        suffix = f"_{next(iter(self.json_keys), '')}_document.bin"
+        yield from prefix_problems("--output-prefix", self.output_prefix, suffix, self.input)
         if len(set(self.json_keys)) != len(self.json_keys):
             yield (
                 f"--json-keys {' '.join(self.json_keys)} names a key twice; each key gets separate files, so name it "

@@ -1,4 +1,4 @@
-"""Runs preprocess_data.py on the ranks of a launcher, on one or more nodes: each encodes a shard, then all merge.
+r"""Runs preprocess_data.py on the ranks of a launcher, on one or more nodes: each encodes a shard, then all merge.
 
     torchrun --nproc-per-node 4 tools/preprocess_data_dist.py --input corpus.jsonl --output-prefix my-gpt2 \
         --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ParallelRequest, flag, parse_flags
+from megatron.config.flags.output_prefix import prefix_problems
 from megatron.config.tokenizer_flags import TokenizerFileFlags, required_tokenizer_type
 
 _LONGEST_WAIT_MINUTES = 7 * 24 * 60
@@ -95,6 +96,8 @@ class DistributedPreprocessFlags(TokenizerFileFlags):
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
+        suffix = f"_{next(iter(self.columns), '')}_document.bin"
+        yield from prefix_problems("--output-prefix", self.output_prefix, suffix, self.input)
         if self.seed is not None and not self.shuffle:
             yield f"--seed {self.seed} has no effect without --shuffle. Give both or neither."
         if len(set(self.columns)) != len(self.columns):

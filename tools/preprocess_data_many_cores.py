@@ -1,4 +1,4 @@
-"""An alias of preprocess_data.py, as in upstream: same flags, same implementation, same bytes.
+r"""An alias of preprocess_data.py, as in upstream: same flags, same implementation, same bytes.
 
     python tools/preprocess_data_many_cores.py --input corpus.jsonl --output-prefix my-gpt2 --vocab-file vocab.json \
         --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod --workers 40

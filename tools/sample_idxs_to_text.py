@@ -1,4 +1,4 @@
-"""Shows the text of the training samples in a range, for instance to investigate a loss spike.
+r"""Shows the text of the training samples in a range, for instance to investigate a loss spike.
 
     python tools/sample_idxs_to_text.py --load checkpoints --sample-id-range 74096 75888
     python tools/sample_idxs_to_text.py --run-dir runs/gpt-20260101-120000 --start-step 3792 --end-step 3848

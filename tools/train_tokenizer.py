@@ -1,4 +1,4 @@
-"""Trains a tokenizer on jsonl, Parquet or text files, for preprocessing and training.
+r"""Trains a tokenizer on jsonl, Parquet or text files, for preprocessing and training.
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output-prefix demo
     python tools/train_tokenizer.py --input 'texts/*.jsonl.gz' --model-type unigram --output-prefix demo \
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
+from megatron.config.flags.output_prefix import prefix_problems
 
 if TYPE_CHECKING:
     from megatron.corpus.workers.progress import ProgressLine
@@ -75,6 +76,7 @@ class TrainTokenizerFlags(ConfigSection):
 
     def problems(self) -> Iterator[str]:
         """Rules between the flags."""
+        yield from prefix_problems("--output-prefix", self.output_prefix, "-vocab.json", self.input)
         if self.lower_case and self.model_type != "wordpiece":
             yield f"--lower-case has no effect with --model-type {self.model_type}; remove it."
         if self.model_type == "wordpiece" and "-" in self.input and self.max_documents is None:

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from megatron.config.flags.command_line import read_command_line
+from megatron.config.flags.command_line import areas_of, read_command_line
 from megatron.config.flags.fields import MUST_MATCH, flags_of, resume_rule
 from megatron.config.flags.legacy import REFUSED, legacy_flags
 from megatron.config.flags.section import Instance, build_unchecked, missing_problems, relevant_problems
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
-from megatron.config.parse import field_flags
+from megatron.config.parse import field_flags, help_groups
 from megatron.config.run import RunConfig, fields_of
 from megatron.config.sections.parallel import ParallelRequest
 from megatron.errors import ConfigError
@@ -59,8 +59,11 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
         if not taken.intersection(flag.spellings)
     }
     groups = [
-        ("flags", list(own)),
-        ("of the trainer; taken from the checkpoint unless given", [name for name in trainer if name in flags]),
+        *((title, [_OWN + name for name in names]) for title, names in areas_of(cls)),
+        *(
+            (f"of the trainer, from the checkpoint unless given: {title}", [name for name in names if name in flags])
+            for title, names in help_groups(trainer, shorthands)
+        ),
     ]
     reading = read_command_line(
         {**own, **flags},
@@ -68,7 +71,7 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
         prog=prog,
         description=description,
         groups=groups,
-        hidden=[name for name in (*shorthands, *legacy) if name in flags],
+        hidden=[name for name in legacy if name in flags],
     )
     values = {name.removeprefix(_OWN): value for name, value in reading.values.items() if name.startswith(_OWN)}
     (given,), contradictions = expand_shorthands([reading.values], with_defaults=False)

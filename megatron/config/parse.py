@@ -165,7 +165,7 @@ def read_flags(
     """
     own, legacy, shorthands = field_flags(), legacy_flags(), shorthand_flags()
     flags = {**own, **{name: entry.flag for table in (shorthands, legacy) for name, entry in table.items()}}
-    groups = _help_groups(own, shorthands)
+    groups = help_groups(own, shorthands)
     reading = read_command_line(
         flags, argv, prog=prog, description=_DESCRIPTION, groups=groups, epilog=_epilog(legacy), hidden=list(legacy)
     )
@@ -299,7 +299,7 @@ def _with_positions(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, place: length}
 
 
-def _help_groups(own: Mapping[str, Flag], shorthands: Iterable[str]) -> list[tuple[str, list[str]]]:
+def help_groups(own: Mapping[str, Flag], shorthands: Iterable[str]) -> list[tuple[str, list[str]]]:
     """(title, destinations) of the help; the architecture is shown by part of the network."""
     parts = {field: title for title, cls in reversed(_PARTS) for field in (flag.field for flag in flags_of(cls))}
     titles = list(dict.fromkeys([_SIZE, *(title for title, _ in _PARTS)]))

@@ -52,6 +52,7 @@ _NOTABLE = frozenset(
         "kd_temp",
         "kd_iters",
         "load_teacher",
+        "use_bnb_optimizer",
         *(field.name for field in fields_of(CurriculumFields)),
     }
 )

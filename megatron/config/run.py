@@ -262,6 +262,15 @@ def cross_problems(
             "--elastic needs --global-batch-size: it keeps the global batch while the number of replicas changes. Give "
             "it."
         )
+    if optim.use_bnb_optimizer and optim.optimizer != "adam":
+        yield (
+            f"--use-bnb-optimizer does not go with --optimizer {optim.optimizer}: it is AdamW. Use --optimizer adam."
+        )
+    if optim.use_bnb_optimizer and parallel.cpu_optimizer:
+        yield (
+            "--use-bnb-optimizer and --cpu-optimizer both make room on the GPU: the first updates there, the second on "
+            "the host. Drop one of them."
+        )
     if model.use_mup and optim.optimizer != "adam":
         yield (
             f"--use-mup does not go with --optimizer {optim.optimizer}. Its learning rates are those for Adam; use "

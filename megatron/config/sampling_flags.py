@@ -25,6 +25,8 @@ class SamplingFlags(ConfigSection):
     Source: names and defaults of the first four, Megatron-DeepSpeed `tools/generate_samples_gpt.py`.
     """
 
+    help_title = "how the next token is chosen"
+
     temperature: float = flag(1.0, "divisor of the logits; 0 means --greedy", at_least=0)
     greedy: bool = flag(False, "always take the most probable token")
     top_k: int = flag(0, "sample from the k most probable tokens; 0 from all", at_least=0, spelled=("--top_k",))
@@ -83,6 +85,8 @@ class BeamFlags(SamplingFlags):
 
     Source: names and meaning, transformers `GenerationConfig`.
     """
+
+    help_title = "search with beams"
 
     num_beams: int = flag(
         1, "search for the most probable texts with this many beams instead of drawing; 1 draws", at_least=1,

@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.config.curriculum import last_step_of_length, length_of_step
 from megatron.config.sections.control import ControlConfig
 from megatron.config.sections.optim import OptimConfig
 
@@ -167,11 +166,11 @@ def stretches(optim: OptimConfig, step: int = 0, consumed_samples: int = 0) -> I
     """
     for size in ramp_up_batches(optim, consumed_samples):
         step += 1
-        yield 1, size, length_of_step(optim, step)
-    while (last := last_step_of_length(optim, step + 1)) is not None:
-        yield last - step, optim.global_batch_size, length_of_step(optim, step + 1)
+        yield 1, size, optim.length_of_step(step)
+    while (last := optim.last_step_of_length(step + 1)) is not None:
+        yield last - step, optim.global_batch_size, optim.length_of_step(step + 1)
         step = last
-    yield None, optim.global_batch_size, length_of_step(optim, step + 1)
+    yield None, optim.global_batch_size, optim.length_of_step(step + 1)
 
 
 def is_done(
@@ -192,7 +191,7 @@ def is_done(
     skipped = range_to_skip(ranges, step)
     if skipped is not None and optim.is_limited_by_data:
         before, consumed_samples = consumed_samples, samples_after(optim, skipped[1] - skipped[0] + 1, consumed_samples)
-        tokens += (consumed_samples - before) * length_of_step(optim, step + 1)
+        tokens += (consumed_samples - before) * optim.length_of_step(step + 1)
     if optim.train_tokens is not None and tokens >= optim.train_tokens:
         return True
     if not optim.is_counted_in_samples:

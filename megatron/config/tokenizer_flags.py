@@ -14,6 +14,8 @@ from megatron.config.sections.data import TOKENIZERS
 class TokenizerFileFlags(ConfigSection):
     """The flags of a tool that name a tokenizer's files; the tool declares `--tokenizer-type` itself."""
 
+    help_title = "files of the tokenizer"
+
     vocab_file: str | None = flag(None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",))
     merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",))
     tokenizer_name_or_path: str | None = flag(
@@ -25,7 +27,7 @@ class TokenizerFileFlags(ConfigSection):
 
 def required_tokenizer_type() -> Any:
     """The `--tokenizer-type` of a tool that always needs a tokenizer."""
-    return flag(help=f"tokenizer family: {', '.join(TOKENIZERS)}", choices=TOKENIZERS)
+    return flag(help="tokenizer family", choices=TOKENIZERS)
 
 
 def optional_tokenizer_type(help: str) -> Any:

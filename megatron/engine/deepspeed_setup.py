@@ -22,7 +22,7 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
-from megatron.kernels.optimizer import build_adamw
+from megatron.kernels.optimizer import build_adamw, build_eight_bit_adamw
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 from megatron.parallel.shard_spec import shard_spec_of
@@ -112,7 +112,8 @@ def build_optimizer(
     Parameters with the same weight decay and learning rate that are trained since the same update form a group:
     matrices have weight decay, biases and norm weights have none, and `lr_multiplier`, an entry of every group, is the
     factor of its learning rate. Adam's epsilon has the same factor, since a gradient is as small as the learning rate
-    it calls for. Frozen parameters are in no group.
+    it calls for. Frozen parameters are in no group. With moments of 8 bits, embeddings are groups of their own, whose
+    moments stay in float32.
 
     Args:
         is_offloaded: whether the optimizer will work on the CPU, where those made for a GPU do not.
@@ -121,23 +122,29 @@ def build_optimizer(
         ConfigError: the optimizer is unknown, or its implementation is not installed.
     """
     decays = (optim.weight_decay, 0.0)
-    found: dict[tuple[bool, float, int], list[nn.Parameter]] = {}
+    found: dict[tuple[bool, float, int, bool], list[nn.Parameter]] = {}
     for parameter in module.parameters():
         if not is_frozen(parameter):
             spec = shard_spec_of(parameter)
-            began_at = freezing.began_at.get(getattr(parameter, "global_name", ""), 0)
-            key = (not spec.is_matrix, spec.lr_multiplier, began_at)
+            name = getattr(parameter, "global_name", "")
+            is_table = optim.use_bnb_optimizer and name.startswith("embedding.")
+            key = (not spec.is_matrix, spec.lr_multiplier, freezing.began_at.get(name, 0), is_table)
             found.setdefault(key, []).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": found[key], "weight_decay": decays[key[0]], "is_decayed": not key[0], "lr_multiplier": key[1]}
         for key in sorted(found)
     ]
+    if optim.use_bnb_optimizer:
+        for key, group in zip(sorted(found), groups, strict=True):
+            group["keeps_float32"] = key[3]
     _add_placeholders(groups, module, mesh)
     rate = optim.lr or 0.0
     if optim.optimizer == "adam":
         for group in groups:
             group["eps"] = optim.adam_eps * group["lr_multiplier"]
         betas = (optim.adam_beta1, optim.adam_beta2)
+        if optim.use_bnb_optimizer:
+            return build_eight_bit_adamw(groups, lr=rate, betas=betas)
         implementation = Implementation.TORCH if is_offloaded else mesh.kernels.optimizer
         return build_adamw(groups, lr=rate, betas=betas, implementation=implementation)
     if optim.optimizer == "sgd":

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import is_frozen
-from megatron.kernels.optimizer import count_updates
+from megatron.kernels.optimizer import count_updates, moment
 from megatron.parallel.pieces import Kind, PieceKey, filling
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
@@ -215,9 +215,7 @@ def moments(engine: Engine, part: OptimizerSlice) -> Iterator[tuple[Kind, torch.
     if engine.optim.optimizer == "adam" and "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=part.flat.device)
     for kind, name in _MOMENTS[engine.optim.optimizer].items():
-        if state.get(name) is None:
-            state[name] = torch.zeros_like(part.flat)
-        yield kind, state[name].view(-1).narrow(0, part.offset, length)
+        yield kind, moment(engine.optimizer, part.flat, name).view(-1).narrow(0, part.offset, length)
 
 
 def _partitioned_slice(engine: Engine, parameter: nn.Parameter) -> tuple[int, torch.Tensor, torch.Tensor, int] | None:

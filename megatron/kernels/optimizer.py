@@ -1,10 +1,11 @@
-"""AdamW: torch's, the compiled one of csrc, or apex's; their states have the same names, so that a run saved with one
-resumes with another.
+"""AdamW: torch's, the compiled one of csrc, apex's, or that of bitsandbytes with moments of 8 bits. `moment` gives the
+state of each of them the same names, so that a run saved with one resumes with another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
 
 Groups = Iterable[dict[str, Any]]
+
+# Of each moment in the state of bitsandbytes: its codes, the scale of each block of 256, and what a code stands for.
+_PACKED: Mapping[str, tuple[str, str, str]] = types.MappingProxyType(
+    {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}
+)
+_BLOCK = 256
 
 
 def build_adamw(
@@ -28,6 +35,44 @@ def build_adamw(
     if implementation is Implementation.APEX:
         return _apex_adam(groups, lr, betas)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+def build_eight_bit_adamw(groups: Groups, *, lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    """AdamW of bitsandbytes, whose moments take one byte each, in blocks with a scale.
+
+    Tensors of fewer than 4096 values, and groups with a true `keeps_float32`, have moments in float32.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+
+    Source: Dettmers et al., "8-bit optimizers via block-wise quantization", 2022.
+    """
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise ConfigError(
+            "--use-bnb-optimizer needs the package bitsandbytes, which is not installed. Install it with: pip install "
+            "bitsandbytes"
+        ) from None
+    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW(groups, lr=lr, betas=betas, optim_bits=8)
+    optimizer.register_step_pre_hook(lambda *_: _pack_moments(optimizer))
+    return optimizer
+
+
+def moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """A moment in the parameter's dtype, as checkpoints hold it; what is missing is zero.
+
+    What is written into it counts: one of 8 bits is unpacked here, and packed again before the next update.
+    """
+    state = optimizer.state[parameter]
+    packed = _PACKED.get(name, ("",))[0]
+    if packed in state and state[packed].dtype == parameter.dtype:
+        found: torch.Tensor = state[packed]
+        return found
+    if state.get(name) is None:
+        state[name] = _unpacked(state, name) if packed in state else torch.zeros_like(parameter)
+    found = state[name]
+    return found
 
 
 class AdamW(torch.optim.AdamW):
@@ -136,8 +181,11 @@ class AdamW(torch.optim.AdamW):
 
 def count_updates(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, count: int) -> None:
     """Sets how many updates of a parameter lie behind the optimizer's state: bias correction depends on it."""
-    if parameter in optimizer.state and torch.is_tensor(step := optimizer.state[parameter].get("step")):
+    step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
+    if torch.is_tensor(step):
         step.fill_(float(count))
+    elif step is not None:  # bitsandbytes
+        optimizer.state[parameter]["step"] = count
     for group in optimizer.param_groups:
         if "step" in group and any(parameter is other for other in group["params"]):
             group["step"] = count
@@ -146,6 +194,60 @@ def count_updates(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, cou
 def register() -> None:
     """Tells torch that the compiled operation returns nothing; once, after the library is loaded."""
     torch.library.register_fake("megatron::adamw_", lambda *arguments: None)
+
+
+@torch.no_grad()
+def _pack_moments(optimizer: Any) -> None:
+    """Makes the state of every parameter that is about to be updated one that bitsandbytes knows."""
+    for group_number, group in enumerate(optimizer.param_groups):
+        for number, parameter in enumerate(group["params"]):
+            if parameter.grad is None:
+                continue
+            state = optimizer.state[parameter]
+            written = {name: state.pop(name) for name in _PACKED if name in state}
+            if "state1" not in state:
+                updates = int(state.pop("step", 0))
+                optimizer.init_state(group, parameter, group_number, number)
+                if group.get("keeps_float32"):
+                    state.clear()
+                    state.update({packed: torch.zeros_like(parameter) for packed, _, _ in _PACKED.values()})
+                state["step"] = updates
+            for name, values in written.items():
+                if not torch.equal(values, _unpacked(state, name)):
+                    _pack(state, name, values)
+
+
+def _unpacked(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A moment in float32, in the shape of its codes."""
+    packed, scale, meaning = _PACKED[name]
+    codes = state[packed]
+    if codes.dtype != torch.uint8:
+        return codes
+    values = state[meaning][codes.view(-1).int()]
+    return values.mul_(state[scale].repeat_interleave(_BLOCK)[: len(values)]).view(codes.shape)
+
+
+def _pack(state: Mapping[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
+    """Writes a moment into the state, rounded to 8 bits.
+
+    The negative codes end above -1. So a block whose largest value is negative is scaled such that it gets the last of
+    them, and values that were unpacked before get their codes again.
+    """
+    packed, scale, meaning = _PACKED[name]
+    codes = state[packed]
+    if codes.dtype != torch.uint8:
+        codes.copy_(values)
+        return
+    known = state[meaning]
+    flat = values.reshape(-1)
+    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % _BLOCK)).view(-1, _BLOCK)
+    largest = blocks.amax(dim=1).clamp_(min=0) / known[-1]
+    if known[0] < 0:
+        largest = torch.maximum(largest, blocks.amin(dim=1) / known[0])
+    between = (known[1:] + known[:-1]) / 2
+    relative = blocks / largest.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    codes.view(-1).copy_(torch.bucketize(relative, between).view(-1)[: len(flat)])
+    state[scale].copy_(largest)
 
 
 def _alike(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,7 @@ class Report:
         metrics = measure(
             progress,
             outcome,
-            self.workload,
+            self.workload.at_length(self.optim.length_of_step(progress.step)),
             train_iterations=self._train_iterations,
             learning_rate=learning_rate,
             seconds=seconds,

@@ -28,6 +28,7 @@ from megatron.config import (
     resolve_epochs,
 )
 from megatron.config.objective.loss import MASKED
+from megatron.config.run import FILE, GIVEN
 from megatron.config.schedule import is_done, planned_samples
 from megatron.data.datasets.build import (
     SplitDatasets,
@@ -35,9 +36,11 @@ from megatron.data.datasets.build import (
     describe,
     empty_splits,
     epoch_samples,
+    taken_sources,
     token_file_prefixes,
 )
 from megatron.data.datasets.examples.options import ExampleOptions
+from megatron.data.datasets.repetition import repetition_notices
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.data.order.plan import DataPlan
 from megatron.engine.ds_config import deepspeed_config
@@ -379,7 +382,14 @@ def _open_data(
     datasets, plan = built[0] if built else build(False)
     for text in describe(datasets, plan):
         log.info(text)
-    _show_notices(empty_splits(config.data, plan) if valid != 0 else [], mesh)
+    asked = {config.provenance.get(f"control.{name}") for name in ("eval_interval", "eval_iters")}
+    is_evaluated = not asked.isdisjoint((GIVEN, FILE))
+    notices = empty_splits(config.data, plan, is_evaluated=is_evaluated) if valid != 0 else []
+    if plan.train is not None and datasets.train is not None and config.finetuning.epochs is None:
+        notices += repetition_notices(
+            taken_sources(plan.train, datasets.train, plan.sequence_length), plan.sequence_length
+        )
+    _show_notices(notices, mesh)
     return datasets, plan
 
 

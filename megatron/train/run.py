@@ -13,7 +13,6 @@ from megatron.checkpoint.background.writer import BackgroundWriter
 from megatron.checkpoint.record import Progress
 from megatron.checkpoint.saving import AfterCommit
 from megatron.config import RunConfig
-from megatron.config.curriculum import length_of_step
 from megatron.config.schedule import global_batch_size, is_done, samples_per_epoch
 from megatron.data.datasets.build import SplitDatasets
 from megatron.data.datasets.sample import SampleDataset
@@ -103,7 +102,7 @@ class Run:
     @property
     def next_length(self) -> int:
         """Tokens of each sample in the next step; fewer than --seq-length early in a curriculum."""
-        return length_of_step(self.config.optim, self.progress.step + 1)
+        return self.config.optim.length_of_step(self.progress.step + 1)
 
     def train_batches(self) -> Sequence[Batch | None]:
         """This rank's micro-batches of the next global batch; None for each on middle pipeline stages."""

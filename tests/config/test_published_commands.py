@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
 from megatron.config import Machine, TokenizerFacts, parse, resolve
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
+from tools import published_commands
+from tools.published_commands import (
+    LIST,
+    Outcome,
+    check,
+    read_commands,
+    report_lines,
+    subject,
+    table_lines,
+    totals,
+)
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "published_commands.md"
+BEGIN, END = "<!-- the table -->", "<!-- end of the table -->"
+SHOWN = "python tools/published_commands.py --markdown"
 
 # The 345M command of bigscience's start_fast.md, written as its shell script passes it on.
 START_FAST = """
@@ -89,7 +107,6 @@ def test_the_command_of_upstreams_training_tests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--use-bnb-optimizer", "--use-bnb-optimizer is refused: 8-bit optimizer state is not supported"),
         (
             "--inference",
             "--inference is refused: the trainer does not generate text. Use tools/generate_samples_gpt.py",
@@ -122,3 +139,49 @@ def test_tensor_parallelism_on_one_process_is_rejected_instead_of_clamped() -> N
     config = parse(shlex.split(UPSTREAM_TEST + "--data-path corpus"))
     with pytest.raises(ConfigError, match="needs a multiple of 4 processes, and 1 was started"):
         resolve(config, Machine("cuda", 1, True, True), TokenizerFacts(5120, 0, "f"))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[Outcome]:
+    return [check(command) for command in read_commands(LIST)]
+
+
+def test_the_page_says_what_becomes_of_every_command(outcomes: list[Outcome]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    table = "\n".join(table_lines(outcomes))
+    assert page.partition(BEGIN)[2].partition(END)[0].strip() == table, f"put the table between the marks: {SHOWN}"
+    (accepted,) = {row[1] for row in totals(outcomes) if row[0] == "all"}
+    assert accepted >= 50 and len(outcomes) >= 80
+    names = [(outcome.command.repository, outcome.command.name) for outcome in outcomes]
+    assert len(set(names)) == len(names)
+
+
+def test_a_refusal_names_a_flag_or_a_key_and_a_way_out(outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        for sentence, name in ((text, subject(text)) for text in outcome.refusals):
+            assert name in sentence and name != sentence, (outcome.command.name, sentence)
+            assert sentence.endswith((".", "?")), sentence
+
+
+def test_the_commands_of_the_page_print_the_same(
+    outcomes: list[Outcome], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = itertools.cycle(outcomes)
+    monkeypatch.setattr(published_commands, "check", lambda command: next(known))
+    (block,) = re.findall(r"```bash\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    printed = []
+    for line in block.splitlines():
+        program, *words = shlex.split(line, comments=True)[1:]
+        assert program == "tools/published_commands.py" and published_commands.main(words) == 0
+        printed.append(capsys.readouterr().out)
+    text, shown = printed[0].rstrip("\n"), json.loads(printed[1])
+    assert text == "\n".join(report_lines(outcomes))
+    assert [entry["accepted"] for entry in shown["commands"]] == [not outcome.refusals for outcome in outcomes]
+    assert shown["totals"]["all"] == {"accepted": totals(outcomes)[-1][1], "commands": len(outcomes)}
+    assert text.count("\naccepted ") + text.startswith("accepted ") == totals(outcomes)[-1][1]
+    assert "--ds-sequence-parallel-size 4 is refused" in text
+
+
+def test_a_folder_without_a_list(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no list of commands. Run this program in a checkout of the project, or"):
+        published_commands.main(["--list", str(tmp_path)])

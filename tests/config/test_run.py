@@ -30,7 +30,7 @@ def resolved(text: str = "", drop: str = "") -> RunConfig:
 
 def test_a_request_and_a_run_have_the_same_sections() -> None:
     asked, decided = sections_of(RunRequest), sections_of(RunConfig)
-    assert list(asked) == list(decided) and len(asked) == 16
+    assert list(asked) == list(decided) and len(asked) == 17
     assert all(issubclass(decided[name], asked[name]) for name in asked)
     assert (asked["model"], decided["model"]) == (ModelRequest, ModelConfig)
 
@@ -128,3 +128,16 @@ def test_the_learning_rates_of_mup_are_those_for_adam() -> None:
     with pytest.raises(ConfigError, match="--use-mup does not go with --optimizer sgd"):
         small("--use-mup --optimizer sgd")
     assert small("--use-mup --mup-base-hidden-size 16").model.logit_multiplier == 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("--optimizer sgd", r"--use-bnb-optimizer does not go with --optimizer sgd: it is AdamW\. Use"),
+        ("--cpu-optimizer", r"--use-bnb-optimizer and --cpu-optimizer both make room on the GPU.*Drop one of them"),
+    ],
+)
+def test_moments_of_8_bits_are_those_of_adam_on_the_device(text: str, sentence: str) -> None:
+    assert small("--use-bnb-optimizer").optim.use_bnb_optimizer
+    with pytest.raises(ConfigError, match=sentence):
+        small(f"--use-bnb-optimizer {text}")

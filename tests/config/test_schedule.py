@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.curriculum import length_of_step
 from megatron.config.resolve import resolve_optim
 from megatron.config.schedule import (
     Schedule,
@@ -390,9 +389,9 @@ def test_a_curriculum_is_planned_by_the_tokens_that_it_takes(
     while not is_done(optim, step, samples, (), used):
         assert planned_iterations(optim, step, samples, used) == planned
         size = global_batch_size(optim, samples)
-        assert lengths[step] == (size, length_of_step(optim, step + 1))
+        assert lengths[step] == (size, optim.length_of_step(step + 1))
         assert learning_rate(optim, samples, used) == pytest.approx(max(0.0, 1.0 - used / 2000))
-        used += size * length_of_step(optim, step + 1)
+        used += size * optim.length_of_step(step + 1)
         step, samples = step + 1, samples + size
     assert step == planned
     if not limit:
@@ -405,7 +404,7 @@ def test_a_warm_up_in_samples_before_a_decay_in_tokens() -> None:
     course = {"lr_warmup_samples": 20, "lr_decay_tokens": 888, "train_samples": 1000}
     growth = {"curriculum_learning": True, "curriculum_min_length": 8, "curriculum_steps": 3}
     optim = optim_config(**TOKENS, **course, **growth)
-    assert [length_of_step(optim, step) for step in (1, 2, 3, 4)] == [16, 24, 32, 32]
+    assert [optim.length_of_step(step) for step in (1, 2, 3, 4)] == [16, 24, 32, 32]
     warm = 8 * 16 + 8 * 24 + 4 * 32
     assert learning_rate(optim, 16, 320) == 16 / 20
     assert learning_rate(optim, 24, 576) == pytest.approx(1 - (576 - warm) / (888 - warm))

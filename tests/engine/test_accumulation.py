@@ -18,6 +18,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.train.build import build_engine
 from tests.helpers.networks import SEED, build_gpt, forward
 from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import sampled
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
 
@@ -87,11 +88,14 @@ def test_bfloat16_accumulation_would_be_noticed(gradients: tuple[torch.Tensor, t
     assert error(gradients[1], gradients[0]) > 2.5 * LIMIT
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)])
+RANKS_AND_STAGES = [(1, 1), (2, 2), (2, 3), (1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("layout", sampled(RANKS_AND_STAGES, RANKS_AND_STAGES[:3]))
 def test_every_stage_accumulates_in_float32(
-    ranks: int, stage: int, gradients: tuple[torch.Tensor, torch.Tensor]
+    layout: tuple[int, int], gradients: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    moved, logged = step_of(ranks, stage, [])
+    moved, logged = step_of(*layout, [])
     assert error(moved, gradients[0]) < LIMIT
     assert "accumulated" not in logged
 

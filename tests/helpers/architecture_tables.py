@@ -65,7 +65,8 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.config": ("flags", "architecture", "objective", "sections", "files", ".", "programs"),
     "megatron.kernels": (".", "attention", "native"),
     "megatron.observe": (
-        *("naming", "speed", "start_up", "profiling", ".", "terminal", "activity", "dashboard", "styles", "sync"),
+        *("naming", "speed", "start_up", "profiling", ".", "terminal", "curves", "activity", "dashboard", "styles"),
+        "sync",
     ),
     "megatron.parallel": (".", "tensor", "watch"),
     "megatron.model": ("interface", "blocks", "."),
@@ -120,6 +121,7 @@ HOMES = {
 # Packages that may be imported inside a function: they are optional or slow, and one file owns each.
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "apex": ("megatron/kernels/norms.py", "megatron/kernels/optimizer.py"),
+    "bitsandbytes": ("megatron/kernels/optimizer.py",),
     "torch.nn.attention.varlen": ("megatron/kernels/attention/gpu.py",),  # since torch 2.10; takes seconds
     "yaml": ("megatron/config/files/bounded_file.py",),
     "fcntl": ("megatron/corpus/workers/pool.py", "megatron/corpus/preprocess/partitions.py"),  # not on every system
@@ -154,7 +156,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "starlette": ("megatron/inference/serve/web.py",),
     "uvicorn": ("megatron/inference/serve/network.py",),
     "prometheus_client": ("megatron/inference/serve/metrics.py",),
-    "matplotlib": ("megatron/observe/curves.py",),
+    "matplotlib": ("megatron/observe/curves/image.py",),
     "lm_eval": ("megatron/inference/harness/",),
     "wandb": ("megatron/observe/weights_and_biases.py",),
     "tensorboard": ("megatron/observe/tensorboard.py",),

@@ -23,6 +23,7 @@ _SIZES: Mapping[str, str] = {
     "--lr-decay-iters": "90", "--lr-decay-samples": "900", "--lr-decay-tokens": "90000", "--lr-warmup-iters": "2",
     "--lr-warmup-samples": "8", "--lr-warmup-tokens": "256", "--save-interval": "1000", "--eval-interval": "1000",
     "--eval-iters": "1", "--log-interval": "1", "--loss-scale": "8", "--split": "80,15,5",
+    "--num-layers-teacher": "2", "--hidden-size-teacher": "32", "--num-attention-heads-teacher": "2",
 }  # fmt: skip
 # The corpus has another tokenizer, there is no earlier checkpoint, and no device computes in fp16.
 _DROPPED = frozenset(
@@ -38,8 +39,11 @@ _DROPPED = frozenset(
 )
 
 
-def scaled(command: Command, corpus: TinyCorpus, folder: Path, steps: int) -> list[str]:
-    """The words of a command with small sizes, for so many steps on two processes, that logs to `folder / "run"`."""
+def scaled(command: Command, corpus: TinyCorpus, folder: Path, steps: int, teacher: Path) -> list[str]:
+    """The words of a command with small sizes, for so many steps on two processes, that logs to `folder / "run"`.
+
+    A teacher of another size is replaced by the checkpoint of a run of `TinyCorpus.flags`.
+    """
     pairs = _pairs(command.flags)
     ranks = 2 if pairs.get("--tensor-model-parallel-size", ["1"]) != ["1"] else 1
     stages = 2 if pairs.get("--pipeline-model-parallel-size", ["1"]) != ["1"] and ranks == 1 else 1
@@ -51,6 +55,7 @@ def scaled(command: Command, corpus: TinyCorpus, folder: Path, steps: int) -> li
         "--load": str(folder / "checkpoints"),
         "--tensorboard-dir": str(folder / "tensorboard"),
         "--data-cache-path": str(corpus.folder / "cache"),
+        "--load-teacher": str(teacher),
         "--deepspeed_config": str(folder / SETTINGS),
     }
     words = []

@@ -1,8 +1,8 @@
 """Loss curves of a tiny run in six layouts and three precisions, trained where arithmetic is the same on every CPU.
 
-`python -m tests.parity.golden_curves OUTPUT` trains the first steps and writes a JSON object; `--write` trains all and
-writes the golden files beside this one. The program sets what must be set before PyTorch is loaded, and its ranks
-inherit it.
+`python -m tests.parity.golden_curves OUTPUT [LAYOUT ...]` trains the first steps and writes a JSON object; `--write`
+trains all and writes the golden files beside this one. The program sets what must be set before PyTorch is loaded, and
+its ranks inherit it.
 
 float16 is not among the precisions: it does not train on CPUs. The third one is bfloat16 whose gradients are
 accumulated in bfloat16 too, as a DeepSpeed file may ask; it differs from the second in nothing else.
@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def _port(rank: int, path: Path) -> str:
     return path.read_text()
 
 
-def train_all(folder: Path, steps: int) -> dict[str, dict[str, Curve]]:
+def train_all(folder: Path, steps: int, layouts: Sequence[str] = tuple(LAYOUTS)) -> dict[str, dict[str, Curve]]:
     """The first steps of the curves by layout and precision; of the repeated one a few again, under its name with
     `-again`.
     """
@@ -86,7 +87,8 @@ def train_all(folder: Path, steps: int) -> dict[str, dict[str, Curve]]:
     flags = precisions(folder)
     flags[f"{REPEATED}-again"] = flags[REPEATED]
     found: dict[str, dict[str, Curve]] = {}
-    for layout, (ranks, changes) in LAYOUTS.items():
+    for layout in layouts:
+        ranks, changes = LAYOUTS[layout]
         runs = [
             corpus.flags(
                 *more, run_dir=folder / layout / name, train_iters=STEPS, global_batch_size=8, micro_batch_size=1,
@@ -132,8 +134,9 @@ def main(words: list[str]) -> None:
             sys.executable, [sys.executable, "-m", "tests.parity.golden_curves", *words], os.environ | ENVIRONMENT
         )
     with tempfile.TemporaryDirectory() as folder:
-        found = train_all(Path(folder), STEPS if words == ["--write"] else TRAINED_STEPS)
-    if words != ["--write"]:
+        writes = words == ["--write"]
+        found = train_all(Path(folder), *((STEPS,) if writes else (TRAINED_STEPS, words[1:] or tuple(LAYOUTS))))
+    if not writes:
         Path(words[0]).write_text(json.dumps(found))
         return
     for layout, curves in found.items():

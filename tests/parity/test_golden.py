@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.samples import DEFAULT_CASES, sampled
 from tests.parity.golden_curves import (
     ENVIRONMENT,
     GOLDEN,
@@ -31,13 +32,15 @@ ROOT = Path(__file__).resolve().parents[2]
 # (loss, gradient norm). With other code paths of ATen, MKL and oneDNN than those fixed here, float32 moved by at most
 # (4e-8, 1e-7) and bfloat16 by (2.4e-5, 1.4e-3): another machine must not fail, and a change of the arithmetic must.
 TOLERANCES = {"fp32": (1e-6, 1e-5), "bf16": (1e-4, 1e-2), "bf16-accumulated-in-bf16": (1e-4, 1e-2)}
+TRAINED = ("one", "dp2-zero1", "dp2-zero3", "tp2-pp2")
 
 
 @pytest.fixture(scope="module")
-def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Curve]]:
-    """All curves, trained now."""
+def curves(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Curve]]:
+    """The curves, trained now: those of all layouts in the campaign, otherwise of some."""
+    layouts = TRAINED if request.config.getoption("--cases") <= DEFAULT_CASES else LAYOUTS
     path = tmp_path_factory.mktemp("golden") / "curves.json"
-    command = [sys.executable, "-m", "tests.parity.golden_curves", str(path)]
+    command = [sys.executable, "-m", "tests.parity.golden_curves", str(path), *layouts]
     environment = {**os.environ, **ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-8000:]
@@ -59,7 +62,7 @@ def test_every_layout_and_precision_has_its_curve() -> None:
         assert losses[-1] < losses[0] - 0.05, "the run must learn something"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, TRAINED))
 def test_curves_are_those_that_are_kept(curves: dict[str, dict[str, Curve]], layout: str) -> None:
     for name, kept in read_golden(layout).items():
         trained = curves[layout][name]

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import sampled
 from tests.parity.layouts import LAYOUTS, initial_weights, layout_name, legal_zero_stages, train_layouts
 from tests.parity.reference import Recipe, train_reference
 
@@ -36,7 +37,7 @@ def test_the_parity_recipe_exercises_all_features(reference):
     assert max(norms) > RECIPE.clip, "clipping must be active"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_name)
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, [(1, 1, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)]), ids=layout_name)
 def test_fp32_layout_equals_reference(layout, reference):
     tp, pp, dp = layout
     curves = run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, legal_zero_stages(pp), [], False, 4)
@@ -45,7 +46,7 @@ def test_fp32_layout_equals_reference(layout, reference):
             check_curve(curve, reference, f"rank {rank}, ZeRO-{stage}")
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], ids=layout_name)
+@pytest.mark.parametrize("layout", sampled([(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], [(1, 2, 2)]), ids=layout_name)
 def test_uneven_masks_weight_tokens_not_micro_batches(layout):
     # Uneven masks make single steps noisier; a calmer rate keeps rounding differences from growing through Adam.
     recipe = dataclasses.replace(RECIPE, learning_rate=2.0e-3)
@@ -84,7 +85,7 @@ def test_other_losses_and_learning_rates_equal_reference():
 
 
 # The golden curves compare the other layouts in bf16 with one process.
-@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (2, 2, 1)], ids=layout_name)
+@pytest.mark.parametrize("layout", sampled([(1, 1, 1), (1, 1, 2), (2, 2, 1)], [(1, 1, 1)]), ids=layout_name)
 def test_bf16_layout_stays_near_reference(layout, reference):
     tp, pp, dp = layout
     curves = run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, legal_zero_stages(pp)[1:], ["--bf16"])

@@ -73,7 +73,14 @@ def test_a_plot_in_the_terminal_and_as_an_image(runs: tuple[Path, Path], tmp_pat
 
 
 def test_a_plot_of_another_metric(runs: tuple[Path, Path]) -> None:
-    assert run_tool("plot_run.py", runs[0], "--metric", "samples_per_second").returncode == 0
+    words = ("--metric", "samples_per_second", "lr", "--x", "tokens", "--smooth", "0.5", "--names", "mine")
+    done = run_tool("plot_run.py", runs[0], *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("samples per second\nmine: 16 -> 16 (tokens 896 to 896)\n")
+    assert "\nlearning rate\nmine: 0.00015 -> 0.00015 (tokens" in done.stdout
+    done = run_tool("plot_run.py", *runs, "--names", "mine", "--no-terminal")
+    assert done.returncode == 64 and "--names gives 1 names for 2 runs" in done.stderr
+    assert "--no-terminal without --output would draw nothing" in done.stderr
     done = run_tool("plot_run.py", runs[0], "--metric", "beauty")
     assert done.returncode == 65
     assert "holds no step with a finite beauty" in done.stderr

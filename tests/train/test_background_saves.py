@@ -19,6 +19,7 @@ from megatron.checkpoint.storage import Storage
 from megatron.errors import ConfigError, ExitCode
 from megatron.train import checkpoints
 from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import sampled
 from tests.helpers.tiny_run import TinyCorpus, losses, train, train_here, write_tiny_corpus
 
 MODES = ("--async-save", "--no-async-save")
@@ -66,7 +67,7 @@ def test_both_ways_save_the_same(
     assert first == second
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", sampled(MODES, MODES[:1]))
 def test_values_that_are_not_finite_are_never_saved(corpus: TinyCorpus, tmp_path: Path, mode: str) -> None:
     common = {"save_interval": 1, "lr_decay_style": "constant", "lr_warmup_fraction": None, "min_lr": None}
     assert train(corpus.flags(mode, folder=tmp_path, exit_interval=2, **common)) == (0, "")
@@ -116,7 +117,7 @@ def with_full_disk(rank: int, flags: list[str], from_save: int) -> tuple[int, st
     return train_here(rank, flags)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", sampled(MODES, MODES[:1]))
 def test_the_second_refused_save_ends_all_ranks_at_the_same_step(corpus: TinyCorpus, tmp_path: Path, mode: str) -> None:
     flags = corpus.flags(mode, folder=tmp_path, save_interval=2, train_iters=4000, lr_decay_iters=100, zero_stage=1)
     first, second = run_ranks(with_full_disk, 2, flags, 2)

@@ -89,7 +89,7 @@ def test_published_commands_and_growing_samples_train(tmp_path: Path, pytestconf
     }
     published = {f"{place:02}": command for place, command in enumerate(chosen(cases))}
     for place, command in published.items():
-        commands[command.name] = scaled(command, corpus, tmp_path / place, count)
+        commands[f"{place} {command.name}"] = scaled(command, corpus, tmp_path / place, count, whole / "checkpoints")
     results = run_ranks(train_all, PROCESSES, list(commands.values()), timeout_seconds=60 + 30 * len(commands))
     for ended in results:
         assert {name: result for name, result in zip(commands, ended, strict=True) if result != (0, "")} == {}

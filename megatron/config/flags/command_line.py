@@ -24,6 +24,7 @@ from megatron.secret_text import guarded, masked
 _TRUE_WORDS = frozenset({"true", "yes", "on"})
 _FALSE_WORDS = frozenset({"false", "no", "off"})
 _LONGEST_SHOWN = 200
+_OWN_FLAGS = "flags"
 _LARGEST_NUMBER = 2**63 - 1
 _LARGEST_FLOAT32 = 3.4028234663852886e38  # torch refuses a larger factor of a float32 tensor
 _NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(,-?\d+)*$")
@@ -96,7 +97,8 @@ def parse_flags(
     if unnamed is not None and argv and not argv[0].startswith("-"):
         argv = [unnamed, *argv]
     flags = {flag.field: flag for flag in flags_of(cls)}
-    reading = read_command_line(flags, argv, prog=prog, description=description, groups=[("flags", list(flags))])
+    groups = areas_of(cls)
+    reading = read_command_line(flags, argv, prog=prog, description=description, groups=groups)
     problems = [*reading.problems, *missing_problems(flags.values(), reading.values, reading.broken)]
     missing = {flag.field for flag in flags.values() if flag.required and flag.field not in reading.values}
     instance = build_unchecked(cls, reading.values)
@@ -104,6 +106,19 @@ def parse_flags(
     if problems:
         raise ConfigError(problems)
     return instance
+
+
+def areas_of(cls: type) -> list[tuple[str, list[str]]]:
+    """The flags of a tool by area, for its help: its own, then those of each base class that has a title."""
+    area_of = dict.fromkeys((flag.field for flag in flags_of(cls)), _OWN_FLAGS)
+    for base in reversed(cls.__mro__[1:]):
+        title = vars(base).get("help_title")
+        if title:
+            area_of.update(
+                dict.fromkeys((flag.field for flag in flags_of(base) if area_of[flag.field] == _OWN_FLAGS), title)
+            )
+    titles = dict.fromkeys([_OWN_FLAGS, *area_of.values()])
+    return [(title, [name for name, area in area_of.items() if area == title]) for title in titles]
 
 
 def value_from_words(flag: Flag, option: str, words: Sequence[str]) -> Any:
@@ -228,6 +243,40 @@ class _Collect(argparse.Action):
         namespace.occurrences.append((self.dest, option_string, [guarded(word) for word in values]))
 
 
+class _Help(argparse.Action):
+    """Prints the help and ends the program: all of it, or the areas and flags that words after it name."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if values:
+            _keep_named(parser, values)
+        parser.print_help()
+        parser.exit()
+
+
+def _keep_named(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Hides what no word is part of: groups by their titles, other flags by their names.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    wanted = [re.sub(r"[_ ]", "-", word.lower().lstrip("-")) for word in words]
+    is_empty, titles = True, []
+    for group in parser._action_groups:
+        shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+        titles += [group.title or ""] if shown else []
+        if any(word in (group.title or "").lower().replace(" ", "-") for word in wanted):
+            is_empty &= not shown
+            continue
+        for action in shown:
+            if any(word in name for word in wanted for name in action.option_strings):
+                is_empty = False
+            else:
+                action.help = argparse.SUPPRESS
+    if is_empty:
+        raise ConfigError(f"--help {' '.join(words)} names no flag and no area. The areas are: {'; '.join(titles)}.")
+    parser.description = parser.epilog = None
+
+
 class _HelpFormatter(argparse.HelpFormatter):
     """One line per flag: its main name and its type."""
 
@@ -235,8 +284,8 @@ class _HelpFormatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=48, width=140)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        if action.nargs == 0:
-            return ", ".join(action.option_strings)
+        if isinstance(action, _Help):
+            return f"{', '.join(action.option_strings)} [WORD ...]"
         return f"{action.option_strings[0]} {action.metavar}".rstrip()
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -257,7 +306,18 @@ def _build_parser(
     epilog: str,
 ) -> tuple[_Parser, list[str]]:
     parser = _Parser(
-        prog=prog, description=description, epilog=epilog, allow_abbrev=False, formatter_class=_HelpFormatter
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=_HelpFormatter,
+    )
+    parser.add_argument(
+        *("-h", "--help"),
+        action=_Help,
+        nargs="*",
+        help="show this, or only the areas and flags whose names contain a WORD",
     )
     parser._negative_number_matcher = _NEGATIVE_NUMBER  # argparse's own takes -1e-3 for a flag
     known = ["--help"]

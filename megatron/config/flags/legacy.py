@@ -105,10 +105,6 @@ _REFUSED_ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "with an offload_param section in a --deepspeed_config file.",
         ("remote_device:str=none",),
     ),
-    (
-        "8-bit optimizer state is not supported. Use --optimizer adam with --zero-stage 1 or more.",
-        ("use_bnb_optimizer",),
-    ),
     # data
     (
         "random tokens are not trained on. Give --data-path; tools/build_demo_corpus.py writes a small corpus.",

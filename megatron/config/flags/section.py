@@ -9,7 +9,7 @@ import dataclasses
 import operator
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from megatron.config.flags.fields import Flag, Unset, flags_of
 from megatron.errors import ConfigError
@@ -22,9 +22,14 @@ _OPTION = re.compile(r"(?<![\w-])--[\w-]*\w")
 class ConfigSection:
     """Base of a dataclass of flags: completes itself, then checks itself.
 
+    Attributes:
+        help_title: heading of its flags in the help of tools whose flags extend it.
+
     Raises:
         ConfigError: a value is out of bounds, or the values contradict each other; all problems at once.
     """
+
+    help_title: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         self.compute_defaults()

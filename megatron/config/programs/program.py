@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron.config.flags.command_line import read_command_line
+from megatron.config.flags.command_line import areas_of, read_command_line
 from megatron.config.flags.fields import flags_of
 from megatron.config.flags.legacy import legacy_flags
 from megatron.config.flags.section import ConfigSection, build_unchecked, missing_problems, relevant_problems
 from megatron.config.flags.shorthands import shorthand_flags
-from megatron.config.parse import field_flags
+from megatron.config.parse import field_flags, help_groups
 from megatron.errors import ConfigError
 from megatron.secret_text import reveal
 
@@ -67,15 +67,22 @@ def read_program(
     own = {_OWN + flag.field: flag for flag in flags_of(cls)}
     taken = {spelling for flag in own.values() for spelling in flag.spellings}
     fields = field_flags()
-    others = {name: entry.flag for table in (shorthand_flags(), legacy_flags()) for name, entry in table.items()}
+    shorthands, legacy = shorthand_flags(), legacy_flags()
+    others = {name: entry.flag for table in (shorthands, legacy) for name, entry in table.items()}
     trainer = {name: flag for name, flag in {**fields, **others}.items() if taken.isdisjoint(flag.spellings)}
     reading = read_command_line(
         {**own, **trainer},
         argv,
         prog=prog,
         description=description,
-        groups=[("flags", list(own)), ("of the trainer", [name for name in fields if name in trainer])],
-        hidden=[name for name in others if name in trainer],
+        groups=[
+            *((title, [_OWN + name for name in names]) for title, names in areas_of(cls)),
+            *(
+                (f"of the trainer: {title}", [name for name in names if name in trainer])
+                for title, names in help_groups(fields, shorthands)
+            ),
+        ],
+        hidden=[name for name in legacy if name in trainer],
     )
     values = {name.removeprefix(_OWN): value for name, value in reading.values.items() if name.startswith(_OWN)}
     missing = {flag.field for flag in own.values() if flag.required and flag.field not in values}

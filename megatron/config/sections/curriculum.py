@@ -1,7 +1,13 @@
-"""A curriculum by sequence length: how much of each sample the steps train on."""
+"""A curriculum by sequence length: how much of each sample the steps train on.
+
+Source: DeepSpeed 0.14 `runtime/data_pipeline/curriculum_scheduler.py`, `CurriculumScheduler`; and which step has which
+difficulty: bigscience-workshop/Megatron-DeepSpeed `megatron/training.py`, `train`.
+"""
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -9,15 +15,12 @@ from megatron.config.flags.fields import flag
 from megatron.config.flags.section import ConfigSection
 
 FIXED_LINEAR, FIXED_ROOT, FIXED_DISCRETE = "fixed_linear", "fixed_root", "fixed_discrete"
+_NEVER = 2**53  # a step that no run reaches
 
 
 @dataclass(frozen=True)
 class CurriculumFields(ConfigSection):
-    """Steps train on the first tokens of each sample: few at first, then more, finally all; the rest is not used.
-
-    Source: the entries of DeepSpeed's section `curriculum_learning` (DeepSpeed 0.14,
-    `runtime/data_pipeline/curriculum_scheduler.py`), which the flags have the names of.
-    """
+    """Steps train on the first tokens of each sample: few at first, then more, finally all; the rest is not used."""
 
     curriculum_learning: bool = flag(
         False, "train on the first tokens of each sample, more of them from step to step; the rest is not used"
@@ -41,6 +44,29 @@ class CurriculumFields(ConfigSection):
     curriculum_max_steps: tuple[int, ...] = flag(
         (), "the last step of each of these parts, but for the last one, which has no end", nargs="+", at_least=1
     )
+
+    def length_at(self, step: int, whole: int) -> int:
+        """Tokens of each sample in step number `step`, counted from 1, of the `whole` that a sample has."""
+        if not self.curriculum_learning:
+            return whole
+        if self.curriculum_schedule == FIXED_DISCRETE:
+            return self.curriculum_lengths[bisect.bisect_left(self.curriculum_max_steps, step)]
+        least, most = self.curriculum_min_length or 1, self.curriculum_max_length or whole
+        degree = 1.0 if self.curriculum_schedule == FIXED_LINEAR else self.curriculum_root_degree
+        share = (float(step) / (self.curriculum_steps or 1)) ** (1.0 / degree)
+        length = math.floor(share * (most - least) + least)
+        return min(most, length - length % self.curriculum_length_step)
+
+    def last_step_with_length(self, step: int, whole: int) -> int | None:
+        """The last step with the length of step number `step`; None if the length stays."""
+        length = self.length_at(step, whole)
+        if length == self.length_at(_NEVER, whole):
+            return None
+        beyond = step + 1
+        while self.length_at(beyond, whole) == length:
+            beyond *= 2
+        steps = range(step, beyond)
+        return steps[bisect.bisect_right(steps, length, key=lambda number: self.length_at(number, whole)) - 1]
 
     def curriculum_problems(self) -> Iterator[str]:
         """One sentence for every broken rule between these fields."""

@@ -37,6 +37,9 @@ class OptimRequest(CurriculumFields):
         None, "tokens to train: the run ends with the step that reaches them, or earlier by another length", at_least=1
     )
     optimizer: str = flag("adam", "optimizer family; adam is AdamW", choices=("adam", "sgd"), resume=RUN_MUST_MATCH)
+    use_bnb_optimizer: bool = flag(
+        False, "AdamW of bitsandbytes: moments of 8 bits, those of embeddings and of small tensors of 32"
+    )
     lr: float | None = flag(None, "peak learning rate", at_least=0)
     min_lr: float = flag(0.0, "lowest learning rate of the schedule", at_least=0)
     lr_decay_style: str = flag(
@@ -225,3 +228,11 @@ class OptimConfig(OptimRequest):
     def given_iters(self) -> int | None:
         """The steps of --train-iters; `train_iters` are those that are planned."""
         return self.most_iters if self.train_tokens is not None else self.train_iters
+
+    def length_of_step(self, step: int) -> int:
+        """Tokens of each sample in step number `step`, counted from 1."""
+        return self.length_at(step, self.tokens_per_sample)
+
+    def last_step_of_length(self, step: int) -> int | None:
+        """The last step with the length of step number `step`; None if the length stays."""
+        return self.last_step_with_length(step, self.tokens_per_sample)

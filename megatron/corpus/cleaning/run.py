@@ -23,6 +23,7 @@ from megatron.corpus.cleaning.filters.rejections import BAD_LINE
 from megatron.corpus.cleaning.output import check_output, write_lines
 from megatron.corpus.cleaning.report import CleaningReport
 from megatron.corpus.inputs.files import STANDARD_INPUT
+from megatron.corpus.inputs.lines import bad_line_advice
 from megatron.corpus.inputs.sources import Block, blocks, check_inputs
 from megatron.corpus.workers.pool import choose_workers, run_blocks
 from megatron.corpus.workers.progress import ProgressLine
@@ -191,7 +192,7 @@ class _Writer:
                 f"{block.source}:{line + entry.number + 1}: byte offset {block.start + entry.offset}: {entry.detail}"
             )
             if not self.options.skip_bad_lines:
-                raise DataError(f"{where}. Fix the line, or leave such lines out with --on-bad-line skip.")
+                raise DataError(f"{where}. {bad_line_advice(block.source, entry.detail)}")
             if known + count < _SHOWN_BAD_LINES:
                 self.progress.clear()
                 log.warning(f"{where}; skipped")

@@ -21,6 +21,7 @@ from megatron.corpus.inputs.long_lines import (
 from megatron.tokenizers.long_text import LongText
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_NOT_JSON = "not JSON"
 _SHOWN_BAD_LINES = 5
 _REFUSALS = (ValueError, KeyError, TypeError, RecursionError)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -39,6 +40,20 @@ class BadLine:
     line: int
     offset: int
     reason: str
+
+
+def bad_line_advice(source: str, reason: str) -> str:
+    """What to do about a line that gives no document.
+
+    Args:
+        source: the file it is in.
+        reason: what is wrong with it.
+    """
+    advice = "Fix the line, or leave such lines out with --on-bad-line skip."
+    if not reason.startswith(_NOT_JSON):
+        return advice
+    named = "" if source.endswith(".txt") or source == "<stdin>" else "call the file *.txt and "
+    return rf"{advice} If this is plain text, {named}say what ends a document, such as --document-separator '\n'."
 
 
 @dataclass
@@ -227,11 +242,11 @@ def _parse_slowly(line: bytes, number: int) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as failure:
-        return BadLine(number, len(text[: failure.pos].encode("utf-8")), f"not JSON: {failure.msg}")
+        return BadLine(number, len(text[: failure.pos].encode("utf-8")), f"{_NOT_JSON}: {failure.msg}")
     except RecursionError:
         return BadLine(number, 0, "nested too deeply for JSON")
     except ValueError as failure:
-        return BadLine(number, 0, f"not JSON: {failure}")
+        return BadLine(number, 0, f"{_NOT_JSON}: {failure}")
 
 
 def _with_offsets(bad: list[BadLine], lines: list[bytes], skipped_bytes: int) -> list[BadLine]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron import log
 from megatron.corpus.inputs.files import InputPart
+from megatron.corpus.inputs.lines import bad_line_advice
 from megatron.corpus.inputs.sources import Block, blocks, check_inputs
 from megatron.corpus.preprocess.encode import BlockEncoder, EncodedBlock, EncodeOptions
 from megatron.corpus.preprocess.encode_work import EncodeWork
@@ -154,7 +155,7 @@ def _write(
             number = _newlines(path, bytes_before) + line + bad.line + 1
             where = f"{path}:{number}: byte offset {block.start + bad.offset}: {bad.reason}"
             if not options.skip_bad_lines:
-                raise DataError(f"{where}. Fix the line, or leave such lines out with --on-bad-line skip.")
+                raise DataError(f"{where}. {bad_line_advice(path, bad.reason)}")
             if skipped < _SHOWN_BAD_LINES:
                 progress.clear()
                 log.warning(f"{where}; skipped")

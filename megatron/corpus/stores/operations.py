@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from megatron import log
 from megatron.corpus.inputs.documents import parse_block
+from megatron.corpus.inputs.lines import bad_line_advice
 from megatron.corpus.inputs.sources import blocks, check_inputs, total_bytes
 from megatron.corpus.stores.writers import StoreWriter
 from megatron.corpus.workers.progress import ProgressLine
@@ -119,8 +120,7 @@ def _import_one(
             where = f"{block.source}:{lines + bad.line + 1}: byte offset {block.start + bad.offset}: {bad.reason}"
             if not options.skip_bad_lines:
                 raise DataError(
-                    f"{where}. Nothing of this file was imported. Fix the line, or leave such lines out with "
-                    "--on-bad-line skip."
+                    f"{where}. Nothing of this file was imported. {bad_line_advice(block.source, bad.reason)}"
                 )
             if skipped < _SHOWN_BAD_LINES:
                 log.warning(f"{where}; skipped")

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from megatron.corpus.inputs.documents import parse_block
 from megatron.corpus.inputs.files import expand_inputs
+from megatron.corpus.inputs.lines import bad_line_advice
 from megatron.corpus.inputs.sources import blocks, check_inputs
 from megatron.corpus.workers.progress import ProgressLine
 from megatron.data.formats.atomic_files import check_writable, discard, publish_together, storage_error, write_temporary
@@ -64,8 +65,7 @@ def texts_of(
             bad = parsed.bad[0]
             raise DataError(
                 f"{block.source}:{line + bad.line + 1}: byte offset {block.start + bad.offset}: "
-                f"{bad.reason}. Fix the line, or "
-                "leave such lines out with --on-bad-line skip."
+                f"{bad.reason}. {bad_line_advice(block.source, bad.reason)}"
             )
         line += parsed.lines
         for texts in parsed.texts:

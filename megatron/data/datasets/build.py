@@ -144,9 +144,19 @@ def epoch_samples(
     return counts[0]
 
 
-def empty_splits(data: DataConfig, plan: DataPlan) -> list[str]:
-    """A sentence for each validation or test split that was asked for and has nothing in it."""
+def empty_splits(data: DataConfig, plan: DataPlan, *, is_evaluated: bool = False) -> list[str]:
+    """A sentence for each validation or test split that was asked for and has nothing in it.
+
+    Args:
+        is_evaluated: evaluations were asked for, so that there should be something to validate on at all.
+    """
     found = []
+    if is_evaluated and not plan.valid and not data.valid_groups and not (data.data_path and data.split_shares[1]):
+        reason = f"--split {shown_split(data.split)} gives it no share" if data.data_path else "none is named"
+        found.append(
+            f"there is no validation data ({reason}), so nothing is validated although --eval-interval or --eval-iters "
+            "is given. Give it a share or data of its own (--valid-data-path), or --eval-iters 0 to evaluate nothing."
+        )
     for name, share, asked, planned in (
         ("valid", data.split_shares[1], data.valid_groups, plan.valid),
         ("test", data.split_shares[2], data.test_groups, plan.test),

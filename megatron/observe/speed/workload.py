@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from megatron.config import ModelConfig
@@ -22,6 +23,8 @@ class Workload:
         peak_flops_per_second: what a device could do at most; None where that is not known.
         stages: number of pipeline stages.
         micro_batch_size: samples of a micro-batch.
+        attention_flops_per_sample: the part of `flops_per_sample` that grows with the square of the length.
+        model_attention_flops_per_sample: the same part of `model_flops_per_sample`.
     """
 
     tokens_per_sample: int
@@ -33,6 +36,8 @@ class Workload:
     peak_flops_per_second: float | None = None
     stages: int = 1
     micro_batch_size: int = 1
+    attention_flops_per_sample: float = dataclasses.field(default=0.0, compare=False)
+    model_attention_flops_per_sample: float = dataclasses.field(default=0.0, compare=False)
 
     @classmethod
     def of(
@@ -50,9 +55,35 @@ class Workload:
             predicted_share: share of the positions whose logits are computed.
             **constants: the other attributes.
         """
-        upstreams = flops_per_sample(model, sequence_length, recomputes, predicted_share)
-        own = model_flops_per_sample(model, sequence_length, predicted_share)
-        return cls(sequence_length, upstreams, model_flops_per_sample=own, **constants)  # type: ignore[arg-type]
+        lengths = (sequence_length, 2 * sequence_length)
+        upstreams, upstreams_of_two = (
+            flops_per_sample(model, length, recomputes, predicted_share) for length in lengths
+        )
+        own, own_of_two = (model_flops_per_sample(model, length, predicted_share) for length in lengths)
+        return cls(
+            sequence_length,
+            upstreams,
+            model_flops_per_sample=own,
+            attention_flops_per_sample=upstreams_of_two / 2 - upstreams,
+            model_attention_flops_per_sample=own_of_two / 2 - own,
+            **constants,  # type: ignore[arg-type]
+        )
+
+    def at_length(self, length: int) -> Workload:
+        """The workload of a step whose samples have so many tokens."""
+        if length == self.tokens_per_sample:
+            return self
+        share = length / self.tokens_per_sample
+        squared = {
+            "flops_per_sample": "attention_flops_per_sample",
+            "model_flops_per_sample": "model_attention_flops_per_sample",
+        }
+        changed: dict[str, float] = {}
+        for whole, part in squared.items():
+            attention = getattr(self, part)
+            changed[part] = attention * share**2
+            changed[whole] = (getattr(self, whole) - attention) * share + changed[part]
+        return dataclasses.replace(self, tokens_per_sample=length, **changed)  # type: ignore[arg-type]
 
     def gigaflops_without_embeddings(self, tokens: int) -> float:
         """GFLOPs for training on `tokens` tokens, by the 6 N rule, without embeddings and recompute."""

@@ -20,8 +20,15 @@ def file_failures(request: RunRequest) -> Iterator[MegatronError]:
     tasks = request.control.eval_tasks
     if tasks is not None and not os.path.isfile(tasks):
         yield ConfigError(f"--eval-tasks {tasks} is not a file. Give the path of a YAML or JSON file of tasks.")
-    if log.is_first_rank() and request.saving.save_secondary is None:
+    if not log.is_first_rank():
+        return
+    if request.saving.save_secondary is None:
         yield from _load_failures(request.control)
+    how = request.distillation
+    is_needed = how.is_on and how.kd_iters is None and not request.control.eval_only  # it may be over
+    if is_needed and how.load_teacher is not None:
+        flag = "--kd" if how.kd else "--mos"
+        yield from _checkpoint_failures("--load-teacher", how.load_teacher, flag, "the teacher's run")
 
 
 def _load_failures(control: ControlConfig) -> Iterator[MegatronError]:
@@ -35,23 +42,33 @@ def _load_failures(control: ControlConfig) -> Iterator[MegatronError]:
     flag = next((name for name, is_given in needed.items() if is_given), None)
     if control.load is None or flag is None or control.from_scratch:
         return
-    folder = Path(control.load)
+    yield from _checkpoint_failures("--load", control.load, flag, "an earlier run")
+
+
+def _checkpoint_failures(flag: str, path: str, needing: str, owner: str) -> Iterator[CheckpointError]:
+    """Why a folder holds no checkpoint, without a look into those that it may hold.
+
+    Args:
+        needing: the flag that cannot do without one.
+        owner: whose checkpoints are meant.
+    """
+    folder = Path(path)
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         there = next(parent for parent in folder.absolute().parents if os.path.isdir(parent))
         yield CheckpointError(
-            f"--load {control.load} does not exist, and {flag} needs a checkpoint from it; the nearest folder that "
-            f"exists is {there}. Give the folder of an earlier run's checkpoints."
+            f"{flag} {path} does not exist, and {needing} needs a checkpoint from it; the nearest folder that "
+            f"exists is {there}. Give the folder of the checkpoints of {owner}."
         )
     except OSError as failure:
         yield CheckpointError(
-            f"--load {control.load} cannot be listed: {failure.strerror}, and {flag} needs a checkpoint from it. Give "
+            f"{flag} {path} cannot be listed: {failure.strerror}, and {needing} needs a checkpoint from it. Give "
             "a folder of checkpoints that this user can read."
         )
     else:
         if not names:
             yield CheckpointError(
-                f"--load {control.load} holds no checkpoint, it is empty, and {flag} needs one. Give the folder of an "
-                "earlier run's checkpoints."
+                f"{flag} {path} holds no checkpoint, it is empty, and {needing} needs one. Give the folder of the "
+                f"checkpoints of {owner}."
             )

@@ -36,6 +36,8 @@ def _needed(request: RunRequest, wrong: Collection[str]) -> Iterator[tuple[str, 
     control, data = request.control, request.data
     if control.tensorboard_dir:
         yield f"--tensorboard-dir {control.tensorboard_dir}", "tensorboard"
+    if request.optim.use_bnb_optimizer:
+        yield "--use-bnb-optimizer", "bitsandbytes"
     if control.wandb_project:
         yield f"--wandb-project {control.wandb_project}", "wandb"
     if "tokenizer_type" not in wrong:

@@ -49,6 +49,14 @@ def test_a_split_that_was_asked_for_and_is_empty_is_named(tmp_path, corpus):
     for split in ("1,0,0", "5,3,2"):
         data = config(corpus, split=split)
         assert empty_splits(data, build(data, (2, 2, 2))[1]) == []
+    data = config(corpus, split="1,0,0")
+    (found,) = empty_splits(data, build(data, (2, 2, 2))[1], is_evaluated=True)
+    assert found.startswith("there is no validation data (--split 1,0,0 gives it no share), so nothing is validated")
+    data = DataConfig(seq_length=8, train_data_path=(corpus,))
+    (found,) = empty_splits(data, build(data, (2, 2, 2))[1], is_evaluated=True)
+    assert found.startswith(
+        "there is no validation data (none is named), so nothing is validated although --eval-inter"
+    )
     valid = (f"v: 1 0:0.1 {prefix}", f"w: 1 0:1 {prefix}")
     data = DataConfig(
         seq_length=8, train_weighted_split_paths=(f"t: 1 0:0.9 {prefix}",), valid_weighted_split_paths=valid

@@ -51,3 +51,12 @@ def test_utilization_needs_a_peak_and_a_rate() -> None:
     assert workload.utilization_ratio(8.0) == 0.4
     assert workload.utilization_ratio(0.0) is None
     assert Workload(36, 1.0).utilization_ratio(8.0) is None
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_shorter_samples_take_what_a_network_of_that_length_takes(recomputes: bool) -> None:
+    whole = Workload.of(model_config(), 36, recomputes=recomputes, device_count=2)
+    short, expected = whole.at_length(9), Workload.of(model_config(), 9, recomputes=recomputes, device_count=2)
+    for name in ("flops_per_sample", "model_flops_per_sample", "attention_flops_per_sample"):
+        assert getattr(short, name) == pytest.approx(getattr(expected, name))
+    assert (short.tokens_per_sample, short.device_count) == (9, 2) and whole.at_length(36) is whole

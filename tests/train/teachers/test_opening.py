@@ -57,7 +57,7 @@ def whole(corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     teacher = {"save": corpus.folder / "teacher", "save_interval": 8, "run_dir": folder / "teacher", "num_layers": 3}
     copied = {"num_layers": 3, "hidden_size": 32, "train_iters": 40, "kd_alpha_ce": 0, "kd_beta_ce": 1, "eval_iters": 0}
     refused = {
-        "there is no checkpoint in": {"load_teacher": corpus.folder / "nowhere"},
+        "there is no checkpoint in": {"load_teacher": corpus.folder},
         "--num-layers-teacher is 4, and the teacher": {"num_layers_teacher": 4},
         "has a vocabulary of 600 and this network one of 640": {"vocab_size": 640},
         "has 32 positions, which is less than --seq-length 40": {"seq_length": 40, "max_position_embeddings": 40},

@@ -1,0 +1,1 @@
+"""Curves of one or more runs: read from their records, smoothed, drawn as text and as images."""
