@@ -80,7 +80,7 @@ from megatron.train.start_up.facts import build_summary, training_shares
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
 from megatron.train.tasks.completing import open_prompts
 from megatron.train.tasks.opening import open_tasks
-from megatron.train.teachers.opening import distilled
+from megatron.train.teachers.opening import begin_distillation
 from megatron.train.watchdog import Watch
 
 
@@ -199,15 +199,12 @@ def _build(
         warn_if_done(config.optim, progress)
     activity = Activity()
     resumed_step = progress.step if is_resume else None
-    after_commit = activity.before(Keeping(config.saving, resumed_step, lambda: watch.beat("save")))
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
     names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
-    student = build_objective(config, mesh, source_count=len(names))
-    has_teacher = not (config.control.eval_only or config.distillation.is_over(progress.step))
-    engine.objective = distilled(student, config, engine.steps, mesh, tokenizer) if has_teacher else student
+    engine.objective = build_objective(config, mesh, source_count=len(names))
+    student = begin_distillation(engine, config, tokenizer, progress.step)
     report = _open_report(config, mesh, sizes[1], names, watch, plan, is_resume=record is not None or start.is_restart)
-    profiler = _show_start(config, engine, sizes, datasets, plan, progress, watch, is_loaded=record is not None)
     return Run(
         config=config,
         mesh=mesh,
@@ -223,14 +220,14 @@ def _build(
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=resumed_step,
         writer=writer,
-        after_commit=after_commit,
+        after_commit=activity.before(Keeping(config.saving, resumed_step, lambda: watch.beat("save"))),
         identity=start.identity,
         history=history,
         passes=passes,
-        student=student if has_teacher else None,
+        student=student,
         passed_batches=tuple(record.passed_batches) if record is not None and is_resume else (),
         tasks=tasks,
-        profiler=profiler,
+        profiler=_show_start(config, engine, sizes, datasets, plan, progress, watch, is_loaded=record is not None),
         prompts=prompts,
         activity=activity,
     )

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN_BY = {
     "README.md": "tools/test_readme.py",  # by their parsers; the same programs are run for docs/training.md
     "docs/checkpoints.md": "tools/test_checkpoint_guide.py",
+    "docs/containers.md": "test_containers.py",
     "docs/data.md": "tools/test_data_guide.py",
     "docs/distillation.md": "tools/test_distillation_guide.py",
     "docs/evaluation.md": "tools/test_evaluation_guide.py",

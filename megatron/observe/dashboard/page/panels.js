@@ -109,8 +109,7 @@ export async function checkpoints(state) {
 export async function events(state) {
   const { events: found } = await get("/api/details", { run: state.focused });
   if (!found.length) return [runBar(state), empty("Nothing has happened yet", "Starts, resumes, saves, skipped updates and stops appear here.")];
-  const rows = found.map((one, place) => [one, place]).sort(([one, first], [other, second]) =>
-    (other.at ?? 0) - (one.at ?? 0) || (other.iteration ?? 0) - (one.iteration ?? 0) || second - first).map(([one]) => element("tr", {},
+  const rows = found.reverse().map((one) => element("tr", {},
     cell(moment(one.at), "number"), cell(one.iteration === null ? "" : whole(one.iteration), "number"),
     cell(element("span", { class: "badge", "data-level": one.level }, one.kind)), cell(one.text)));
   return [runBar(state), table(["When", "Step", "Event", ""], rows)];
