@@ -191,10 +191,11 @@ def test_flags_that_are_named_exist(document: str) -> None:
     known |= {spelling for entry in flags_of(HelloDeepSpeedEngineFlags) for spelling in entry.spellings}
     known |= {"--tensor-parallel-size"}  # of vLLM, in docs/other_trainers.md
     known |= {"--bind_cores_to_rank", "--num_gpus"}  # of DeepSpeed's launcher
+    known |= {"--shm-size"}  # of docker
     text = (ROOT / document).read_text()
     elsewhere = "\n".join(
         path.read_text()
-        for folder in ("tools", "tasks", "tasks/eval_harness", "examples", "tests")
+        for folder in ("tools", "tasks", "tasks/eval_harness", "examples", "tests", "tests/config/published")
         for path in (ROOT / folder).glob("*")
         if path.is_file()
     )
