@@ -191,11 +191,19 @@ def test_flags_that_are_named_exist(document: str) -> None:
     known |= {spelling for entry in flags_of(HelloDeepSpeedEngineFlags) for spelling in entry.spellings}
     known |= {"--tensor-parallel-size"}  # of vLLM, in docs/other_trainers.md
     known |= {"--bind_cores_to_rank", "--num_gpus"}  # of DeepSpeed's launcher
-    known |= {"--shm-size"}  # of docker
+    known |= {"--shm-size", "--rdzv-endpoint"}  # of docker, of torchrun
     text = (ROOT / document).read_text()
     elsewhere = "\n".join(
         path.read_text()
-        for folder in ("tools", "tasks", "tasks/eval_harness", "examples", "tests", "tests/config/published")
+        for folder in (
+            "tools",
+            "tasks",
+            "tasks/eval_harness",
+            "examples",
+            "tests",
+            "tests/config/published",
+            "megatron/launch",
+        )
         for path in (ROOT / folder).glob("*")
         if path.is_file()
     )
