@@ -196,7 +196,15 @@ def test_flags_that_are_named_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     elsewhere = "\n".join(
         path.read_text()
-        for folder in ("tools", "tasks", "tasks/eval_harness", "examples", "tests")
+        for folder in (
+            "tools",
+            "tasks",
+            "tasks/eval_harness",
+            "examples",
+            "tests",
+            "tests/config/published",
+            "megatron/launch",
+        )
         for path in (ROOT / folder).glob("*")
         if path.is_file()
     )
