@@ -38,6 +38,7 @@ RUN_BY_THEIR_GUIDES = {
     "docs/evaluation.md": "test_evaluation_guide.py",
     "docs/finetuning.md": "test_finetuning_guide.py",
     "docs/generation.md": "test_generation_guide.py",
+    "docs/launching.md": "test_launching_guide.py",
     "docs/masked_language_models.md": "test_masked_guide.py",
     "docs/prefix_lm.md": "test_prefix_guide.py",
     "docs/serving.md": "test_serving_guide.py",
@@ -47,6 +48,10 @@ LAUNCH_SCRIPTS = ("examples/pretrain_gpt.slurm",)
 SHELL_FILES = (
     *LAUNCH_SCRIPTS,
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*.sh")),
+    "examples/pretrain.slurm",
+    "examples/preprocess.slurm",
+    "examples/merge_shards.slurm",
+    "tests/launch/install_schedulers.sh",
     "benchmarks/gpu/run.sh",
     "examples/turkish/run.sh",
     "tests/run.sh",
