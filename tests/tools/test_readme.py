@@ -191,6 +191,8 @@ def test_flags_that_are_named_exist(document: str) -> None:
     known |= {spelling for entry in flags_of(HelloDeepSpeedEngineFlags) for spelling in entry.spellings}
     known |= {"--tensor-parallel-size"}  # of vLLM, in docs/other_trainers.md
     known |= {"--bind_cores_to_rank", "--num_gpus"}  # of DeepSpeed's launcher
+    known |= {"--shm-size", "--rdzv-endpoint"}  # of docker and torchrun
+    known |= {"--extra-eval-data-path", "--from-weights"}  # of forks' branches, in docs/published_commands.md
     text = (ROOT / document).read_text()
     elsewhere = "\n".join(
         path.read_text()
