@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron import log
 from megatron.config import ConfigSection, flag, parse_flags
@@ -21,7 +20,7 @@ from megatron.config import ConfigSection, flag, parse_flags
 class DrawFlags(ConfigSection):
     """Flags of this program."""
 
-    output: str = flag(str(ROOT / "docs" / "pictures"), "folder of the drawings")
+    output: str = flag("docs/pictures", "folder of the drawings")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

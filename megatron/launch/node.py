@@ -16,7 +16,7 @@ from megatron import log
 from megatron.errors import LaunchError
 from megatron.launch.supervise import Child, Patience, Supervisor
 
-LAUNCH_VARIABLE = "MEGATRON_LAUNCH"  # tells a rank that its parent is this launcher, which it must not outlive
+LAUNCH_VARIABLE = "MEGATRON_LAUNCHER"  # tells a rank that its parent is this launcher, which it must not outlive
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,6 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
 from megatron.model.interface.network import LayerKind
 from megatron.model.networks import network_layers
-from megatron.objective.language_model import LanguageModelObjective
-from megatron.observe.activity.activity import Activity
 from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.naming.reserving import with_run_name
 from megatron.observe.profiling.step_profiler import check_profile_ranks
@@ -78,7 +76,7 @@ from megatron.train.start_up.facts import show_start, workload_of
 from megatron.train.stop import StopRules, kill_switch_is_on, kill_switch_message
 from megatron.train.tasks.completing import open_prompts
 from megatron.train.tasks.opening import open_tasks
-from megatron.train.teachers.opening import distilled
+from megatron.train.teachers.opening import begin_distillation
 from megatron.train.watchdog import Watch
 
 
@@ -129,6 +127,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         if save is not None:
             sweep_at_start(Path(save), mesh)
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history, watch)
+        run.after_commit = run.activity.before(run.after_commit)
         if run.writer is not None:
             run.writer.after_commit = run.after_commit
             closing.enter_context(run.writer).beat = lambda: watch.beat("save")
@@ -195,12 +194,12 @@ def _build(
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
         warn_if_done(config.optim, progress)
-    activity = Activity()
     resumed_step = progress.step if is_resume else None
-    after_commit = activity.before(Keeping(config.saving, resumed_step, lambda: watch.beat("save")))
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
-    names, student = _set_objective(config, engine, plan, tokenizer, progress)
+    names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
+    engine.objective = build_objective(config, mesh, source_count=len(names))
+    student = begin_distillation(engine, config, tokenizer, progress.step)
     report = _open_report(config, mesh, sizes[1], names, watch, plan, is_resume=record is not None or start.is_restart)
     profiler = show_start(config, engine, sizes, datasets, plan, progress, watch, is_loaded=record is not None)
     return Run(
@@ -218,7 +217,7 @@ def _build(
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=resumed_step,
         writer=writer,
-        after_commit=after_commit,
+        after_commit=Keeping(config.saving, resumed_step, lambda: watch.beat("save")),
         identity=start.identity,
         history=history,
         passes=passes,
@@ -227,19 +226,7 @@ def _build(
         tasks=tasks,
         profiler=profiler,
         prompts=prompts,
-        activity=activity,
     )
-
-
-def _set_objective(
-    config: RunConfig, engine: Engine, plan: DataPlan, tokenizer: Tokenizer, progress: Progress
-) -> tuple[tuple[str, ...], LanguageModelObjective | None]:
-    """Gives the engine its objective; returns the sources whose losses it measures, and what follows a teacher."""
-    names = plan.train.source_names() if config.control.log_per_source_loss and plan.train else ()
-    student = build_objective(config, engine.mesh, source_count=len(names))
-    has_teacher = not (config.control.eval_only or config.distillation.is_over(progress.step))
-    engine.objective = distilled(student, config, engine.steps, engine.mesh, tokenizer) if has_teacher else student
-    return names, student if has_teacher else None
 
 
 def _open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) -> tuple[Engine, tuple[int, int, int]]:

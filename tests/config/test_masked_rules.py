@@ -22,6 +22,7 @@ MASKED = "--objective masked --bidirectional"
         ("--loss-on-targets-only", "--loss-on-targets-only is for prompts with answers"),
         ("--pack-examples", "--pack-examples is for prompts with answers"),
         ("--eval-tasks tasks.yaml", "--eval-tasks scores continuations of a text"),
+        ("--sample-prompts prompts.txt", "--sample-prompts asks for continuations of a text"),
         ("--seq-length 4", "--seq-length 4 with --mask-prob 0.15 leaves no token of a sample"),
     ],
 )

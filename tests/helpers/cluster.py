@@ -7,19 +7,28 @@ Slurm needs slurmctld, slurmd and munged, which are the packages slurm-wlm and m
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+from tests.helpers.programs import serve, stand_in_text
+from tests.helpers.ranks import fork_server_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOSTS = ("node003", "node011")
 CONTROLLER = "head"
 _START_SECONDS = 60
+_PARENT_DEATH_SIGNAL = 1  # prctl(2), PR_SET_PDEATHSIG
+_NEW_UTS = 0x04000000  # sched.h, CLONE_NEWUTS
 _UNSHARE = ("unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 _SLURM_PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol")
 _FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
@@ -113,6 +122,26 @@ def missing_for_slurm() -> str:
     return missing_for_hosts()
 
 
+def _die_with_parent() -> None:
+    """Has Linux kill this process when the one that runs the tests ends, however it does."""
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _serve_on_host(sandbox: int, host: str, address: str, stand_in: str, tests: Connection) -> None:
+    """Enters the namespaces of a host, and runs programs there; only what is forked enters that of processes."""
+    library = ctypes.CDLL(None, use_errno=True)
+    networks = Path(f"/proc/{sandbox}/root/run/netns/{host}")
+    places = [networks, *(Path(f"/proc/{sandbox}/ns/{kind}") for kind in ("pid", "mnt"))]
+    handles = [os.open(place, os.O_RDONLY) for place in places]
+    calls = [library.unshare(_NEW_UTS), *(library.setns(handle, 0) for handle in handles)]
+    if any(calls):
+        raise OSError(ctypes.get_errno(), f"the namespaces of {host} cannot be entered")
+    for handle in handles:
+        os.close(handle)
+    socket.sethostname(host)
+    serve(address, stand_in, tests)
+
+
 class Cluster:
     """The hosts, for as long as the context is open.
 
@@ -125,9 +154,13 @@ class Cluster:
         self._with_slurm = with_slurm
         self._sandbox: subprocess.Popen[bytes] | None = None
         self._init = 0
+        self._pipes: list[Connection] = []
 
     def __enter__(self) -> Cluster:
         script = _NETWORK
+        (self.folder / "bin").mkdir()
+        Path(self.python).write_text(stand_in_text(f"{self.folder}/socket.$(hostname)"))
+        Path(self.python).chmod(0o755)
         if self._with_slurm:
             script += _SLURM
             self._configure()
@@ -136,11 +169,14 @@ class Cluster:
             self._sandbox = subprocess.Popen(
                 [*_UNSHARE, "sh", "-c", script],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=self._environment({}),
+                preexec_fn=_die_with_parent,
             )  # fmt: skip
         try:
             self._wait_until((self.folder / "ready").exists)
             children = Path(f"/proc/{self._sandbox.pid}/task/{self._sandbox.pid}/children").read_text()
             self._init = int(children.split()[0])
+            for host in HOSTS:
+                self._serve_programs(host)
             if self._with_slurm:
                 self._wait_until(lambda: self.output("sinfo -h -t idle -o %D").strip() == str(len(HOSTS)))
         except BaseException:
@@ -153,6 +189,8 @@ class Cluster:
 
     def close(self) -> None:
         """Ends everything that runs on the hosts."""
+        for pipe in self._pipes:
+            pipe.close()
         if self._sandbox is not None:
             self._sandbox.kill()
             self._sandbox.wait()
@@ -193,9 +231,14 @@ class Cluster:
         """What a shell's script prints on the controller's host."""
         return self.run(CONTROLLER, ["sh", "-c", script], **environment)[1]
 
+    @property
+    def python(self) -> str:
+        """A stand-in for `sys.executable`, whose programs are forked on the host; see tests/helpers/programs.py."""
+        return str(self.folder / "bin" / "python")
+
     def power_off(self, host: str) -> None:
-        """Kills every process on a host, as a power cut would."""
-        self.output(f"ip netns pids {host} | xargs -r kill -9")
+        """Kills every process on a host, as a power cut would; all but Slurm's daemon, which later tests need."""
+        self.output(f"for one in $(ip netns pids {host}); do grep -q slurmd /proc/$one/comm || kill -9 $one; done")
 
     def job_state(self, job: str) -> dict[str, str]:
         """What Slurm says of a job, by field."""
@@ -206,6 +249,16 @@ class Cluster:
         """Waits until a job is in one of some states."""
         self._wait_until(lambda: self.job_state(job).get("JobState") in states, 120)
         return self.job_state(job)
+
+    def _serve_programs(self, host: str) -> None:
+        """Starts the server of `python` on a host, a fork of the one that all tests share."""
+        context = fork_server_context()
+        ours, theirs = context.Pipe()
+        arguments = (self._init, host, str(self.folder / f"socket.{host}"), self.python, theirs)
+        context.Process(target=_serve_on_host, args=arguments, daemon=True).start()
+        theirs.close()
+        self._pipes.append(ours)
+        ours.recv()  # it listens
 
     def _configure(self) -> None:
         (self.folder / "munge.key").write_bytes(os.urandom(128))
@@ -223,7 +276,7 @@ class Cluster:
         own = {
             "FOLDER": str(self.folder), "SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin",
+            "PATH": f"{self.folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin",
         }  # fmt: skip
         return {**environment, **own, **more}
 

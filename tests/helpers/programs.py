@@ -45,18 +45,23 @@ def forking_python() -> str:
     folder = tempfile.TemporaryDirectory(prefix="python")
     atexit.register(folder.cleanup)
     address, stand_in = str(Path(folder.name) / "socket"), Path(folder.name) / "python"
-    stand_in.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{_CLIENT}" "{address}" "$@"\n')
+    stand_in.write_text(stand_in_text(address))
     stand_in.chmod(0o755)
     context = fork_server_context()
     ours, theirs = context.Pipe()
-    context.Process(target=_serve, args=(address, str(stand_in), theirs), daemon=True).start()
+    context.Process(target=serve, args=(address, str(stand_in), theirs), daemon=True).start()
     theirs.close()
     ours.recv()  # the server listens
     _PIPES.append(ours)
     return str(stand_in)
 
 
-def _serve(address: str, stand_in: str, tests: Connection) -> None:
+def stand_in_text(address: str) -> str:
+    """The text of a stand-in for `sys.executable` whose server listens at an address."""
+    return f'#!/bin/sh\nexec "{sys.executable}" -IS "{_CLIENT}" "{address}" "$@"\n'
+
+
+def serve(address: str, stand_in: str, tests: Connection) -> None:
     """Forks twice for each client: the process that attends to it, and from that the program.
 
     Ends with the process that runs the tests, however that ends.

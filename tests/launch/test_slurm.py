@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +77,7 @@ def test_ranks_meet_and_exit_codes_reach_the_caller(slurm: Cluster, project: Pat
     assert sorted(re.findall(rf"RANK \d \d {HOSTS[0]}", said)) == expected
 
     (project / "meeting.py").write_text(MEETING)
-    code, said = slurm.run("head", ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "meeting.py"])
+    code, said = slurm.run("head", ["srun", "--nodes=2", "--ntasks-per-node=1", slurm.python, "meeting.py"])
     assert code == 0 and sorted(re.findall(r"MET \d \d \d \d node\d+", said)) == [
         f"MET {rank} 2 3 0 {HOSTS[rank]}" for rank in (0, 1)
     ]

@@ -39,7 +39,7 @@ HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
     ("environ", "flag", "expected"),
     [
         (TORCHRUN, None, (3, 4, 1, "head", 1234, "torchrun")),
-        ({**BY_HAND, "LOCAL_RANK": "1", "MEGATRON_LAUNCH": "1"}, None, (1, 2, 1, "h", 29500, "launch")),
+        ({**BY_HAND, "LOCAL_RANK": "1", "MEGATRON_LAUNCHER": "1"}, None, (1, 2, 1, "h", 29500, "launch")),
         (DEEPSPEED, None, (1, 2, 1, "127.0.0.1", 29500, "deepspeed")),
         (DEEPSPEED, 0, (1, 2, 1, "127.0.0.1", 29500, "deepspeed")),
         ({**TORCHRUN, **SRUN}, None, (3, 4, 1, "head", 1234, "torchrun")),

@@ -112,26 +112,6 @@ def test_plain_python_and_hand_set_variables(program: Path) -> None:
         (program.parent / "rank0").unlink()
 
 
-def test_srun_and_mpirun(program: Path) -> None:
-    job = str(free_port())  # the port follows from the job number: two runs of this test must not share one
-    slurm = {
-        "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NODELIST": "no-such-host",
-    }  # fmt: skip
-    mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    for shared, names, python in (
-        (slurm, ("SLURM_PROCID", "SLURM_LOCALID"), forking_python()),
-        # The port follows from the common parent, which forked programs do not have.
-        (mpi, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), sys.executable),
-    ):
-        _finish(
-            [_start(_python(program, python=python), **shared, **dict.fromkeys(names, str(rank))) for rank in (0, 1)]
-        )
-        assert _words(program.parent, 2) == [["2", "3", "0"], ["2", "3", "1"]]
-        for rank in (0, 1):
-            (program.parent / f"rank{rank}").unlink()
-
-
 def test_local_rank_flag(program: Path) -> None:
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     _finish([_start(_python(program, f"--local_rank={rank}"), **shared, RANK=str(rank)) for rank in (0, 1)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tools.pictures.canvas import Canvas
 
-
 _SHARES = ("samples 0 and 1, then 4 and 5", "samples 2 and 3, then 6 and 7")
 
 
@@ -14,9 +13,9 @@ def draw_batch() -> str:
         960,
         760,
         "From a line of text to the loss",
-        "Text is encoded once into token files. At the start of a run the order of all samples is planned. In every step "
-        "the samples of a global batch are divided among the copies of the model, pass through the stages, and give one "
-        "sum of losses and one number of tokens.",
+        "Text is encoded once into token files. At the start of a run the order of all samples is planned. In every "
+        "step the samples of a global batch are divided among the copies of the model, pass through the stages, and "
+        "give one sum of losses and one number of tokens.",
     )
     _draw_preparation(canvas)
     _draw_order(canvas)
@@ -35,7 +34,9 @@ def _draw_preparation(canvas: Canvas) -> None:
     canvas.arrow([(274, 110), (346, 110)])
     canvas.labelled_box(354, 70, 230, 80, "tokenizer\nOnce | upon | a | ...\n5811 · 2402 · 64 · ...", color="plain")
     canvas.arrow([(588, 110), (660, 110)])
-    canvas.labelled_box(668, 70, 250, 80, "corpus_text_document\n.bin: all ids, .idx: where\neach document begins", color="teal")
+    canvas.labelled_box(
+        668, 70, 250, 80, "corpus_text_document\n.bin: all ids, .idx: where\neach document begins", color="teal"
+    )
 
 
 def _draw_order(canvas: Canvas) -> None:
@@ -45,7 +46,9 @@ def _draw_order(canvas: Canvas) -> None:
     canvas.arrow([(664, 305), (592, 305)], color="teal")
     canvas.labelled_box(354, 250, 230, 110, "samples\nshuffled and blended\nby the sources' weights", color="amber")
     canvas.arrow([(350, 305), (278, 305)], color="amber")
-    canvas.labelled_box(40, 250, 230, 110, "sample n of the run\nn counts consumed samples:\nall that a resume must know", color="amber")
+    canvas.labelled_box(
+        40, 250, 230, 110, "sample n of the run\nn counts consumed samples:\nall that a resume must know", color="amber"
+    )
 
 
 def _draw_step(canvas: Canvas) -> None:
@@ -61,6 +64,8 @@ def _draw_step(canvas: Canvas) -> None:
     canvas.arrow([(793, 578), (793, 628)], color="violet")
     canvas.labelled_box(668, 634, 250, 86, "on each copy\nsum of losses\nnumber of counted tokens", color="violet")
     canvas.arrow([(664, 677), (592, 677)], color="violet")
-    canvas.labelled_box(354, 634, 230, 86, "over all copies\nloss = Σ losses / Σ tokens\nand gradients likewise", color="rose")
+    canvas.labelled_box(
+        354, 634, 230, 86, "over all copies\nloss = Σ losses / Σ tokens\nand gradients likewise", color="rose"
+    )
     canvas.arrow([(350, 677), (278, 677)], color="rose")
     canvas.labelled_box(40, 634, 230, 86, "update\nn grows by 8; the learning\nrate is a function of n", color="rose")

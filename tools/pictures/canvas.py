@@ -33,14 +33,11 @@ class Canvas:
         self._description = description
         self._parts: list[str] = []
 
-    def box(
-        self, x: float, y: float, width: float, height: float, *, color: str = "plain", radius: int = 8, dashed: bool = False
-    ) -> None:
+    def box(self, x: float, y: float, width: float, height: float, *, color: str = "plain", radius: int = 8) -> None:
         """A rectangle with its left upper corner at (x, y)."""
-        dashes = ' stroke-dasharray="6 5"' if dashed else ""
         self._parts.append(
             f'<rect class="{color}" x="{_number(x)}" y="{_number(y)}" width="{_number(width)}" '
-            f'height="{_number(height)}" rx="{radius}"{dashes}/>'
+            f'height="{_number(height)}" rx="{radius}"/>'
         )
 
     def text(
@@ -56,7 +53,7 @@ class Canvas:
         mono: bool = False,
     ) -> None:
         """Lines of text, divided by newlines; (x, y) is the base line of the first."""
-        style = f' font-weight="600"' if bold else ""
+        style = ' font-weight="600"' if bold else ""
         kind = f"{color}-text mono" if mono else f"{color}-text"
         for number, line in enumerate(lines.split("\n")):
             self._parts.append(
@@ -76,16 +73,11 @@ class Canvas:
                 x + width / 2, first + number * LINE, line, color=color, anchor="middle", bold=number == 0, mono=mono
             )
 
-    def arrow(
-        self, points: list[tuple[float, float]], *, color: str = "plain", both_ends: bool = False, dashed: bool = False
-    ) -> None:
+    def arrow(self, points: list[tuple[float, float]], *, color: str = "plain", both_ends: bool = False) -> None:
         """A line through points with a head at its end, or at both."""
         path = " ".join(f"{'ML'[number > 0]}{_number(x)} {_number(y)}" for number, (x, y) in enumerate(points))
         start = f' marker-start="url(#{color}-head)"' if both_ends else ""
-        dashes = ' stroke-dasharray="6 5"' if dashed else ""
-        self._parts.append(
-            f'<path class="{color}-line" d="{path}"{start} marker-end="url(#{color}-head)"{dashes}/>'
-        )
+        self._parts.append(f'<path class="{color}-line" d="{path}"{start} marker-end="url(#{color}-head)"/>')
 
     def to_svg(self) -> str:
         """The drawing as an SVG document."""
@@ -98,13 +90,19 @@ class Canvas:
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
             f'height="{height}" role="img" aria-labelledby="title description">\n'
-            f'<title id="title">{escape(self._title)}</title>\n<desc id="description">{escape(self._description)}</desc>\n'
+            f'<title id="title">{escape(self._title)}</title>\n'
+            f'<desc id="description">{escape(self._description)}</desc>\n'
             f"<style>\n{_style()}</style>\n<defs>{heads}</defs>\n" + "\n".join(self._parts) + "\n</svg>\n"
         )
 
 
 def _style() -> str:
-    rules = [f"text {{ {_FONT} }}", f".mono {{ {_MONO} }}", "path { fill: none; stroke-width: 2 }", "rect { stroke-width: 1.5 }"]
+    rules = [
+        f"text {{ {_FONT} }}",
+        f".mono {{ {_MONO} }}",
+        "path { fill: none; stroke-width: 2 }",
+        "rect { stroke-width: 1.5 }",
+    ]
     light = _scheme(0)
     dark = [f"  {rule}" for rule in _scheme(1)]
     return "\n".join([*rules, *light, "@media (prefers-color-scheme: dark) {", *dark, "}"]) + "\n"

@@ -55,7 +55,13 @@ def _draw_written(canvas: Canvas, rank: int) -> None:
     canvas.arrow([(184, y + height / 2), (282, y + height / 2)], color=_COLORS[rank])
     canvas.box(290, y, 380, height, color=_COLORS[rank])
     canvas.text(
-        480, y + height / 2 + 5, f"pieces_0000{rank}.safetensors", color=_COLORS[rank], anchor="middle", mono=True, size=14
+        480,
+        y + height / 2 + 5,
+        f"pieces_0000{rank}.safetensors",
+        color=_COLORS[rank],
+        anchor="middle",
+        mono=True,
+        size=14,
     )
 
 

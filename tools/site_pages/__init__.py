@@ -1,1 +1,1 @@
-"""Makes the generated pages of the site (`mkdocs build`): flags, programs, interfaces, messages, files of the project."""
+"""The generated pages of the site (`mkdocs build`): flags, programs, interfaces, messages, files of the project."""

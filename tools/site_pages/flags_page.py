@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import importlib
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,8 +15,8 @@ from megatron.config.run import sections_of
 
 _FLAGS_BEGIN = """# Flags
 
-Every flag of `pretrain_gpt.py`, with its default and with what a resumed run does with it. The page is made from the
-typed fields that the program itself reads, so it cannot be out of date.
+Every flag of `pretrain_gpt.py`, with its values, its default, and what a resumed run does with it. The page is made
+from the typed fields that the program itself reads, so it cannot be out of date.
 
 A field of `--config FILE` has the flag's name without dashes in front and with underscores (`num_layers: 12`); the
 command line wins over the file, and the file over a preset. A switch that is on by default is listed by the flag that
@@ -56,7 +54,11 @@ def flags_page() -> str:
     legacy = legacy_flags().values()
     for status, title, verb in (
         (IGNORED, "Accepted and ignored", "A script that has one of these runs, and a notice says what happens"),
-        (REFUSED, "Refused", "These would change what is trained, so a run does not start; the reason says what to use"),
+        (
+            REFUSED,
+            "Refused",
+            "These would change what is trained, so a run does not start",
+        ),
     ):
         text += f"## {title}\n\n{verb}.\n\n{_legacy_table(entry for entry in legacy if entry.status == status)}\n"
     return text
@@ -75,10 +77,10 @@ def programs_page(root: Path) -> str:
         text += f"## {path.name}\n\n{_program_text(module.__doc__ or '')}\n\n"
         for section in sections:
             own = flags_of(section)
+            command = section.__name__.removesuffix("Flags").lower()
             if own:
-                title = "" if len(sections) == 1 else f"### {path.name} {section.__name__.removesuffix('Flags').lower()}\n\n"
+                title = "" if len(sections) == 1 else f"### {path.name} {command}\n\n"
                 text += f"{title}{_table(own, with_resume=False)}\n"
-        sys.modules.pop(f"tools.{path.stem}", None)
     return text
 
 
@@ -122,11 +124,11 @@ def _sentence(section: type) -> str:
 
 
 def _table(flags: Sequence[Flag], *, with_resume: bool) -> str:
-    head = "| flag | value | default | what it does |" + (" on resume |" if with_resume else "")
-    rows = [head, "|---" * (5 if with_resume else 4) + "|"]
+    head = "| flag | what it does |" + (" on resume |" if with_resume else "")
+    rows = [head, "|---" * (3 if with_resume else 2) + "|"]
     for flag in flags:
-        cells = [_names(flag), _values(flag), _default(flag), _meaning(flag)]
-        rows.append("| " + " | ".join(cells + ([flag.facts.resume] if with_resume else [])) + " |")
+        cells = [f"{_names(flag)}<br>{_values(flag)}", _meaning(flag)]
+        rows.append("| " + " | ".join(cells + ([_cell(flag.facts.resume)] if with_resume else [])) + " |")
     return "\n".join(rows) + "\n"
 
 
@@ -138,11 +140,14 @@ def _names(flag: Flag) -> str:
 
 
 def _values(flag: Flag) -> str:
-    if flag.facts.choices:
-        return ", ".join(f"`{choice}`" for choice in flag.facts.choices)
+    default = _default(flag)
     if flag.element is bool and not flag.is_tuple:
-        return "switch"
-    return flag.type_name + "".join(f", {bound}" for bound in _bounds(flag))
+        return default
+    if flag.facts.choices:
+        kind = ", ".join(f"`{choice}`" for choice in flag.facts.choices)
+    else:
+        kind = flag.type_name + "".join(f", {bound}" for bound in _bounds(flag))
+    return f"{kind}; {default}" if default else kind
 
 
 def _bounds(flag: Flag) -> Iterator[str]:
@@ -156,8 +161,10 @@ def _default(flag: Flag) -> str:
     if flag.required:
         return "required"
     if flag.facts.computed is not None:
-        return "computed"
-    return "" if flag.default is None else f"`{flag.shown_default}`" if flag.shown_default else "empty"
+        return "default: computed"
+    if flag.default in (None, "", ()):
+        return ""
+    return f"default: `{flag.shown_default}`"
 
 
 def _meaning(flag: Flag) -> str:
@@ -171,7 +178,8 @@ def _legacy_table(entries: Iterable[Legacy]) -> str:
     rows = ["| flag | why, and what to use |", "|---|---|"]
     by_reason: dict[str, list[str]] = {}
     for entry in entries:
-        by_reason.setdefault(entry.reason, []).append(f'<code id="{entry.flag.field.replace("_", "-")}">{entry.flag.positive_name}</code>')
+        anchor = entry.flag.positive_name.removeprefix("--")
+        by_reason.setdefault(entry.reason, []).append(f'<code id="{anchor}">{entry.flag.positive_name}</code>')
     rows += [f"| {'<br>'.join(names)} | {_cell(reason)} |" for reason, names in by_reason.items()]
     return "\n".join(rows) + "\n"
 

@@ -16,9 +16,7 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "megatron.config.parse",
             "megatron.config.resolve",
             "megatron.config.run",
-            "megatron.config.resume",
             "megatron.config.flags.fields",
-            "megatron.config.flags.section",
             "megatron.config.schedule",
         ),
     ),
@@ -28,10 +26,7 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (
             "megatron.parallel.mesh",
             "megatron.parallel.shard_spec",
-            "megatron.parallel.rng",
-            "megatron.parallel.agreement",
             "megatron.parallel.tensor.layers",
-            "megatron.parallel.tensor.collectives",
             "megatron.parallel.tensor.cross_entropy",
         ),
     ),
@@ -40,12 +35,8 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "The networks as lists of layers that each rank builds its part of, their blocks, and the losses.",
         (
             "megatron.model.gpt",
-            "megatron.model.bert",
-            "megatron.model.initial_values",
             "megatron.model.blocks.transformer",
             "megatron.model.blocks.attention",
-            "megatron.model.blocks.feed_forward",
-            "megatron.model.blocks.position",
             "megatron.objective.base",
             "megatron.objective.language_model",
         ),
@@ -56,7 +47,6 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (
             "megatron.data.formats.indexed",
             "megatron.data.order.plan",
-            "megatron.data.datasets.gpt",
             "megatron.data.loader",
             "megatron.tokenizers.tokenizer",
         ),
@@ -69,8 +59,6 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "megatron.checkpoint.recovery",
             "megatron.checkpoint.loading",
             "megatron.checkpoint.saving",
-            "megatron.checkpoint.snapshot",
-            "megatron.checkpoint.layout",
         ),
     ),
     "train": (
@@ -80,9 +68,7 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "megatron.train.build",
             "megatron.train.loop",
             "megatron.train.run",
-            "megatron.train.stop",
             "megatron.engine.engine",
-            "megatron.engine.stages",
         ),
     ),
     "inference": (
@@ -94,7 +80,6 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "megatron.inference.generation.engine",
             "megatron.inference.generation.request",
             "megatron.inference.sampling.settings",
-            "megatron.evaluation.scoring",
             "megatron.evaluation.statistics",
         ),
     ),
@@ -109,7 +94,7 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 def interface_pages(root: Path) -> dict[str, str]:
     """Markdown of the pages by their path in the site; modules that a version lacks are left out."""
     found = {}
-    index = "# Interfaces\n\nThe modules to start from when the project is imported, with what their docstrings say.\n\n"
+    index = "# Interfaces\n\nThe modules to start from when the project is imported, with their docstrings.\n\n"
     for name, (title, about, modules) in _PAGES.items():
         present = [module for module in modules if _file_of(root, module) is not None]
         text = f"# {title}\n\n{about}\n"
@@ -128,4 +113,3 @@ def missing_modules(root: Path) -> list[str]:
 def _file_of(root: Path, module: str) -> Path | None:
     path = root / module.replace(".", "/")
     return next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.exists()), None)
-

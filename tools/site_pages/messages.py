@@ -7,6 +7,7 @@ together later, count as messages of the error they end up in.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -32,8 +33,10 @@ class Message:
         """Whether `text` contains this message with any values in it, or at least its first sentence."""
         first = self.template.split(". ")[0]
         wanted = first if len(_WORD.findall(first)) >= _FEWEST_WORDS else self.template
-        parts = [re.escape(part) for part in wanted.split(VALUE)]
-        return re.search(".*?".join(parts), text, flags=re.DOTALL) is not None
+        parts = wanted.split(VALUE)
+        if max(parts, key=len) not in text:
+            return False
+        return re.search(".*?".join(map(re.escape, parts)), text, flags=re.DOTALL) is not None
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,15 @@ class SourceMessages:
     messages: tuple[Message, ...]
 
 
+@functools.cache
 def read_messages(root: Path) -> SourceMessages:
     """Reads the package and its programs in the folder `root`."""
-    trees = {
-        path.relative_to(root).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+    texts = {
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
         for pattern in _PATTERNS
         for path in sorted(root.glob(pattern))
     }
+    trees = {path: ast.parse(text) for path, text in texts.items() if "Error" in text or "problem" in text}
     kinds = _error_types(trees)
     found = {message for path, tree in trees.items() for message in _FileReader(path, kinds).read(tree)}
     return SourceMessages(kinds, tuple(sorted(found)))

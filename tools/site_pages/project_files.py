@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 DOCS = "docs/"
@@ -18,10 +18,15 @@ _FENCE = re.compile(r"(^```.*?^```[^\n]*$|`[^`\n]+`)", flags=re.MULTILINE | re.D
 _ADDRESS = re.compile(r"[a-z]+:", flags=re.IGNORECASE)
 
 
-def linked_files(root: Path) -> list[str]:
-    """Files outside of docs/ that pages of the site link to, also by way of one another, as paths in the project."""
+def linked_files(root: Path, first: Sequence[str] = ()) -> list[str]:
+    """Files outside of docs/ that pages of the site link to, also by way of one another, as paths in the project.
+
+    Args:
+        first: files that are a part of the site in any case.
+    """
     pages = [path.relative_to(root).as_posix() for path in sorted((root / DOCS).rglob("*.md"))]
-    found: list[str] = []
+    found = list(first)
+    pages += [path for path in first if path.endswith(".md")]
     while pages:
         page = pages.pop()
         for target in _targets(root, page):

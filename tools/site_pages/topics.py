@@ -26,33 +26,48 @@ _MOST_SHOWN = 600  # letters of a template
 
 
 @dataclass(frozen=True)
+class Claim:
+    """What one comment claims: phrases, error types, and beginnings of paths."""
+
+    phrases: tuple[str, ...]
+    errors: tuple[str, ...]
+    paths: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Claim:
+        """Reads the words of a comment."""
+        words = shlex.split(text, posix=False)
+        phrases = tuple(word.strip('"') for word in words if word.startswith('"'))
+        rest = [word for word in words if not word.startswith('"')]
+        paths = tuple(word for word in rest if "/" in word)
+        return cls(phrases, tuple(word for word in rest if "/" not in word), paths)
+
+    def fit(self, message: Message) -> tuple[bool, bool, int] | None:
+        """Whether it claims a message by its words, or by its type, and by how many letters of its path."""
+        if any(phrase in message.template for phrase in self.phrases):
+            return True, True, 0
+        begun = [len(path) for path in self.paths if message.path.startswith(path)]
+        if not begun or (self.errors and message.error not in self.errors):
+            return None
+        return False, bool(self.errors), max(begun)
+
+
+@dataclass(frozen=True)
 class Topic:
     """A paragraph: its heading, its text, and its claims."""
 
     title: str
     text: str
-    claims: tuple[str, ...]
+    claims: tuple[Claim, ...]
 
     def claim_on(self, message: Message) -> tuple[bool, bool, int] | None:
         """How well this paragraph fits a message: a greater value fits better, None does not fit."""
-        return max((fit for claim in self.claims if (fit := _fit(claim, message)) is not None), default=None)
+        return max((fit for claim in self.claims if (fit := claim.fit(message)) is not None), default=None)
 
     @property
     def quotations(self) -> list[str]:
         """The messages that the paragraph quotes, in lines that begin with `>`."""
         return [line[1:].strip() for line in self.text.splitlines() if line.startswith(">") and line[1:].strip()]
-
-
-def _fit(claim: str, message: Message) -> tuple[bool, bool, int] | None:
-    words = shlex.split(claim, posix=False)
-    if any(word.strip('"') in message.template for word in words if word.startswith('"')):
-        return True, True, 0
-    paths = [word for word in words if "/" in word]
-    errors = [word for word in words if "/" not in word and not word.startswith('"')]
-    begun = [len(path) for path in paths if message.path.startswith(path)]
-    if not begun or (errors and message.error not in errors):
-        return None
-    return False, bool(errors), max(begun)
 
 
 def read_topics(page: str) -> list[Topic]:
@@ -62,7 +77,7 @@ def read_topics(page: str) -> list[Topic]:
     found = []
     for heading, end in zip(headings, ends, strict=False):
         text = page[heading.end() : end]
-        claims = tuple(claim.group("claim") for claim in _CLAIM.finditer(text))
+        claims = tuple(Claim.of(claim.group("claim")) for claim in _CLAIM.finditer(text))
         if claims:
             found.append(Topic(heading.group("title"), text, claims))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,15 @@ def of_skips(steps: np.ndarray, skipped: np.ndarray, bad: np.ndarray) -> Iterato
         reason = " The loss or the gradient was not finite." if not_finite else ""
         counted = "1 update was" if len(group) == 1 else f"{len(group)} updates were"
         yield Event("skip", f"{counted} skipped at {where}.{reason}", "bad" if not_finite else "notice", None, last)
+
+
+def in_order(dated: Sequence[Event], skips: Iterable[Event]) -> list[Event]:
+    """All events, oldest first: a skip, whose time is unknown, follows what happened at the last step before it."""
+    found = list(dated)
+    for skip in skips:
+        before = [place for place, event in enumerate(found) if (event.iteration or 0) <= (skip.iteration or 0)]
+        found.insert(before[-1] + 1 if before else 0, skip)
+    return found
 
 
 def end_of(records: Sequence[Mapping[str, Any]]) -> str:

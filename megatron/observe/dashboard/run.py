@@ -166,15 +166,14 @@ class DashboardRun:
         with self._lock:
             table = self._shown_table()
             records = [*self._records[METRICS_NAME], *self._records[EVENTS_NAME]]
-            found = [event.to_json() for event in events.of_records(records)]
             skips = events.of_skips(
                 table.axis("steps"), table.column("skipped_iterations"), table.column("nan_iterations")
             )
-            found += [event.to_json() for event in skips]
+            found = events.in_order(list(events.of_records(records)), skips)
             samples = [self._samples[step] for step in sorted(self._samples)]
         heartbeats = read_object(self.place.path / HEARTBEATS_NAME) or {}
         return {
-            "events": found,
+            "events": [event.to_json() for event in found],
             "samples": samples,
             "layout": self._layout(),
             "heartbeats": heartbeats,

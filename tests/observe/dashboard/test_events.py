@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron.observe.dashboard.events import end_of, of_records, of_skips
+from megatron.observe.dashboard.events import Event, end_of, in_order, of_records, of_skips
 
 
 def test_starts_saves_and_ends_in_the_order_of_time() -> None:
@@ -52,3 +52,10 @@ def test_skipped_steps_in_a_row_are_one_event() -> None:
     assert list(of_skips(steps, np.empty(0), np.empty(0))) == [] == list(of_skips(steps, skipped * 0, bad * 0))
     skipped[::2] = 1
     assert len(list(of_skips(steps, skipped, bad))) == 200
+
+
+def test_skips_stand_where_their_step_belongs() -> None:
+    dated = [Event("start", "", iteration=0), Event("save", "", iteration=50), Event("resume", "", iteration=50)]
+    skips = [Event("skip", "", iteration=20), Event("skip", "", iteration=60)]
+    assert [event.kind for event in in_order(dated, skips)] == ["start", "skip", "save", "resume", "skip"]
+    assert in_order([], skips) == skips

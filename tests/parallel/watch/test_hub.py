@@ -329,3 +329,16 @@ def test_a_member_that_sends_nonsense_is_dropped_and_breaks_nothing() -> None:
         rig.say(1, 1.0, **message)
         rig.hub.tick(1.0)
         rig.heard(2)
+
+
+def test_it_says_where_each_rank_was_when_it_was_heard_of(rig: Rig) -> None:
+    rig.beat(1, 3.0, phase="backward", step=6, idle=0.5)
+    rig.die(2, 4.0)
+    first, second, third = rig.hub.ranks(10.0)
+    assert (first["rank"], first["state"], first["phase"], first["step"]) == (0, "here", "forward", 5)
+    assert second == {
+        "rank": 1, "state": "here", "phase": "backward", "step": 6, "idle_seconds": 0.5, "heard_seconds": 7.0
+    }  # fmt: skip
+    assert third["state"] == "lost"
+    rig.say(1, 11.0, kind="bye")
+    assert rig.hub.ranks(12.0)[1]["state"] == "left"

@@ -9,6 +9,8 @@ const LATER = ["consumed_samples", "gigaflops_without_embeddings", "nan_iteratio
 const AXES = { steps: "Steps", tokens: "Tokens", hours: "Hours" };
 const MOST_POINTS = 60_000; // of a chart, all curves together
 const FEWEST_POINTS = 150; // of a curve
+const SETTLED_MILLISECONDS = 90; // after a zoom, before finer curves are asked for
+const RETRY_MILLISECONDS = 2000;
 const LEAST_MILLISECONDS = 500; // between two requests of a chart
 
 export class CurvesView {
@@ -64,9 +66,9 @@ export class CurvesView {
     const axis = element("span", { class: "choice", role: "radiogroup", "aria-label": "Horizontal axis" },
       ...Object.entries(AXES).map(([name, title]) => element("label", {},
         element("input", { type: "radio", name: "axis", value: name, checked: settings.axis === name,
-          onchange: () => { this.state.set({ axis: name }); this.#zoom(null); this.#forgetAll(); } }), title)));
+          onchange: () => { this.state.set({ axis: name }); this.#changeAxis(); } }), title)));
     const log = element("input", { type: "checkbox", checked: settings.logX,
-      onchange: (event) => { this.state.set({ logX: event.target.checked }); this.#zoom(null); this.#forgetAll(); } });
+      onchange: (event) => { this.state.set({ logX: event.target.checked }); this.#changeAxis(); } });
     const value = element("output", {});
     const slider = element("input", { type: "range", min: "0", max: "100", step: "1", value: String(settings.smoothing),
       "aria-label": "Smoothing" });
@@ -134,7 +136,19 @@ export class CurvesView {
       this.#draw(chart);
       chart.isWhole = false;
     }
-    this.#askAll();
+    clearTimeout(this.zoomed);
+    this.zoomed = setTimeout(() => this.#askAll(), SETTLED_MILLISECONDS);
+  }
+
+  /** What is drawn lies on the former axis, and stays until there are curves on the new one. */
+  #changeAxis() {
+    for (const chart of this.charts.values()) {
+      chart.isHeld = true;
+      chart.curves.clear();
+    }
+    this.range = null;
+    this.reset.disabled = true;
+    this.#forgetAll();
   }
 
   /** Everything has to be asked for again; until it is there, what is known stays. */
@@ -164,26 +178,32 @@ export class CurvesView {
     for (const run of wanted) chart.stale.delete(run);
     try {
       const { settings } = this.state;
+      const { axis, logX } = settings;
       const found = await curves({
-        metric: chart.metric, axis: settings.axis, scale: settings.logX ? "log" : "linear",
+        metric: chart.metric, axis, scale: logX ? "log" : "linear",
         weight: weightOf(settings.smoothing).toFixed(4), runs: wanted.join(),
         points: Math.round(Math.max(FEWEST_POINTS, Math.min(chart.plot.node.clientWidth || 600, MOST_POINTS / chosen.length))),
         from: this.range?.[0], to: this.range?.[1],
       });
+      if (axis !== settings.axis || logX !== settings.logX) throw new Error("the axis has changed meanwhile");
       for (const run of wanted) chart.curves.set(run, found.filter((one) => one.run === run));
-      this.state.firstCurvesAt ??= performance.now();
-    } catch (failure) {
+      chart.isHeld = false;
+      chart.failures = 0;
+    } catch {
       chart.isWhole = false;
-      chart.plot.emptyText = `The curves cannot be read: ${failure.message}`;
-      chart.askedAt = performance.now() + 2000;
+      chart.failures = (chart.failures ?? 0) + 1;
     }
     chart.took = performance.now() - chart.askedAt;
     chart.isAsking = false;
     this.#draw(chart);
-    if (chart.stale.size || !chart.isWhole) this.#ask(chart);
+    if (chart.failures > 1) {
+      // The dashboard has ended, or starts again: what is drawn stays.
+      chart.timer = setTimeout(() => { chart.timer = 0; this.#ask(chart); }, RETRY_MILLISECONDS);
+    } else if (chart.stale.size || !chart.isWhole) this.#ask(chart);
   }
 
   #draw(chart) {
+    if (chart.isHeld) return;
     const { settings, isDark } = this.state;
     const series = [];
     for (const run of this.state.chosen()) {
@@ -198,6 +218,7 @@ export class CurvesView {
     plot.options = {
       isLogX: settings.logX, isLogY: this.state.isLogY(chart.metric), range: this.range, isSmoothed: settings.smoothing > 0,
       axisText: (value) => axisText(value, settings.axis), placeText: (value) => placeText(value, settings.axis),
+      unitOf: (end) => (settings.axis === "hours" && end < 2 ? 1 / 60 : 1),
     };
     plot.redraw();
   }
@@ -209,7 +230,7 @@ export function weightOf(place) {
 }
 
 function axisText(value, axis) {
-  if (axis === "hours") return value < 0.1 ? `${short(value * 60, 3)} min` : `${short(value, 3)} h`;
+  if (axis === "hours") return value < 1 - 1e-9 ? `${short(value * 60, 3)} min` : `${short(value, 3)} h`;
   return short(value, 4);
 }
 

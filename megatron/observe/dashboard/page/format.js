@@ -32,6 +32,13 @@ export function duration(seconds) {
   return minutes < 2880 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : `${(minutes / 1440).toFixed(1)} days`;
 }
 
+/** The same in one word, for what nobody needs to the second. */
+export function about(seconds) {
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
+}
+
 export function bytes(count) {
   if (count === null || count === undefined) return "–";
   const units = ["bytes", "kB", "MB", "GB", "TB", "PB"];

@@ -2,7 +2,7 @@
 
 import { CurvesView } from "./curves.js";
 import { follow, get } from "./data.js";
-import { colour, duration, element, short, whole } from "./format.js";
+import { about, colour, element, short, whole } from "./format.js";
 import * as panels from "./panels.js";
 
 const VIEWS = { curves: "Curves", samples: "Samples", ranks: "Ranks", checkpoints: "Checkpoints", events: "Events", log: "Log", configuration: "Configuration" };
@@ -114,8 +114,8 @@ function rowOf(run) {
   row.state.dataset.state = run.state;
   put(row.state, STATES[run.state] ?? run.state);
   const planned = run.train_iterations ? ` / ${whole(run.train_iterations)}` : "";
-  const parts = run.points ? [`${whole(run.iteration)}${planned} steps`, `loss ${short(run.loss)}`] : ["no steps yet"];
-  if (run.eta_seconds) parts.push(`${duration(run.eta_seconds)} left`);
+  const parts = run.points ? [`${whole(run.iteration)}${planned}`, `loss ${short(run.loss)}`] : ["no steps yet"];
+  if (run.eta_seconds) parts.push(`${about(run.eta_seconds)} left`);
   if (run.reading < 1) parts.push(`reading ${Math.floor(run.reading * 100)} %`);
   put(row.figures, parts.join(" · "));
   row.progress.value = run.train_iterations ? run.iteration / run.train_iterations : 0;
@@ -166,7 +166,7 @@ async function showPanel() {
     curvesView.show();
     return;
   }
-  if (changed) node.replaceChildren();
+  if (changed) node.replaceChildren(element("p", { class: "note" }, "Reading …"));
   try {
     const content = await panels[view](state);
     if (request !== panelRequest) return;

@@ -4,6 +4,7 @@ import { get } from "./data.js";
 import { bytes, colour, duration, element, moment, whole } from "./format.js";
 
 const MOST_COMPARED = 6;
+const SHOWN_BYTES = 98_304; // of a log
 
 function empty(title, text, code) {
   return element("div", { class: "empty" }, element("h2", {}, title), element("p", {}, text), code ? element("pre", {}, code) : null);
@@ -51,7 +52,7 @@ export async function samples(state) {
     if (!one) continue;
     for (const { prompt, text } of one.samples ?? []) {
       cards.push(element("article", { class: "card sample" },
-        element("h3", {}, element("span", { class: "swatch", color: colour(run, state.isDark) }), state.name(run), `· step ${whole(one.iteration)}`),
+        element("h3", {}, element("span", { class: "swatch", color: colour(run, state.isDark) }), `${state.name(run)} · step ${whole(one.iteration)}`),
         element("p", {}, element("span", { class: "prompt" }, prompt), element("span", { class: "text" }, text))));
     }
   }
@@ -109,8 +110,7 @@ export async function checkpoints(state) {
 export async function events(state) {
   const { events: found } = await get("/api/details", { run: state.focused });
   if (!found.length) return [runBar(state), empty("Nothing has happened yet", "Starts, resumes, saves, skipped updates and stops appear here.")];
-  const rows = found.map((one, place) => [one, place]).sort(([one, first], [other, second]) =>
-    (other.at ?? 0) - (one.at ?? 0) || (other.iteration ?? 0) - (one.iteration ?? 0) || second - first).map(([one]) => element("tr", {},
+  const rows = found.reverse().map((one) => element("tr", {},
     cell(moment(one.at), "number"), cell(one.iteration === null ? "" : whole(one.iteration), "number"),
     cell(element("span", { class: "badge", "data-level": one.level }, one.kind)), cell(one.text)));
   return [runBar(state), table(["When", "Step", "Event", ""], rows)];
@@ -123,7 +123,7 @@ export async function log(state) {
   const isAtEnd = state.logIsAtEnd ?? true;
   shown.addEventListener("scroll", () => { state.logIsAtEnd = shown.scrollHeight - shown.scrollTop - shown.clientHeight < 40; });
   requestAnimationFrame(() => { shown.scrollTop = isAtEnd ? shown.scrollHeight : state.logTop ?? 0; });
-  return [element("div", { class: "column" }, runBar(state, element("span", { class: "label" }, `the end of ${bytes(size)}`)), shown)];
+  return [element("div", { class: "column" }, runBar(state, element("span", { class: "label" }, size > SHOWN_BYTES ? `the end of ${bytes(size)}` : bytes(size))), shown)];
 }
 
 export async function configuration(state) {

@@ -59,7 +59,7 @@ export class Plot {
 
   #drawBase() {
     this.isDirty = false;
-    const pen = this.#prepare(this.base);
+    const pen = this.#prepare(this.base, true);
     if (!pen) return;
     const { isLogX, isLogY } = this.options;
     const bounds = this.#bounds();
@@ -107,7 +107,8 @@ export class Plot {
       pen.fillText(short(value, 4), MARGIN.left - 8, y);
     }
     pen.textBaseline = "top";
-    for (const value of (isLogX ? logarithmic : linear)(x0, x1, across)) {
+    const unit = this.options.unitOf?.(x1) ?? 1;
+    for (const value of (isLogX ? logarithmic : linear)(x0 / unit, x1 / unit, across).map((tick) => tick * unit)) {
       const x = Math.round(this.frame.x(value)) + 0.5;
       const text = axisText(value);
       const half = pen.measureText(text).width / 2;
@@ -180,9 +181,12 @@ export class Plot {
   }
 
   #drawAbove() {
+    const isBlank = this.highlighted === null && this.pointed === null && !this.dragged;
+    if (isBlank && this.isAboveBlank) return;
     const pen = this.#prepare(this.above);
+    this.isAboveBlank = isBlank;
     this.box.hidden = true;
-    if (!pen || !this.frame) return;
+    if (!pen || !this.frame || isBlank) return;
     const style = getComputedStyle(this.node);
     const height = this.height - MARGIN.bottom;
     const one = this.highlighted === null ? [] : this.series.filter((curve) => curve.run === this.highlighted);
@@ -297,16 +301,20 @@ export class Plot {
     return [x0, x1, y0, y1];
   }
 
-  #prepare(canvas) {
+  /** A pen on a canvas of the right size; an opaque one is cheaper to show. */
+  #prepare(canvas, isOpaque = false) {
     const ratio = window.devicePixelRatio || 1;
     this.width = this.node.clientWidth;
     this.height = this.node.clientHeight;
     const [across, down] = [Math.round(this.width * ratio), Math.round(this.height * ratio)];
     if (!across || !down) return null;
     if (canvas.width !== across || canvas.height !== down) { canvas.width = across; canvas.height = down; }
-    const pen = canvas.getContext("2d");
+    const pen = canvas.getContext("2d", { alpha: !isOpaque });
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.clearRect(0, 0, this.width, this.height);
+    if (isOpaque) {
+      pen.fillStyle = getComputedStyle(this.node).getPropertyValue("--card");
+      pen.fillRect(0, 0, this.width, this.height);
+    } else pen.clearRect(0, 0, this.width, this.height);
     return pen;
   }
 

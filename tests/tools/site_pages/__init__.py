@@ -1,0 +1,1 @@
+"""Tests of the pages that the site is made with."""
