@@ -48,7 +48,6 @@ from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
 from megatron.errors import LaunchError, MegatronError, PeerLostError
 from megatron.model.interface.network import LayerKind
 from megatron.model.networks import network_layers
-from megatron.observe.activity.activity import Activity
 from megatron.observe.console import argument_lines, size_line, trained_line
 from megatron.observe.naming.reserving import with_run_name
 from megatron.observe.profiling.step_profiler import check_profile_ranks
@@ -128,6 +127,7 @@ def open_run(request: RunRequest, signals: StopSignals | None = None) -> Iterato
         if save is not None:
             sweep_at_start(Path(save), mesh)
         run = _build(config, mesh, tokenizer, lock, signals, started_at, history, watch)
+        run.after_commit = run.activity.before(run.after_commit)
         if run.writer is not None:
             run.writer.after_commit = run.after_commit
             closing.enter_context(run.writer).beat = lambda: watch.beat("save")
@@ -194,7 +194,6 @@ def _build(
     is_resume = record is not None and not config.control.finetune
     if is_resume and not config.control.eval_only:
         warn_if_done(config.optim, progress)
-    activity = Activity()
     resumed_step = progress.step if is_resume else None
     stored_plan = record.data_plan if record is not None and is_resume else None
     datasets, plan = _open_data(config, mesh, tokenizer, progress, stored_plan, passes)
@@ -218,7 +217,7 @@ def _build(
         steps_in_flight=1 if mesh.device.type == "cuda" else 0,
         saved_step=resumed_step,
         writer=writer,
-        after_commit=activity.before(Keeping(config.saving, resumed_step, lambda: watch.beat("save"))),
+        after_commit=Keeping(config.saving, resumed_step, lambda: watch.beat("save")),
         identity=start.identity,
         history=history,
         passes=passes,
@@ -227,7 +226,6 @@ def _build(
         tasks=tasks,
         profiler=profiler,
         prompts=prompts,
-        activity=activity,
     )
 
 
