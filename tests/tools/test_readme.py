@@ -177,6 +177,8 @@ def test_files_that_are_named_exist() -> None:
     for document in DOCUMENTS:
         text = (ROOT / document).read_text()
         named = re.findall(r"`((?:examples|tools|tests|benchmarks|megatron|docs|csrc)/[\w./]+)`", text)
+        if document == "docs/published_commands.md":
+            named = []  # of the projects that published them
         links = re.findall(r"\]\((?!http|reference/|project/)([^)#]+)\)", text)  # those two are made with the site
         missing = [name for name in named if not (ROOT / name).exists()]
         missing += [name for name in links if not (ROOT / document).parent.joinpath(name).exists()]
