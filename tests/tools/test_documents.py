@@ -34,6 +34,7 @@ RUN_BY = {
     "docs/serving.md": "tools/test_serving_guide.py",
     "docs/training.md": "tools/test_readme.py",
     "docs/tutorial_deepspeed.md": "seeds/test_003_5.py",
+    "docs/watching_a_run.md": "tools/test_watching_guide.py",
     "docs/seeds/dsgpt2.md": "seeds/dsgpt2_example.py",
     "docs/seeds/gpt2_all_in.md": "tools/test_gpt2_all_in_guide.py",
     "docs/seeds/hello_deepspeed.md": "seeds/test_003_5.py",
