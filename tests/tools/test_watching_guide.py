@@ -29,8 +29,7 @@ def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
         shutil.copy(source, tmp_path / "data" / name)
     for ending in (".bin", ".idx"):
         shutil.copy(corpus.prefix + ending, tmp_path / "data" / f"demo_text_document{ending}")
-    before_dashboard = GUIDE.read_text().partition("## The dashboard")[0]
-    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", before_dashboard, flags=re.S))
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), flags=re.S))
     program = f'set -euo pipefail\npython() {{ "{forking_python()}" "$@"; }}\n{blocks}'
     finished = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-4000:]
