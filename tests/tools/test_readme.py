@@ -43,6 +43,7 @@ RUN_BY_THEIR_GUIDES = {
     "docs/prefix_lm.md": "test_prefix_guide.py",
     "docs/serving.md": "test_serving_guide.py",
     "docs/tutorial_deepspeed.md": "../seeds/test_003_5.py",
+    "docs/watching_a_run.md": "test_watching_guide.py",
 }
 LAUNCH_SCRIPTS = ("examples/pretrain_gpt.slurm",)
 SHELL_FILES = (
