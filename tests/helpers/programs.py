@@ -39,8 +39,8 @@ def forking_python() -> str:
 
     The program gets the arguments, folder, environment, standard streams and signals of the stand-in, which ends with
     its exit code, and programs that it starts with `sys.executable` are forked too. What differs from an interpreter:
-    the modules of `tests.helpers.preloaded` are loaded, the process ID is another one, and interpreter flags but `-u`
-    and `-m` are not understood.
+    the modules of `tests.helpers.preloaded` are loaded, the process ID is another one, and interpreter flags but `-u`,
+    `-m` and `-c` are not understood.
     """
     folder = tempfile.TemporaryDirectory(prefix="python")
     atexit.register(folder.cleanup)
@@ -156,7 +156,10 @@ def _run(words: list[str]) -> None:
     if words[0] == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         words = words[1:]
-    if words[0] == "-m":
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(words[1], {"__name__": "__main__"})
+    elif words[0] == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

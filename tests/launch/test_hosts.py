@@ -19,7 +19,7 @@ FIRST, SECOND = HOSTS
 TORCHRUN = [
     "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3",
     "--rdzv-backend=c10d", f"--rdzv-endpoint={FIRST}:29400", "--rdzv-id=run", "--rdzv-conf",
-    "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+    "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=10",
 ]  # fmt: skip
 
 
