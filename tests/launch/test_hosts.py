@@ -14,13 +14,26 @@ from tests.helpers.tiny_run import TinyCorpus, losses
 
 pytestmark = [pytest.mark.xdist_group("cluster"), pytest.mark.slow]
 
-STEPS = 40
+STEPS = 60
 FIRST, SECOND = HOSTS
 TORCHRUN = [
     "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3",
     "--rdzv-backend=c10d", f"--rdzv-endpoint={FIRST}:29400", "--rdzv-id=run", "--rdzv-conf",
-    "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3",
+    "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
 ]  # fmt: skip
+
+
+# torchrun begins with one host if the other is late, and starts again when that comes. Nothing is trained before.
+GATE = """
+import os, pathlib, runpy, sys, time
+met = pathlib.Path("four_ranks_met")
+if os.environ["WORLD_SIZE"] == "4":
+    met.touch()
+while not met.exists():
+    time.sleep(0.05)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def command(corpus: TinyCorpus, folder: Path, *more: str) -> list[str]:
@@ -68,11 +81,11 @@ def uninterrupted(hosts: Cluster, corpus: TinyCorpus, project: Path) -> dict[int
 def test_a_run_that_loses_a_host_goes_on_in_another_layout(hosts: Cluster, project: Path, corpus: TinyCorpus) -> None:
     expected = uninterrupted(hosts, corpus, project)
     run, layout = project / "elastic", ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    program = [hosts.python, *TORCHRUN, *command(corpus, run, *layout, "--elastic")]
+    (project / "gate.py").write_text(GATE)
+    program = [hosts.python, *TORCHRUN, "gate.py", *command(corpus, run, *layout, "--elastic")]
     logs = {host: project / f"{host}.log" for host in HOSTS}
     agents = {host: hosts.start(host, program, output=logs[host]) for host in HOSTS}
 
-    # torchrun begins with one host if the other is late, and starts again when it comes.
     wait_until(lambda: world_sizes(run)[-1:] == [4] and max(losses(run), default=0) >= 4, logs[FIRST])
     hosts.power_off(SECOND)
     agents[SECOND].wait(timeout=60)

@@ -190,8 +190,8 @@ def test_the_other_views_of_a_run(browser: Any, tmp_path: Path) -> None:
         page = Page(browser, server.address)
         page.wait(lambda: len(page.texts(".run")) == 2 and page.colours() > 1000)
         next(one for one in browser.find_elements("css selector", ".run .name") if one.text == "large rate").click()
-        page.open("samples", lambda: page.texts(".sample p") == [f"Once upon a time {HOSTILE}"])
-        assert browser.title == "Runs" and page.find(".sample h3").text.endswith("step 400")
+        page.open("samples", lambda: page.texts(".sample .text") == [f" a time {HOSTILE}".strip()])
+        assert browser.title == "Runs" and page.texts(".sample h3, .who") == ["Once upon …", "large rate, step 400"]
         page.open(
             "ranks",
             lambda: (

@@ -46,16 +46,16 @@ export async function samples(state) {
     } });
   const bar = runBar(state, element("label", {}, "Step", slider, element("output", {}, whole(step))),
     element("span", { class: "label" }, `${steps.length} evaluations`));
-  const cards = [];
+  const byPrompt = new Map();
   for (const [run, entries] of withSamples) {
     const one = entries.filter((entry) => entry.iteration <= step).at(-1);
-    if (!one) continue;
-    for (const { prompt, text } of one.samples ?? []) {
-      cards.push(element("article", { class: "card sample" },
-        element("h3", {}, element("span", { class: "swatch", color: colour(run, state.isDark) }), `${state.name(run)} · step ${whole(one.iteration)}`),
-        element("p", {}, element("span", { class: "prompt" }, prompt), element("span", { class: "text" }, text))));
+    for (const { prompt, text } of one?.samples ?? []) {
+      const said = element("p", {}, element("span", { class: "swatch", color: colour(run, state.isDark) }),
+        element("span", { class: "who" }, `${state.name(run)}, step ${whole(one.iteration)}`), element("span", { class: "text" }, text || "(nothing)"));
+      byPrompt.set(prompt, [...(byPrompt.get(prompt) ?? []), said]);
     }
   }
+  const cards = [...byPrompt].map(([prompt, said]) => element("article", { class: "card sample" }, element("h3", {}, `${prompt} …`), ...said));
   return [bar, element("div", { class: "samples" }, ...cards)];
 }
 
