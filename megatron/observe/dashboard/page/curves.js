@@ -7,7 +7,7 @@ import { Plot } from "./plot.js";
 const FIRST = ["lm_loss", "gradient_norm", "learning_rate", "tokens_per_second"];
 const LATER = ["consumed_samples", "gigaflops_without_embeddings", "nan_iterations", "skipped_iterations"];
 const AXES = { steps: "Steps", tokens: "Tokens", hours: "Hours" };
-const MOST_POINTS = 60_000; // of a chart, all curves together
+const MOST_POINTS = 24_000; // of a chart, all curves together
 const FEWEST_POINTS = 150; // of a curve
 const SETTLED_MILLISECONDS = 90; // after a zoom, before finer curves are asked for
 const RUNS_AT_A_TIME = 16; // in a request, so that the first curves are soon there
