@@ -10,6 +10,7 @@
 #
 #   DRY_RUN=1      prints the command and starts nothing
 #   SCALE=tiny     trains a network of the same shape for four steps that fits two CPU cores, on at most four processes
+#   DEVICES        processes on this machine; also as N_GPUS and GPUS_PER_NODE, as upstream's scripts call it
 #   PYTHON         interpreter with the project installed
 #   LAUNCHER       torchrun or deepspeed, where there is more than one process
 #   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT      for several nodes: the same script on each, with its own NODE_RANK
@@ -23,6 +24,7 @@ DRY_RUN="${DRY_RUN:-}"
 SCALE="${SCALE:-full}"
 LAUNCHER="${LAUNCHER:-torchrun}"
 NNODES="${NNODES:-1}"
+DEVICES="${DEVICES:-${N_GPUS:-${GPUS_PER_NODE:-}}}"
 DEMO_DATA="${DEMO_DATA:-$PROJECT/data/english}"
 TINY_RANKS=4
 if [ -z "${PYTHON:-}" ]; then
